@@ -1,1 +1,5 @@
-def main(): print("ours")
+"""The command `eval`."""
+
+
+def main() -> int:
+    raise SystemExit("eval: not built yet")

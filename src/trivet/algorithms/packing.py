@@ -1,0 +1,81 @@
+"""Samples into rows of at most `seq_len` tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trivet.wire.batches import MicroBatch
+from trivet.wire.rollouts import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackItem:
+    """A sample with the advantage of its rollout."""
+
+    sample: Sample
+    advantage: float
+
+
+def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
+    """Place items, longest first, each into the first bin with room.
+
+    Args:
+        lengths: each at most `capacity`.
+
+    Returns:
+        Bins as lists of item indices. Ties keep the input's order, so equal input gives equal rows.
+
+    Source: first-fit decreasing needs at most 11/9 of the optimal number of bins, plus 6/9 (Dosa 2007).
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > capacity:
+            raise ValueError(f"item of {length} tokens does not fit a row of {capacity}")
+        for place, free in enumerate(room):
+            if length <= free:
+                bins[place].append(index)
+                room[place] -= length
+                break
+        else:
+            bins.append([index])
+            room.append(capacity - length)
+    return bins
+
+
+def truncate(sample: Sample, *, seq_len: int) -> Sample:
+    """The first `seq_len` tokens of `sample`, itself when it is not longer."""
+    if sample.num_tokens <= seq_len:
+        return sample
+    return Sample(
+        token_ids_T=sample.token_ids_T[:seq_len],
+        loss_mask_T=sample.loss_mask_T[:seq_len],
+        logprobs_T=sample.logprobs_T[:seq_len],
+        versions=sample.versions,
+        temperature=sample.temperature,
+        is_truncated=True,
+    )
+
+
+def pack(items: Sequence[PackItem], *, seq_len: int) -> list[MicroBatch]:
+    """Pack samples, cut to `seq_len`, into rows by first-fit decreasing; samples without loss tokens are left out."""
+    kept = [(truncate(item.sample, seq_len=seq_len), item.advantage) for item in items]
+    kept = [(sample, advantage) for sample, advantage in kept if sample.num_loss_tokens]
+    bins = first_fit_decreasing([sample.num_tokens for sample, _ in kept], capacity=seq_len)
+    return [_join([kept[index] for index in bin_]) for bin_ in bins]
+
+
+def _join(members: Sequence[tuple[Sample, float]]) -> MicroBatch:
+    samples = [sample for sample, _ in members]
+    lengths_S = np.array([sample.num_tokens for sample in samples], dtype=np.int32)
+    return MicroBatch(
+        token_ids_T=np.concatenate([sample.token_ids_T for sample in samples]).astype(np.int32),
+        position_ids_T=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths_S]),
+        loss_mask_T=np.concatenate([sample.loss_mask_T for sample in samples]).astype(np.bool_),
+        logprobs_T=np.concatenate([sample.logprobs_T for sample in samples]).astype(np.float32),
+        advantages_T=np.repeat(np.array([advantage for _, advantage in members], dtype=np.float32), lengths_S),
+        temperatures_T=np.repeat(np.array([sample.temperature for sample in samples], dtype=np.float32), lengths_S),
+        sequence_lengths_S=lengths_S,
+    )

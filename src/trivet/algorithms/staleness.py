@@ -1,0 +1,49 @@
+"""How far behind the learner a token may have been sampled, and when to load which policy.
+
+Batch n is trained on policy n-1. Staleness of a sample in batch n is n - 1 - (its oldest version), time in queues included.
+"""
+
+from trivet.wire.versions import PolicyVersion, Step
+
+
+def staleness(*, step: Step, oldest: PolicyVersion) -> int:
+    return step - 1 - oldest
+
+
+def is_stale(*, step: Step, oldest: PolicyVersion, max_off_policy_steps: int) -> bool:
+    """True when a sample whose oldest token is of policy `oldest` may no longer enter batch `step`."""
+    return staleness(step=step, oldest=oldest) > max_off_policy_steps
+
+
+def required_version(*, step: Step, max_async_level: int) -> PolicyVersion:
+    """The oldest policy that may start rollouts for batch `step`: step - 1 - max_async_level, at least 0."""
+    return PolicyVersion(max(step - 1 - max_async_level, 0))
+
+
+def target_version(*, step: Step, latest: PolicyVersion, max_async_level: int, is_strict: bool) -> PolicyVersion:
+    """The policy that the servers should hold while batch `step` is being filled.
+
+    Args:
+        latest: newest published policy.
+        is_strict: hold exactly `required_version`, so that a run does not depend on timing.
+    """
+    required = required_version(step=step, max_async_level=max_async_level)
+    return required if is_strict else PolicyVersion(max(required, latest))
+
+
+def may_dispatch(
+    *, step: Step, version: PolicyVersion, rollouts_ahead: int, rollouts_per_step: int, max_async_level: int
+) -> bool:
+    """Whether a new group may start now.
+
+    A group started behind `rollouts_ahead` others (finished and waiting, or in flight) will land in batch
+    `step + rollouts_ahead // rollouts_per_step`; it may start if `version` is recent enough for that batch. This bounds
+    what waits in the buffer, and with `max_async_level` 0 keeps every rollout of a batch on the policy it trains.
+
+    Args:
+        step: the batch being filled.
+        version: what the servers hold.
+        rollouts_per_step: floor(batch_size * oversampling_factor).
+    """
+    lands_in = Step(step + rollouts_ahead // rollouts_per_step)
+    return version >= required_version(step=lands_in, max_async_level=max_async_level)

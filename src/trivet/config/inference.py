@@ -1,0 +1,64 @@
+"""Sections of the inference server."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from trivet.config.base import Section
+from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, LogConfig, RunIdentity
+
+
+class ServerConfig(Section):
+    host: str = "127.0.0.1"
+    """Interface to listen on."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """TCP port; the launcher replaces it by a free one if it is taken."""
+
+
+class InferenceModelConfig(Section):
+    name: str = DEFAULT_MODEL
+    """Hugging Face name or a directory."""
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """Dtype of the served weights. For RL it should be the trainer's compute dtype."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus completion, tokens; unset: the model's own limit."""
+    enforce_eager: bool = False
+    """No compilation: starts faster, generates slower."""
+    trust_remote_code: bool = False
+    """Run code that the model's repository ships."""
+    enable_auto_tool_choice: bool = False
+    """Let the model decide to call tools."""
+    tool_call_parser: str | None = None
+    """How tool calls are written by this model, e.g. `hermes`."""
+    reasoning_parser: str | None = None
+    """How thinking is marked by this model, e.g. `qwen3`."""
+
+
+class ParallelConfig(Section):
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel GPUs per replica."""
+    dp: int = Field(default=1, ge=1)
+    """Replicas; the launcher sets GPUs / tp."""
+
+
+class InferenceConfig(Section):
+    """`uv run inference @ inference.toml`."""
+
+    run: RunIdentity = RunIdentity()
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """Root of everything the run writes."""
+    server: ServerConfig = ServerConfig()
+    model: InferenceModelConfig = InferenceModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of GPU memory for weights and KV cache."""
+    cpu_kv_cache_gib: float = Field(default=1.0, gt=0)
+    """KV cache on a machine without a GPU, GiB."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Sequences generated at one time; unset: vLLM's default."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds sampling of requests that carry no seed."""
+    vllm_args: dict[str, Any] = {}
+    """Further vLLM engine arguments by name, e.g. `{ swap_space = 4 }`; one that has a key above is refused."""
+    log: LogConfig = LogConfig()

@@ -1,0 +1,82 @@
+"""Where everything lies in an output directory. The only place that spells these names."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+STABLE = "STABLE"
+COMMITTED = "COMMITTED"
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step_(\d+)")
+
+
+def step_name(step: int) -> str:
+    return f"step_{step}"
+
+
+def parse_step(name: str) -> int | None:
+    """The N of `step_N`, or None when `name` has another form."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayout:
+    root: Path
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def readers(self) -> Path:
+        """One file per reader of weights, holding the version it has loaded."""
+        return self.root / "weights" / "readers"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def configs(self) -> Path:
+        return self.root / "configs"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".lock"
+
+    @property
+    def run_file(self) -> Path:
+        """Run id and attempt, so that a resumed run keeps its identity."""
+        return self.root / "run.json"
+
+    def weights_step(self, version: int) -> Path:
+        return self.weights / step_name(version)
+
+    def checkpoint_step(self, step: int) -> Path:
+        return self.checkpoints / step_name(step)
+
+    def rollouts_step(self, step: int) -> Path:
+        return self.root / "rollouts" / step_name(step)
+
+    def evals_step(self, step: int, env: str) -> Path:
+        return self.root / "evals" / step_name(step) / env
+
+    def log_file(self, name: str) -> Path:
+        """`rl.log`, `inference.stdout`, `orchestrator.stdout`, `trainer.stdout`."""
+        return self.logs / name
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / "trainer" / f"rank_{rank}.stdout"

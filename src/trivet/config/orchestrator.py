@@ -1,0 +1,132 @@
+"""Sections of the orchestrator."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from trivet.config.base import Section
+from trivet.config.shared import (
+    DEFAULT_MODEL,
+    DEFAULT_OUTPUT_DIR,
+    CkptConfig,
+    LogConfig,
+    RunIdentity,
+    TransportConfig,
+    WandbConfig,
+)
+
+
+class ClientConfig(Section):
+    """How inference servers are reached."""
+
+    base_url: list[str] = ["http://127.0.0.1:8000/v1"]
+    """One or more servers."""
+    api_key_var: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key; a local server needs none."""
+    timeout: float = Field(default=1200.0, gt=0)
+    """Longest time for one request, seconds."""
+    wait_for_ready_timeout: float = Field(default=1800.0, gt=0)
+    """Longest wait for a server to become ready at start, seconds."""
+
+
+class PolicyModelConfig(Section):
+    name: str = DEFAULT_MODEL
+    """Name the server serves the model under; also where the tokenizer is read from."""
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(default=1.0, gt=0)
+    """The trainer divides logits by it too."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens per model turn; unset: up to the context's end."""
+    min_tokens: int = Field(default=0, ge=0)
+    """No stop token before this many."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; below 1 biases the importance ratio, which the trainer computes over the whole vocabulary."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample among the k likeliest; -1 is off. Biases the importance ratio."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Drop tokens below this share of the likeliest; biases the importance ratio."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """1 is off; biases the importance ratio."""
+    presence_penalty: float = 0.0
+    """0 is off; biases the importance ratio."""
+    frequency_penalty: float = 0.0
+    """0 is off; biases the importance ratio."""
+    seed: int | None = Field(default=None, ge=0)
+    """Seed of each request, combined with its group and index; unset: not reproducible."""
+    extra_body: dict[str, Any] = {}
+    """Further request fields. A knob that has a key above is refused here."""
+
+
+class EnvConfig(Section):
+    id: str = "reverse-text"
+    """Package name of the environment."""
+    name: str | None = None
+    """Name in logs and metrics; defaults to the id. Unique."""
+    args: dict[str, Any] = {}
+    """Passed to load_environment."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.id
+
+
+class BufferConfig(Section):
+    online_difficulty_filtering: bool = False
+    """Leave out groups whose rollouts all have the same reward: they carry no gradient."""
+
+
+class AdvantageConfig(Section):
+    type: Literal["default", "none"] = "default"
+    """`default` subtracts the group's mean reward; `none` uses the reward itself."""
+
+
+class OrchestratorConfig(Section):
+    """`uv run orchestrator @ orchestrator.toml`."""
+
+    run: RunIdentity = RunIdentity()
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """Root of everything the run writes."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many batches."""
+    seed: int = Field(default=42, ge=0)
+    """Seeds the order of examples."""
+    seq_len: int = Field(default=2048, ge=2)
+    """Tokens of one packed row; longer samples are cut. At most the trainer's."""
+    batch_size: int = Field(default=128, ge=1)
+    """Rollouts per step."""
+    rollouts_per_example: int = Field(default=1, ge=1)
+    """Rollouts of one example, compared with each other. Divides batch_size."""
+    oversampling_factor: float = Field(default=1.0, ge=1)
+    """Rollouts in flight, as a multiple of batch_size."""
+    max_async_level: int = Field(default=1, ge=0)
+    """How many policies a new rollout may lag behind; 0 waits for each step."""
+    strict_async_level: bool = False
+    """Always lag exactly max_async_level: independent of timing, more idle time."""
+    max_off_policy_steps: int = Field(default=8, ge=0)
+    """A group whose oldest token is older than this many steps is dropped, time in queues counted."""
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Rollouts in flight at most, whatever the oversampling."""
+    trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
+    """Turns of one rollout as one sample while each continues the last token for token, or as a sample per turn."""
+    mask_env_responses: bool = True
+    """Do not train on tokens that the environment wrote."""
+    reload_weights_on_start: bool = True
+    """A run that starts from step 0 resets the servers to the start weights."""
+    max_failed_groups: int = Field(default=32, ge=1)
+    """Stop when this many groups in a row failed or carried no signal."""
+    self_check_rollouts: int = Field(default=4, ge=0)
+    """Completions that trainer and server compare before the first batch; 0: no self-check."""
+    client: ClientConfig = ClientConfig()
+    model: PolicyModelConfig = PolicyModelConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    env: list[EnvConfig] = Field(default=[EnvConfig()], min_length=1)
+    """Environments to train on."""
+    buffer: BufferConfig = BufferConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    rollout_transport: TransportConfig = TransportConfig()
+    ckpt: CkptConfig = CkptConfig()
+    log: LogConfig = LogConfig()
+    wandb: WandbConfig | None = None

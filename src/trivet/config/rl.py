@@ -1,0 +1,53 @@
+"""The whole run, as the launcher `rl` reads it. Shared values fill the sections of each role (config.resolve)."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from trivet.config.base import Section
+from trivet.config.inference import InferenceConfig
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, CkptConfig, LogConfig, WandbConfig
+from trivet.config.trainer import TrainerConfig
+
+
+class SharedModelConfig(Section):
+    name: str = DEFAULT_MODEL
+    """Hugging Face name or a directory: the model that every role uses."""
+
+
+class RLConfig(Section):
+    """`uv run rl @ config.toml`."""
+
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """Root of everything the run writes."""
+    clean: bool = False
+    """Remove what an earlier run left in output_dir before starting."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many steps."""
+    seq_len: int | None = Field(default=None, ge=2)
+    """Fills trainer.model.seq_len and orchestrator.seq_len."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Fills inference.model.max_model_len."""
+    max_async_level: int | None = Field(default=None, ge=0)
+    """Fills trainer.max_async_level and orchestrator.max_async_level."""
+    seed: int | None = Field(default=None, ge=0)
+    """Fills every role's seed."""
+    inference_gpu_ids: list[int] = [0]
+    """GPUs of the inference server. May overlap trainer_gpu_ids; ignored on a machine without a GPU."""
+    trainer_gpu_ids: list[int] = [1]
+    """GPUs of the trainer, one rank each."""
+    trainer_cpu_ranks: int = Field(default=1, ge=1)
+    """Trainer ranks on a machine without a GPU."""
+    model: SharedModelConfig = SharedModelConfig()
+    wandb: WandbConfig | None = None
+    """Shared by trainer and orchestrator."""
+    log: LogConfig = LogConfig()
+    ckpt: CkptConfig = CkptConfig()
+    """Shared by trainer and orchestrator."""
+    trainer: TrainerConfig = TrainerConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    inference: InferenceConfig | None = InferenceConfig()
+    """None: the servers of orchestrator.client.base_url are started by someone else."""
+    shutdown_timeout_s: float = Field(default=20.0, gt=0)
+    """Time between the request to stop and the kill."""

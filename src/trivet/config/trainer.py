@@ -1,0 +1,163 @@
+"""Sections of the trainer and of supervised fine-tuning, which share model, optimizer and schedule."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trivet.config.base import Section
+from trivet.config.shared import (
+    DEFAULT_MODEL,
+    DEFAULT_OUTPUT_DIR,
+    CkptConfig,
+    LogConfig,
+    RunIdentity,
+    TransportConfig,
+    WandbConfig,
+)
+
+Dtype = Literal["bfloat16", "float32"]
+
+
+class TrainerModelConfig(Section):
+    name: str = DEFAULT_MODEL
+    """Hugging Face name or a directory."""
+    seq_len: int = Field(default=2048, ge=2)
+    """Tokens of one packed row; longer samples are cut."""
+    attn: Literal["auto", "sdpa", "flash_varlen"] = "auto"
+    """Attention over packed rows: `flash_varlen` needs a CUDA device, `sdpa` runs anywhere; `auto` takes the first that can."""
+    compute_dtype: Dtype = "bfloat16"
+    """Dtype of forward and backward."""
+    optimization_dtype: Dtype = "float32"
+    """Dtype of the master weights and the optimizer state."""
+    reduce_dtype: Dtype = "float32"
+    """Dtype of gradient reduction over ranks."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between forward and backward: less memory, one more gather."""
+    fused_lm_head_chunk_size: int = Field(default=2048, ge=1)
+    """Tokens whose logits exist at one time."""
+    trust_remote_code: bool = False
+    """Run code that the model's repository ships."""
+
+
+class TokenizerConfig(Section):
+    name: str | None = None
+    """Defaults to the model's own tokenizer."""
+
+
+class AdamWConfig(Section):
+    type: Literal["adamw"] = "adamw"
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay."""
+    max_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this; None: do not clip."""
+    betas1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    betas2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+
+class ConstantSchedule(Section):
+    type: Literal["constant"] = "constant"
+
+
+class LinearSchedule(Section):
+    type: Literal["linear"] = "linear"
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps from 0 to the peak."""
+    decay_steps: int = Field(default=10, ge=0)
+    """Last steps over which the rate falls to min_lr."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Rate at the end."""
+
+
+class CosineSchedule(Section):
+    type: Literal["cosine"] = "cosine"
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps from 0 to the peak."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Rate at the end."""
+
+
+ScheduleConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="type")]
+
+
+class LossConfig(Section):
+    """Masked, detached importance sampling: the seed-era default of prime-rl."""
+
+    type: Literal["default"] = "default"
+    ratio_type: Literal["token", "sequence"] = "token"
+    """Importance ratio of each token, or of its whole sample."""
+    token_mask_low: float = Field(default=0.125, ge=0)
+    """Tokens with a smaller ratio carry no gradient."""
+    token_mask_high: float = Field(default=8.0, gt=0)
+    """Tokens with a larger ratio carry no gradient."""
+    sequence_clip_high: float = Field(default=10.0, gt=0)
+    """Upper clip of the sequence ratio."""
+    geo_mask_low: float = Field(default=0.1, ge=0)
+    """Samples whose geometric mean ratio is smaller carry no gradient."""
+    geo_mask_high: float = Field(default=10.0, gt=0)
+    """Samples whose geometric mean ratio is larger carry no gradient."""
+    sequence_mask_low: float = Field(default=0.0, ge=0)
+    """Samples with any token ratio below this carry no gradient."""
+    sequence_mask_high: float = Field(default=100.0, gt=0)
+    """Samples with any token ratio above this carry no gradient."""
+    adv_tau: float = Field(default=1.0, ge=0)
+    """Weight of the advantage."""
+    kl_tau: float = Field(default=0.0, ge=0)
+    """Weight of the log-ratio penalty against the sampling policy."""
+
+
+class TrainingConfig(Section):
+    """What the trainer and `sft` share."""
+
+    run: RunIdentity = RunIdentity()
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """Root of everything the run writes."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many optimizer steps."""
+    seed: int = Field(default=42, ge=0)
+    """Seeds data order and initialisation."""
+    model: TrainerModelConfig = TrainerModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    optim: AdamWConfig = AdamWConfig()
+    scheduler: ScheduleConfig = ConstantSchedule()
+    ckpt: CkptConfig = CkptConfig()
+    log: LogConfig = LogConfig()
+    wandb: WandbConfig | None = None
+    dist_timeout_seconds: int = Field(default=600, ge=1)
+    """Longest wait in a collective operation before the rank gives up."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA when there is a GPU."""
+
+
+class TrainerConfig(TrainingConfig):
+    """`uv run trainer @ trainer.toml`."""
+
+    loss: LossConfig = LossConfig()
+    rollout_transport: TransportConfig = TransportConfig()
+    max_async_level: int = Field(default=1, ge=0)
+    """How many policies the servers may lag behind; that many published weights are kept, besides what readers hold."""
+    max_mismatch_kl: float = Field(default=0.1, gt=0)
+    """The self-check at start refuses to train when trainer and server disagree by more than this (mean k3 estimate, nats)."""
+
+
+class SftDataConfig(Section):
+    name: str = "data.jsonl"
+    """JSONL file with `messages`, or `prompt` and `completion`, per line; or a data set directory saved by `datasets`."""
+    batch_size: int = Field(default=128, ge=1)
+    """Conversations per optimizer step."""
+    shuffle: bool = True
+    """Reshuffle each epoch with seed + epoch."""
+
+
+class SftConfig(TrainingConfig):
+    """`uv run sft @ sft.toml`."""
+
+    data: SftDataConfig = SftDataConfig()
+    num_ranks: int | None = Field(default=None, ge=1)
+    """Processes; unset: one per visible GPU, one on the CPU."""

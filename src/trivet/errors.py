@@ -1,0 +1,63 @@
+"""The exception tree. Every error a user can meet is one of these, and says what to change.
+
+TrivetError                  exit code 1 unless said otherwise
+├── ConfigError              2: a value the user wrote; nothing was started
+│   └── RunDirectoryBusy     2: another run holds the output directory
+├── EnvironmentLoadError     2: an environment is missing or its load_environment raised
+├── MessageRefused           a message of another run, another schema, or too large
+├── WeightsError             a weights directory is incomplete or altered
+├── CheckpointError          a checkpoint is incomplete, altered or does not fit
+├── InferenceError           an inference server is unreachable, refused a request or answered wrongly
+├── BatchError               no batch can be made: every rollout fails or carries no signal
+├── WaitTimeout              a bounded wait ran out; says who waited for whom
+├── RoleFailed               a process of the run ended early
+└── Diverged                 3: NaN or infinite loss, or a stop rule fired
+"""
+
+
+class TrivetError(Exception):
+    exit_code = 1
+
+
+class ConfigError(TrivetError, ValueError):
+    exit_code = 2
+
+
+class RunDirectoryBusy(ConfigError):
+    pass
+
+
+class EnvironmentLoadError(TrivetError):
+    exit_code = 2
+
+
+class MessageRefused(TrivetError):
+    pass
+
+
+class WeightsError(TrivetError):
+    pass
+
+
+class CheckpointError(TrivetError):
+    pass
+
+
+class InferenceError(TrivetError):
+    pass
+
+
+class BatchError(TrivetError):
+    pass
+
+
+class WaitTimeout(TrivetError):
+    pass
+
+
+class RoleFailed(TrivetError):
+    pass
+
+
+class Diverged(TrivetError):
+    exit_code = 3

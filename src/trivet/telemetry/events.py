@@ -1,0 +1,53 @@
+"""Writes and reads events.jsonl. Every role appends to the same file; a line is one write, so lines never interleave."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from trivet.wire.events import AnyEvent, Event
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+class EventWriter:
+    """Appends events of one role.
+
+    >>> writer = EventWriter(path, role="trainer", attempt=1)
+    >>> writer.write(Commit(step=6))
+    >>> writer.close()
+    """
+
+    def __init__(self, path: Path, *, role: str, attempt: int, clock: Callable[[], float] = time.time) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._role = role
+        self._attempt = attempt
+        self._clock = clock
+
+    def write(self, event: Event) -> None:
+        event.time, event.role, event.attempt = self._clock(), self._role, self._attempt
+        line = _encoder.encode(event) + b"\n"
+        written = os.write(self._fd, line)
+        if written != len(line):
+            raise OSError(f"wrote {written} of {len(line)} bytes of an event; is the disk full?")
+
+    def sync(self) -> None:
+        """Returns once everything written is on disk."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_events(path: Path) -> Iterator[AnyEvent]:
+    """Events in the order they were written; a last line cut short by a crash is left out."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield _decoder.decode(line)

@@ -1,0 +1,36 @@
+"""The two ends of the way from orchestrator to trainer. Adapters: `transport.zeromq` and, for tests, `transport.memory`."""
+
+from typing import Protocol
+
+from trivet.wire.batches import Batch
+from trivet.wire.versions import Step
+
+
+class BatchSender(Protocol):
+    """The orchestrator's end."""
+
+    async def send(self, batch: Batch) -> None:
+        """Returns once the trainer has acknowledged `batch`; until then it is sent again at an interval.
+
+        Raises:
+            MessageRefused: larger than the limit, or the trainer belongs to another run or schema.
+            WaitTimeout: no acknowledgement within the configured time.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class BatchReceiver(Protocol):
+    """The trainer's end, on rank 0. Acknowledges in the background while the trainer computes."""
+
+    def receive(self, step: Step) -> Batch:
+        """Wait for the batch of `step`; each is delivered once, however often it arrives.
+
+        Raises:
+            WaitTimeout: nothing within the configured time; says what was waited for and what arrived last.
+            MessageRefused: the sender belongs to another run or schema.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,65 @@
+"""What crosses from the orchestrator to the trainer: one batch per step, packed into rows.
+
+Legend: T tokens of one row, S samples in it.
+"""
+
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+from trivet.wire.rollouts import GroupId
+from trivet.wire.versions import Step
+
+
+class MicroBatch(msgspec.Struct, kw_only=True):
+    """One packed row: whole samples one behind the other, which must not attend to each other.
+
+    Every array is aligned with `token_ids_T`: `logprobs_T[t]` is the sampler's log-probability of token t given the tokens
+    of its sample before it. The first token of a sample is predicted by nothing and never trained on.
+    """
+
+    token_ids_T: np.ndarray
+    """int32 [T]."""
+    position_ids_T: np.ndarray
+    """int32 [T]: starts again at 0 with each sample."""
+    loss_mask_T: np.ndarray
+    """bool [T]."""
+    logprobs_T: np.ndarray
+    """float32 [T]: the sampler's, temperature applied."""
+    advantages_T: np.ndarray
+    """float32 [T]: the rollout's advantage on each of its tokens."""
+    temperatures_T: np.ndarray
+    """float32 [T]."""
+    sequence_lengths_S: np.ndarray
+    """int32 [S]: sums to T."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
+
+
+class BatchPurpose(StrEnum):
+    TRAIN = "train"
+    SELF_CHECK = "self_check"
+    """A handful of sampled tokens sent before the first batch: the trainer compares log-probabilities and trains nothing."""
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """All of one step. A self-check carries the step that the first batch will have, less one."""
+
+    step: Step
+    purpose: BatchPurpose
+    micro_batches: list[MicroBatch]
+    group_ids: list[GroupId]
+    num_rollouts: int
+    has_orchestrator_half: bool = False
+    """The orchestrator's half of checkpoint `step` is on disk: the trainer writes its own after this step and commits both."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.micro_batches)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(int(np.count_nonzero(row.loss_mask_T)) for row in self.micro_batches)

@@ -1,0 +1,85 @@
+"""What an environment run yields: samples, the rollout around them, and the group of rollouts of one example.
+
+They cross from environment workers to the orchestrator and into its checkpoint. Legend: T tokens of one sample.
+"""
+
+from typing import Any, NewType
+
+import msgspec
+import numpy as np
+
+from trivet.wire.versions import PolicyVersion, VersionRun, newest_version, oldest_version
+
+GroupId = NewType("GroupId", int)
+"""Handed out by the sampler in order, never twice in a run. It survives a resume: a group dispatched again keeps its id."""
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """A token sequence that can be trained on."""
+
+    token_ids_T: np.ndarray
+    """int32 [T]: prompt and sampled tokens in the order the model saw them."""
+    loss_mask_T: np.ndarray
+    """bool [T]: true on tokens to train on. Never true at position 0, which nothing predicts."""
+    logprobs_T: np.ndarray
+    """float32 [T]: log-probability of each token as sampled, temperature applied; 0 where the mask is false."""
+    versions: list[VersionRun]
+    """The policy of each token that the model sampled, in order."""
+    temperature: float
+    is_truncated: bool = False
+    """The completion ended at a length limit, not at a stop token."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask_T))
+
+
+class Rollout(msgspec.Struct, kw_only=True):
+    """One attempt at an example, scored."""
+
+    index: int
+    """Position in its group, from 0."""
+    reward: float
+    samples: list[Sample] = []
+    """One for a single turn; one or more for several turns, depending on `trajectory_strategy`."""
+    scores: dict[str, float] = {}
+    """Value of each reward function and metric of the environment's rubric, by name."""
+    prompt: list[dict[str, Any]] = []
+    completion: list[dict[str, Any]] = []
+    """Messages in the OpenAI chat form."""
+    num_turns: int = 1
+    generation_s: float = 0.0
+    scoring_s: float = 0.0
+    advantage: float = 0.0
+    """Set when its group is complete."""
+
+    @property
+    def is_truncated(self) -> bool:
+        return any(sample.is_truncated for sample in self.samples)
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """An example's finished rollouts."""
+
+    group_id: GroupId
+    env: str
+    """The environment's `name` in the configuration."""
+    example_id: int
+    rollouts: list[Rollout]
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        return min(oldest_version(sample.versions) for rollout in self.rollouts for sample in rollout.samples)
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        return max(newest_version(sample.versions) for rollout in self.rollouts for sample in rollout.samples)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 [rollouts]."""
+        return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)

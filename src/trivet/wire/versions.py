@@ -1,0 +1,58 @@
+"""Policy versions and steps, and the run-length encoding of versions per token.
+
+Policy version N is the weights after optimizer step N; version 0 is the start model. Batch n is trained in step n (from 1).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NewType
+
+import msgspec
+
+PolicyVersion = NewType("PolicyVersion", int)
+Step = NewType("Step", int)
+
+START_VERSION = PolicyVersion(0)
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+    """`length` consecutive tokens sampled from policy `version`."""
+
+    version: PolicyVersion
+    length: int
+
+
+def encode_versions(versions: Iterable[int]) -> list[VersionRun]:
+    """Run-length encode one version per token, in token order."""
+    runs: list[VersionRun] = []
+    for version in versions:
+        if runs and runs[-1].version == version:
+            runs[-1] = VersionRun(runs[-1].version, runs[-1].length + 1)
+        else:
+            runs.append(VersionRun(PolicyVersion(version), 1))
+    return runs
+
+
+def join_versions(parts: Iterable[Sequence[VersionRun]]) -> list[VersionRun]:
+    """Concatenate encodings; neighbouring runs of the same version are merged."""
+    joined: list[VersionRun] = []
+    for part in parts:
+        for run in part:
+            if joined and joined[-1].version == run.version:
+                joined[-1] = VersionRun(run.version, joined[-1].length + run.length)
+            elif run.length:
+                joined.append(run)
+    return joined
+
+
+def count_tokens(runs: Iterable[VersionRun]) -> int:
+    return sum(run.length for run in runs)
+
+
+def oldest_version(runs: Sequence[VersionRun]) -> PolicyVersion:
+    """Raises ValueError when `runs` is empty: nothing was sampled."""
+    return min(run.version for run in runs)
+
+
+def newest_version(runs: Sequence[VersionRun]) -> PolicyVersion:
+    """Raises ValueError when `runs` is empty: nothing was sampled."""
+    return max(run.version for run in runs)
