@@ -46,6 +46,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, layers: int, seed: int, tied: bool) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
+    end, pad = tokenizer.backend_tokenizer.token_to_id(TURN_END), tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT)
     config = Qwen3Config(
         vocab_size=(len(tokenizer) + 63) // 64 * 64,
         hidden_size=hidden_size,
@@ -56,8 +57,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, layers: 
         head_dim=64,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
-        eos_token_id=tokenizer.convert_tokens_to_ids(TURN_END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        eos_token_id=end,
+        pad_token_id=pad,
         bos_token_id=None,
     )
     return Qwen3ForCausalLM(config)

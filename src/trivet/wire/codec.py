@@ -1,6 +1,6 @@
 """Structs to bytes and back. Arrays travel as dtype, shape and raw little-endian bytes, and are read without a copy."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ _ALLOWED_DTYPES = frozenset({"|b1", "|u1", "<i4", "<i8", "<f4", "<f8"})
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        array: np.ndarray[Any, np.dtype[Any]] = value
+        array = cast("np.ndarray[Any, np.dtype[Any]]", value)
         little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         return (little.dtype.str, little.shape, little.data.cast("B") if little.size else b"")
     raise TypeError(f"{type(value).__name__} has no wire form")
