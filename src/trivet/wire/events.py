@@ -51,7 +51,7 @@ class Drop(Event):
     """`stale`, `failed: …`, `cancelled`."""
 
 
-class BatchSent(Event, tag="batch"):
+class BatchFormed(Event, tag="batch"):
     step: Step
     group_ids: list[GroupId]
     oldest_version: PolicyVersion
@@ -87,4 +87,4 @@ class Stop(Event):
     reason: str
 
 
-AnyEvent = Start | Dispatch | Finish | Filter | Drop | BatchSent | Train | Publish | Load | Retire | Commit | Stop
+AnyEvent = Start | Dispatch | Finish | Filter | Drop | BatchFormed | Train | Publish | Load | Retire | Commit | Stop

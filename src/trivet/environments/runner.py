@@ -1,0 +1,131 @@
+"""Runs one group of an environment: every rollout of one example, retried on its own, scored together."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import verifiers as vf
+
+from trivet.algorithms.seeds import derive_seed
+from trivet.config.orchestrator import SamplingConfig
+from trivet.environments.model_client import ModelClient, request_arguments, response_versions
+from trivet.environments.trajectories import Turn, to_samples
+from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.versions import count_tokens
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_RETRY_DELAY_S = 1.0
+
+
+class RolloutFailed(Exception):
+    """A rollout failed on every attempt; the message is the first error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRunner:
+    """Everything that stays the same between the groups of one environment."""
+
+    env: vf.Environment
+    label: str
+    model_name: str
+    sampling: SamplingConfig
+    trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
+    with_tokens: bool = True
+    """False on a server that gives no token ids: rollouts then carry no samples and serve only for evaluation."""
+
+    async def run(
+        self, example: Mapping[str, Any], *, group_id: GroupId, num_rollouts: int, client: ModelClient
+    ) -> list[Rollout]:
+        """
+        Args:
+            example: a row of the environment's data set, with `prompt`.
+
+        Raises:
+            RolloutFailed: one of the rollouts could not be completed or scored.
+        """
+        states = await asyncio.gather(
+            *(self._attempt(example, group_id=group_id, index=index, client=client) for index in range(num_rollouts))
+        )
+        await self.env.rubric.score_group(states)
+        for state in states:
+            await self.env.rubric.cleanup(state)
+        return [self._to_rollout(state, index) for index, state in enumerate(states)]
+
+    async def _attempt(self, example: Mapping[str, Any], *, group_id: GroupId, index: int, client: ModelClient) -> vf.State:
+        seed = None if self.sampling.seed is None else derive_seed(self.sampling.seed, group_id, index) % 2**31
+        arguments = request_arguments(self.sampling, seed=seed, with_tokens=self.with_tokens)
+        first_error = ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(_RETRY_DELAY_S * 2 ** (attempt - 1))
+            try:
+                state = await self.env.rollout(cast(Any, dict(example)), client, self.model_name, arguments)
+                error = state.get("error")
+            except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this rollout only
+                state, error = None, exc
+            if state is not None and error is None:
+                return state
+            cause = error.__cause__ if isinstance(error, BaseException) and error.__cause__ else error
+            message = f"{type(cause).__name__}: {cause}"
+            first_error = first_error or message
+            logger.warning(
+                "rollout failed env=%s group=%s index=%s attempt=%s: %s", self.label, group_id, index, attempt + 1, message
+            )
+        raise RolloutFailed(first_error)
+
+    def _to_rollout(self, state: vf.State, index: int) -> Rollout:
+        reward = state.get("reward")
+        if reward is None or not math.isfinite(reward):
+            raise RolloutFailed(f"reward of environment {self.label!r} is {reward}, not a finite number")
+        timing = state["timing"]
+        trajectory = to_samples(
+            [turn for step in state["trajectory"] if (turn := _to_turn(step)) is not None] if self.with_tokens else [],
+            temperature=self.sampling.temperature,
+            strategy=self.trajectory_strategy,
+        )
+        scores = {name: float(value) for name, value in (state.get("metrics") or {}).items() if value is not None}
+        if trajectory.num_broken_prefixes:
+            scores["broken_prefixes"] = float(trajectory.num_broken_prefixes)
+        return Rollout(
+            index=index,
+            reward=float(reward),
+            samples=trajectory.samples,
+            scores=scores,
+            prompt=_messages(state["prompt"]),
+            completion=_messages(state.get("completion") or []),
+            num_turns=len(state["trajectory"]),
+            generation_s=timing.generation.duration,
+            scoring_s=timing.scoring.duration,
+        )
+
+
+def _to_turn(step: Mapping[str, Any]) -> Turn | None:
+    tokens = step["tokens"]
+    if tokens is None:
+        raise RolloutFailed("the server's answer carries no token ids; is it one of ours (uv run inference)?")
+    versions = response_versions(step["response"])
+    if versions is None or count_tokens(versions) < len(tokens["completion_ids"]):
+        raise RolloutFailed(
+            "the server's answer does not say which policy sampled its tokens; is it one of ours (uv run inference)?"
+        )
+    return Turn(
+        prompt_ids=tokens["prompt_ids"],
+        completion_ids=tokens["completion_ids"],
+        logprobs=tokens["completion_logprobs"],
+        versions=versions,
+        is_truncated=bool(step["is_truncated"]),
+    )
+
+
+def _messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
+    if isinstance(messages, str):
+        return [{"role": "text", "content": messages}]
+    return [
+        message.model_dump(exclude_none=True, mode="json") if hasattr(message, "model_dump") else dict(message)
+        for message in messages
+    ]
