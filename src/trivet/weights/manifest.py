@@ -3,24 +3,14 @@
 The digest is the identity of a policy: the trainer writes it, the server reports it after loading, and both must be equal.
 """
 
-import hashlib
-import json
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from trivet.config.layout import MANIFEST, STABLE
+from trivet.durable import FileRecord, digest_of, explain_difference, hash_files
 from trivet.errors import WeightsError
 from trivet.wire.versions import START_VERSION, PolicyVersion
-
-_CHUNK_BYTES = 8 << 20
-
-
-class FileRecord(msgspec.Struct, frozen=True):
-    num_bytes: int
-    sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,28 +21,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str = ""
 
 
-def hash_file(path: Path) -> FileRecord:
-    digest = hashlib.sha256()
-    num_bytes = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            num_bytes += len(chunk)
-    return FileRecord(num_bytes, digest.hexdigest())
-
-
 def describe(directory: Path, *, version: PolicyVersion, run_id: str = "") -> Manifest:
     """Hash every file of `directory` (manifest and marker aside) into a manifest."""
-    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name not in (MANIFEST, STABLE))
-    with ThreadPoolExecutor() as pool:
-        files = dict(zip(names, pool.map(lambda name: hash_file(directory / name), names), strict=True))
-    return Manifest(version=version, files=files, digest=_digest(files), run_id=run_id)
+    names = [path.name for path in directory.iterdir() if path.is_file() and path.name not in (MANIFEST, STABLE)]
+    files = hash_files(directory, names)
+    return Manifest(version=version, files=files, digest=digest_of(files), run_id=run_id)
 
 
 def describe_start_model(directory: Path) -> Manifest:
     """Version 0: the start model's weight files, which carry no manifest of ours."""
-    files = {path.name: hash_file(path) for path in sorted(directory.glob("*.safetensors"))}
-    return Manifest(version=START_VERSION, files=files, digest=_digest(files))
+    files = hash_files(directory, [path.name for path in directory.glob("*.safetensors")])
+    return Manifest(version=START_VERSION, files=files, digest=digest_of(files))
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -72,23 +51,15 @@ def verify(directory: Path) -> Manifest:
     """Read every file and compare it with the manifest.
 
     Raises:
-        WeightsError: a file is missing, truncated or altered; names it.
+        WeightsError: a file is missing, truncated, altered or, for weight files, not listed; names it.
     """
     manifest = read_manifest(directory)
-    for name, expected in manifest.files.items():
-        path = directory / name
-        if not path.is_file():
-            raise WeightsError(f"{path} is missing; the manifest lists {expected.num_bytes} bytes")
-        found = path.stat().st_size
-        if found != expected.num_bytes:
-            raise WeightsError(f"{path} has {found} bytes; the manifest lists {expected.num_bytes}")
-        if hash_file(path).sha256 != expected.sha256:
-            raise WeightsError(f"{path} does not match its digest in the manifest: the file was altered")
-    if manifest.digest != _digest(manifest.files):
+    if manifest.digest != digest_of(manifest.files):
         raise WeightsError(f"{directory / MANIFEST} does not match its own digest: the manifest was altered")
+    if difference := explain_difference(directory, manifest.files):
+        raise WeightsError(f"{directory} is not what was published as version {manifest.version}: {difference}")
+    # A server loads every *.safetensors it finds, listed or not.
+    unlisted = sorted(path.name for path in directory.glob("*.safetensors") if path.name not in manifest.files)
+    if unlisted:
+        raise WeightsError(f"{directory / unlisted[0]} is not in {MANIFEST}: it was added after publication; remove it")
     return manifest
-
-
-def _digest(files: Mapping[str, FileRecord]) -> str:
-    lines = [f"{name} {record.num_bytes} {record.sha256}" for name, record in sorted(files.items())]
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()

@@ -1,0 +1,80 @@
+"""The two halves of a checkpoint before it is committed: each role writes its own and marks it done.
+
+The orchestrator writes its half of step N before it sends batch N, the trainer writes its own after step N. They lie side by
+side in checkpoints/.step_N.tmp until `checkpoints.commit` makes one checkpoint of them.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from trivet.config.layout import RunLayout
+from trivet.durable import FileRecord, digest_of, hash_files, list_files, remove_directory, sync_tree, write_json_atomically
+from trivet.errors import CheckpointError
+from trivet.wire.versions import Step
+
+TRAINER, ORCHESTRATOR = "trainer", "orchestrator"
+HALVES = (TRAINER, ORCHESTRATOR)
+DONE = "DONE"
+"""Listing and marker in one file, written last: a half that has it is whole."""
+
+
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of one half."""
+
+    files: dict[str, FileRecord]
+    """By path relative to the half."""
+    digest: str
+    """SHA-256 over the sorted names, sizes and digests of the files."""
+
+
+def staging_directory(layout: RunLayout, step: Step) -> Path:
+    return layout.checkpoints / f".{layout.checkpoint_step(step).name}.tmp"
+
+
+def begin_half(layout: RunLayout, step: Step, name: str) -> Path:
+    """An empty directory for the half `name` of step `step`; what an earlier attempt left there is gone."""
+    _require_known(name)
+    half = staging_directory(layout, step) / name
+    remove_directory(half, marker=DONE)
+    half.mkdir(parents=True)
+    return half
+
+
+def finish_half(layout: RunLayout, step: Step, name: str) -> Listing:
+    """Make the half durable and mark it done.
+
+    Raises:
+        CheckpointError: it was not begun, or nothing was written.
+    """
+    _require_known(name)
+    half = staging_directory(layout, step) / name
+    if not half.is_dir() or not (names := list_files(half)):
+        raise CheckpointError(f"{half} holds no files: the {name}'s half of checkpoint {step} was not written")
+    sync_tree(half)
+    files = hash_files(half, names)
+    listing = Listing(files=files, digest=digest_of(files))
+    write_json_atomically(half / DONE, listing)
+    return listing
+
+
+def is_half_done(layout: RunLayout, step: Step, name: str) -> bool:
+    _require_known(name)
+    return (staging_directory(layout, step) / name / DONE).exists()
+
+
+def read_listing(half: Path) -> Listing:
+    """
+    Raises:
+        CheckpointError: the half has no marker, or it cannot be read.
+    """
+    try:
+        return msgspec.json.decode((half / DONE).read_bytes(), type=Listing)
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{half} has no {DONE}: it was not written completely") from exc
+    except msgspec.DecodeError as exc:
+        raise CheckpointError(f"{half / DONE} cannot be read: {exc}") from exc
+
+
+def _require_known(name: str) -> None:
+    assert name in HALVES, f"a checkpoint has the halves {HALVES}, not {name!r}"

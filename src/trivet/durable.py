@@ -1,0 +1,132 @@
+"""Files that survive a crash: synced to disk, renamed into place, identified by their digests.
+
+Weights, checkpoints and reader acknowledgements are written through here. Nothing here knows what the files mean.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+_CHUNK_BYTES = 8 << 20
+_FILE_MODE = 0o644
+"""Other users and containers that serve the weights can read them, whatever the writing library chose."""
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    num_bytes: int
+    sha256: str
+
+
+def hash_file(path: Path) -> FileRecord:
+    digest = hashlib.sha256()
+    num_bytes = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return FileRecord(num_bytes, digest.hexdigest())
+
+
+def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Hash files, given by their paths relative to `directory`, in parallel."""
+    ordered = sorted(names)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(ordered, pool.map(lambda name: hash_file(directory / name), ordered), strict=True))
+
+
+def digest_of(files: Mapping[str, FileRecord]) -> str:
+    """One SHA-256 over the sorted names, sizes and digests of `files`."""
+    lines = [f"{name} {record.num_bytes} {record.sha256}" for name, record in sorted(files.items())]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
+def explain_difference(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
+    """What makes `directory` differ from the recorded `files`, or None when every byte is as recorded."""
+    for name, expected in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{path} is missing; {expected.num_bytes} bytes were recorded"
+        found = path.stat().st_size
+        if found != expected.num_bytes:
+            return f"{path} has {found} bytes; {expected.num_bytes} were recorded"
+        if hash_file(path).sha256 != expected.sha256:
+            return f"{path} does not match its recorded digest: the file was altered"
+    return None
+
+
+def list_files(directory: Path) -> list[str]:
+    """Every file below `directory`, hidden ones included, as a sorted list of relative paths."""
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+def sync_file(path: Path) -> None:
+    """Returns once the content of `path` is on disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Returns once the names in `path` are on disk: a created, renamed or removed entry is durable only then."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(directory: Path) -> None:
+    """Sync every file and directory below `directory`, and itself; files become readable for everyone."""
+    for parent, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            path = Path(parent, name)
+            path.chmod(_FILE_MODE)
+            sync_file(path)
+        sync_directory(Path(parent))
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `path` so that a reader, or a restart after a crash, finds the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.chmod(_FILE_MODE)
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def write_json_atomically(path: Path, value: object) -> None:
+    """`value` is anything msgspec encodes: a struct, or mappings, lists, strings and numbers."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def remove_directory(directory: Path, *, marker: str | None = None) -> None:
+    """Remove `directory`, if there, such that it is never seen half removed.
+
+    The `marker` that makes it valid goes first, then the name, then the content. What a crash leaves of the content has a
+    name that starts with a dot and ends in `.removed`; `sweep_removed` takes it away.
+    """
+    if not directory.exists():
+        return
+    if marker is not None:
+        (directory / marker).unlink(missing_ok=True)
+        sync_directory(directory)
+    aside = directory.with_name(f".{directory.name.lstrip('.')}.{os.getpid()}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    directory.rename(aside)
+    sync_directory(directory.parent)
+    shutil.rmtree(aside)
+
+
+def sweep_removed(parent: Path) -> None:
+    """Finish removals in `parent` that a crash interrupted."""
+    for path in parent.glob(".*.removed"):
+        shutil.rmtree(path)

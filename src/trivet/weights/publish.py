@@ -1,0 +1,44 @@
+"""Publishes a policy: its directory appears whole, or not at all, under its final name. Called by the trainer's rank 0."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trivet.config.layout import MANIFEST, STABLE, RunLayout
+from trivet.durable import remove_directory, sync_directory, sync_tree, write_atomically, write_json_atomically
+from trivet.errors import WeightsError
+from trivet.weights.manifest import Manifest, describe
+from trivet.wire.versions import PolicyVersion
+
+
+def publish(layout: RunLayout, *, version: PolicyVersion, run_id: str, write: Callable[[Path], None]) -> Manifest:
+    """Publish what `write` puts into the directory it is given as policy `version`.
+
+    A directory that an earlier attempt left under the same version is replaced. Readers see the new one only once its
+    `STABLE` is there, after every byte of it is on disk.
+
+    Raises:
+        WeightsError: `write` left no file, or a directory inside, which the manifest would not cover.
+    """
+    final = layout.weights_step(version)
+    staging = layout.weights / f".{final.name}.tmp"
+    remove_directory(staging)
+    staging.mkdir(parents=True)
+    write(staging)
+    _refuse_what_no_manifest_covers(staging)
+    sync_tree(staging)
+    manifest = describe(staging, version=version, run_id=run_id)
+    write_json_atomically(staging / MANIFEST, manifest)
+    remove_directory(final, marker=STABLE)
+    staging.rename(final)
+    sync_directory(layout.weights)
+    write_atomically(final / STABLE, b"")
+    return manifest
+
+
+def _refuse_what_no_manifest_covers(staging: Path) -> None:
+    paths = sorted(staging.iterdir())
+    if not paths:
+        raise WeightsError(f"{staging} is empty: nothing was written to publish")
+    for path in paths:
+        if not path.is_file():
+            raise WeightsError(f"{path} is not a file; a weights directory is flat")

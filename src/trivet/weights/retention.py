@@ -1,0 +1,91 @@
+"""When a published policy may go: what readers acknowledged, and which versions nobody needs any more."""
+
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from trivet.config.layout import STABLE, RunLayout
+from trivet.durable import remove_directory, write_json_atomically
+from trivet.errors import WeightsError
+from trivet.wire.versions import PolicyVersion
+
+
+class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
+    version: PolicyVersion
+    """What the reader has loaded."""
+    time: float
+    """Unix seconds."""
+
+
+def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion) -> None:
+    """Record that `reader` serves `version` and reads nothing older any more.
+
+    Its first word, with what it holds at the start of a run, comes before it loads anything: until then nothing is kept for it.
+    """
+    write_json_atomically(_reader_file(layout, reader), Acknowledgement(version=version, time=time.time()))
+
+
+def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
+    """What each reader acknowledged last, by its name.
+
+    Raises:
+        WeightsError: a file in weights/readers/ is not an acknowledgement.
+    """
+    versions: dict[str, PolicyVersion] = {}
+    for path in sorted(layout.readers.glob("[!.]*.json")):
+        try:
+            acknowledgement = msgspec.json.decode(path.read_bytes(), type=Acknowledgement)
+        except FileNotFoundError:  # forgotten between the listing and the reading
+            continue
+        except msgspec.DecodeError as exc:
+            raise WeightsError(f"{path} is not an acknowledgement: {exc}; remove it") from exc
+        versions[unquote(path.stem)] = acknowledgement.version
+    return versions
+
+
+def forget_other_readers(layout: RunLayout, readers: Collection[str]) -> None:
+    """Drop what readers outside `readers` said: servers of an earlier attempt must not keep weights alive for ever."""
+    for reader in reader_versions(layout):
+        if reader not in readers:
+            _reader_file(layout, reader).unlink(missing_ok=True)
+
+
+def forget_readers_after(layout: RunLayout, version: PolicyVersion) -> None:
+    """Drop what readers said about policies newer than `version`, which no longer exist."""
+    for reader, held in reader_versions(layout).items():
+        if held > version:
+            _reader_file(layout, reader).unlink(missing_ok=True)
+
+
+def retirable(
+    published: Sequence[PolicyVersion],
+    *,
+    latest: PolicyVersion,
+    keep_recent: int,
+    in_use: Collection[PolicyVersion],
+    kept: Collection[int],
+) -> list[PolicyVersion]:
+    """Versions that nobody needs, oldest first.
+
+    A reader may load anything newer than what it holds, at any moment, so everything from the oldest reader on stays.
+
+    Args:
+        latest: newest published policy; it always stays.
+        keep_recent: the newest policies that stay besides, for readers that lag by design: max_async_level.
+        in_use: what readers acknowledged last.
+        kept: steps of committed checkpoints, and the resume target.
+    """
+    oldest_needed = min([latest - keep_recent, *in_use])
+    return [version for version in sorted(published) if version < oldest_needed and version not in kept]
+
+
+def retire(layout: RunLayout, version: PolicyVersion) -> None:
+    """Remove a published policy; a reader that looks meanwhile finds it whole or not at all."""
+    remove_directory(layout.weights_step(version), marker=STABLE)
+
+
+def _reader_file(layout: RunLayout, reader: str) -> Path:
+    return layout.readers / f"{quote(reader, safe='')}.json"

@@ -1,0 +1,154 @@
+"""Two halves, one commit, and going back to it."""
+
+import pytest
+
+from trivet.checkpoints.commit import commit, committed_steps, discard_uncommitted, resolve_resume_step, verify_checkpoint
+from trivet.checkpoints.halves import (
+    DONE,
+    HALVES,
+    ORCHESTRATOR,
+    TRAINER,
+    begin_half,
+    finish_half,
+    is_half_done,
+    staging_directory,
+)
+from trivet.config.layout import COMMITTED, RunLayout
+from trivet.errors import CheckpointError
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return RunLayout(tmp_path)
+
+
+def write_half(layout, step, name, content=b"state"):
+    half = begin_half(layout, step, name)
+    (half / "nested").mkdir()
+    (half / "nested" / ".metadata").write_bytes(content)
+    (half / "data.bin").write_bytes(content * 2)
+    finish_half(layout, step, name)
+
+
+def write_checkpoint(layout, step):
+    for name in (ORCHESTRATOR, TRAINER):
+        write_half(layout, step, name)
+    return commit(layout, step, clock=lambda: 12.0)
+
+
+def test_a_checkpoint_of_both_halves_is_committed_and_verified(layout):
+    record = write_checkpoint(layout, 5)
+    assert record.step == 5
+    assert record.time == 12.0
+    assert verify_checkpoint(layout, 5) == record
+    assert committed_steps(layout) == [5]
+    assert sorted(path.name for path in layout.checkpoint_step(5).iterdir()) == sorted([COMMITTED, TRAINER, ORCHESTRATOR])
+    assert not staging_directory(layout, 5).exists()
+
+
+@pytest.mark.parametrize("missing", HALVES)
+def test_one_half_alone_is_no_checkpoint(layout, missing):
+    (present,) = set(HALVES) - {missing}
+    write_half(layout, 5, present)
+    begin_half(layout, 5, missing)
+    with pytest.raises(CheckpointError, match=f"lacks the half of the {missing}"):
+        commit(layout, 5)
+    assert committed_steps(layout) == []
+
+
+def test_a_half_that_is_begun_again_is_empty_and_not_done(layout):
+    write_half(layout, 5, ORCHESTRATOR)
+    assert is_half_done(layout, 5, ORCHESTRATOR)
+    assert list(begin_half(layout, 5, ORCHESTRATOR).iterdir()) == []
+    assert not is_half_done(layout, 5, ORCHESTRATOR)
+
+
+def test_beginning_one_half_leaves_the_other_alone(layout):
+    write_half(layout, 5, ORCHESTRATOR)
+    begin_half(layout, 5, TRAINER)
+    assert is_half_done(layout, 5, ORCHESTRATOR)
+
+
+def test_an_empty_half_is_not_finished(layout):
+    begin_half(layout, 5, TRAINER)
+    with pytest.raises(CheckpointError, match="holds no files"):
+        finish_half(layout, 5, TRAINER)
+    with pytest.raises(CheckpointError, match="holds no files"):
+        finish_half(layout, 6, TRAINER)
+
+
+def test_a_step_is_committed_once(layout):
+    write_checkpoint(layout, 5)
+    for name in HALVES:
+        write_half(layout, 5, name)
+    with pytest.raises(CheckpointError, match="committed already"):
+        commit(layout, 5)
+
+
+def test_a_crash_between_rename_and_marker_is_no_checkpoint_and_can_be_repeated(layout):
+    write_checkpoint(layout, 5)
+    (layout.checkpoint_step(5) / COMMITTED).unlink()
+    assert committed_steps(layout) == []
+    write_checkpoint(layout, 5)
+    assert committed_steps(layout) == [5]
+
+
+def test_resume_takes_the_named_or_the_newest_step(layout):
+    for step in (2, 10, 4):
+        write_checkpoint(layout, step)
+    assert resolve_resume_step(layout, -1) == 10
+    assert resolve_resume_step(layout, 4) == 4
+    with pytest.raises(CheckpointError, match=r"resume_step = 3 .* there are 2, 4, 10; take one of these, or -1"):
+        resolve_resume_step(layout, 3)
+
+
+@pytest.mark.parametrize("requested", [-1, 4])
+def test_resume_without_any_checkpoint_says_what_to_do(layout, requested):
+    with pytest.raises(CheckpointError, match=r"holds no committed checkpoint; leave ckpt.resume_step out"):
+        resolve_resume_step(layout, requested)
+
+
+def test_going_back_removes_later_and_uncommitted_steps(layout):
+    for step in (2, 4, 6):
+        write_checkpoint(layout, step)
+    write_half(layout, 8, ORCHESTRATOR)
+    (layout.checkpoint_step(2) / COMMITTED).unlink()
+    discard_uncommitted(layout, 4)
+    assert [path.name for path in layout.checkpoints.iterdir()] == ["step_4"]
+    verify_checkpoint(layout, 4)
+
+
+def test_going_back_without_checkpoints_does_nothing(layout):
+    discard_uncommitted(layout, 0)
+    assert not layout.checkpoints.exists()
+
+
+def relist(layout, half):
+    """A half rewritten consistently after the commit: its own listing agrees, COMMITTED does not."""
+    for name in HALVES:
+        write_half(layout, 99, name, b"other")
+    target = layout.checkpoint_step(5) / half
+    for path in (staging_directory(layout, 99) / half).rglob("*"):
+        if path.is_file():
+            (target / path.relative_to(staging_directory(layout, 99) / half)).write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda half: (half / "nested" / ".metadata").unlink(), r"nested/\.metadata is missing"),
+        (lambda half: (half / "data.bin").write_bytes(b""), "data.bin has 0 bytes; 10"),
+        (lambda half: (half / "data.bin").write_bytes(b"statestatE"), "data.bin does not match"),
+        (lambda half: (half / DONE).unlink(), "has no DONE"),
+        (lambda half: (half / DONE).write_text("{"), "cannot be read"),
+        (lambda half: (half.parent / COMMITTED).unlink(), "never committed"),
+        (lambda half: (half.parent / COMMITTED).write_text("{}"), "cannot be read"),
+        (lambda half: relist(RunLayout(half.parents[2]), half.name), "its listing was altered"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_file_named(layout, half, damage, expected):
+    write_checkpoint(layout, 5)
+    damage(layout.checkpoint_step(5) / half)
+    with pytest.raises(CheckpointError, match=expected):
+        verify_checkpoint(layout, 5)

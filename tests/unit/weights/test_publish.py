@@ -1,0 +1,171 @@
+"""Publishing, the catalog, and what the manifest refuses."""
+
+import os
+import stat
+
+import pytest
+
+from trivet.config.layout import MANIFEST, STABLE, RunLayout
+from trivet.errors import WeightsError
+from trivet.weights.catalog import discard_after, latest_version, published_versions
+from trivet.weights.manifest import describe_start_model, read_manifest, verify
+from trivet.weights.publish import publish
+from trivet.weights.retention import acknowledge, reader_versions
+
+
+def write_model(content: bytes = b"weights"):
+    def write(directory):
+        (directory / "model.safetensors").write_bytes(content)
+        (directory / "model.safetensors").chmod(0o600)
+        (directory / "config.json").write_text("{}")
+
+    return write
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return RunLayout(tmp_path)
+
+
+def test_published_directory_is_whole_and_plain(layout):
+    manifest = publish(layout, version=3, run_id="run", write=write_model())
+    directory = layout.weights_step(3)
+    assert verify(directory) == manifest == read_manifest(directory)
+    assert sorted(manifest.files) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in directory.iterdir()) == sorted([MANIFEST, STABLE, "config.json", "model.safetensors"])
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o644}
+    assert [path.name for path in layout.weights.iterdir()] == ["step_3"]
+
+
+def test_equal_weights_have_equal_digests_whatever_the_version(layout):
+    first = publish(layout, version=1, run_id="run", write=write_model())
+    second = publish(layout, version=2, run_id="run", write=write_model())
+    third = publish(layout, version=3, run_id="run", write=write_model(b"others!"))
+    assert first.digest == second.digest != third.digest
+
+
+def test_a_crash_while_writing_leaves_nothing_a_reader_would_take(layout):
+    def crash(directory):
+        (directory / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        publish(layout, version=1, run_id="run", write=crash)
+    assert published_versions(layout) == []
+    publish(layout, version=1, run_id="run", write=write_model())
+    assert (layout.weights_step(1) / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_every_prefix_of_the_publication_is_complete_or_absent(layout, monkeypatch):
+    """Crash at each system call that changes a name; a reader finds the old version, none, or the new, never a mixture."""
+    publish(layout, version=1, run_id="run", write=write_model(b"old"))
+    real = {"rename": os.rename, "replace": os.replace, "unlink": os.unlink}
+    crashes = 0
+    for crash_at in range(1, 30):
+        calls = 0
+
+        def counted(name, crash_at=crash_at):
+            def call(*args, **kwargs):
+                nonlocal calls
+                calls += 1
+                if calls == crash_at:
+                    raise KeyboardInterrupt
+                return real[name](*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patched:
+            for name in real:
+                patched.setattr(os, name, counted(name))
+            try:
+                publish(layout, version=1, run_id="run", write=write_model(b"new"))
+                finished = True
+            except KeyboardInterrupt:
+                finished, crashes = False, crashes + 1
+        if published_versions(layout):
+            verify(layout.weights_step(1))
+        if finished:
+            break
+    else:
+        pytest.fail("publication never finished")
+    assert crashes >= 4
+    assert (layout.weights_step(1) / "model.safetensors").read_bytes() == b"new"
+
+
+def test_a_leftover_without_marker_is_replaced(layout):
+    leftover = layout.weights_step(2)
+    leftover.mkdir(parents=True)
+    (leftover / "stale.safetensors").write_bytes(b"stale")
+    publish(layout, version=2, run_id="run", write=write_model())
+    assert not (leftover / "stale.safetensors").exists()
+    verify(leftover)
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [(lambda directory: None, "is empty"), (lambda directory: (directory / "sub").mkdir(), "flat")],
+)
+def test_what_a_manifest_cannot_cover_is_not_published(layout, write, expected):
+    with pytest.raises(WeightsError, match=expected):
+        publish(layout, version=1, run_id="run", write=write)
+    assert published_versions(layout) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda d: (d / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"weight"), "has 6 bytes; 7"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"weighty"), "altered"),
+        (lambda d: (d / "extra.safetensors").write_bytes(b"x"), "added after publication"),
+        (lambda d: (d / STABLE).unlink(), "not published completely"),
+        (lambda d: (d / MANIFEST).write_text("{"), "cannot be read"),
+        (lambda d: (d / MANIFEST).unlink(), "cannot be read"),
+        (
+            lambda d: (d / MANIFEST).write_text((d / MANIFEST).read_text().replace('"num_bytes": 7', '"num_bytes": 8')),
+            "its own digest",
+        ),
+    ],
+)
+def test_damaged_weights_are_refused(layout, damage, expected):
+    publish(layout, version=1, run_id="run", write=write_model())
+    damage(layout.weights_step(1))
+    with pytest.raises(WeightsError, match=expected):
+        verify(layout.weights_step(1))
+
+
+def test_start_model_is_identified_by_its_weight_files_alone(layout):
+    publish(layout, version=1, run_id="run", write=write_model())
+    start = describe_start_model(layout.weights_step(1))
+    assert start.version == 0
+    assert list(start.files) == ["model.safetensors"]
+
+
+def test_catalog_lists_only_what_is_stable(layout):
+    assert published_versions(layout) == []
+    assert latest_version(layout) is None
+    for version in (10, 2, 9):
+        publish(layout, version=version, run_id="run", write=write_model())
+    layout.weights_step(11).mkdir()
+    (layout.weights / "step_x").mkdir()
+    assert published_versions(layout) == [2, 9, 10]
+    assert latest_version(layout) == 10
+
+
+def test_going_back_removes_newer_unfinished_and_what_readers_said_of_them(layout):
+    for version in (1, 2, 3):
+        publish(layout, version=version, run_id="run", write=write_model())
+    (layout.weights_step(1) / STABLE).unlink()
+    (layout.weights / ".step_4.tmp").mkdir()
+    (layout.weights / ".step_0.99.removed").mkdir()
+    acknowledge(layout, "ahead", 3)
+    acknowledge(layout, "behind", 2)
+    discard_after(layout, 2)
+    assert sorted(path.name for path in layout.weights.iterdir()) == ["readers", "step_2"]
+    assert reader_versions(layout) == {"behind": 2}
+    verify(layout.weights_step(2))
+
+
+def test_going_back_in_an_empty_directory_does_nothing(layout):
+    discard_after(layout, 0)
+    assert not layout.weights.exists()
