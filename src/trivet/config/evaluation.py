@@ -6,12 +6,17 @@ from pydantic import Field
 
 from trivet.config.base import Section
 from trivet.config.orchestrator import ClientConfig, EnvConfig, SamplingConfig
-from trivet.config.shared import DEFAULT_OUTPUT_DIR, LogConfig
+from trivet.config.shared import LogConfig
 
 
 class EvalModelConfig(Section):
     name: str | None = None
     """Model name to ask for; unset: what the server serves."""
+
+
+class EvalSamplingConfig(SamplingConfig):
+    temperature: float = Field(default=1.0, ge=0)
+    """0 always takes the likeliest token."""
 
 
 class EvalConfig(Section):
@@ -22,7 +27,7 @@ class EvalConfig(Section):
     env: list[EnvConfig] = Field(default=[EnvConfig()], min_length=1)
     """Environments to measure on; `--env.id ID` names one."""
     weights_dir: Path | None = None
-    """Evaluate every `step_N` in it that is complete."""
+    """Evaluate every `step_N` in it that is complete. The server must see the same directory."""
     steps: list[int] | None = None
     """Only these steps, e.g. `10,50,100`."""
     eval_base: bool = True
@@ -33,7 +38,7 @@ class EvalConfig(Section):
     """Attempts at each example."""
     max_concurrent: int = Field(default=128, ge=1)
     """Rollouts in flight."""
-    sampling: SamplingConfig = SamplingConfig()
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """Results go to evals/step_N/<env>/ in it."""
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    output_dir: Path | None = None
+    """Results go to evals/step_N/<env>/ in it; unset: the directory that holds weights_dir, else `outputs`."""
     log: LogConfig = LogConfig()

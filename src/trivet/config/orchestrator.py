@@ -111,12 +111,10 @@ class OrchestratorConfig(Section):
     """Rollouts in flight at most, whatever the oversampling."""
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     """Turns of one rollout as one sample while each continues the last token for token, or as a sample per turn."""
-    mask_env_responses: bool = True
-    """Do not train on tokens that the environment wrote."""
     reload_weights_on_start: bool = True
     """A run that starts from step 0 resets the servers to the start weights."""
-    max_failed_groups: int = Field(default=32, ge=1)
-    """Stop when this many groups in a row failed or carried no signal."""
+    max_fruitless_batches: int = Field(default=10, ge=1)
+    """Stop when this many batches' worth of groups in a row failed or carried no signal."""
     self_check_rollouts: int = Field(default=4, ge=0)
     """Completions that trainer and server compare before the first batch; 0: no self-check."""
     client: ClientConfig = ClientConfig()

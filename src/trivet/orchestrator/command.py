@@ -1,0 +1,61 @@
+"""Entry of the orchestrator role: `uv run orchestrator @ orchestrator.toml`, or started by the launcher."""
+
+import asyncio
+import signal
+
+from trivet.config.command import run_command
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.errors import TrivetError
+from trivet.lifetime import die_with_parent
+from trivet.orchestrator.start import run
+from trivet.telemetry.logs import setup_logging
+
+
+def main() -> int:
+    die_with_parent()
+    return run_command(OrchestratorConfig, start)
+
+
+def start(config: OrchestratorConfig) -> int:
+    setup_logging("orchestrator", level=config.log.level, file=None)
+    return asyncio.run(_run_until_signalled(config))
+
+
+async def _run_until_signalled(config: OrchestratorConfig) -> int:
+    """Exit code: 0 done, 130 or 143 when a signal ended the run."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        if task is not None:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await run(config)
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return 128 + received[0]
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
+    return 0
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What to show of a group of errors: the first of ours, which says what to do, else the first."""
+    leaves = list(_leaves(group))
+    return next((leaf for leaf in leaves if isinstance(leaf, TrivetError)), leaves[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for member in error.exceptions for leaf in _leaves(member)]
+    return [error]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

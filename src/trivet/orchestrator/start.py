@@ -1,0 +1,203 @@
+"""Brings an orchestrator from its configuration to a running loop: environments, servers, resume, self-check."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from trivet.algorithms.advantages import ADVANTAGES
+from trivet.checkpoints.commit import resolve_resume_step
+from trivet.client.inference_client import InferenceClient
+from trivet.config.layout import RunLayout
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.environments.load import load_environment
+from trivet.environments.model_client import ModelClient, make_model_client
+from trivet.environments.runner import GroupRunner
+from trivet.errors import ConfigError, EnvironmentLoadError
+from trivet.orchestrator.buffer import BufferState, GroupBuffer
+from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
+from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
+from trivet.orchestrator.loop import Loop
+from trivet.orchestrator.policy import PolicyWatcher
+from trivet.orchestrator.report import Report
+from trivet.orchestrator.sampler import ExampleSampler
+from trivet.orchestrator.self_check import make_self_check
+from trivet.orchestrator.waker import Waker
+from trivet.telemetry.events import EventWriter
+from trivet.transport.port import BatchSender
+from trivet.transport.zeromq import ZmqSender
+from trivet.wire.events import Start, Stop
+from trivet.wire.rollouts import GroupId
+from trivet.wire.versions import PolicyVersion, Step
+
+logger = logging.getLogger(__name__)
+
+
+async def run(config: OrchestratorConfig) -> None:
+    """From start to max_steps; every error of a task leaves as an exception group."""
+    layout = RunLayout(config.output_dir)
+    runners, datasets = await asyncio.to_thread(_load_environments, config)
+    half = _starting_point(config, layout, {name: len(dataset) for name, dataset in datasets.items()})
+    events = EventWriter(layout.events, role="orchestrator", attempt=config.run.attempt)
+    report = Report(config, layout)
+    events.write(Start(run_id=config.run.id, from_step=half.progress.step))
+    reason = "failed"
+    try:
+        async with _servers(config) as (servers, clients), _sender(config) as sender:
+            loop = _make_loop(config, layout, half, runners, datasets, servers, clients, sender, events, report)
+            await _bring_policy(loop, config)
+            await _send_self_check(loop, config, datasets, clients)
+            await loop.run()
+            half.progress = loop.progress
+            reason = "done"
+    finally:
+        events.write(Stop(step=half.progress.step, reason=reason))
+        events.close()
+        report.close()
+
+
+def _load_environments(config: OrchestratorConfig) -> tuple[dict[str, GroupRunner], dict[str, Any]]:
+    runners: dict[str, GroupRunner] = {}
+    datasets: dict[str, Any] = {}
+    for env in config.env:
+        loaded = load_environment(env)
+        dataset = loaded.get_dataset()
+        if len(dataset) == 0:
+            raise EnvironmentLoadError(f"environment {env.label!r} has an empty data set with args {env.args}")
+        datasets[env.label] = dataset
+        runners[env.label] = GroupRunner(
+            env=loaded,
+            label=env.label,
+            model_name=config.model.name,
+            sampling=config.sampling,
+            trajectory_strategy=config.trajectory_strategy,
+        )
+        logger.info("environment loaded env=%s examples=%s", env.label, len(dataset))
+    return runners, datasets
+
+
+def _starting_point(config: OrchestratorConfig, layout: RunLayout, sizes: dict[str, int]) -> OrchestratorHalf:
+    if config.ckpt.resume_step is None:
+        return OrchestratorHalf(
+            progress=Progress(), next_group_id=GroupId(0), buffer=BufferState(), seed=config.seed, sizes=sizes
+        )
+    step = resolve_resume_step(layout, config.ckpt.resume_step)
+    half = read_half(layout, step, seed=config.seed, sizes=sizes)
+    if config.max_steps is not None and config.max_steps <= step:
+        raise ConfigError(
+            f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
+        )
+    logger.info(
+        "resumed step=%s ready_groups=%s groups_dispatched_again=%s", step, len(half.buffer.ready), len(half.buffer.in_flight)
+    )
+    return half
+
+
+@asynccontextmanager
+async def _servers(config: OrchestratorConfig) -> AsyncIterator[tuple[list[InferenceClient], list[ModelClient]]]:
+    api_key = os.environ.get(config.client.api_key_var)
+    timeout_s = config.client.timeout
+    servers = [InferenceClient(url, timeout_s=timeout_s, api_key=api_key) for url in config.client.base_url]
+    clients = [make_model_client(url, api_key=api_key, timeout_s=timeout_s) for url in config.client.base_url]
+    try:
+        for server in servers:
+            await server.wait_ready(config.client.wait_for_ready_timeout)
+            logger.info("inference ready url=%s", server.base_url)
+        yield servers, clients
+    finally:
+        for closing in (*(server.aclose() for server in servers), *(client.close() for client in clients)):
+            await closing
+
+
+@asynccontextmanager
+async def _sender(config: OrchestratorConfig) -> AsyncIterator[BatchSender]:
+    sender = ZmqSender(config.rollout_transport, run_id=config.run.id)
+    try:
+        yield sender
+    finally:
+        await sender.aclose()
+
+
+def _make_loop(
+    config: OrchestratorConfig,
+    layout: RunLayout,
+    half: OrchestratorHalf,
+    runners: dict[str, GroupRunner],
+    datasets: dict[str, Any],
+    servers: list[InferenceClient],
+    clients: list[ModelClient],
+    sender: BatchSender,
+    events: EventWriter,
+    report: Report,
+) -> Loop:
+    changed = Waker()
+    sampler = ExampleSampler(half.sizes, seed=config.seed, next_group_id=half.next_group_id)
+    buffer = GroupBuffer(
+        write_event=events.write,
+        online_difficulty_filtering=config.buffer.online_difficulty_filtering,
+        max_off_policy_steps=config.max_off_policy_steps,
+        ready=half.buffer.ready,
+    )
+    dispatcher = Dispatcher(
+        sampler=sampler,
+        buffer=buffer,
+        run_group=group_runner(runners, datasets, clients, rollouts_per_example=config.rollouts_per_example),
+        advantage=ADVANTAGES[config.advantage.type],
+        limits=Limits.of(config),
+        on_change=changed.ring,
+        again=half.buffer.in_flight,
+    )
+
+    def on_load(version: PolicyVersion) -> None:
+        dispatcher.version = version
+        dispatcher.waker.ring()
+
+    watcher = PolicyWatcher(
+        layout=layout,
+        servers=servers,
+        max_async_level=config.max_async_level,
+        is_strict=config.strict_async_level,
+        timeout_s=config.rollout_transport.timeout_s,
+        write_event=events.write,
+        on_load=on_load,
+    )
+    return Loop(
+        config=config,
+        layout=layout,
+        progress=half.progress,
+        sizes=half.sizes,
+        sampler=sampler,
+        buffer=buffer,
+        dispatcher=dispatcher,
+        watcher=watcher,
+        sender=sender,
+        report=report,
+        changed=changed,
+    )
+
+
+async def _bring_policy(loop: Loop, config: OrchestratorConfig) -> None:
+    """Before the first rollout the servers hold the policy of the step that the run starts from."""
+    if loop.progress.step:
+        await loop.watcher.await_policy(PolicyVersion(loop.progress.step))
+    elif config.reload_weights_on_start:
+        await loop.watcher.reset()
+
+
+async def _send_self_check(
+    loop: Loop, config: OrchestratorConfig, datasets: dict[str, Any], clients: list[ModelClient]
+) -> None:
+    if config.self_check_rollouts == 0:
+        return
+    draws = [loop.sampler.draw(GroupId(index)) for index in range(config.self_check_rollouts)]
+    batch = await make_self_check(
+        [datasets[draw.env][draw.example_id] for draw in draws],
+        client=clients[0],
+        model_name=config.model.name,
+        sampling=config.sampling,
+        seq_len=config.seq_len,
+        step=Step(loop.progress.step),
+    )
+    await loop.sender.send(batch)

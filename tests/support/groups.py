@@ -1,0 +1,30 @@
+"""Groups and samples made by hand, for tests of what happens to them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trivet.wire.rollouts import Group, GroupId, Rollout, Sample
+from trivet.wire.versions import PolicyVersion, VersionRun
+
+
+def make_sample(*, prompt: int = 3, completion: int = 4, version: int = 0, newest: int | None = None) -> Sample:
+    total = prompt + completion
+    versions = [VersionRun(PolicyVersion(version), completion)]
+    if newest is not None and newest != version:
+        versions = [VersionRun(PolicyVersion(version), completion - 1), VersionRun(PolicyVersion(newest), 1)]
+    return Sample(
+        token_ids_T=np.arange(total, dtype=np.int32),
+        loss_mask_T=np.arange(total) >= prompt,
+        logprobs_T=np.where(np.arange(total) >= prompt, -1.0, 0.0).astype(np.float32),
+        versions=versions,
+        temperature=1.0,
+    )
+
+
+def make_group(group_id: int, rewards: Sequence[float] = (0.0, 1.0), *, version: int = 0, newest: int | None = None) -> Group:
+    rollouts = [
+        Rollout(index=index, reward=reward, samples=[make_sample(version=version, newest=newest)])
+        for index, reward in enumerate(rewards)
+    ]
+    return Group(group_id=GroupId(group_id), env="toy", example_id=group_id, rollouts=rollouts)

@@ -1,0 +1,49 @@
+import numpy as np
+
+from trivet.environments.trajectories import Turn, to_samples
+from trivet.wire.versions import VersionRun
+
+
+def turn(prompt: list[int], completion: list[int], version: int = 0) -> Turn:
+    return Turn(
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=[-float(token) for token in completion],
+        versions=[VersionRun(version, len(completion))],
+    )
+
+
+FIRST = turn([1, 2], [10, 11], version=3)
+SECOND = turn([1, 2, 10, 11, 5, 6], [12], version=4)
+REWRITTEN = turn([1, 2, 10, 99, 5], [13], version=4)
+
+
+def test_a_turn_that_continues_the_last_becomes_part_of_its_sample():
+    [sample] = to_samples([FIRST, SECOND], temperature=1.0, strategy="interleaved").samples
+    assert sample.token_ids_T.tolist() == [1, 2, 10, 11, 5, 6, 12]
+    assert sample.loss_mask_T.tolist() == [False, False, True, True, False, False, True]
+    assert sample.logprobs_T.tolist() == [0, 0, -10, -11, 0, 0, -12]
+    assert sample.versions == [VersionRun(3, 2), VersionRun(4, 1)]
+
+
+def test_a_broken_prefix_starts_a_new_sample_and_is_counted():
+    trajectory = to_samples([FIRST, REWRITTEN], temperature=1.0, strategy="interleaved")
+    assert [sample.token_ids_T.tolist() for sample in trajectory.samples] == [[1, 2, 10, 11], [1, 2, 10, 99, 5, 13]]
+    assert [int(sample.loss_mask_T.sum()) for sample in trajectory.samples] == [2, 1]
+    assert trajectory.num_broken_prefixes == 1
+
+
+def test_branching_makes_a_sample_of_each_turn():
+    trajectory = to_samples([FIRST, SECOND], temperature=0.5, strategy="branching")
+    assert [sample.num_tokens for sample in trajectory.samples] == [4, 7]
+    assert np.count_nonzero(trajectory.samples[1].loss_mask_T) == 1
+    assert trajectory.num_broken_prefixes == 0
+
+
+def test_a_turn_without_completion_is_left_out():
+    assert to_samples([turn([1, 2], [])], temperature=1.0, strategy="interleaved").samples == []
+
+
+def test_the_first_token_is_never_trained_on():
+    [sample] = to_samples([turn([], [7, 8])], temperature=1.0, strategy="interleaved").samples
+    assert sample.loss_mask_T.tolist() == [False, True]

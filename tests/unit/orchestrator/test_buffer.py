@@ -1,0 +1,106 @@
+import pytest
+
+from support.groups import make_group, make_sample
+from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.sampler import Draw
+from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
+from trivet.wire.rollouts import Group, GroupId, Rollout
+from trivet.wire.versions import PolicyVersion, Step
+
+
+@pytest.fixture
+def events() -> list[Event]:
+    return []
+
+
+def make_buffer(events: list[Event], **changes) -> GroupBuffer:
+    settings = {"online_difficulty_filtering": False, "max_off_policy_steps": 2} | changes
+    return GroupBuffer(write_event=events.append, **settings)
+
+
+def play(buffer: GroupBuffer, group: Group) -> None:
+    buffer.dispatched(Draw(group_id=group.group_id, env=group.env, example_id=group.example_id), version=PolicyVersion(0))
+    buffer.finished(group)
+
+
+def test_a_batch_takes_the_oldest_ready_groups(events):
+    buffer = make_buffer(events)
+    for group_id in (4, 2, 9):
+        play(buffer, make_group(group_id))
+    batch = buffer.take_batch(Step(1), num_groups=2)
+    assert batch is not None
+    assert [group.group_id for group in batch] == [4, 2]
+    assert buffer.num_ready == 1
+    assert events[-1] == BatchFormed(step=Step(1), group_ids=[4, 2], oldest_version=0, newest_version=0)
+
+
+def test_no_batch_while_there_are_too_few_groups(events):
+    buffer = make_buffer(events)
+    play(buffer, make_group(0))
+    assert buffer.take_batch(Step(1), num_groups=2) is None
+    assert buffer.num_ready == 1
+
+
+def test_a_group_of_equal_rewards_is_filtered_only_when_asked(events):
+    for is_filtering, expected in ((False, 1), (True, 0)):
+        buffer = make_buffer(events, online_difficulty_filtering=is_filtering)
+        play(buffer, make_group(0, rewards=(1.0, 1.0)))
+        assert buffer.num_ready == expected
+    assert events[-1] == Filter(group_id=GroupId(0), reason="zero_signal")
+
+
+def test_a_group_without_loss_tokens_is_filtered_with_its_reason(events):
+    buffer = make_buffer(events)
+    group = Group(group_id=GroupId(3), env="toy", example_id=0, rollouts=[Rollout(index=0, reward=1.0)])
+    play(buffer, group)
+    assert events[-1] == Filter(group_id=GroupId(3), reason="no_loss_tokens")
+
+
+@pytest.mark.parametrize(("oldest", "is_kept"), [(3, True), (2, False)])
+def test_late_group_is_dropped_at_max_off_policy_steps(events, oldest, is_kept):
+    buffer = make_buffer(events)
+    play(buffer, make_group(0, version=oldest, newest=5))
+    batch = buffer.take_batch(Step(6), num_groups=1)
+    assert (batch is not None) is is_kept
+    if not is_kept:
+        assert events[-1] == Drop(group_id=GroupId(0), reason="stale")
+
+
+def test_groups_in_flight_too_long_are_named(events):
+    buffer = make_buffer(events)
+    for group_id, version in ((0, 1), (1, 3)):
+        buffer.dispatched(Draw(group_id=GroupId(group_id), env="toy", example_id=0), version=PolicyVersion(version))
+    assert buffer.stale_in_flight(Step(5)) == [0]
+
+
+def test_every_transition_writes_one_event(events):
+    buffer = make_buffer(events)
+    play(buffer, make_group(0))
+    buffer.dispatched(Draw(group_id=GroupId(1), env="toy", example_id=1), version=PolicyVersion(0))
+    buffer.failed(GroupId(1), "ValueError: no")
+    assert [type(event) for event in events] == [Dispatch, Finish, Dispatch, Drop]
+    assert buffer.last_failure.endswith("ValueError: no")
+
+
+def test_fruitless_groups_are_counted_until_one_can_be_trained_on(events):
+    buffer = make_buffer(events, online_difficulty_filtering=True)
+    play(buffer, make_group(0, rewards=(0.0, 0.0)))
+    play(buffer, make_group(1, rewards=(0.0, 0.0)))
+    assert buffer.fruitless_in_a_row == 2
+    play(buffer, make_group(2))
+    assert buffer.fruitless_in_a_row == 0
+
+
+def test_snapshot_holds_what_waits_and_what_is_in_flight(events):
+    buffer = make_buffer(events)
+    play(buffer, make_group(5))
+    buffer.dispatched(Draw(group_id=GroupId(8), env="toy", example_id=1), version=PolicyVersion(0))
+    state = buffer.snapshot()
+    assert [group.group_id for group in state.ready] == [5]
+    assert state.in_flight == [8]
+
+
+def test_versions_of_a_group_span_its_samples():
+    group = make_group(0, version=2, newest=4)
+    group.rollouts[0].samples.append(make_sample(version=3))
+    assert (group.oldest_version, group.newest_version) == (2, 4)
