@@ -84,7 +84,9 @@ class GroupRunner:
             raise RolloutFailed(f"reward of environment {self.label!r} is {reward}, not a finite number")
         timing = state["timing"]
         trajectory = to_samples(
-            [turn for step in state["trajectory"] if (turn := _to_turn(step)) is not None] if self.with_tokens else [],
+            [to_turn(step["response"], is_truncated=step["is_truncated"]) for step in state["trajectory"]]
+            if self.with_tokens
+            else [],
             temperature=self.sampling.temperature,
             strategy=self.trajectory_strategy,
         )
@@ -104,21 +106,23 @@ class GroupRunner:
         )
 
 
-def _to_turn(step: Mapping[str, Any]) -> Turn | None:
-    tokens = step["tokens"]
-    if tokens is None:
-        raise RolloutFailed("the server's answer carries no token ids; is it one of ours (uv run inference)?")
-    versions = response_versions(step["response"])
-    if versions is None or count_tokens(versions) < len(tokens["completion_ids"]):
+def to_turn(response: vf.Response, *, is_truncated: bool = False) -> Turn:
+    """
+    Raises:
+        RolloutFailed: the server's answer lacks token ids or the policy of each token.
+    """
+    tokens = response.message.tokens
+    versions = response_versions(response)
+    if tokens is None or versions is None or count_tokens(versions) != len(tokens.completion_ids):
         raise RolloutFailed(
-            "the server's answer does not say which policy sampled its tokens; is it one of ours (uv run inference)?"
+            "the server's answer does not carry token ids and the policy that sampled each; is it `uv run inference`?"
         )
     return Turn(
-        prompt_ids=tokens["prompt_ids"],
-        completion_ids=tokens["completion_ids"],
-        logprobs=tokens["completion_logprobs"],
+        prompt_ids=tokens.prompt_ids,
+        completion_ids=tokens.completion_ids,
+        logprobs=tokens.completion_logprobs,
         versions=versions,
-        is_truncated=bool(step["is_truncated"]),
+        is_truncated=is_truncated or bool(response.message.is_truncated),
     )
 
 

@@ -1,0 +1,92 @@
+import asyncio
+
+import pytest
+import verifiers as vf
+from datasets import Dataset
+
+from support.scripted_model import ScriptedModel
+from trivet.config.orchestrator import SamplingConfig
+from trivet.environments import runner as runner_module
+from trivet.environments.runner import GroupRunner, RolloutFailed
+from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.versions import VersionRun
+
+
+@pytest.fixture(autouse=True)
+def _no_delay(monkeypatch):
+    monkeypatch.setattr(runner_module, "_RETRY_DELAY_S", 0.0)
+
+
+def make_runner(reward, *, env_type=vf.SingleTurnEnv, sampling=None, **env_args) -> GroupRunner:
+    dataset = Dataset.from_list([{"question": "abc", "answer": "cba"}])
+    env = env_type(dataset=dataset, rubric=vf.Rubric(funcs=[reward]), **env_args)
+    return GroupRunner(env=env, label="toy", model_name="m", sampling=sampling or SamplingConfig())
+
+
+def run(runner: GroupRunner, model: ScriptedModel, *, num_rollouts: int = 2) -> list[Rollout]:
+    example = runner.env.get_dataset()[0]
+    return asyncio.run(runner.run(example, group_id=GroupId(5), num_rollouts=num_rollouts, client=model))
+
+
+def exact(completion, answer, **kwargs) -> float:
+    return float(completion[-1]["content"] == answer)
+
+
+def test_a_group_is_scored_and_its_tokens_are_those_the_server_reported():
+    rollouts = run(make_runner(exact), ScriptedModel(lambda prompt: "cba", version=3))
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+    [sample] = rollouts[0].samples
+    assert sample.token_ids_T.tolist() == [ord(character) for character in "abccba"]
+    assert sample.loss_mask_T.tolist() == [False] * 3 + [True] * 3
+    assert sample.versions == [VersionRun(3, 3)]
+    assert rollouts[0].scores["exact"] == 1.0
+    assert rollouts[0].completion == [{"role": "assistant", "content": "cba"}]
+
+
+def test_an_empty_completion_is_a_rollout_without_samples():
+    rollouts = run(make_runner(exact), ScriptedModel(lambda prompt: ""))
+    assert rollouts[0].reward == 0.0
+    assert rollouts[0].samples == []
+
+
+def test_a_failed_request_is_tried_again():
+    model = ScriptedModel(lambda prompt: "cba", errors=[ConnectionError("down")])
+    assert [rollout.reward for rollout in run(make_runner(exact), model)] == [1.0, 1.0]
+    assert len(model.requests) == 3
+
+
+def test_a_rollout_that_fails_every_time_fails_with_its_first_error():
+    model = ScriptedModel(lambda prompt: "x", errors=[ConnectionError(f"down {i}") for i in range(10)])
+    with pytest.raises(RolloutFailed, match="ConnectionError: down 0"):
+        run(make_runner(exact), model, num_rollouts=1)
+
+
+def test_a_reward_that_is_no_number_fails_the_group():
+    with pytest.raises(RolloutFailed, match="nan, not a finite number"):
+        run(make_runner(lambda **kwargs: float("nan")), ScriptedModel(lambda prompt: "x"))
+
+
+def test_each_rollout_has_its_own_seed_that_depends_on_group_and_index():
+    def seeds(run_seed: int) -> list[int]:
+        model = ScriptedModel(lambda prompt: "x")
+        run(make_runner(exact, sampling=SamplingConfig(seed=run_seed)), model, num_rollouts=3)
+        return [request["sampling_args"]["seed"] for request in model.requests]
+
+    assert len(set(seeds(1))) == 3
+    assert seeds(1) == seeds(1)
+    assert seeds(1) != seeds(2)
+
+
+class EchoEnv(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": "more"}]
+
+
+def test_turns_that_continue_each_other_become_one_sample():
+    rollouts = run(
+        make_runner(lambda **kwargs: 1.0, env_type=EchoEnv, max_turns=3), ScriptedModel(lambda prompt: "ok", version=2)
+    )
+    [sample] = rollouts[0].samples
+    assert bytes(sample.token_ids_T.astype("u1")).decode() == "abcokmoreokmoreok"
+    assert int(sample.loss_mask_T.sum()) == 6
+    assert rollouts[0].num_turns == 3
