@@ -13,7 +13,7 @@ class BatchSender(Protocol):
         """Returns once the trainer has acknowledged `batch`; until then it is sent again at an interval.
 
         Raises:
-            MessageRefused: larger than the limit, or the trainer belongs to another run or schema.
+            MessageRefused: larger than the limit, or the trainer belongs to another run, attempt or schema.
             WaitTimeout: no acknowledgement within the configured time.
         """
         ...
@@ -22,14 +22,16 @@ class BatchSender(Protocol):
 
 
 class BatchReceiver(Protocol):
-    """The trainer's end, on rank 0. Acknowledges in the background while the trainer computes."""
+    """The trainer's end, on rank 0. Acknowledges in the background while the trainer computes.
+
+    What it must refuse, it refuses towards the sender and logs: a stranger's message is no reason to stop a healthy trainer.
+    """
 
     def receive(self, step: Step) -> Batch:
         """Wait for the batch of `step`; each is delivered once, however often it arrives.
 
         Raises:
-            WaitTimeout: nothing within the configured time; says what was waited for and what arrived last.
-            MessageRefused: the sender belongs to another run or schema.
+            WaitTimeout: nothing within the configured time; says what was waited for, what arrived last and what was refused.
         """
         ...
 

@@ -1,5 +1,6 @@
 """Structs to bytes and back. Arrays travel as dtype, shape and raw little-endian bytes, and are read without a copy."""
 
+import math
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -13,23 +14,36 @@ SCHEMA_VERSION = 1
 """Raised whenever a struct in `wire` changes in a way that an older reader would misread."""
 
 _ALLOWED_DTYPES = frozenset({"|b1", "|u1", "<i4", "<i8", "<f4", "<f8"})
+_RAW = 1
+"""MessagePack extension type of an array's bytes: unlike a plain byte string it is handed over as a view."""
 
 
 def _encode_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        array = cast("np.ndarray[Any, np.dtype[Any]]", value)
-        little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        return (little.dtype.str, little.shape, little.data.cast("B") if little.size else b"")
-    raise TypeError(f"{type(value).__name__} has no wire form")
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} has no wire form")
+    array = cast("np.ndarray[Any, np.dtype[Any]]", value)
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    if little.dtype.str not in _ALLOWED_DTYPES:
+        raise TypeError(f"array of dtype {little.dtype.str!r} has no wire form; allowed: {sorted(_ALLOWED_DTYPES)}")
+    return (little.dtype.str, array.shape, msgspec.msgpack.Ext(_RAW, little.data.cast("B") if little.size else b""))
+
+
+def _decode_raw(code: int, data: memoryview) -> memoryview:
+    if code != _RAW:
+        raise ValueError(f"extension type {code} is unknown")
+    return data
 
 
 def _decode_array(kind: type, value: Any) -> Any:
     if kind is not np.ndarray:
         raise TypeError(f"{kind.__name__} has no wire form")
-    dtype, shape, data = value
-    if dtype not in _ALLOWED_DTYPES:
-        raise ValueError(f"array of dtype {dtype!r}; allowed: {sorted(_ALLOWED_DTYPES)}")
-    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape)
+    name, shape, data = value
+    if name not in _ALLOWED_DTYPES:
+        raise ValueError(f"array of dtype {name!r}; allowed: {sorted(_ALLOWED_DTYPES)}")
+    dtype = np.dtype(name)
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"array of shape {shape} and dtype {name!r} in {len(data)} bytes")
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
@@ -48,8 +62,9 @@ def decode(data: bytes | memoryview, kind: type[StructT]) -> StructT:
     """
     decoder = _decoders.get(kind)
     if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array, ext_hook=_decode_raw)
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, TypeError) as exc:
+    # A few bytes can ask for nesting without end; the interpreter stops it with RecursionError.
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as exc:
         raise MessageRefused(f"{len(data)} bytes are not a {kind.__name__} of schema {SCHEMA_VERSION}: {exc}") from exc

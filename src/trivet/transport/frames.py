@@ -1,0 +1,122 @@
+"""A batch as two frames, header and payload, and the checks that come before anything of it is decoded. Pure."""
+
+import zlib
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from trivet.config.shared import TransportConfig
+from trivet.errors import MessageRefused, WaitTimeout
+from trivet.wire.batches import Batch
+from trivet.wire.codec import SCHEMA_VERSION, decode, encode
+from trivet.wire.control import MAGIC, BatchHeader, Reply, Verdict
+from trivet.wire.versions import Step
+
+Buffer = bytes | memoryview
+HeaderT = TypeVar("HeaderT", BatchHeader, Reply)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunKey:
+    """Both ends must agree on it."""
+
+    run_id: str
+    attempt: int
+    schema: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    header: BatchHeader
+    payload: bytes
+
+    @property
+    def frames(self) -> list[bytes]:
+        return [encode(self.header), self.payload]
+
+
+def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> Message:
+    """
+    Raises:
+        MessageRefused: the encoded batch is larger than the limit.
+    """
+    payload = encode(batch)
+    if len(payload) > max_message_mib << 20:
+        raise MessageRefused(_too_large(f"batch {batch.step}", len(payload), max_message_mib))
+    header = BatchHeader(
+        schema=key.schema,
+        run_id=key.run_id,
+        attempt=key.attempt,
+        step=batch.step,
+        num_bytes=len(payload),
+        checksum=zlib.crc32(payload),
+    )
+    return Message(header=header, payload=payload)
+
+
+def read_header(frame: Buffer, kind: type[HeaderT]) -> HeaderT:
+    """
+    Raises:
+        MessageRefused: the frame is not ours at all.
+    """
+    header = decode(frame, kind)
+    if header.magic != MAGIC:
+        raise MessageRefused(f"the message starts with {header.magic!r}, not with {MAGIC!r}: it is not of this program")
+    return header
+
+
+def refusal(header: BatchHeader, payload: Buffer, *, key: RunKey, max_message_mib: int) -> str | None:
+    """Why a message can never be accepted, in the receiver's words, or None when it may be decoded."""
+    name = f"batch {header.step}"
+    if header.schema != key.schema:
+        return f"{name} has schema {header.schema}, the trainer reads {key.schema}; install the same version on both sides"
+    if header.run_id != key.run_id:
+        return f"{name} is of run {header.run_id!r}, the trainer is of run {key.run_id!r}; give both roles the same run.id"
+    if header.attempt != key.attempt:
+        return (
+            f"{name} is of attempt {header.attempt}, the trainer of attempt {key.attempt} of run {key.run_id!r}; "
+            "stop what is left of the earlier attempt, or give both roles the same run.attempt"
+        )
+    if len(payload) > max_message_mib << 20:
+        return _too_large(name, len(payload), max_message_mib)
+    if len(payload) != header.num_bytes:
+        return f"{name} arrived with {len(payload)} bytes, its header says {header.num_bytes}"
+    if zlib.crc32(payload) != header.checksum:
+        return f"{name} does not match the checksum in its header: it was damaged on the way"
+    return None
+
+
+def make_reply(header: BatchHeader, verdict: Verdict, *, reason: str = "") -> bytes:
+    return encode(Reply(step=header.step, checksum=header.checksum, verdict=verdict, reason=reason))
+
+
+def is_acknowledged(frame: Buffer, *, message: Message) -> bool:
+    """Whether `frame` acknowledges `message`; a late answer to another message does not.
+
+    Raises:
+        MessageRefused: the receiver refused `message`; carries its reason.
+    """
+    try:
+        reply = msgspec.msgpack.decode(frame, type=Reply)
+    except msgspec.DecodeError:
+        return False
+    if (reply.step, reply.checksum) != (message.header.step, message.header.checksum):
+        return False
+    if reply.verdict is Verdict.REFUSED:
+        raise MessageRefused(f"the trainer refused a message: {reply.reason}")
+    return True
+
+
+def no_acknowledgement(step: Step, *, config: TransportConfig) -> WaitTimeout:
+    return WaitTimeout(
+        f"the orchestrator waited {config.timeout_s:g} s for the trainer on {config.host}:{config.port} to acknowledge batch "
+        f"{step}; see the trainer's log, or raise orchestrator.rollout_transport.timeout_s"
+    )
+
+
+def _too_large(name: str, num_bytes: int, max_message_mib: int) -> str:
+    return (
+        f"{name} has {num_bytes / 2**20:.2f} MiB, the limit is rollout_transport.max_message_mib = {max_message_mib}; "
+        "raise it in both roles, or make orchestrator.batch_size or seq_len smaller"
+    )

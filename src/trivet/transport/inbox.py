@@ -1,0 +1,124 @@
+"""The receiving end without a network: decides about each message, holds a bounded number of batches, delivers each once.
+
+A network thread calls `accept`, the trainer calls `take`.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from trivet.config.shared import TransportConfig
+from trivet.errors import MessageRefused, WaitTimeout
+from trivet.transport.frames import Buffer, RunKey, make_reply, read_header, refusal
+from trivet.wire.batches import Batch
+from trivet.wire.codec import decode
+from trivet.wire.control import BatchHeader, Verdict
+from trivet.wire.versions import Step
+
+logger = logging.getLogger(__name__)
+
+MAX_HELD = 2
+"""Batches that wait for the trainer. A further one gets no answer, so the sender keeps it and sends it again."""
+
+
+class Inbox:
+    """
+    consumes: frames, in any order, any number of times
+    produces: the reply to each, and batches by step
+    waits for: the batch of the step that `take` names, at most `timeout_s`
+    unblocked by: `accept` of that batch, `fail`
+    """
+
+    def __init__(self, config: TransportConfig, *, key: RunKey, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._key = key
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._held: dict[Step, Batch] = {}
+        self._checksums: dict[Step, int] = {}
+        """Of every batch accepted so far; tells a duplicate from another batch under the same step."""
+        self._wanted: Step | None = None
+        self._failure: str | None = None
+        self._last_arrival: tuple[Step, float] | None = None
+        self._last_refusal: str | None = None
+
+    def accept(self, frames: Sequence[Buffer]) -> bytes | None:
+        """The reply to one message, None when it gets none: it is not ours, or there is no room for it yet."""
+        try:
+            if len(frames) != 2:
+                raise MessageRefused(f"a message of {len(frames)} frames; a batch has 2")
+            header = read_header(frames[0], BatchHeader)
+        except MessageRefused as exc:
+            self._note_refusal(str(exc))
+            return None
+        with self._changed:
+            self._last_arrival = (header.step, self._clock())
+            return self._answer(header, frames[1])
+
+    def take(self, step: Step) -> Batch:
+        """
+        Raises:
+            WaitTimeout: the batch did not come in time, or the network side failed.
+        """
+        deadline = self._clock() + self._config.timeout_s
+        with self._changed:
+            self._wanted = step
+            for late in [held for held in self._held if held < step]:
+                logger.warning("batch dropped step=%d reason=the trainer went on to step %d", late, step)
+                del self._held[late]
+            while step not in self._held:
+                left = deadline - self._clock()
+                if self._failure is not None:
+                    raise WaitTimeout(f"the trainer cannot receive batch {step}: {self._failure}")
+                if left <= 0:
+                    raise WaitTimeout(self._explain_timeout(step))
+                self._changed.wait(left)
+            return self._held.pop(step)
+
+    def fail(self, reason: str) -> None:
+        """Wake `take`: no message will arrive any more."""
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+
+    def _answer(self, header: BatchHeader, payload: Buffer) -> bytes | None:
+        if reason := refusal(header, payload, key=self._key, max_message_mib=self._config.max_message_mib):
+            return self._refuse(header, reason)
+        known = self._checksums.get(header.step)
+        if known is not None:
+            if known != header.checksum:
+                return self._refuse(header, f"batch {header.step} was received before with other content")
+            return make_reply(header, Verdict.ACKNOWLEDGED)
+        if len(self._held) >= MAX_HELD and header.step != self._wanted:
+            return None
+        try:
+            batch = decode(payload, Batch)
+        except MessageRefused as exc:
+            return self._refuse(header, str(exc))
+        if batch.step != header.step:
+            return self._refuse(header, f"batch {batch.step} came under the header of batch {header.step}")
+        self._held[header.step] = batch
+        self._checksums[header.step] = header.checksum
+        self._changed.notify_all()
+        return make_reply(header, Verdict.ACKNOWLEDGED)
+
+    def _refuse(self, header: BatchHeader, reason: str) -> bytes:
+        self._note_refusal(reason)
+        return make_reply(header, Verdict.REFUSED, reason=reason)
+
+    def _note_refusal(self, reason: str) -> None:
+        self._last_refusal = reason
+        logger.warning("message refused reason=%s", reason)
+
+    def _explain_timeout(self, step: Step) -> str:
+        if self._last_arrival is None:
+            seen = "nothing has arrived from it"
+        else:
+            last_step, at = self._last_arrival
+            seen = f"the last to arrive was batch {last_step}, {self._clock() - at:.0f} s ago"
+        refused = f"; refused last: {self._last_refusal}" if self._last_refusal else ""
+        return (
+            f"the trainer waited {self._config.timeout_s:g} s for batch {step} from the orchestrator; {seen}{refused}; "
+            "see the orchestrator's log, or raise trainer.rollout_transport.timeout_s"
+        )

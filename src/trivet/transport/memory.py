@@ -1,0 +1,57 @@
+"""The transport inside one process, for tests: the same frames, checks and resends as over ZeroMQ, without a socket."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from trivet.config.shared import TransportConfig
+from trivet.transport.frames import Buffer, RunKey, is_acknowledged, make_message, no_acknowledgement
+from trivet.transport.inbox import Inbox
+from trivet.wire.batches import Batch
+from trivet.wire.versions import Step
+
+Link = Callable[[Sequence[Buffer]], bytes | None]
+"""Carries frames to the receiver and brings its reply back; a test may lose, repeat or damage either."""
+
+
+class MemoryReceiver:
+    def __init__(self, config: TransportConfig, *, run_id: str, attempt: int = 1) -> None:
+        self._inbox = Inbox(config, key=RunKey(run_id=run_id, attempt=attempt))
+
+    def deliver(self, frames: Sequence[Buffer]) -> bytes | None:
+        """The `Link` that loses nothing."""
+        return self._inbox.accept(frames)
+
+    def receive(self, step: Step) -> Batch:
+        return self._inbox.take(step)
+
+    def close(self) -> None:
+        self._inbox.fail("the receiver was closed")
+
+
+class MemorySender:
+    """
+    >>> receiver = MemoryReceiver(config, run_id="run")
+    >>> await MemorySender(config, run_id="run", link=receiver.deliver).send(batch)
+    >>> receiver.receive(batch.step)
+    """
+
+    def __init__(self, config: TransportConfig, *, run_id: str, attempt: int = 1, link: Link) -> None:
+        self._config = config
+        self._key = RunKey(run_id=run_id, attempt=attempt)
+        self._link = link
+
+    async def send(self, batch: Batch) -> None:
+        message = make_message(batch, key=self._key, max_message_mib=self._config.max_message_mib)
+        deadline = time.monotonic() + self._config.timeout_s
+        while True:
+            reply = self._link(message.frames)
+            if reply is not None and is_acknowledged(reply, message=message):
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise no_acknowledgement(batch.step, config=self._config)
+            await asyncio.sleep(min(self._config.resend_interval_s, left))
+
+    async def aclose(self) -> None:
+        pass

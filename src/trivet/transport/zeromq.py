@@ -1,0 +1,132 @@
+"""Batches over ZeroMQ: the trainer's rank 0 binds, the orchestrator connects. Either may start first, or start again.
+
+ZeroMQ drops messages when a peer goes away, so nothing here relies on it: what counts is the trainer's acknowledgement.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+
+import zmq
+import zmq.asyncio
+
+from trivet.config.shared import TransportConfig
+from trivet.errors import ConfigError
+from trivet.transport.frames import Message, RunKey, is_acknowledged, make_message, no_acknowledgement
+from trivet.transport.inbox import Inbox
+from trivet.wire.batches import Batch
+from trivet.wire.versions import Step
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_POLL_MS = 50
+"""How long the receiver's thread takes to notice that it should end."""
+_HEARTBEAT_MS = 10_000
+"""A peer whose machine vanished is noticed and the connection made anew."""
+
+
+def _address(config: TransportConfig) -> str:
+    return f"tcp://{config.host}:{config.port}"
+
+
+class ZmqSender:
+    """The orchestrator's end. Use it from one task at a time.
+
+    >>> sender = ZmqSender(config, run_id="run", attempt=1)
+    >>> await sender.send(batch)
+    >>> await sender.aclose()
+    """
+
+    def __init__(self, config: TransportConfig, *, run_id: str, attempt: int = 1) -> None:
+        self._config = config
+        self._key = RunKey(run_id=run_id, attempt=attempt)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Without a trainer there is nothing to queue for: copies of a batch must not pile up for its return.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 1)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.connect(_address(config))
+
+    async def send(self, batch: Batch) -> None:
+        message = make_message(batch, key=self._key, max_message_mib=self._config.max_message_mib)
+        deadline = time.monotonic() + self._config.timeout_s
+        num_sent = 0
+        while (now := time.monotonic()) < deadline:
+            if num_sent:
+                logger.info("batch sent again step=%d times=%d", batch.step, num_sent)
+            if await self._exchange(message, until=min(now + self._config.resend_interval_s, deadline)):
+                return
+            num_sent += 1
+        raise no_acknowledgement(batch.step, config=self._config)
+
+    async def aclose(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    async def _exchange(self, message: Message, *, until: float) -> bool:
+        """Send `message` once, if there is a trainer, and read replies; whether it was acknowledged before `until`."""
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                # pyzmq leaves the type of a frame open
+                await self._socket.send_multipart(message.frames, copy=False)  # pyright: ignore[reportUnknownMemberType]
+                while True:
+                    reply = await self._socket.recv()
+                    if is_acknowledged(reply, message=message):
+                        return True
+        except TimeoutError:
+            return False
+
+
+class ZmqReceiver:
+    """The trainer's end. A thread of its own answers while the trainer computes.
+
+    >>> receiver = ZmqReceiver(config, run_id="run", attempt=1)
+    >>> batch = receiver.receive(Step(1))
+    >>> receiver.close()
+    """
+
+    def __init__(self, config: TransportConfig, *, run_id: str, attempt: int = 1) -> None:
+        self._inbox = Inbox(config, key=RunKey(run_id=run_id, attempt=attempt))
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        try:
+            self._socket.bind(_address(config))
+        except zmq.ZMQError as exc:
+            self._context.destroy()
+            raise ConfigError(
+                f"the trainer cannot listen on rollout_transport.host = {config.host!r}, port = {config.port}: {exc}; "
+                "choose a free port and give it to trainer and orchestrator"
+            ) from exc
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="batch-receiver", daemon=True)
+        self._thread.start()
+
+    def receive(self, step: Step) -> Batch:
+        return self._inbox.take(step)
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join()
+        self._context.destroy()
+        self._inbox.fail("the receiver was closed")
+
+    def _answer(self) -> None:
+        """Runs in the thread, the only one that touches the socket until it has ended."""
+        try:
+            while not self._is_closing.is_set():
+                if self._socket.poll(_CLOSE_POLL_MS):
+                    self._answer_one()
+        except Exception as exc:  # whatever it was, the trainer that waits must hear of it, or it would wait for nothing
+            logger.exception("receiver failed")
+            self._inbox.fail(f"its receiver failed with {type(exc).__name__}: {exc}")
+
+    def _answer_one(self) -> None:
+        sender, *frames = self._socket.recv_multipart(copy=False)
+        reply = self._inbox.accept([frame.buffer for frame in frames])
+        if reply is not None:
+            self._socket.send_multipart([sender.bytes, reply])

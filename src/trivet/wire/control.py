@@ -1,0 +1,42 @@
+"""What travels around a batch: the header in front of it, and the trainer's answer.
+
+These two structs never change shape, so that every schema can say to every other why it refuses.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from trivet.wire.versions import Step
+
+MAGIC = "trivet"
+
+
+class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
+    magic: str = MAGIC
+    schema: int
+    """`codec.SCHEMA_VERSION` of the sender."""
+    run_id: str
+    attempt: int
+    """Counts the starts of the run: a process left over from an earlier one is refused."""
+    step: Step
+    num_bytes: int
+    """Length of the payload, an encoded `wire.batches.Batch`."""
+    checksum: int
+    """CRC-32 of the payload."""
+
+
+class Verdict(StrEnum):
+    ACKNOWLEDGED = "acknowledged"
+    """The batch is held, or was delivered before."""
+    REFUSED = "refused"
+    """It will never be accepted; sending it again is useless."""
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    magic: str = MAGIC
+    step: Step
+    checksum: int
+    """Of the batch it answers, so that a late answer is not taken for another's."""
+    verdict: Verdict
+    reason: str = ""

@@ -1,0 +1,131 @@
+"""What only a network has: ends that come and go, and ports that are taken."""
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from trivet.config.shared import TransportConfig
+from trivet.errors import ConfigError, WaitTimeout
+from trivet.transport.zeromq import ZmqReceiver, ZmqSender
+from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
+
+
+@pytest.fixture
+def config():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return TransportConfig(port=port, resend_interval_s=0.05, timeout_s=10.0)
+
+
+def make_batch(step):
+    return Batch(step=step, purpose=BatchPurpose.TRAIN, micro_batches=[], group_ids=[], num_rollouts=0)
+
+
+def test_the_trainer_may_start_after_the_batch_was_sent(config):
+    async def main():
+        sender = ZmqSender(config, run_id="run")
+        sending = asyncio.create_task(sender.send(make_batch(1)), name="send")
+        done, _ = await asyncio.wait([sending], timeout=3 * config.resend_interval_s)
+        assert not done
+        receiver = ZmqReceiver(config, run_id="run")
+        await sending
+        assert receiver.receive(1).step == 1
+        receiver.close()
+        await sender.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_restarted_trainer_gets_the_next_batch_from_the_same_sender(config):
+    async def main():
+        sender = ZmqSender(config, run_id="run")
+        for step in (1, 2, 3):
+            receiver = ZmqReceiver(config, run_id="run")
+            await sender.send(make_batch(step))
+            assert receiver.receive(step).step == step
+            receiver.close()
+        await sender.aclose()
+
+    asyncio.run(main())
+
+
+def test_copies_for_an_absent_trainer_do_not_pile_up(config):
+    """After twenty resends into the void, the trainer that comes finds one copy, not twenty."""
+
+    async def main():
+        sender = ZmqSender(config.model_copy(update={"resend_interval_s": 0.01, "timeout_s": 0.2}), run_id="run")
+        with pytest.raises(WaitTimeout):
+            await sender.send(make_batch(1))
+        receiver = ZmqReceiver(config.model_copy(update={"timeout_s": 0.3}), run_id="run")
+        with pytest.raises(WaitTimeout, match="nothing has arrived"):
+            receiver.receive(1)
+        receiver.close()
+        await sender.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_send_can_be_followed_by_another(config):
+    async def main():
+        sender, receiver = ZmqSender(config, run_id="run"), ZmqReceiver(config, run_id="run")
+        sending = asyncio.create_task(sender.send(make_batch(1)), name="send")
+        await asyncio.wait([sending], timeout=0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await sender.send(make_batch(1))
+        assert receiver.receive(1).step == 1
+        receiver.close()
+        await sender.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_taken_port_is_named_with_the_key_to_change(config):
+    first = ZmqReceiver(config, run_id="run")
+    with pytest.raises(ConfigError, match=rf"rollout_transport\.host = '127\.0\.0\.1', port = {config.port}: Address already"):
+        ZmqReceiver(config, run_id="run")
+    first.close()
+
+
+def test_a_receiver_whose_thread_fails_wakes_the_trainer(config, monkeypatch, caplog):
+    receiver = ZmqReceiver(config, run_id="run")
+
+    def fail(frames):
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(receiver._inbox, "accept", fail)
+
+    async def main():
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(receiver.receive, 1)
+            sender = ZmqSender(config.model_copy(update={"timeout_s": 0.2}), run_id="run")
+            with pytest.raises(WaitTimeout):
+                await sender.send(make_batch(1))
+            with pytest.raises(WaitTimeout, match="failed with OSError: disk on fire"):
+                waiting.result(timeout=5)
+            await sender.aclose()
+
+    asyncio.run(main())
+    receiver.close()
+    assert "receiver failed" in caplog.text
+
+
+def test_arrays_of_a_received_batch_stay_valid_after_the_receiver_is_closed(config):
+    arrays = {name: np.arange(1000, dtype=np.int32) for name in MicroBatch.__struct_fields__}
+    batch = Batch(step=1, purpose=BatchPurpose.TRAIN, micro_batches=[MicroBatch(**arrays)], group_ids=[], num_rollouts=0)
+
+    async def main():
+        sender, receiver = ZmqSender(config, run_id="run"), ZmqReceiver(config, run_id="run")
+        await sender.send(batch)
+        received = receiver.receive(1)
+        receiver.close()
+        await sender.aclose()
+        return received
+
+    received = asyncio.run(main())
+    np.testing.assert_array_equal(received.micro_batches[0].token_ids_T, np.arange(1000))
