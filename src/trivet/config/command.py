@@ -1,18 +1,52 @@
 """What every command that takes a configuration does around its own work: help, dry run, notices and exit codes."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
-from trivet.config.load import SectionT, load_config
+from trivet.config.arguments import parse_arguments
+from trivet.config.checks import file_problems
+from trivet.config.dump import to_toml
+from trivet.config.findings import Findings
+from trivet.config.load import SectionT, load_arguments
+from trivet.config.reference import help_text
 from trivet.errors import TrivetError
 
 
-def run_command(kind: type[SectionT], main: Callable[[SectionT], int], argv: Sequence[str] | None = None) -> int:
-    """Load a `kind` from the command line and hand it to `main`; returns the process's exit code."""
+def run_command(
+    kind: type[SectionT],
+    main: Callable[[SectionT], int],
+    argv: Sequence[str] | None = None,
+    *,
+    check: Callable[[SectionT], None] | None = None,
+) -> int:
+    """Load a `kind` from the command line and hand it to `main`.
+
+    Args:
+        argv: the words after the command's name; None takes those of this process.
+        check: raises a TrivetError for what only this command can know, such as an environment that is not installed.
+            It starts nothing, and runs for `--dry-run` too.
+
+    Returns:
+        The process's exit code: `main`'s, or that of the TrivetError that ended it (2 for a bad configuration).
+    """
+    findings = Findings()
+    arguments = parse_arguments(kind, sys.argv[1:] if argv is None else argv, findings)
+    if arguments.wants_help:
+        print(help_text(kind))
+        return 0
     try:
-        loaded = load_config(kind, sys.argv[1:] if argv is None else argv)
+        loaded = load_arguments(kind, arguments, findings, environ=os.environ)
+        for problem in file_problems(loaded.config):
+            findings.refuse(problem)
+        findings.raise_problems()
+        if check is not None:
+            check(loaded.config)
         for notice in loaded.notices:
             print(f"notice: {notice}", file=sys.stderr)
+        if arguments.is_dry_run:
+            print(to_toml(loaded.config, origins=loaded.origins), end="")
+            return 0
         return main(loaded.config)
     except TrivetError as exc:
         print(f"error: {exc}", file=sys.stderr)

@@ -1,18 +1,60 @@
-"""One command line to one validated configuration. Called by config.command; knows nothing of any single section."""
+"""One command line to one validated configuration. Called by config.command; starts nothing and changes nothing.
+
+The way of a value: read from its source (sources), today's spelling (dialects), merged by precedence (flags > files, later
+wins > environment > defaults), unknown keys refused, a run's shared values filled in (resolve), validated, checked (checks).
+"""
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from trivet.config.arguments import Arguments, parse_arguments
 from trivet.config.base import Section
+from trivet.config.checks import check
+from trivet.config.dialects import translate
+from trivet.config.evaluation import EvalConfig
+from trivet.config.findings import Findings
+from trivet.config.inference import InferenceConfig
+from trivet.config.keys import KeyPath, Shape, dotted, find_key, nearest_key
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.origins import Draft, Node, Sourced, Tree, plain
+from trivet.config.resolve import resolve
+from trivet.config.rl import RLConfig
+from trivet.config.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
+from trivet.config.trainer import SftConfig, TrainerConfig
 from trivet.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
+
+COMMANDS: tuple[type[Section], ...] = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig)
+"""A variable for one command does not disturb another."""
+
+_EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table of keys",
+    "model_attributes_type": "a table of keys",
+    "literal_error": "one of {expected}",
+    "greater_than": "> {gt}",
+    "greater_than_equal": ">= {ge}",
+    "less_than": "< {lt}",
+    "less_than_equal": "<= {le}",
+    "too_short": "of at least {min_length} entries",
+}
+"""What is allowed, by pydantic's type of error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,25 +63,131 @@ class Loaded(Generic[SectionT]):
 
     config: SectionT
     origins: Mapping[str, str]
+    """By dotted key; a key that is not here has its default."""
     notices: Sequence[str]
 
 
 def load_config(
-    kind: type[SectionT], argv: Sequence[str], *, environ: Mapping[str, str] = os.environ
+    kind: type[SectionT], argv: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
 ) -> Loaded[SectionT]:
-    values: dict[str, Any] = {}
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if word == "@":
-            values.update(tomllib.loads(Path(rest.pop(0)).read_text()))
-            continue
-        path = word.removeprefix("--").replace("-", "_").split(".")
-        node = values
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = rest.pop(0)
+    """Load a `kind` from the words after the command's name.
+
+    Args:
+        environ: variables; None takes those of this process.
+
+    Raises:
+        ConfigError: lists every problem found.
+    """
+    findings = Findings()
+    arguments = parse_arguments(kind, argv, findings)
+    return load_arguments(kind, arguments, findings, environ=os.environ if environ is None else environ)
+
+
+def load_arguments(
+    kind: type[SectionT], arguments: Arguments, findings: Findings, *, environ: Mapping[str, str]
+) -> Loaded[SectionT]:
+    """Like `load_config`, from arguments already parsed, whose problems `findings` holds."""
+    sources = [[entry for entry in read_environment(environ) if not _is_for_another_command(kind, entry)]]
+    for file in arguments.files:
+        try:
+            sources.extend(read_toml(file.path, under=file.under))
+        except ConfigError as exc:
+            findings.refuse(str(exc))
+    sources.append(read_flags(arguments.flags))
+    layers: list[Tree] = []
+    for entries in sources:
+        layers.append(build_layer(kind, translate(kind, entries, findings), findings, below=layers))
+    draft = Draft(merge_layers(layers))
+    _refuse_unknown(kind, draft.tree, findings)
+    if kind is RLConfig:
+        resolve(draft, findings)
+    config = _validate(kind, draft, findings)
+    if config is not None and not findings.problems:
+        check(config, findings)
+    findings.raise_problems()
+    assert config is not None
+    return Loaded(config=config, origins=draft.origins(), notices=tuple(findings.notices))
+
+
+def _is_for_another_command(kind: type[Section], entry: Entry) -> bool:
+    known = [command for command in COMMANDS if find_key(command, entry.path[:1])]
+    return bool(known) and kind not in known
+
+
+def _refuse_unknown(kind: type[Section], node: Node, findings: Findings, path: KeyPath = ()) -> None:
+    """Say which keys below `node` do not exist and take them out, so that what remains is still validated."""
+    key = find_key(kind, path)
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            _refuse_unknown(kind, item, findings, (*path, index))
+    elif isinstance(node, dict) and key and key.shape in (Shape.SECTION, Shape.SECTION_LIST):
+        for name in list(node):
+            here = (*path, name)
+            if find_key(kind, here):
+                _refuse_unknown(kind, node[name], findings, here)
+            else:
+                nearest = nearest_key(kind, here)
+                hint = f"; did you mean {nearest}?" if nearest else "; --help lists the keys"
+                findings.refuse(f"unknown key {dotted(here)} ({_first_origin(node.pop(name))}){hint}")
+
+
+def _first_origin(node: Node) -> str:
+    while not isinstance(node, Sourced):
+        items = list(node.values()) if isinstance(node, dict) else node
+        if not items:
+            return "an empty table"
+        node = items[0]
+    return node.origin
+
+
+def _validate(kind: type[SectionT], draft: Draft, findings: Findings) -> SectionT | None:
     try:
-        return Loaded(config=kind.model_validate(values), origins={}, notices=())
+        return kind.model_validate(plain(draft.tree))
     except ValidationError as exc:
-        raise ConfigError(str(exc)) from exc
+        errors = exc.errors(include_url=False)
+        first_hand = [error for error in errors if not _is_derived(kind, error, draft)]
+        for error in first_hand or errors:
+            findings.refuse(_describe(kind, error, draft))
+    return None
+
+
+def _is_derived(kind: type[Section], error: ErrorDetails, draft: Draft) -> bool:
+    leaf = draft.leaf(dotted(_without_tags(kind, error["loc"])))
+    return leaf is not None and leaf.is_derived
+
+
+def _describe(kind: type[Section], error: ErrorDetails, draft: Draft) -> str:
+    path = _without_tags(kind, error["loc"])
+    key = dotted(path)
+    node = draft.find(key)
+    origin = f" ({_first_origin(node)})" if node is not None else ""
+    if error["type"] == "extra_forbidden":
+        parent = dotted(path[:-1])
+        return f'{key} does not apply to {parent}.type "{_tag(draft, parent)}"; remove it or change the type{origin}'
+    if error["type"] == "union_tag_not_found":
+        return f"{key}.type is missing; {key} has keys that depend on it{origin}"
+    context: dict[str, Any] = error.get("ctx", {})
+    if error["type"] == "union_tag_invalid":
+        return f'{key}.type must be one of {context["expected_tags"]}, got "{context["tag"]}"{origin}'
+    expected = _EXPECTED.get(error["type"])
+    said = f"must be {expected.format(**context)}" if expected else f"is not valid: {error['msg']}"
+    return f"{key} {said}, got {_shown(error['input'])}{origin}"
+
+
+def _tag(draft: Draft, section: str) -> object:
+    leaf = draft.leaf(f"{section}.type")
+    return leaf.value if leaf else None
+
+
+def _shown(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _without_tags(kind: type[Section], location: tuple[str | int, ...]) -> KeyPath:
+    """pydantic puts the chosen type of a section into the location of an error; the user's key has no such part."""
+    path: KeyPath = ()
+    for part in location:
+        key = find_key(kind, path)
+        if not (key and len(key.sections) > 1 and part in {section.model_fields["type"].default for section in key.sections}):
+            path = (*path, part)
+    return path

@@ -1,0 +1,97 @@
+"""A command line as written: files after `@`, flags, and the requests for help and a dry run. Decodes no value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trivet.config.base import Section
+from trivet.config.findings import Findings
+from trivet.config.keys import Shape, find_key
+
+_BOOLEANS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileArgument:
+    path: Path
+    under: tuple[str, ...] = ()
+    """The section that the file fills: `--trainer @ t.toml`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlagArgument:
+    name: str
+    """As typed, for messages."""
+    path: tuple[str, ...]
+    value: str | bool | dict[str, object] | None
+    """Text to be decoded by the key's type, unless the flag's form says it: `--x`, `--no-x`, `--section`."""
+
+
+@dataclass(slots=True)
+class Arguments:
+    files: list[FileArgument] = field(default_factory=list[FileArgument])
+    flags: list[FlagArgument] = field(default_factory=list[FlagArgument])
+    wants_help: bool = False
+    is_dry_run: bool = False
+
+
+def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings) -> Arguments:
+    """Split `argv`; whether a flag takes a value depends on its key in `kind`."""
+    arguments = Arguments()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("--help", "-h"):
+            arguments.wants_help = True
+        elif word == "--dry-run":
+            arguments.is_dry_run = True
+        elif word.startswith("@"):
+            _take_file(word, words, (), arguments, findings)
+        elif word.startswith("--") and len(word) > 2:
+            _take_flag(kind, word, words, arguments, findings)
+        else:
+            hint = f"; write @ {word}" if word.endswith(".toml") else ""
+            findings.refuse(f'unexpected argument "{word}": files follow @, flags start with --{hint}')
+    return arguments
+
+
+def flag_path(name: str) -> tuple[str, ...]:
+    """`--a.b-c` as the path of its key: ("a", "b_c")."""
+    return tuple(name.removeprefix("--").replace("-", "_").split("."))
+
+
+def _take_file(word: str, words: list[str], under: tuple[str, ...], arguments: Arguments, findings: Findings) -> None:
+    name = word[1:] or (words.pop(0) if words else "")
+    if name:
+        arguments.files.append(FileArgument(path=Path(name), under=under))
+    else:
+        findings.refuse("@ must be followed by a TOML file")
+
+
+def _take_flag(kind: type[Section], word: str, words: list[str], arguments: Arguments, findings: Findings) -> None:
+    name, equals, text = word.partition("=")
+    path = flag_path(name)
+    key = find_key(kind, path)
+    negated = flag_path(f"--{name.removeprefix('--no-')}") if name.startswith("--no-") else ()
+    following = words[0] if words else ""
+    value: str | bool | dict[str, object] | None
+    if equals:
+        value = text
+    elif key is None and negated and (turned := find_key(kind, negated)):
+        path = negated
+        value = False if turned.shape is Shape.BOOL else None
+    elif key and key.shape is Shape.BOOL:
+        value = _BOOLEANS[words.pop(0).lower()] if following.lower() in _BOOLEANS else True
+    elif following.startswith("@") and (key is None or key.shape is Shape.SECTION):
+        _take_file(words.pop(0), words, path, arguments, findings)
+        return
+    elif following and not following.startswith("--"):
+        value = words.pop(0)
+    elif key and key.shape is Shape.SECTION:
+        value = {}
+    elif key is None:
+        value = True
+    else:
+        findings.refuse(f"flag {name} needs a value")
+        return
+    arguments.flags.append(FlagArgument(name=name, path=path, value=value))

@@ -1,0 +1,253 @@
+"""Checks over several keys of a validated configuration, with the arithmetic shown, before anything is started.
+
+Every check is a function of values. What looks at files is apart (`file_problems`): a configuration can be read where
+the model is not.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trivet.config.base import Section
+from trivet.config.evaluation import EvalConfig
+from trivet.config.findings import Findings
+from trivet.config.inference import InferenceConfig
+from trivet.config.keys import Shape, all_keys
+from trivet.config.orchestrator import EnvConfig, OrchestratorConfig, SamplingConfig
+from trivet.config.rl import RLConfig
+from trivet.config.shared import RunIdentity
+from trivet.config.trainer import SftConfig, TrainerConfig, TrainingConfig
+
+BIASING_KEYS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Sampling keys that change the distribution in a way that the trainer's log-probabilities do not follow."""
+
+VLLM_NAMES = {
+    "model": "model.name",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "enforce_eager": "model.enforce_eager",
+    "trust_remote_code": "model.trust_remote_code",
+    "enable_auto_tool_choice": "model.enable_auto_tool_choice",
+    "tool_call_parser": "model.tool_call_parser",
+    "reasoning_parser": "model.reasoning_parser",
+    "tensor_parallel_size": "parallel.tp",
+    "data_parallel_size": "parallel.dp",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "max_num_seqs": "max_num_seqs",
+    "seed": "seed",
+    "host": "server.host",
+    "port": "server.port",
+}
+"""vLLM engine arguments that have a key of ours."""
+
+LOCAL_ROOTS = ("models", "outputs")
+"""First parts of a name that mean a directory of this project, even before it exists."""
+
+
+def check(config: Section, findings: Findings) -> None:
+    """Check everything that concerns more than one key of `config`."""
+    if isinstance(config, RLConfig):
+        _extend(findings, _rl_problems(config), _rl_notices(config))
+    elif isinstance(config, OrchestratorConfig):
+        _extend(findings, orchestrator_problems(config), _orchestrator_notices(config))
+    elif isinstance(config, TrainingConfig):
+        _extend(findings, training_problems(config), iter(()))
+    elif isinstance(config, InferenceConfig):
+        _extend(findings, inference_problems(config), iter(()))
+    elif isinstance(config, EvalConfig):
+        _extend(findings, _name_problems(config.env, "env"), iter(()))
+        _extend(findings, sampling_problems(config.sampling, "sampling"), iter(()))
+
+
+def _extend(findings: Findings, problems: Iterator[str], notices: Iterator[str]) -> None:
+    for problem in problems:
+        findings.refuse(problem)
+    for notice in notices:
+        findings.notice(notice)
+
+
+def _rl_problems(config: RLConfig) -> Iterator[str]:
+    yield from training_problems(config.trainer, "trainer.")
+    yield from orchestrator_problems(config.orchestrator, "orchestrator.")
+    if config.inference is not None:
+        yield from inference_problems(config.inference, "inference.")
+        yield from _length_problems(config, config.inference)
+        tp, num_gpus = config.inference.parallel.tp, len(config.inference_gpu_ids)
+        if num_gpus % tp:
+            yield (
+                f"inference_gpu_ids names {num_gpus} GPUs, which must be divisible by inference.parallel.tp ({tp}):"
+                f" {num_gpus} % {tp} = {num_gpus % tp}"
+            )
+    for key, ids in (("inference_gpu_ids", config.inference_gpu_ids), ("trainer_gpu_ids", config.trainer_gpu_ids)):
+        if len(set(ids)) != len(ids) or not ids:
+            yield f"{key} must name at least one GPU and each once, got {ids}"
+    trainer_len, orchestrator_len = config.trainer.model.seq_len, config.orchestrator.seq_len
+    if trainer_len < orchestrator_len:
+        yield (
+            f"trainer.model.seq_len ({trainer_len}) must be >= orchestrator.seq_len ({orchestrator_len}), which packs rows of"
+            f" that length; raise trainer.model.seq_len, or set seq_len for both"
+        )
+
+
+def _length_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[str]:
+    max_tokens, max_model_len = config.orchestrator.sampling.max_tokens, inference.model.max_model_len
+    if max_tokens is not None and max_model_len is not None and max_tokens >= max_model_len:
+        yield (
+            f"orchestrator.sampling.max_tokens ({max_tokens}) must be < inference.model.max_model_len ({max_model_len}):"
+            f" the prompt needs room too, and the server would refuse every request; lower the first or raise the second"
+        )
+
+
+def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]:
+    schedule = config.scheduler
+    if schedule.type != "constant":
+        if config.max_steps is None:
+            yield f'{prefix}scheduler.type "{schedule.type}" decays until the last step: set {_shared(prefix)}max_steps'
+        if schedule.min_lr > config.optim.lr:
+            yield f"{prefix}scheduler.min_lr ({schedule.min_lr}) must be <= {prefix}optim.lr ({config.optim.lr})"
+    if isinstance(config, TrainerConfig):
+        loss = config.loss
+        for name in ("token_mask", "geo_mask", "sequence_mask"):
+            low, high = getattr(loss, f"{name}_low"), getattr(loss, f"{name}_high")
+            if low >= high:
+                yield (
+                    f"{prefix}loss.{name}_low ({low}) must be < {prefix}loss.{name}_high ({high}): no token would be trained on"
+                )
+
+
+def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Iterator[str]:
+    batch, group = config.batch_size, config.rollouts_per_example
+    if batch % group:
+        below = batch - batch % group
+        tries = f"{below} or {below + group}" if below else f"{group}"
+        yield (
+            f"{prefix}batch_size ({batch}) must be divisible by {prefix}rollouts_per_example ({group}):"
+            f" {batch} % {group} = {batch % group}; try {tries}"
+        )
+    if config.max_concurrent is not None and config.max_concurrent < group:
+        yield (
+            f"{prefix}max_concurrent ({config.max_concurrent}) must be >= {prefix}rollouts_per_example ({group}):"
+            f" a group is in flight as a whole; try {group}"
+        )
+    if group < 2 and config.advantage.type == "default":
+        yield (
+            f'{prefix}rollouts_per_example must be >= 2 for advantage "default", got {group};'
+            f' raise it (one rollout minus its own mean is 0) or set {prefix}advantage = "None"'
+        )
+    yield from _name_problems(config.env, f"{prefix}env")
+    yield from sampling_problems(config.sampling, f"{prefix}sampling")
+
+
+def sampling_problems(sampling: SamplingConfig, name: str) -> Iterator[str]:
+    knobs = {key: key for key in SamplingConfig.model_fields if key != "extra_body"} | {"max_completion_tokens": "max_tokens"}
+    for knob in sorted(knobs.keys() & sampling.extra_body.keys()):
+        key = knobs[knob]
+        yield (
+            f"{name}.extra_body.{knob} ({sampling.extra_body[knob]}) and {name}.{key} ({getattr(sampling, key)})"
+            f" are the same knob; set {name}.{key} and remove it from {name}.extra_body"
+        )
+
+
+def inference_problems(config: InferenceConfig, prefix: str = "") -> Iterator[str]:
+    for name, value in config.vllm_args.items():
+        if key := VLLM_NAMES.get(name.replace("-", "_")):
+            yield f"{prefix}vllm_args.{name} ({value}) has a key of its own: set {prefix}{key} instead"
+
+
+def _name_problems(envs: list[EnvConfig], name: str) -> Iterator[str]:
+    labels = [env.label for env in envs]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        places = " and ".join(f"{name}.{index}" for index, env in enumerate(envs) if env.label == label)
+        yield f'{places} are both called "{label}", which names them in logs and metrics; set a different name in each'
+
+
+def _rl_notices(config: RLConfig) -> Iterator[str]:
+    if config.max_steps is None:
+        yield "max_steps is not set: the run goes on until it is stopped"
+    yield from _sampling_notices(config.orchestrator, "orchestrator.")
+    tokenizer = config.trainer.tokenizer.name
+    if tokenizer is not None and tokenizer != config.trainer.model.name:
+        yield (
+            f"trainer.tokenizer.name ({tokenizer}) is saved with the weights; generation starts with the tokenizer of"
+            f" model.name ({config.trainer.model.name})"
+        )
+    if config.inference is None:
+        return
+    yield from _length_notices(config.orchestrator.seq_len, config.inference.model.max_model_len)
+    served, computed = config.inference.model.dtype, config.trainer.model.compute_dtype
+    if served not in ("auto", computed):
+        yield (
+            f"inference.model.dtype ({served}) differs from trainer.model.compute_dtype ({computed}): their log-probabilities"
+            f" will differ by rounding"
+        )
+
+
+def _length_notices(seq_len: int, max_model_len: int | None) -> Iterator[str]:
+    if max_model_len is not None and max_model_len > seq_len:
+        yield (
+            f"inference.model.max_model_len ({max_model_len}) > orchestrator.seq_len ({seq_len}): the server may generate"
+            f" samples of up to {max_model_len} tokens, of which the first {seq_len} are trained on"
+        )
+    elif max_model_len is not None and max_model_len < seq_len:
+        yield (
+            f"inference.model.max_model_len ({max_model_len}) < orchestrator.seq_len ({seq_len}): the server ends a completion"
+            f" when it and its prompt reach {max_model_len} tokens"
+        )
+
+
+def _orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
+    if config.run.id != RunIdentity().id:
+        return  # started by the launcher, which has said it
+    if config.max_steps is None:
+        yield "max_steps is not set: the orchestrator goes on until it is stopped"
+    yield from _sampling_notices(config, "")
+
+
+def _sampling_notices(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
+    default = SamplingConfig()
+    keys = [key for key in BIASING_KEYS if getattr(config.sampling, key) != getattr(default, key)]
+    if config.sampling.top_k == 0:
+        keys = [key for key in keys if key != "top_k"]
+    if keys:
+        names = ", ".join(f"{prefix}sampling.{key} ({getattr(config.sampling, key)})" for key in keys)
+        yield f"the trainer cannot reproduce {names}: the importance ratio is biased"
+
+
+def _shared(prefix: str) -> str:
+    """Prefix of a value that a whole run sets once for all roles."""
+    return "" if prefix == "trainer." else prefix
+
+
+def file_problems(config: Section) -> Iterator[str]:
+    """What `config` names and this machine does not have."""
+    if isinstance(config, EvalConfig):
+        if config.weights_dir is not None and not config.weights_dir.is_dir():
+            yield f"weights_dir ({config.weights_dir}) is not a directory"
+        return
+    if isinstance(config, SftConfig) and not Path(config.data.name).expanduser().exists():
+        yield f"data.name ({config.data.name}) does not exist: give a JSONL file or a data set directory"
+    seen: set[str] = set()
+    for path, key in all_keys(type(config)):
+        if key.shape is Shape.VALUE and path[-1] == "name" and path[-2:-1] in (("model",), ("tokenizer",)):
+            name = _value_at(config, path)
+            if isinstance(name, str) and name not in seen:
+                seen.add(name)
+                yield from _model_problems(name, ".".join(str(part) for part in path), is_model=path[-2] == "model")
+
+
+def _value_at(config: Section, path: tuple[str | int, ...]) -> object:
+    value: object = config
+    for part in path:
+        value = getattr(value, str(part), None)
+    return value
+
+
+def _model_problems(name: str, key: str, *, is_model: bool) -> Iterator[str]:
+    path = Path(name).expanduser()
+    parts = name.split("/")
+    looks_local = name.startswith((".", "/", "~")) or len(parts) > 2 or parts[0] in LOCAL_ROOTS or path.exists()
+    if not looks_local:
+        return
+    if not path.is_dir():
+        yield f"{key} ({name}) is not a directory; give a model directory, or a Hugging Face name such as Qwen/Qwen3-0.6B"
+    elif is_model and not (path / "config.json").is_file():
+        yield f"{key} ({name}) has no config.json: it is not a model directory"

@@ -1,0 +1,235 @@
+"""Older and newer spellings of keys, accepted with one line that says what they are called here, or refused with what
+replaced them. Applied to each source before unknown keys are looked for, so a key that exists is never touched.
+
+The tables speak of a whole run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix.
+"""
+
+from collections.abc import Sequence
+
+from trivet.config.base import Section
+from trivet.config.dump import literal
+from trivet.config.findings import Findings
+from trivet.config.inference import InferenceConfig
+from trivet.config.keys import Shape, as_table, find_key
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.rl import RLConfig
+from trivet.config.sources import Entry, Text
+from trivet.config.trainer import SftConfig, TrainerConfig
+
+ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
+    TrainerConfig: ("trainer",),
+    SftConfig: ("trainer",),
+    OrchestratorConfig: ("orchestrator",),
+    InferenceConfig: ("inference",),
+}
+
+RENAMED = {
+    "environment": "orchestrator.env",
+    "orchestrator.environment": "orchestrator.env",
+    "orchestrator.train.env": "orchestrator.env",
+    "orchestrator.train.sampling": "orchestrator.sampling",
+    "orchestrator.sampling.max_completion_tokens": "orchestrator.sampling.max_tokens",
+    "orchestrator.group_size": "orchestrator.rollouts_per_example",
+    "orchestrator.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
+    "orchestrator.train.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
+    "orchestrator.model.client": "orchestrator.client",
+    "monitors.wandb": "wandb",
+    "trainer.monitors.wandb": "trainer.wandb",
+    "orchestrator.monitors.wandb": "orchestrator.wandb",
+    "resume.step": "ckpt.resume_step",
+    "trainer.resume.step": "trainer.ckpt.resume_step",
+    "orchestrator.resume.step": "orchestrator.ckpt.resume_step",
+    "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",
+    "inference.vllm.model": "inference.model.name",
+    "inference.vllm.dtype": "inference.model.dtype",
+    "inference.vllm.max_model_len": "inference.model.max_model_len",
+    "inference.vllm.enforce_eager": "inference.model.enforce_eager",
+    "inference.vllm.trust_remote_code": "inference.model.trust_remote_code",
+    "inference.vllm.enable_auto_tool_choice": "inference.model.enable_auto_tool_choice",
+    "inference.vllm.tool_call_parser": "inference.model.tool_call_parser",
+    "inference.vllm.reasoning_parser": "inference.model.reasoning_parser",
+    "inference.vllm.tensor_parallel_size": "inference.parallel.tp",
+    "inference.vllm.data_parallel_size": "inference.parallel.dp",
+    "inference.vllm.gpu_memory_utilization": "inference.gpu_memory_utilization",
+    "inference.vllm.max_num_seqs": "inference.max_num_seqs",
+    "inference.vllm.seed": "inference.seed",
+    "inference.vllm": "inference.vllm_args",
+}
+"""Old prefix to new; the longest that fits is taken, again and again until none does."""
+
+REFUSED = {
+    "bench": "benchmarks are scripts here: uv run python scripts/bench/NAME.py",
+    "trainer.bench": "benchmarks are scripts here: uv run python scripts/bench/NAME.py",
+    "orchestrator.bench": "benchmarks are scripts here: uv run python scripts/bench/NAME.py",
+    "orchestrator.train.source": "environments are [[orchestrator.env]] with id, name and args",
+    "orchestrator.max_inflight_rollouts": "set orchestrator.oversampling_factor (in flight = factor * batch_size)"
+    " or orchestrator.max_concurrent",
+    "orchestrator.concurrency": "set orchestrator.oversampling_factor (in flight = factor * batch_size)"
+    " or orchestrator.max_concurrent",
+    "orchestrator.token_batch_size": "batches are counted in rollouts: set orchestrator.batch_size",
+    "orchestrator.algo": "set orchestrator.advantage",
+    "run": "the launcher names the run; set output_dir to choose where it is kept",
+    "resume": "set ckpt.resume_step; -1 takes the newest committed checkpoint",
+    "deployment": "set inference_gpu_ids and trainer_gpu_ids",
+    "teacher_gpu_ids": "teacher models are not supported",
+    "teacher_inference": "teacher models are not supported",
+}
+"""Old prefix to what replaced it."""
+
+IGNORED = {
+    "trainer.ckpt.weights": "weights are always published to weights/step_N",
+    "orchestrator.num_train_workers": "packing does not depend on the number of trainer ranks",
+    "orchestrator.model.trust_remote_code": "the orchestrator runs no model code",
+}
+"""Old prefix to why it needs no key here."""
+
+NOT_YET = (
+    "trainer.model.lora",
+    "trainer.model.experimental.lora",
+    "trainer.model.ac",
+    "trainer.model.ac_offloading",
+    "trainer.model.compile",
+    "trainer.model.fsdp_cpu_offload",
+    "trainer.model.optim_cpu_offload",
+    "trainer.model.dp_replicate",
+    "trainer.model.ep",
+    "trainer.model.cp",
+    "trainer.model.tp",
+    "trainer.data.fake",
+    "trainer.memory_profiler_path",
+    "trainer.trace_path",
+    "trainer.heartbeat",
+    "trainer.metrics_server",
+    "orchestrator.eval",
+    "orchestrator.val",
+    "orchestrator.mask_env_responses",
+    "orchestrator.mask_truncated_completions",
+    "orchestrator.zero_truncated_completions",
+    "orchestrator.workers_per_env",
+    "orchestrator.tasks_per_minute",
+    "orchestrator.sampling.temp_scheduler",
+    "orchestrator.buffer.easy_threshold",
+    "orchestrator.buffer.hard_threshold",
+    "orchestrator.buffer.easy_fraction",
+    "orchestrator.buffer.hard_fraction",
+    "orchestrator.buffer.env_ratios",
+    "inference.enable_lora",
+)
+"""Keys of the reference that this version does not build."""
+
+SINGLE_VALUES = {
+    "trainer.rollout_transport.type": "zmq",
+    "orchestrator.rollout_transport.type": "zmq",
+    "weight_broadcast.type": "filesystem",
+    "trainer.weight_broadcast.type": "filesystem",
+    "orchestrator.weight_broadcast.type": "filesystem",
+    "inference.weight_broadcast.type": "filesystem",
+    "orchestrator.mask_env_responses": "true",
+}
+"""Choices of the reference of which one alone exists here: naming it is right and changes nothing."""
+
+VALUES = {
+    ("trainer.model.attn", "flash_attention_2"): "flash_varlen",
+    ("trainer.model.attn", "flash_attention_3"): "flash_varlen",
+}
+"""Old values of keys that exist."""
+
+GPU_COUNTS = {
+    "inference_gpus": "inference",
+    "deployment.num_infer_gpus": "inference",
+    "trainer_gpus": "trainer",
+    "deployment.num_train_gpus": "trainer",
+}
+
+
+def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
+    """`entries` of one source in today's spelling; what is refused is left out and said in `findings`."""
+    kept: list[Entry] = []
+    gpu_counts: dict[str, Entry] = {}
+    for entry in entries:
+        name = _full_name(kind, entry)
+        if kind is RLConfig and name in GPU_COUNTS:
+            gpu_counts[GPU_COUNTS[name]] = entry
+        else:
+            today = entry if find_key(kind, entry.path) else _rename(kind, entry, name, findings)
+            if find_key(kind, today.path):
+                kept.append(_translate_value(kind, today, findings))
+            elif not _dispose(today, name, findings):
+                kept.append(today)
+    if gpu_counts:
+        kept.extend(_gpu_ids(gpu_counts, findings))
+    return kept
+
+
+def _rename(kind: type[Section], entry: Entry, name: str, findings: Findings) -> Entry:
+    prefix = ROLE_PREFIXES.get(kind, ())
+    renamed = name
+    while old := _longest_prefix(renamed, RENAMED):
+        renamed = RENAMED[old] + renamed.removeprefix(old)
+    path = tuple(renamed.split("."))
+    if renamed == name or path[: len(prefix)] != prefix or not find_key(kind, path[len(prefix) :]):
+        return entry
+    path = path[len(prefix) :]
+    findings.notice(f"{'.'.join(entry.path)} is called {'.'.join(path)} here ({entry.origin})")
+    return Entry(path=path, value=entry.value, origin=entry.origin)
+
+
+def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
+    """Refuse or drop an entry that has no key here; False when the tables do not know it."""
+    said = f"{'.'.join(entry.path)} ({entry.origin})"
+    if name == "trainer.model.ac" and as_table(entry.value) is None:
+        findings.refuse(
+            f'{".".join(entry.path)} is a table, not "{entry.value}": write [{".".join(entry.path)}] and below it freq = 1'
+            f" ({entry.origin}); activation checkpointing is not available in this version: remove the key"
+        )
+    elif name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
+        findings.notice(f"{said}: {SINGLE_VALUES[name]} is the only choice here; the key can go")
+    elif old := _longest_prefix(name, IGNORED):
+        findings.notice(f"{said} has no effect: {IGNORED[old]}")
+    elif old := _longest_prefix(name, REFUSED):
+        findings.refuse(f"{said} does not exist here: {REFUSED[old]}")
+    elif old := _longest_prefix(name, NOT_YET):
+        table = ".".join(entry.path[: len(entry.path) - name.removeprefix(old).count(".")])
+        findings.refuse(f"{table} ({entry.origin}) is not available in this version; remove it")
+    else:
+        return False
+    return True
+
+
+def _translate_value(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
+    name = _full_name(kind, entry)
+    key = find_key(kind, entry.path)
+    if name == "orchestrator.advantage" and entry.value in (None, "None"):
+        return Entry(path=(*entry.path, "type"), value="none", origin=entry.origin)
+    if isinstance(entry.value, str) and (today := VALUES.get((name, entry.value))):
+        findings.notice(f'{".".join(entry.path)} = "{entry.value}" is called "{today}" here ({entry.origin})')
+        return Entry(path=entry.path, value=today, origin=entry.origin)
+    if key and key.shape is Shape.LIST and type(entry.value) is str and entry.value != "None":
+        return Entry(path=entry.path, value=Text(entry.value), origin=entry.origin)
+    return entry
+
+
+def _full_name(kind: type[Section], entry: Entry) -> str:
+    return ".".join((*ROLE_PREFIXES.get(kind, ()), *entry.path))
+
+
+def _longest_prefix(name: str, table: Sequence[str] | dict[str, str]) -> str | None:
+    return max((old for old in table if name == old or name.startswith(f"{old}.")), key=len, default=None)
+
+
+def _gpu_ids(counts: dict[str, Entry], findings: Findings) -> list[Entry]:
+    """`--trainer-gpus 2 --inference-gpus 6` counts; inference gets the first ids. A count not given is 1."""
+    numbers: dict[str, int] = {}
+    for role, entry in counts.items():
+        text = str(entry.value)
+        if not text.isdecimal() or int(text) < 1:
+            findings.refuse(f"{'.'.join(entry.path)} must be a number of GPUs >= 1, got {text!r} ({entry.origin})")
+            return []
+        numbers[role] = int(text)
+    num_inference, num_trainer = numbers.get("inference", 1), numbers.get("trainer", 1)
+    origin = ", ".join(dict.fromkeys(entry.origin for entry in counts.values()))
+    ids = list(range(num_inference + num_trainer))
+    return [
+        Entry(path=("inference_gpu_ids",), value=ids[:num_inference], origin=origin),
+        Entry(path=("trainer_gpu_ids",), value=ids[num_inference:], origin=origin),
+    ]

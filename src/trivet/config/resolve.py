@@ -1,0 +1,138 @@
+"""Values that a whole run derives for its roles, in the order of `resolve`. Works on values with origins, before validation.
+
+An explicit value of a role wins where roles may differ; where they may not, two different values are an error that names
+both. What a role runs with is then complete: no role looks at another's section.
+"""
+
+from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
+
+from trivet.config.findings import Findings
+from trivet.config.inference import ServerConfig
+from trivet.config.keys import as_list
+from trivet.config.origins import Draft, Sourced
+from trivet.config.shared import CkptConfig, LogConfig, RunIdentity, TransportConfig, WandbConfig
+from trivet.config.trainer import TrainerModelConfig
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
+CONNECTING = ("host", "port", "max_message_mib")
+"""Transport keys that mean the same to both ends; how long each waits is its own affair."""
+
+
+def resolve(draft: Draft, findings: Findings) -> None:
+    """Fill the roles' sections of a run in `draft`."""
+    _agree(draft, findings, _model_names(draft))
+    _fill(draft, "seq_len", ("trainer.model.seq_len", "orchestrator.seq_len"))
+    _fill(draft, "max_model_len", ("inference.model.max_model_len",))
+    _agree(draft, findings, ("max_steps", "trainer.max_steps", "orchestrator.max_steps"))
+    _agree(draft, findings, ("max_async_level", "trainer.max_async_level", "orchestrator.max_async_level"))
+    _fill(draft, "seed", ("trainer.seed", "orchestrator.seed", "inference.seed"))
+    _agree(draft, findings, ("output_dir", "trainer.output_dir", "orchestrator.output_dir", "inference.output_dir"))
+    _fill_section(draft, "wandb", ("trainer.wandb", "orchestrator.wandb"), WandbConfig.model_fields)
+    _fill_section(draft, "log", ("trainer.log", "orchestrator.log", "inference.log"), LogConfig.model_fields)
+    for name in CkptConfig.model_fields:
+        _agree(draft, findings, (f"ckpt.{name}", f"trainer.ckpt.{name}", f"orchestrator.ckpt.{name}"))
+    for name in TransportConfig.model_fields:
+        ends = (f"trainer.rollout_transport.{name}", f"orchestrator.rollout_transport.{name}")
+        if name in CONNECTING:
+            _agree(draft, findings, ends)
+        else:
+            _fill(draft, ends[0], ends[1:])
+            _fill(draft, ends[1], ends[:1])
+    for name in RunIdentity.model_fields:
+        _agree(draft, findings, (f"trainer.run.{name}", f"orchestrator.run.{name}", f"inference.run.{name}"))
+    if not draft.is_null("inference"):
+        _point_client_at_server(draft, findings)
+        _serve_in_compute_dtype(draft)
+
+
+def _model_names(draft: Draft) -> Sequence[str]:
+    """Someone else's server may serve the model under a name of its own."""
+    if draft.is_null("inference"):
+        return ("model.name", "trainer.model.name")
+    return ("model.name", "trainer.model.name", "orchestrator.model.name", "inference.model.name")
+
+
+def _fill(draft: Draft, source: str, targets: Sequence[str]) -> None:
+    """Copy a shared value to each role that has none of its own."""
+    shared = draft.leaf(source)
+    if shared is None:
+        return
+    for target in targets:
+        if draft.find(target) is None and not draft.is_null(target):
+            draft.derive(target, shared.value, _derived(source, shared))
+
+
+def _fill_section(draft: Draft, source: str, targets: Sequence[str], names: Iterable[str]) -> None:
+    section = draft.find(source)
+    if isinstance(section, Sourced):
+        _fill(draft, source, targets)
+    elif section is not None:
+        for target in targets:
+            if draft.find(target) is None and not draft.is_null(target):
+                draft.derive(target, {}, source)
+        for name in names:
+            _fill(draft, f"{source}.{name}", tuple(f"{target}.{name}" for target in targets))
+
+
+def _agree(draft: Draft, findings: Findings, keys: Sequence[str]) -> None:
+    """Give `keys` one value: any of them sets all, two different ones are refused."""
+    explicit = {key: leaf for key in keys if (leaf := draft.leaf(key)) is not None}
+    if not explicit:
+        return
+    first, chosen = next(iter(explicit.items()))
+    for key, leaf in explicit.items():
+        if _normal(leaf.value) != _normal(chosen.value):
+            findings.refuse(
+                f"{first} ({chosen.value}, {chosen.origin}) and {key} ({leaf.value}, {leaf.origin}) must be equal;"
+                f" set {keys[0]} alone"
+            )
+    for key in keys:
+        if key not in explicit and not draft.is_null(key):
+            draft.derive(key, chosen.value, _derived(first, chosen))
+
+
+def _derived(key: str, leaf: Sourced) -> str:
+    return f"{key}, {leaf.origin}"
+
+
+def _normal(value: object) -> str:
+    """Flags are text and files are typed: 5 and "5" are one value, and so are a directory with and without a last slash."""
+    return str(value).rstrip("/")
+
+
+def _point_client_at_server(draft: Draft, findings: Findings) -> None:
+    default = ServerConfig()
+    host_leaf, port_leaf = draft.leaf("inference.server.host"), draft.leaf("inference.server.port")
+    host = str(host_leaf.value if host_leaf else default.host)
+    port = str(port_leaf.value if port_leaf else default.port)
+    urls = draft.leaf("orchestrator.client.base_url")
+    if urls is None:
+        reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        origin = ", ".join(leaf.origin for leaf in (host_leaf, port_leaf) if leaf) or "default"
+        draft.derive("orchestrator.client.base_url", [f"http://{reachable}:{port}/v1"], f"inference.server, {origin}")
+        return
+    for url in as_list(urls.value) or [urls.value]:
+        parts = urlsplit(str(url))
+        is_same_host = parts.hostname == host or (parts.hostname in LOCAL_HOSTS and host in LOCAL_HOSTS)
+        if not is_same_host or _port_of(str(url)) != port:
+            findings.refuse(
+                f"orchestrator.client.base_url ({url}, {urls.origin}) is not the server of this run, inference.server"
+                f' ({host}:{port}); remove base_url, or set inference = "None" when someone else starts the servers'
+            )
+
+
+def _port_of(url: str) -> str:
+    try:
+        port = urlsplit(url).port
+    except ValueError:
+        return ""
+    return str(port or "")
+
+
+def _serve_in_compute_dtype(draft: Draft) -> None:
+    if draft.leaf("inference.model.dtype") is None:
+        computed = draft.leaf("trainer.model.compute_dtype")
+        default = Sourced(TrainerModelConfig.model_fields["compute_dtype"].default, "default")
+        leaf = computed or default
+        draft.derive("inference.model.dtype", leaf.value, _derived("trainer.model.compute_dtype", leaf))
