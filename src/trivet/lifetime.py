@@ -1,27 +1,53 @@
 """Ties a process to its parent, so that no violent end leaves one behind (design invariant 7).
 
 Called first thing by every process that another of ours starts: roles, trainer ranks, engine workers, environment workers.
+As a program, `python -m trivet.lifetime [--parent PID] COMMAND…` ties itself and becomes COMMAND: what takes seconds to import
+is then tied from its first moment. Linux only; elsewhere nothing is tied.
 """
 
 import ctypes
 import os
 import signal
+import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process `signal_number` when its parent ends. Linux only; elsewhere it does nothing.
+def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
+    """Ask the kernel to send this process `signal_number` when its parent ends.
 
-    A parent that ended before the call is noticed: the process then ends itself at once.
+    A parent that ended before the call is noticed when its pid is given as `parent`, or when it ended just now: the process
+    then ends itself at once.
     """
-    parent = os.getppid()
+    expected = os.getppid() if parent is None else parent
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != expected:
+        os.kill(os.getpid(), signal_number)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends, so that it can find and end them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        prctl = libc.prctl
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
     except (OSError, AttributeError):
         return
-    if prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal_number)
+    if prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def main(argv: Sequence[str]) -> None:
+    command, parent = list(argv), None
+    if command[0] == "--parent":
+        parent, command = int(command[1]), command[2:]
+    die_with_parent(parent=parent)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,80 @@
+"""Reads the logs of the roles while they are written, and writes the launcher's own."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+_TAIL_BYTES = 64 << 10
+_CHUNK_BYTES = 1 << 20
+_FOR_THE_TERMINAL = re.compile(r".{0,40}\b(SUCCESS|WARNING|ERROR)\b")
+"""Step lines, and what went wrong. Everything else of a role stays in its log."""
+
+
+def is_for_terminal(line: str) -> bool:
+    return _FOR_THE_TERMINAL.match(line) is not None
+
+
+class LogFollower:
+    """Whole lines that were added to a log since the last look.
+
+    >>> follower = LogFollower(path, offset=0)
+    >>> follower.read_lines()
+    ['12:00:00 SUCCESS Step 1 | ...']
+    """
+
+    def __init__(self, path: Path, *, offset: int) -> None:
+        self._path = path
+        self._offset = offset
+        self._partial = b""
+
+    def read_lines(self) -> list[str]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                added = file.read(_CHUNK_BYTES)
+        except FileNotFoundError:
+            return []
+        self._offset += len(added)
+        *lines, self._partial = (self._partial + added).split(b"\n")
+        return [line.decode(errors="replace").rstrip("\r") for line in lines]
+
+
+def last_lines(path: Path, *, offset: int, count: int = 20) -> list[str]:
+    """The last `count` lines of what a log holds from `offset` on."""
+    try:
+        with path.open("rb") as file:
+            start = max(offset, file.seek(0, 2) - _TAIL_BYTES)
+            file.seek(start)
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except FileNotFoundError:
+        return []
+
+
+class RunLog:
+    """What the launcher says: to the terminal as long as there is one, and always to logs/rl.log.
+
+    >>> with path.open("a") as file:
+    ...     log = RunLog(sys.stdout, file)
+    ...     log.say("inference ready")
+    """
+
+    def __init__(self, terminal: TextIO, file: TextIO, *, now: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
+        self._terminal: TextIO | None = terminal
+        self._file = file
+        self._now = now
+
+    def say(self, text: str) -> None:
+        for line in text.splitlines():
+            self.show(f"{self._now()} {line}")
+
+    def show(self, line: str) -> None:
+        """Pass on a line as it is."""
+        print(line, file=self._file, flush=True)
+        if self._terminal is None:
+            return
+        try:
+            print(line, file=self._terminal, flush=True)
+        except OSError:  # the terminal was closed, or the reader of our pipe has gone: the run goes on
+            self._terminal = None

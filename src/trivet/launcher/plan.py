@@ -1,0 +1,285 @@
+"""Decides what a run starts: which processes, with which arguments, environment, GPUs and role configurations.
+
+Pure: the machine, the ports and the run's identity are given. `launcher.rl` carries the plan out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from trivet.config.base import Section
+from trivet.config.inference import InferenceConfig
+from trivet.config.layout import RunLayout
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.resolve import LOCAL_HOSTS
+from trivet.config.rl import RLConfig
+from trivet.config.shared import RunIdentity
+from trivet.config.trainer import TrainerConfig
+from trivet.errors import ConfigError
+from trivet.launcher.machine import Machine
+
+INFERENCE, ORCHESTRATOR, TRAINER = "inference", "orchestrator", "trainer"
+SHARED_GPU_MEMORY = 0.5
+"""Share of a GPU that the inference server takes when the trainer needs the same one."""
+
+_KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "34359738368",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+"""Otherwise glibc gives freed memory back to the kernel and pays page faults to get it again: torch on a CPU at half speed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    name: str
+    argv: tuple[str, ...]
+    log: Path
+    """Gets stdout and stderr."""
+    env: Mapping[str, str]
+    """Set whatever the user's environment says."""
+    env_defaults: Mapping[str, str]
+    """Set unless the user's environment has the variable."""
+    does_finish: bool
+    """Ends by itself after the last step; a process that does not serves until it is stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    inference: int
+    transport: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuShares:
+    """GPU names per role; empty means the CPU."""
+
+    inference: tuple[str, ...]
+    trainer: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+
+    @property
+    def is_shared(self) -> bool:
+        return not set(self.inference).isdisjoint(self.trainer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    processes: tuple[ProcessSpec, ...]
+    configs: Mapping[Path, Section]
+    """The resolved configuration of each role, by the file that it is written to."""
+    notices: tuple[str, ...]
+    """What the user is told once, before the start."""
+    base_urls: tuple[str, ...]
+    """Where the inference servers answer."""
+
+
+def plan(
+    config: RLConfig,
+    *,
+    machine: Machine,
+    python: str,
+    run: RunIdentity,
+    ports: Ports,
+    resume_step: int | None,
+) -> Plan:
+    """
+    Args:
+        config: resolved (config.resolve).
+        python: the interpreter that runs the roles.
+        ports: free ports; one that differs from the configured port replaces it.
+        resume_step: a committed step, or None for a fresh run.
+
+    Raises:
+        ConfigError: GPU ids that do not exist, or that tensor parallelism does not divide.
+    """
+    shares = share_gpus(config, machine.gpus)
+    configs = RunLayout(config.output_dir).configs
+    inference = _inference_config(config, shares, run, ports)
+    orchestrator = _orchestrator_config(config, run, ports, resume_step)
+    trainer = _trainer_config(config, run, ports, resume_step)
+    sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
+    processes = [
+        _orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
+        _trainer_process(config, python, configs / "trainer.toml", shares, machine),
+    ]
+    if inference is not None:
+        sections[configs / "inference.toml"] = inference
+        processes.insert(0, _inference_process(config, python, configs / "inference.toml", shares))
+    return Plan(
+        processes=tuple(processes),
+        configs=sections,
+        notices=(*shares.notices, *_port_notices(config, ports), *_memory_notices(config, inference)),
+        base_urls=tuple(orchestrator.client.base_url),
+    )
+
+
+def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
+    """Which of the machine's GPUs each role gets.
+
+    Raises:
+        ConfigError: an id without a GPU, an id twice, or a role without any.
+    """
+    if not gpus:
+        if config.trainer.device == "cuda":
+            raise ConfigError('trainer.device is "cuda" but this machine shows no GPU; set it to "auto" or "cpu"')
+        return GpuShares(inference=(), trainer=())
+    serves, trains = config.inference is not None, config.trainer.device != "cpu"
+    inference_ids = config.inference_gpu_ids if serves else []
+    trainer_ids = config.trainer_gpu_ids if trains else []
+    notices: list[str] = []
+    if len(gpus) == 1 and trainer_ids == [1]:
+        trainer_ids = [0]
+        if serves:
+            notices.append("one GPU: inference and trainer share it (set trainer_gpu_ids = [0] to say so yourself)")
+    for key, ids, is_used in (("inference_gpu_ids", inference_ids, serves), ("trainer_gpu_ids", trainer_ids, trains)):
+        if is_used:
+            _check_ids(key, ids, len(gpus))
+    return GpuShares(
+        inference=tuple(gpus[index] for index in inference_ids),
+        trainer=tuple(gpus[index] for index in trainer_ids),
+        notices=tuple(notices),
+    )
+
+
+def torchrun(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
+    """The command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
+    agent = (python, "-m", "trivet.trainer.torchrun", "--standalone", "--local-addr", "127.0.0.1")
+    rank = (python, "-m", "trivet.lifetime", python, "-m", module, *arguments)
+    return (*agent, "--nproc-per-node", str(num_ranks), "--no-python", *rank)
+
+
+def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
+    """Environment defaults of trainer ranks on one machine; torchrun alone would give each rank one thread."""
+    threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
+    return threads | (_KEEP_MEMORY if is_on_cpu else {})
+
+
+def _check_ids(key: str, ids: Sequence[int], num_gpus: int) -> None:
+    missing = [index for index in ids if not 0 <= index < num_gpus]
+    if missing or not ids or len(set(ids)) != len(ids):
+        problem = f"GPU {', '.join(map(str, missing))} does not exist" if missing else "each GPU once, and at least one"
+        raise ConfigError(
+            f"{key} = {list(ids)}: {problem}; this machine shows {num_gpus} GPU(s), ids 0 to {num_gpus - 1} "
+            "(CUDA_VISIBLE_DEVICES counts); change the ids"
+        )
+
+
+def _inference_config(config: RLConfig, shares: GpuShares, run: RunIdentity, ports: Ports) -> InferenceConfig | None:
+    inference = config.inference
+    if inference is None:
+        return None
+    update: dict[str, object] = {
+        "run": run,
+        "server": inference.server.model_copy(update={"port": ports.inference}),
+        "parallel": inference.parallel.model_copy(update={"dp": _replicas(inference, len(shares.inference))}),
+    }
+    if shares.is_shared and inference.gpu_memory_utilization > SHARED_GPU_MEMORY:
+        update["gpu_memory_utilization"] = SHARED_GPU_MEMORY
+    return inference.model_copy(update=update)
+
+
+def _replicas(inference: InferenceConfig, num_gpus: int) -> int:
+    tp, dp = inference.parallel.tp, inference.parallel.dp
+    if num_gpus == 0:
+        return dp
+    if num_gpus % tp:
+        raise ConfigError(
+            f"inference_gpu_ids names {num_gpus} GPU(s), which inference.parallel.tp ({tp}) must divide: "
+            f"{num_gpus} % {tp} = {num_gpus % tp}; change either"
+        )
+    if dp not in (1, num_gpus // tp):
+        raise ConfigError(
+            f"inference.parallel.dp ({dp}) must be GPUs / tp = {num_gpus} / {tp} = {num_gpus // tp}; leave it out"
+        )
+    return num_gpus // tp
+
+
+def _orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step: int | None) -> OrchestratorConfig:
+    orchestrator = config.orchestrator
+    urls = orchestrator.client.base_url
+    if config.inference is not None:
+        urls = [_with_port(url, configured=config.inference.server.port, actual=ports.inference) for url in urls]
+    return orchestrator.model_copy(
+        update={
+            "run": run,
+            "client": orchestrator.client.model_copy(update={"base_url": urls}),
+            "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
+            "ckpt": orchestrator.ckpt.model_copy(update={"resume_step": resume_step}),
+        }
+    )
+
+
+def _trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step: int | None) -> TrainerConfig:
+    trainer = config.trainer
+    return trainer.model_copy(
+        update={
+            "run": run,
+            "rollout_transport": trainer.rollout_transport.model_copy(update={"port": ports.transport}),
+            "ckpt": trainer.ckpt.model_copy(update={"resume_step": resume_step}),
+        }
+    )
+
+
+def _with_port(url: str, *, configured: int, actual: int) -> str:
+    parts = urlsplit(url)
+    if parts.hostname not in LOCAL_HOSTS or parts.port != configured:
+        return url
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return parts._replace(netloc=f"{host}:{actual}").geturl()
+
+
+def _inference_process(config: RLConfig, python: str, file: Path, shares: GpuShares) -> ProcessSpec:
+    return ProcessSpec(
+        name=INFERENCE,
+        argv=(python, "-m", "trivet.inference.server", "@", str(file)),
+        log=RunLayout(config.output_dir).log_file("inference.stdout"),
+        env={"CUDA_VISIBLE_DEVICES": ",".join(shares.inference)} if shares.inference else {},
+        env_defaults={"PYTHONUNBUFFERED": "1"},
+        does_finish=False,
+    )
+
+
+def _orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu: bool) -> ProcessSpec:
+    return ProcessSpec(
+        name=ORCHESTRATOR,
+        argv=(python, "-m", "trivet.orchestrator.command", "@", str(file)),
+        log=RunLayout(config.output_dir).log_file("orchestrator.stdout"),
+        env={},
+        env_defaults={"PYTHONUNBUFFERED": "1"} | (_KEEP_MEMORY if is_on_cpu else {}),
+        does_finish=True,
+    )
+
+
+def _trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares, machine: Machine) -> ProcessSpec:
+    num_ranks = len(shares.trainer) or config.trainer_cpu_ranks
+    is_on_cpu = not shares.trainer
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}
+    return ProcessSpec(
+        name=TRAINER,
+        argv=torchrun(python, "trivet.trainer.main", ("@", str(file)), num_ranks=num_ranks),
+        log=RunLayout(config.output_dir).log_file("trainer.stdout"),
+        env=hidden if is_on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)},
+        env_defaults={
+            "PYTHONUNBUFFERED": "1",
+            **rank_environment(num_ranks, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
+        },
+        does_finish=True,
+    )
+
+
+def _port_notices(config: RLConfig, ports: Ports) -> list[str]:
+    wanted = [("trainer.rollout_transport.port", config.trainer.rollout_transport.port, ports.transport)]
+    if config.inference is not None:
+        wanted.insert(0, ("inference.server.port", config.inference.server.port, ports.inference))
+    return [f"{key} {port} is taken by another program; using {found}" for key, port, found in wanted if port != found]
+
+
+def _memory_notices(config: RLConfig, inference: InferenceConfig | None) -> list[str]:
+    if inference is None or config.inference is None:
+        return []
+    wanted, given = config.inference.gpu_memory_utilization, inference.gpu_memory_utilization
+    if wanted == given:
+        return []
+    return [f"the trainer needs memory on the same GPU: inference.gpu_memory_utilization {wanted} is lowered to {given}"]

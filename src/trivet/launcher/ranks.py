@@ -1,0 +1,35 @@
+"""Turns a command that was checked into torchrun with the ranks that fit this machine."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Literal, NoReturn
+
+from trivet.errors import ConfigError
+from trivet.launcher.machine import Machine, inspect_machine
+from trivet.launcher.plan import rank_environment, torchrun
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def count_ranks(machine: Machine, *, device: Device, num_ranks: int | None) -> int:
+    """
+    Raises:
+        ConfigError: more ranks than GPUs, or no GPU where one is asked for.
+    """
+    num_gpus = 0 if device == "cpu" else len(machine.gpus)
+    if device == "cuda" and num_gpus == 0:
+        raise ConfigError('device is "cuda" but this machine shows no GPU; set it to "auto" or "cpu"')
+    if num_gpus and num_ranks is not None and num_ranks > num_gpus:
+        raise ConfigError(f"num_ranks ({num_ranks}) must be at most the {num_gpus} GPU(s) of this machine; lower it")
+    return num_ranks or num_gpus or 1
+
+
+def become_ranks(module: str, arguments: Sequence[str], *, device: Device, num_ranks: int | None) -> NoReturn:
+    """Replace this process by `module` under torchrun; the ranks read the same `arguments`."""
+    machine = inspect_machine()
+    count = count_ranks(machine, device=device, num_ranks=num_ranks)
+    is_on_cpu = device == "cpu" or not machine.gpus
+    defaults = rank_environment(count, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu)
+    argv = torchrun(sys.executable, module, arguments, num_ranks=count)
+    os.execve(argv[0], argv, {**defaults, **os.environ})

@@ -1,0 +1,169 @@
+"""One run per output directory: takes it, refuses what another run left there, gives the run its identity."""
+
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from trivet.checkpoints.commit import committed_steps, resolve_resume_step
+from trivet.config.base import Section
+from trivet.config.dump import to_toml
+from trivet.config.layout import RunLayout
+from trivet.config.shared import RunIdentity
+from trivet.durable import write_atomically, write_json_atomically
+from trivet.errors import CheckpointError, ConfigError, RunDirectoryBusy
+from trivet.wire.versions import Step
+
+RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "evals")
+"""What a run is there for; a fresh run never writes over it."""
+ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json")
+"""Everything that a run writes, besides its lock."""
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of run.json."""
+
+    id: str
+    attempt: int
+    started: float
+    """Unix seconds of this attempt."""
+    pid: int
+
+
+class RunDirectory:
+    """An output directory that belongs to this process until it ends.
+
+    >>> with RunDirectory(RunLayout(path)) as directory:
+    ...     step = directory.choose_start(resume_step=None, does_clean=False)
+    ...     run = directory.identify(is_resumed=step is not None)
+    ...     directory.begin(run, is_resumed=step is not None)
+    """
+
+    def __init__(self, layout: RunLayout) -> None:
+        self.layout = layout
+        self._lock = -1
+
+    def __enter__(self) -> "RunDirectory":
+        """
+        Raises:
+            RunDirectoryBusy: a live run holds the directory.
+            ConfigError: the directory cannot be written.
+        """
+        try:
+            self.layout.root.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as exc:
+            raise ConfigError(
+                f"output_dir {str(self.layout.root)!r} cannot be written: {exc.strerror}; choose another"
+            ) from exc
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            message = _describe_holder(self.layout)
+            self.close()
+            raise RunDirectoryBusy(message) from exc
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, f"{os.getpid()} {time.time():.0f}\n".encode())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the directory up; the kernel does the same when the process ends in any way."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def choose_start(self, *, resume_step: int | None, does_clean: bool) -> Step | None:
+        """Decide where the run starts, and make sure that nothing of another run is in the way. Changes nothing.
+
+        Args:
+            resume_step: as configured; -1 is the newest committed one.
+
+        Returns:
+            The committed step to resume from, None for a fresh run.
+
+        Raises:
+            ConfigError: there are results and neither resume nor clean was asked for, or both were; there is nothing to
+                resume; the directory holds such names but was not written by a run.
+        """
+        if resume_step is not None:
+            if does_clean:
+                raise ConfigError("--clean removes the checkpoints that ckpt.resume_step needs; use one of the two")
+            try:
+                return resolve_resume_step(self.layout, resume_step)
+            except CheckpointError as exc:
+                raise ConfigError(str(exc)) from exc
+        found = self._entries()
+        if found and read_run(self.layout) is None:
+            raise ConfigError(
+                f"output_dir {str(self.layout.root)!r} holds {', '.join(found)} but no run.json: no run of ours wrote them, "
+                "so they are left alone; choose another output_dir"
+            )
+        results = [name for name in RESULTS if name in found]
+        if results and not does_clean:
+            raise ConfigError(_describe_results(self.layout, results))
+        return None
+
+    def identify(self, *, is_resumed: bool) -> RunIdentity:
+        """The same run's next attempt when resumed, else a new run."""
+        before = read_run(self.layout)
+        if is_resumed and before is not None:
+            return RunIdentity(id=before.id, attempt=before.attempt + 1)
+        return RunIdentity(id=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
+
+    def begin(self, run: RunIdentity, *, is_resumed: bool) -> None:
+        """Write run.json; a fresh run first removes what an earlier one left, and nothing else."""
+        if not is_resumed:
+            for name in self._entries():
+                _remove(self.layout.root / name)
+        record = RunRecord(id=run.id, attempt=run.attempt, started=time.time(), pid=os.getpid())
+        write_json_atomically(self.layout.run_file, record)
+
+    def _entries(self) -> list[str]:
+        return [name for name in ENTRIES if (self.layout.root / name).exists()]
+
+
+def read_run(layout: RunLayout) -> RunRecord | None:
+    """The record of the run that wrote this directory, or None when there is no readable one."""
+    try:
+        return msgspec.json.decode(layout.run_file.read_bytes(), type=RunRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def write_configs(configs: Mapping[Path, Section]) -> None:
+    for path, section in configs.items():
+        write_atomically(path, to_toml(section).encode())
+
+
+def _describe_holder(layout: RunLayout) -> str:
+    pid, _, started = layout.lock.read_text(errors="replace").strip().partition(" ")
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(int(started))) if started.isdigit() else "unknown"
+    return (
+        f"output_dir {str(layout.root)!r} is in use by the run with pid {pid or 'unknown'}, started {since}; "
+        f"wait for it, stop it (kill {pid or 'PID'}), or choose another output_dir"
+    )
+
+
+def _describe_results(layout: RunLayout, results: list[str]) -> str:
+    steps = committed_steps(layout)
+    resume = f"add --trainer.ckpt.resume-step -1 to go on from step {steps[-1]}, " if steps else ""
+    return (
+        f"output_dir {str(layout.root)!r} holds {', '.join(results)} of an earlier run; "
+        f"{resume}add --clean to remove them, or choose another output_dir"
+    )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

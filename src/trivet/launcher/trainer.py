@@ -1,0 +1,19 @@
+"""The command `trainer`: the trainer alone, one rank for each GPU that is visible, one on the CPU."""
+
+import sys
+
+from trivet.config.command import run_command
+from trivet.config.trainer import TrainerConfig
+from trivet.launcher.ranks import become_ranks
+
+
+def main() -> int:
+    return run_command(TrainerConfig, start)
+
+
+def start(config: TrainerConfig) -> int:
+    return become_ranks("trivet.trainer.main", sys.argv[1:], device=config.device, num_ranks=None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

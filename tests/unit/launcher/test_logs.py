@@ -1,0 +1,56 @@
+"""Logs that are read while they grow."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from trivet.launcher.logs import LogFollower, RunLog, is_for_terminal, last_lines
+
+
+def test_only_whole_lines_are_given_and_each_once(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.stdout"
+    follower = LogFollower(path, offset=0)
+    assert follower.read_lines() == []
+    path.write_bytes(b"one\ntw")
+    assert follower.read_lines() == ["one"]
+    with path.open("ab") as file:
+        file.write(b"o\n\xff\n")
+    assert follower.read_lines() == ["two", "�"]
+    assert follower.read_lines() == []
+
+
+def test_the_last_lines_are_those_of_this_attempt(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.stdout"
+    path.write_text("old\n")
+    offset = path.stat().st_size
+    assert last_lines(path, offset=offset) == []
+    with path.open("a") as file:
+        file.writelines(f"line {index}\n" for index in range(30))
+    assert last_lines(path, offset=offset) == [f"line {index}" for index in range(10, 30)]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("12:00:00 SUCCESS Step 7 | Time: 1.99s | Loss: 0.0123", True),
+        ("12:00:00 WARNING trainer weights are old", True),
+        ("12:00:00 INFO loaded", False),
+        ("UserWarning: deprecated", False),
+        ("12:00:00 INFO a long line about something else, which happens to say ERROR", False),
+    ],
+)
+def test_step_lines_and_warnings_reach_the_terminal(line: str, expected: bool) -> None:
+    assert is_for_terminal(line) is expected
+
+
+class ClosedTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_closed_terminal_does_not_stop_the_run() -> None:
+    file = io.StringIO()
+    log = RunLog(ClosedTerminal(), file, now=lambda: "12:00:00")
+    log.say("one\ntwo")
+    assert file.getvalue() == "12:00:00 one\n12:00:00 two\n"

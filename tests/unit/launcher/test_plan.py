@@ -1,0 +1,161 @@
+"""What a run starts on which machine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trivet.config.inference import InferenceConfig
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.rl import RLConfig
+from trivet.config.shared import RunIdentity
+from trivet.config.trainer import TrainerConfig
+from trivet.errors import ConfigError
+from trivet.launcher.machine import Machine
+from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan, share_gpus
+
+CONFIGS = Path("outputs/configs")
+LAPTOP = Machine(gpus=(), num_cpus=2)
+
+
+def make_plan(config: RLConfig | None = None, *, num_gpus: int = 0, ports: Ports | None = None, **changes: Any) -> Plan:
+    return plan(
+        config or RLConfig.model_validate(changes),
+        machine=Machine(gpus=tuple(map(str, range(num_gpus))), num_cpus=8),
+        python="python",
+        run=RunIdentity(id="r", attempt=2),
+        ports=ports or Ports(inference=8000, transport=5555),
+        resume_step=None,
+    )
+
+
+def process(planned: Plan, name: str) -> ProcessSpec:
+    return next(spec for spec in planned.processes if spec.name == name)
+
+
+def inference_config(planned: Plan) -> InferenceConfig:
+    section = planned.configs[CONFIGS / "inference.toml"]
+    assert isinstance(section, InferenceConfig)
+    return section
+
+
+def orchestrator_config(planned: Plan) -> OrchestratorConfig:
+    section = planned.configs[CONFIGS / "orchestrator.toml"]
+    assert isinstance(section, OrchestratorConfig)
+    return section
+
+
+def trainer_config(planned: Plan) -> TrainerConfig:
+    section = planned.configs[CONFIGS / "trainer.toml"]
+    assert isinstance(section, TrainerConfig)
+    return section
+
+
+def test_three_roles_are_started_from_their_resolved_files() -> None:
+    planned = make_plan()
+    assert [spec.name for spec in planned.processes] == ["inference", "orchestrator", "trainer"]
+    assert process(planned, "inference").argv == (
+        "python",
+        "-m",
+        "trivet.inference.server",
+        "@",
+        "outputs/configs/inference.toml",
+    )
+    assert process(planned, "trainer").argv[-4:] == ("-m", "trivet.trainer.main", "@", "outputs/configs/trainer.toml")
+    assert [spec.does_finish for spec in planned.processes] == [False, True, True]
+
+
+def test_every_role_gets_the_identity_of_the_run() -> None:
+    planned = make_plan()
+    for section in (inference_config(planned), orchestrator_config(planned), trainer_config(planned)):
+        assert section.run == RunIdentity(id="r", attempt=2)
+
+
+def test_servers_of_someone_else_are_not_started_and_keep_their_address() -> None:
+    planned = make_plan(inference=None, orchestrator={"client": {"base_url": ["http://127.0.0.1:8000/v1"]}}, num_gpus=2)
+    assert [spec.name for spec in planned.processes] == ["orchestrator", "trainer"]
+    assert orchestrator_config(planned).client.base_url == ["http://127.0.0.1:8000/v1"]
+
+
+def test_a_taken_port_is_replaced_in_every_role_and_said() -> None:
+    planned = make_plan(ports=Ports(inference=40001, transport=40002))
+    assert inference_config(planned).server.port == 40001
+    assert orchestrator_config(planned).client.base_url == ["http://127.0.0.1:40001/v1"]
+    assert orchestrator_config(planned).rollout_transport.port == 40002
+    assert trainer_config(planned).rollout_transport.port == 40002
+    assert planned.base_urls == ("http://127.0.0.1:40001/v1",)
+    assert len(planned.notices) == 2
+    assert "inference.server.port 8000 is taken by another program; using 40001" in planned.notices
+
+
+def test_a_server_on_another_machine_keeps_its_port() -> None:
+    urls = ["http://127.0.0.1:8000/v1", "http://node7:8000/v1"]
+    planned = make_plan(orchestrator={"client": {"base_url": urls}}, ports=Ports(inference=40001, transport=5555))
+    assert orchestrator_config(planned).client.base_url == ["http://127.0.0.1:40001/v1", "http://node7:8000/v1"]
+
+
+def test_the_resume_step_reaches_both_roles_that_keep_checkpoints() -> None:
+    planned = plan(
+        RLConfig(),
+        machine=LAPTOP,
+        python="python",
+        run=RunIdentity(),
+        ports=Ports(inference=8000, transport=5555),
+        resume_step=50,
+    )
+    assert orchestrator_config(planned).ckpt.resume_step == 50
+    assert trainer_config(planned).ckpt.resume_step == 50
+
+
+def test_without_a_gpu_the_ranks_share_the_cores() -> None:
+    trainer = process(make_plan(trainer_cpu_ranks=2), "trainer")
+    assert trainer.argv[trainer.argv.index("--nproc-per-node") + 1] == "2"
+    assert trainer.env_defaults["OMP_NUM_THREADS"] == "4"
+    assert trainer.env_defaults["MALLOC_MMAP_MAX_"] == "0"
+    assert "CUDA_VISIBLE_DEVICES" not in trainer.env
+
+
+def test_gpus_are_given_by_id() -> None:
+    planned = make_plan(inference_gpu_ids=[0, 1, 2], trainer_gpu_ids=[3], num_gpus=4)
+    assert process(planned, "inference").env["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    assert process(planned, "trainer").env["CUDA_VISIBLE_DEVICES"] == "3"
+    assert inference_config(planned).parallel.dp == 3
+    assert "MALLOC_MMAP_MAX_" not in process(planned, "trainer").env_defaults
+
+
+def test_ids_count_within_the_gpus_that_are_visible() -> None:
+    assert share_gpus(RLConfig(), ("4", "6")).trainer == ("6",)
+
+
+def test_one_gpu_is_shared_with_memory_for_both() -> None:
+    planned = make_plan(num_gpus=1)
+    assert process(planned, "trainer").env["CUDA_VISIBLE_DEVICES"] == "0"
+    assert inference_config(planned).gpu_memory_utilization == 0.5
+    assert any("one GPU" in notice for notice in planned.notices)
+    assert any("0.9 is lowered to 0.5" in notice for notice in planned.notices)
+
+
+def test_a_trainer_on_the_cpu_does_not_see_the_gpus() -> None:
+    planned = make_plan(trainer={"device": "cpu"}, num_gpus=2)
+    assert process(planned, "trainer").env == {"CUDA_VISIBLE_DEVICES": ""}
+    assert process(planned, "inference").env == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer_gpu_ids": [7]}, r"trainer_gpu_ids = \[7\]: GPU 7 does not exist; this machine shows 2 GPU"),
+        ({"inference_gpu_ids": []}, "at least one"),
+        ({"inference_gpu_ids": [0, 0]}, "each GPU once"),
+        ({"inference_gpu_ids": [0, 1], "inference": {"parallel": {"tp": 4}}}, "2 % 4 = 2"),
+        ({"inference_gpu_ids": [0, 1], "inference": {"parallel": {"dp": 4}}}, "GPUs / tp = 2 / 1 = 2"),
+    ],
+)
+def test_gpus_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(num_gpus=2, **changes)
+
+
+def test_a_cuda_trainer_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shows no GPU"):
+        make_plan(trainer={"device": "cuda"})

@@ -1,0 +1,42 @@
+"""Ports are found, not fixed, and nobody else takes one that is held."""
+
+import socket
+
+import pytest
+import zmq
+
+from support.processes import assert_port_free, find_free_port
+from trivet.errors import ConfigError
+from trivet.launcher.ports import HeldPorts
+
+HOST = "127.0.0.1"
+
+
+def test_a_free_port_is_kept_and_a_taken_one_replaced() -> None:
+    wanted = find_free_port()
+    with HeldPorts() as ports:
+        assert ports.take(HOST, preferred=wanted) == wanted
+        with HeldPorts() as others:
+            assert others.take(HOST, preferred=wanted) != wanted
+    assert_port_free(wanted)
+
+
+def test_a_role_listens_on_a_held_port() -> None:
+    with HeldPorts() as ports, socket.socket() as server, zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = ports.take(HOST, preferred=find_free_port())
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((HOST, port))
+        server.listen()
+        socket.create_connection((HOST, port)).close()
+        router.bind(f"tcp://{HOST}:{ports.take(HOST, preferred=port)}")
+
+
+def test_no_port_is_given_twice() -> None:
+    with HeldPorts() as ports:
+        taken = [ports.take(HOST, preferred=8000) for _ in range(50)]
+    assert len(set(taken)) == len(taken)
+
+
+def test_the_address_of_another_machine_is_refused() -> None:
+    with HeldPorts() as ports, pytest.raises(ConfigError, match="not an address of this machine"):
+        ports.take("192.0.2.1", preferred=8000)

@@ -1,0 +1,133 @@
+"""One run per output directory, and what a run may remove."""
+
+from pathlib import Path
+
+import pytest
+
+from trivet.config.inference import InferenceConfig
+from trivet.config.layout import COMMITTED, RunLayout
+from trivet.config.load import load_config
+from trivet.config.shared import RunIdentity
+from trivet.errors import ConfigError, RunDirectoryBusy
+from trivet.launcher.run_directory import RunDirectory, read_run, write_configs
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return RunLayout(tmp_path / "outputs")
+
+
+def leave_a_run(layout: RunLayout, *, committed: list[int]) -> None:
+    """What a run that ended leaves: events, weights, and the given checkpoints."""
+    with RunDirectory(layout) as directory:
+        directory.begin(RunIdentity(id="first", attempt=1), is_resumed=False)
+    layout.weights_step(3).mkdir(parents=True)
+    layout.events.touch()
+    layout.logs.mkdir()
+    for step in committed:
+        layout.checkpoint_step(step).mkdir(parents=True)
+        (layout.checkpoint_step(step) / COMMITTED).touch()
+
+
+def test_a_second_run_is_told_who_holds_the_directory(layout: RunLayout) -> None:
+    with RunDirectory(layout), pytest.raises(RunDirectoryBusy, match=r"in use by the run with pid \d+, started 20") as error:
+        RunDirectory(layout).__enter__()
+    assert error.value.exit_code == 2
+
+
+def test_a_run_that_ended_does_not_hold_the_directory(layout: RunLayout) -> None:
+    with RunDirectory(layout):
+        pass
+    with RunDirectory(layout):
+        pass
+
+
+def test_an_empty_directory_starts_a_new_run(layout: RunLayout) -> None:
+    with RunDirectory(layout) as directory:
+        assert directory.choose_start(resume_step=None, does_clean=False) is None
+        run = directory.identify(is_resumed=False)
+        directory.begin(run, is_resumed=False)
+    assert run.attempt == 1
+    record = read_run(layout)
+    assert record is not None
+    assert record.id == run.id
+
+
+def test_results_of_an_earlier_run_are_refused_with_what_to_do(layout: RunLayout) -> None:
+    leave_a_run(layout, committed=[2, 4])
+    with RunDirectory(layout) as directory, pytest.raises(ConfigError) as error:
+        directory.choose_start(resume_step=None, does_clean=False)
+    for part in ("weights, checkpoints, events.jsonl", "--clean", "--trainer.ckpt.resume-step -1 to go on from step 4"):
+        assert part in str(error.value)
+
+
+def test_resume_is_not_offered_when_nothing_was_committed(layout: RunLayout) -> None:
+    leave_a_run(layout, committed=[])
+    with RunDirectory(layout) as directory, pytest.raises(ConfigError) as error:
+        directory.choose_start(resume_step=None, does_clean=False)
+    assert "resume-step" not in str(error.value)
+
+
+def test_a_run_that_produced_nothing_does_not_stand_in_the_way(layout: RunLayout) -> None:
+    with RunDirectory(layout) as directory:
+        directory.begin(RunIdentity(), is_resumed=False)
+        layout.logs.mkdir()
+        assert directory.choose_start(resume_step=None, does_clean=False) is None
+
+
+def test_a_resumed_run_keeps_its_id_and_counts_its_attempts(layout: RunLayout) -> None:
+    leave_a_run(layout, committed=[2, 4])
+    with RunDirectory(layout) as directory:
+        assert directory.choose_start(resume_step=-1, does_clean=False) == 4
+        assert directory.choose_start(resume_step=2, does_clean=False) == 2
+        run = directory.identify(is_resumed=True)
+        directory.begin(run, is_resumed=True)
+    assert run == RunIdentity(id="first", attempt=2)
+    assert layout.weights_step(3).is_dir()
+
+
+@pytest.mark.parametrize(("step", "message"), [(3, "there are 2"), (7, "there are 2")])
+def test_a_step_that_was_not_committed_cannot_be_resumed(layout: RunLayout, step: int, message: str) -> None:
+    leave_a_run(layout, committed=[2])
+    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match=message):
+        directory.choose_start(resume_step=step, does_clean=False)
+
+
+def test_clean_and_resume_exclude_each_other(layout: RunLayout) -> None:
+    leave_a_run(layout, committed=[2])
+    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match="one of the two"):
+        directory.choose_start(resume_step=2, does_clean=True)
+
+
+def test_clean_removes_what_a_run_writes_and_nothing_else(layout: RunLayout) -> None:
+    leave_a_run(layout, committed=[2])
+    notes = layout.root / "notes.md"
+    notes.write_text("mine")
+    with RunDirectory(layout) as directory:
+        assert directory.choose_start(resume_step=None, does_clean=True) is None
+        run = directory.identify(is_resumed=False)
+        assert layout.weights.is_dir()
+        directory.begin(run, is_resumed=False)
+    assert run.id != "first"
+    assert sorted(path.name for path in layout.root.iterdir()) == [".lock", "notes.md", "run.json"]
+
+
+@pytest.mark.parametrize("does_clean", [False, True])
+def test_a_directory_that_no_run_wrote_is_left_alone(layout: RunLayout, does_clean: bool) -> None:
+    layout.configs.mkdir(parents=True)
+    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match="configs but no run"):
+        directory.choose_start(resume_step=None, does_clean=does_clean)
+    assert layout.configs.is_dir()
+
+
+def test_an_output_directory_that_is_a_file_is_refused(layout: RunLayout) -> None:
+    layout.root.touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDirectory(layout).__enter__()
+
+
+def test_a_written_configuration_starts_the_role_again_as_it_was(layout: RunLayout) -> None:
+    config = InferenceConfig.model_validate({"run": {"id": "r", "attempt": 3}, "server": {"port": 40001}})
+    path = layout.configs / "inference.toml"
+    write_configs({path: config})
+    assert load_config(InferenceConfig, ["@", str(path)], environ={}).config == config
