@@ -1,0 +1,60 @@
+"""What a log line looks like and where it goes."""
+
+import logging
+import re
+import warnings
+
+import pytest
+
+from trivet.telemetry.logs import SUCCESS, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def restored_logging():
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    root.handlers.clear()
+    yield
+    for handler in root.handlers:
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_a_line_has_time_role_level_and_message_on_stdout_and_in_the_file(tmp_path, capsys):
+    path = tmp_path / "logs" / "trainer.log"
+    setup_logging("trainer", level="info", file=path)
+    logging.getLogger("trivet.x").info("policy published version=%d", 3)
+    logging.getLogger("trivet.x").log(SUCCESS, "Step 7 | Time: 1.99s")
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d trainer INFO policy published version=3", first)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d trainer SUCCESS Step 7 \| Time: 1.99s", second)
+    assert path.read_text().splitlines() == [first, second]
+
+
+def test_level_and_noisy_libraries(capsys):
+    setup_logging("eval", level="warning")
+    logging.getLogger("trivet").info("quiet")
+    setup_logging("eval", level="debug")
+    logging.getLogger("trivet").debug("loud")
+    logging.getLogger("httpx").info("HTTP Request")
+    logging.getLogger("httpx").warning("connection lost")
+    assert [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()] == ["DEBUG loud", "WARNING connection lost"]
+
+
+def test_setting_up_twice_writes_each_line_once(capsys):
+    for _ in range(2):
+        setup_logging("a%b", level="info")
+    logging.getLogger("trivet").info("once")
+    assert capsys.readouterr().out.count("a%b INFO once") == 1
+
+
+def test_python_warnings_become_log_lines(capsys):
+    setup_logging("trainer", level="info")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(False)
+        logging.captureWarnings(True)
+        warnings.warn("deprecated thing", stacklevel=1)
+    assert "trainer WARNING" in capsys.readouterr().out

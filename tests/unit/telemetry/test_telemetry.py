@@ -1,0 +1,99 @@
+"""The one object that a role's loop calls, and the events file."""
+
+import json
+import logging
+
+import pytest
+
+from trivet.config.layout import RunLayout
+from trivet.config.shared import RunIdentity, WandbConfig
+from trivet.telemetry.events import EventWriter, read_events
+from trivet.telemetry.telemetry import Telemetry
+from trivet.wire.events import (
+    AnyEvent,
+    BatchFormed,
+    Commit,
+    Dispatch,
+    Drop,
+    Filter,
+    Finish,
+    Load,
+    Publish,
+    Retire,
+    Start,
+    Stop,
+    Train,
+)
+
+RUN = RunIdentity(id="run", attempt=2)
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return RunLayout(tmp_path)
+
+
+def test_a_step_goes_to_the_metrics_file_and_the_console(layout, caplog):
+    telemetry = Telemetry("trainer", layout=layout, run=RUN)
+    with caplog.at_level(logging.INFO):
+        telemetry.write_step(3, {"time/step": 1.0, "loss/mean": 0.5})
+    telemetry.close()
+    telemetry.close()
+    line = json.loads((layout.metrics / "trainer.jsonl").read_text())
+    assert (line["step"], line["loss/mean"]) == (3, 0.5)
+    assert [record.getMessage() for record in caplog.records] == ["Step 3 | Time: 1.00s | Loss: 0.5000"]
+    assert caplog.records[0].levelno == 25
+
+
+def test_events_of_two_roles_share_a_file(layout):
+    roles = [Telemetry(role, layout=layout, run=RUN) for role in ("trainer", "orchestrator")]
+    roles[0].write_event(Start(run_id="run", from_step=0))
+    roles[1].write_event(Dispatch(group_id=1, env="e", example_id=4, version=0))
+    roles[0].write_event(Commit(step=6))
+    for telemetry in roles:
+        telemetry.sync_events()
+        telemetry.close()
+    found = [(event.role, type(event), event.attempt) for event in read_events(layout.events)]
+    assert found == [("trainer", Start, 2), ("orchestrator", Dispatch, 2), ("trainer", Commit, 2)]
+
+
+EVENTS: list[AnyEvent] = [
+    Start(run_id="r", from_step=0),
+    Dispatch(group_id=1, env="e", example_id=0, version=0),
+    Finish(group_id=1, reward_mean=0.5, oldest_version=0, newest_version=1),
+    Filter(group_id=1, reason="zero_signal"),
+    Drop(group_id=1, reason="stale"),
+    BatchFormed(step=1, group_ids=[1, 2], oldest_version=0, newest_version=0),
+    Train(step=1, group_ids=[1, 2]),
+    Publish(version=1, digest="d"),
+    Load(version=1, digest="d", server="s"),
+    Retire(version=1),
+    Commit(step=1),
+    Stop(step=1, reason="done"),
+]
+
+
+def test_every_event_reads_back_as_it_was_written(layout):
+    writer = EventWriter(layout.events, role="trainer", attempt=1, clock=lambda: 7.0)
+    for event in EVENTS:
+        writer.write(event)
+    writer.close()
+    assert list(read_events(layout.events)) == EVENTS
+    assert {event.time for event in EVENTS} == {7.0}
+    assert json.loads(layout.events.read_text().splitlines()[5])["event"] == "batch"
+
+
+def test_a_last_event_cut_short_is_left_out(layout):
+    layout.events.write_bytes(b'{"event":"commit","step":1}\n{"event":"com')
+    assert [event.step for event in read_events(layout.events)] == [1]
+
+
+def test_wandb_offline_writes_a_run_of_our_name_with_the_role_in_front(layout):
+    wandb = pytest.importorskip("wandb")
+    telemetry = Telemetry("trainer", layout=layout, run=RUN, wandb=WandbConfig(offline=True))
+    telemetry.write_step(1, {"loss/mean": 0.25, "entropy/mean": float("nan")})
+    telemetry.close()
+    (record,) = layout.root.glob("wandb/offline-run-*/run-run.wandb")
+    assert b"trainer/loss/mean" in record.read_bytes()
+    assert b"entropy" not in record.read_bytes()
+    assert wandb.run is None
