@@ -19,10 +19,10 @@ from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, write_hal
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.report import Report
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.waker import Waker
+from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.rollouts import Group
@@ -47,7 +47,7 @@ class Loop:
     dispatcher: Dispatcher
     watcher: PolicyWatcher
     sender: BatchSender
-    report: Report
+    telemetry: Telemetry
     changed: Waker
     """Rung when a group ended."""
 
@@ -94,7 +94,7 @@ class Loop:
                 "perf/throughput": batch.num_tokens / elapsed,
                 "sampling/temperature": self.config.sampling.temperature,
             }
-            self.report.step(step, values)
+            self.telemetry.write_step(step, values)
             step = Step(step + 1)
 
     def _begin(self, step: Step) -> None:

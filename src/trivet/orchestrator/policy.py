@@ -113,11 +113,21 @@ class PolicyWatcher:
         logger.info("policy loaded version=%s seconds=%.2f", version, self.last_load_s)
         self._on_load(version)
 
-    async def reset(self) -> None:
-        """Have every server go back to the start weights."""
+    async def start_from_base(self, *, reload: bool) -> None:
+        """Start from version 0.
+
+        Args:
+            reload: have the servers go back to the start weights, whatever they hold; else they must hold them already.
+        """
         for server in self._servers:
-            status = await server.reload_weights()
+            status = await (server.reload_weights() if reload else server.policy())
+            if status.version != START_VERSION:
+                raise InferenceError(
+                    f"{server.base_url} holds policy {status.version} and the run starts from the base model; set "
+                    "orchestrator.reload_weights_on_start = true"
+                )
             self._write_event(Load(version=status.version, digest=status.digest, server=server.base_url))
+        acknowledge(self._layout, READER, START_VERSION)
         self.version = START_VERSION
         self._on_load(START_VERSION)
 

@@ -21,11 +21,10 @@ from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.report import Report
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.waker import Waker
-from trivet.telemetry.events import EventWriter
+from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
 from trivet.wire.events import Start, Stop
@@ -40,22 +39,20 @@ async def run(config: OrchestratorConfig) -> None:
     layout = RunLayout(config.output_dir)
     runners, datasets = await asyncio.to_thread(_load_environments, config)
     half = _starting_point(config, layout, {name: len(dataset) for name, dataset in datasets.items()})
-    events = EventWriter(layout.events, role="orchestrator", attempt=config.run.attempt)
-    report = Report(config, layout)
-    events.write(Start(run_id=config.run.id, from_step=half.progress.step))
+    telemetry = Telemetry("orchestrator", layout=layout, run=config.run, wandb=config.wandb, resume_step=half.progress.step)
+    telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
     reason = "failed"
     try:
         async with _servers(config) as (servers, clients), _sender(config) as sender:
-            loop = _make_loop(config, layout, half, runners, datasets, servers, clients, sender, events, report)
+            loop = _make_loop(config, layout, half, runners, datasets, servers, clients, sender, telemetry)
             await _bring_policy(loop, config)
             await _send_self_check(loop, config, datasets, clients)
             await loop.run()
             half.progress = loop.progress
             reason = "done"
     finally:
-        events.write(Stop(step=half.progress.step, reason=reason))
-        events.close()
-        report.close()
+        telemetry.write_event(Stop(step=half.progress.step, reason=reason))
+        telemetry.close()
 
 
 def _load_environments(config: OrchestratorConfig) -> tuple[dict[str, GroupRunner], dict[str, Any]]:
@@ -113,7 +110,7 @@ async def _servers(config: OrchestratorConfig) -> AsyncIterator[tuple[list[Infer
 
 @asynccontextmanager
 async def _sender(config: OrchestratorConfig) -> AsyncIterator[BatchSender]:
-    sender = ZmqSender(config.rollout_transport, run_id=config.run.id)
+    sender = ZmqSender(config.rollout_transport, run_id=config.run.id, attempt=config.run.attempt)
     try:
         yield sender
     finally:
@@ -129,13 +126,12 @@ def _make_loop(
     servers: list[InferenceClient],
     clients: list[ModelClient],
     sender: BatchSender,
-    events: EventWriter,
-    report: Report,
+    telemetry: Telemetry,
 ) -> Loop:
     changed = Waker()
     sampler = ExampleSampler(half.sizes, seed=config.seed, next_group_id=half.next_group_id)
     buffer = GroupBuffer(
-        write_event=events.write,
+        write_event=telemetry.write_event,
         online_difficulty_filtering=config.buffer.online_difficulty_filtering,
         max_off_policy_steps=config.max_off_policy_steps,
         ready=half.buffer.ready,
@@ -160,7 +156,7 @@ def _make_loop(
         max_async_level=config.max_async_level,
         is_strict=config.strict_async_level,
         timeout_s=config.rollout_transport.timeout_s,
-        write_event=events.write,
+        write_event=telemetry.write_event,
         on_load=on_load,
     )
     return Loop(
@@ -173,7 +169,7 @@ def _make_loop(
         dispatcher=dispatcher,
         watcher=watcher,
         sender=sender,
-        report=report,
+        telemetry=telemetry,
         changed=changed,
     )
 
@@ -182,8 +178,8 @@ async def _bring_policy(loop: Loop, config: OrchestratorConfig) -> None:
     """Before the first rollout the servers hold the policy of the step that the run starts from."""
     if loop.progress.step:
         await loop.watcher.await_policy(PolicyVersion(loop.progress.step))
-    elif config.reload_weights_on_start:
-        await loop.watcher.reset()
+    else:
+        await loop.watcher.start_from_base(reload=config.reload_weights_on_start)
 
 
 async def _send_self_check(
