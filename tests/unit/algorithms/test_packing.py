@@ -1,0 +1,92 @@
+"""Rows hold whole samples, each once, and never more than `seq_len` tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trivet.algorithms.packing import PackItem, first_fit_decreasing, pack, truncate
+from trivet.wire.rollouts import Sample
+from trivet.wire.versions import VersionRun
+
+
+def make_sample(length, *, first=0, prompt=1, temperature=1.0):
+    return Sample(
+        token_ids_T=np.arange(first, first + length, dtype=np.int32),
+        loss_mask_T=np.arange(length) >= prompt,
+        logprobs_T=-np.arange(length, dtype=np.float32),
+        versions=[VersionRun(0, length - prompt)],
+        temperature=temperature,
+    )
+
+
+@given(st.lists(st.integers(1, 20), max_size=60))
+def test_every_item_lies_in_one_bin_and_none_overflows(lengths):
+    bins = first_fit_decreasing(lengths, capacity=20)
+    assert sorted(index for bin_ in bins for index in bin_) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in bin_) <= 20 for bin_ in bins)
+    lower_bound = -(-sum(lengths) // 20)
+    assert len(bins) <= max(2 * lower_bound, lower_bound + 1)
+
+
+def test_longest_go_first_and_fill_the_first_gap():
+    assert first_fit_decreasing([3, 7, 5, 5, 3], capacity=10) == [[1, 0], [2, 3], [4]]
+
+
+def test_an_item_over_the_capacity_is_an_error():
+    with pytest.raises(ValueError, match="11 tokens does not fit a row of 10"):
+        first_fit_decreasing([11], capacity=10)
+
+
+def test_a_sample_that_fits_is_not_touched_and_a_longer_one_is_cut():
+    sample = make_sample(10)
+    assert truncate(sample, seq_len=10) is sample
+    cut = truncate(sample, seq_len=4)
+    assert cut.num_tokens == len(cut.loss_mask_T) == len(cut.logprobs_T) == 4
+    assert cut.is_truncated
+    assert not sample.is_truncated
+
+
+@given(st.lists(st.tuples(st.integers(2, 30), st.floats(-2, 2, width=32)), max_size=30))
+def test_rows_carry_every_sample_unchanged(drawn):
+    items = [
+        PackItem(sample=make_sample(length, first=1000 * index, temperature=0.5 + index), advantage=advantage)
+        for index, (length, advantage) in enumerate(drawn)
+    ]
+    seen = set()
+    for row in pack(items, seq_len=24):
+        assert row.num_tokens == row.sequence_lengths_S.sum() <= 24
+        start = 0
+        for length in row.sequence_lengths_S:
+            part = slice(start, start + length)
+            start += length
+            index = int(row.token_ids_T[part][0]) // 1000
+            expected = truncate(items[index].sample, seq_len=24)
+            seen.add(index)
+            np.testing.assert_array_equal(row.token_ids_T[part], expected.token_ids_T)
+            np.testing.assert_array_equal(row.position_ids_T[part], np.arange(length))
+            np.testing.assert_array_equal(row.loss_mask_T[part], expected.loss_mask_T)
+            np.testing.assert_array_equal(row.logprobs_T[part], expected.logprobs_T)
+            assert set(row.advantages_T[part]) == {np.float32(items[index].advantage)}
+            assert set(row.temperatures_T[part]) == {np.float32(0.5 + index)}
+    assert seen == set(range(len(items)))
+
+
+def test_rows_have_the_dtypes_of_the_wire():
+    (row,) = pack([PackItem(sample=make_sample(3), advantage=1.0)], seq_len=8)
+    kinds = {name: getattr(row, name).dtype.str for name in type(row).__struct_fields__}
+    assert kinds == {
+        "token_ids_T": "<i4",
+        "position_ids_T": "<i4",
+        "loss_mask_T": "|b1",
+        "logprobs_T": "<f4",
+        "advantages_T": "<f4",
+        "temperatures_T": "<f4",
+        "sequence_lengths_S": "<i4",
+    }
+
+
+def test_a_sample_without_loss_tokens_is_left_out_also_when_the_cut_took_them():
+    items = [PackItem(sample=make_sample(4, prompt=4), advantage=1.0), PackItem(sample=make_sample(9, prompt=6), advantage=1.0)]
+    assert pack(items, seq_len=6) == []
+    assert pack([], seq_len=6) == []
