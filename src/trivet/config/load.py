@@ -21,7 +21,7 @@ from trivet.config.findings import Findings
 from trivet.config.inference import InferenceConfig
 from trivet.config.keys import KeyPath, Shape, dotted, find_key, nearest_key
 from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.origins import Draft, Node, Sourced, Tree, plain
+from trivet.config.origins import Draft, Node, Sourced, Tree, leaves, plain
 from trivet.config.resolve import resolve
 from trivet.config.rl import RLConfig
 from trivet.config.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
@@ -126,9 +126,11 @@ def _refuse_unknown(kind: type[Section], node: Node, findings: Findings, path: K
             if find_key(kind, here):
                 _refuse_unknown(kind, node[name], findings, here)
             else:
-                nearest = nearest_key(kind, here)
+                unknown = node.pop(name)
+                inner = next((path for path, _ in leaves(unknown, here)), here)
+                nearest = nearest_key(kind, here) or nearest_key(kind, inner)
                 hint = f"; did you mean {nearest}?" if nearest else "; --help lists the keys"
-                findings.refuse(f"unknown key {dotted(here)} ({_first_origin(node.pop(name))}){hint}")
+                findings.refuse(f"unknown key {dotted(here)} ({_first_origin(unknown)}){hint}")
 
 
 def _first_origin(node: Node) -> str:

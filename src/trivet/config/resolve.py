@@ -7,12 +7,14 @@ both. What a role runs with is then complete: no role looks at another's section
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
+from pydantic.fields import FieldInfo
+
 from trivet.config.findings import Findings
 from trivet.config.inference import ServerConfig
 from trivet.config.keys import as_list
 from trivet.config.origins import Draft, Sourced
 from trivet.config.shared import CkptConfig, LogConfig, RunIdentity, TransportConfig, WandbConfig
-from trivet.config.trainer import TrainerModelConfig
+from trivet.config.trainer import TrainerConfig, TrainerModelConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
 CONNECTING = ("host", "port", "max_message_mib")
@@ -41,9 +43,11 @@ def resolve(draft: Draft, findings: Findings) -> None:
             _fill(draft, ends[1], ends[:1])
     for name in RunIdentity.model_fields:
         _agree(draft, findings, (f"trainer.run.{name}", f"orchestrator.run.{name}", f"inference.run.{name}"))
+    _derive_default(draft, "max_async_level", "trainer.max_async_level", TrainerConfig.model_fields["max_async_level"])
     if not draft.is_null("inference"):
         _point_client_at_server(draft, findings)
-        _serve_in_compute_dtype(draft)
+        compute_dtype = TrainerModelConfig.model_fields["compute_dtype"]
+        _derive_default(draft, "inference.model.dtype", "trainer.model.compute_dtype", compute_dtype)
 
 
 def _model_names(draft: Draft) -> Sequence[str]:
@@ -130,9 +134,8 @@ def _port_of(url: str) -> str:
     return str(port or "")
 
 
-def _serve_in_compute_dtype(draft: Draft) -> None:
-    if draft.leaf("inference.model.dtype") is None:
-        computed = draft.leaf("trainer.model.compute_dtype")
-        default = Sourced(TrainerModelConfig.model_fields["compute_dtype"].default, "default")
-        leaf = computed or default
-        draft.derive("inference.model.dtype", leaf.value, _derived("trainer.model.compute_dtype", leaf))
+def _derive_default(draft: Draft, key: str, source: str, field: FieldInfo) -> None:
+    """Give `key`, unless it has a value, that of `source` or the default of its `field`."""
+    if draft.leaf(key) is None:
+        leaf = draft.leaf(source) or Sourced(field.default, "default")
+        draft.derive(key, leaf.value, _derived(source, leaf))

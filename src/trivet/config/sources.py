@@ -158,7 +158,7 @@ def _flatten(value: object, path: tuple[str, ...], *, origin: str) -> Iterator[E
     if table := as_table(value):
         for name, item in table.items():
             yield from _flatten(item, (*path, name), origin=origin)
-    else:
+    elif path:
         yield Entry(path=path, value=value, origin=origin)
 
 

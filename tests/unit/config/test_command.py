@@ -1,0 +1,96 @@
+"""Help, dry run, notices and exit codes of every command."""
+
+from pathlib import Path
+
+import pytest
+
+from trivet.config.command import run_command
+from trivet.config.evaluation import EvalConfig
+from trivet.config.load import load_config
+from trivet.config.rl import RLConfig
+from trivet.config.trainer import TrainerConfig
+from trivet.errors import ConfigError, Diverged, EnvironmentLoadError
+
+
+class Recorder:
+    """A command's main that notes what it was given."""
+
+    def __init__(self, result: int | Exception = 0) -> None:
+        self.result = result
+        self.configs: list[TrainerConfig] = []
+
+    def __call__(self, config: TrainerConfig) -> int:
+        self.configs.append(config)
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def test_main_gets_the_configuration_and_its_result_is_the_exit_code() -> None:
+    main = Recorder(7)
+    assert run_command(TrainerConfig, main, ["--optim.lr", "0.5"]) == 7
+    assert main.configs[0].optim.lr == 0.5
+
+
+def test_a_bad_configuration_ends_with_2_before_main(capsys: pytest.CaptureFixture[str]) -> None:
+    main = Recorder()
+    assert run_command(TrainerConfig, main, ["--optim.lr", "x"]) == 2
+    assert main.configs == []
+    assert capsys.readouterr().err == 'error: optim.lr must be a number, got "x" (flag --optim.lr)\n'
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Diverged("loss is NaN"), 3), (ConfigError("no"), 2), (EnvironmentLoadError("no"), 2)]
+)
+def test_an_error_of_ours_ends_with_its_exit_code(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(TrainerConfig, Recorder(error), []) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_an_error_of_no_kind_of_ours_is_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(TrainerConfig, Recorder(ZeroDivisionError()), [])
+
+
+def test_a_model_directory_that_is_not_there_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    main = Recorder()
+    assert run_command(TrainerConfig, main, ["--model.name", "./nope"]) == 2
+    assert main.configs == []
+    assert "model.name (./nope) is not a directory" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_what_loads_again_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = Recorder()
+    assert run_command(TrainerConfig, main, ["--optim.lr", "0.5", "--dry-run"]) == 0
+    assert main.configs == []
+    printed = capsys.readouterr().out
+    assert "lr = 0.5  # flag --optim.lr" in printed
+    file = tmp_path / "printed.toml"
+    file.write_text(printed)
+    assert load_config(TrainerConfig, ["@", str(file)], environ={}).config.optim.lr == 0.5
+
+
+def test_a_commands_own_check_comes_before_a_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def check(config: TrainerConfig) -> None:
+        raise EnvironmentLoadError(f"{config.model.name} is not what I need")
+
+    assert run_command(TrainerConfig, Recorder(), ["--dry-run"], check=check) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "is not what I need" in captured.err
+
+
+def test_notices_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--orchestrator.group-size", "4", "--max-steps", "3"]
+    assert run_command(RLConfig, lambda config: 0, argv) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("notice: orchestrator.group_size is called orchestrator.rollouts_per_example here")
+
+
+def test_help_lists_every_key_and_needs_no_valid_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(EvalConfig, lambda config: 1, ["--help", "--nonsense"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: eval ")
+    assert "weights_dir" in printed
+    assert "[[env]]" in printed

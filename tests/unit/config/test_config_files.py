@@ -1,0 +1,29 @@
+"""Every file under configs/ loads for the command that its name says."""
+
+from pathlib import Path
+
+import pytest
+
+from trivet.config.base import Section
+from trivet.config.evaluation import EvalConfig
+from trivet.config.inference import InferenceConfig
+from trivet.config.load import load_config
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.rl import RLConfig
+from trivet.config.trainer import SftConfig, TrainerConfig
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+KINDS: dict[str, type[Section]] = {
+    "sft": SftConfig,
+    "eval": EvalConfig,
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
+}
+FILES = sorted(CONFIGS.rglob("*.toml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
+def test_a_file_loads_in_todays_spelling(file: Path) -> None:
+    loaded = load_config(KINDS.get(file.stem.split("_")[0], RLConfig), ["@", str(file)], environ={})
+    assert not [notice for notice in loaded.notices if " called " in notice]

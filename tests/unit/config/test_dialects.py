@@ -1,0 +1,147 @@
+"""Keys of older and newer versions: accepted with one line, or refused with what replaced them."""
+
+from pathlib import Path
+
+import pytest
+
+from trivet.config import dialects
+from trivet.config.dialects import GPU_COUNTS, IGNORED, NOT_YET, REFUSED, RENAMED, SINGLE_VALUES
+from trivet.config.inference import InferenceConfig
+from trivet.config.keys import find_key
+from trivet.config.load import Loaded, load_config
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.rl import RLConfig
+from trivet.config.trainer import TrainerConfig
+from trivet.errors import ConfigError
+
+QUIET = ["--orchestrator.rollouts-per-example", "2", "--max-steps", "10"]
+
+
+def load(*argv: str) -> Loaded[RLConfig]:
+    return load_config(RLConfig, [*QUIET, *argv], environ={})
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*argv)
+    return str(caught.value)
+
+
+def path_of(key: str) -> tuple[str, ...]:
+    return tuple(key.split("."))
+
+
+@pytest.mark.parametrize("today", sorted(set(RENAMED.values())))
+def test_every_renamed_key_leads_to_one_that_exists(today: str) -> None:
+    assert find_key(RLConfig, path_of(today)) is not None
+
+
+@pytest.mark.parametrize("old", [*RENAMED, *REFUSED, *IGNORED, *NOT_YET, *SINGLE_VALUES, *GPU_COUNTS])
+def test_no_key_that_exists_is_in_the_tables(old: str) -> None:
+    assert find_key(RLConfig, path_of(old)) is None
+
+
+def test_a_renamed_key_is_accepted_with_one_line() -> None:
+    loaded = load("--orchestrator.train.sampling.max-completion-tokens", "64")
+    assert loaded.config.orchestrator.sampling.max_tokens == 64
+    assert loaded.notices == (
+        "orchestrator.train.sampling.max_completion_tokens is called orchestrator.sampling.max_tokens here"
+        " (flag --orchestrator.train.sampling.max-completion-tokens)",
+    )
+
+
+def test_a_role_alone_takes_old_spellings_without_its_prefix() -> None:
+    loaded = load_config(OrchestratorConfig, ["--group-size", "8"], environ={})
+    assert loaded.config.rollouts_per_example == 8
+    assert "group_size is called rollouts_per_example here (flag --group-size)" in loaded.notices
+
+
+def test_the_environment_table_of_2025_is_the_only_environment(tmp_path: Path) -> None:
+    file = tmp_path / "o.toml"
+    file.write_text('rollouts_per_example = 2\n[environment]\nid = "my-env"\n[environment.args]\nsplit = "train"\n')
+    (env,) = load_config(OrchestratorConfig, ["@", str(file)], environ={}).config.env
+    assert (env.id, env.args) == ("my-env", {"split": "train"})
+    (env,) = load("--orchestrator", "@", str(file)).config.orchestrator.env
+    assert (env.id, env.args) == ("my-env", {"split": "train"})
+
+
+def test_the_environments_of_2026_are_a_list_here(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[[orchestrator.train.env]]\nid = "a"\n[[orchestrator.train.env]]\nid = "b"\n')
+    assert [env.id for env in load("@", str(file)).config.orchestrator.env] == ["a", "b"]
+
+
+def test_engine_arguments_find_their_keys() -> None:
+    argv = ["--vllm.max-model-len", "512", "--vllm.tensor-parallel-size", "2", "--vllm.swap-space", "4"]
+    config = load_config(InferenceConfig, argv, environ={}).config
+    assert (config.model.max_model_len, config.parallel.tp, config.vllm_args) == (512, 2, {"swap_space": 4})
+
+
+def test_a_server_given_as_text_is_a_list_of_one() -> None:
+    loaded = load("--orchestrator.model.client.base-url", "http://127.0.0.1:8000/v1")
+    assert loaded.config.orchestrator.client.base_url == ["http://127.0.0.1:8000/v1"]
+
+
+def test_gpu_counts_give_inference_the_first_ids() -> None:
+    config = load("--trainer-gpus", "2", "--inference-gpus", "6").config
+    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ([0, 1, 2, 3, 4, 5], [6, 7])
+    config = load("--deployment.num-train-gpus", "2").config
+    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ([0], [1, 2])
+    assert "must be a number of GPUs >= 1, got 'two'" in refusal("--trainer-gpus", "two")
+
+
+def test_gpu_counts_of_a_flag_win_over_ids_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("trainer_gpu_ids = [7]\n")
+    assert load("@", str(file), "--trainer-gpus", "1", "--inference-gpus", "2").config.trainer_gpu_ids == [2]
+
+
+def test_activation_checkpointing_as_text_shows_the_table() -> None:
+    said = refusal("--trainer.model.ac", "full")
+    assert 'trainer.model.ac is a table, not "full": write [trainer.model.ac] and below it freq = 1' in said
+    assert "not available in this version" in said
+
+
+def test_a_table_that_is_not_built_yet_is_named_once(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text("[model.lora]\nrank = 8\nalpha = 16\n[model.ac]\nfreq = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainerConfig, ["@", str(file)], environ={})
+    assert str(caught.value).splitlines() == [
+        "2 problems in the configuration:",
+        f"- model.lora ({file}) is not available in this version; remove it",
+        f"- model.ac ({file}) is not available in this version; remove it",
+    ]
+
+
+def test_a_choice_without_alternative_changes_nothing() -> None:
+    loaded = load("--weight-broadcast.type", "filesystem", "--orchestrator.mask-env-responses", "true")
+    assert len(loaded.notices) == 2
+    assert "filesystem is the only choice here" in loaded.notices[0]
+    assert "unknown key weight_broadcast" in refusal("--weight-broadcast.type", "nccl")
+
+
+def test_what_was_replaced_is_refused_with_its_replacement() -> None:
+    assert "set ckpt.resume_step" in refusal("--resume")
+    assert load("--resume.step", "5").config.trainer.ckpt.resume_step == 5
+    assert "[[orchestrator.env]]" in refusal("--orchestrator.train.source", "[]")
+    assert "scripts/bench" in refusal("--bench")
+
+
+def test_a_key_without_meaning_here_is_said_and_left_out() -> None:
+    (notice,) = load("--trainer.ckpt.weights.save-sharded", "true").notices
+    assert "has no effect: weights are always published" in notice
+
+
+def test_advantage_none_means_raw_rewards(tmp_path: Path) -> None:
+    assert load("--orchestrator.advantage", "None").config.orchestrator.advantage.type == "none"
+    file = tmp_path / "o.toml"
+    file.write_text('advantage = "None"\n')
+    assert load_config(OrchestratorConfig, ["@", str(file)], environ={}).config.advantage.type == "none"
+
+
+@pytest.mark.parametrize("old", [old for key, old in dialects.VALUES if key == "trainer.model.attn"])
+def test_old_names_of_attention_are_translated(old: str) -> None:
+    loaded = load("--trainer.model.attn", old)
+    assert loaded.config.trainer.model.attn == "flash_varlen"
+    assert 'is called "flash_varlen" here' in loaded.notices[0]

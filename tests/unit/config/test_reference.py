@@ -1,0 +1,40 @@
+"""The page of keys says everything that the models have, and is up to date."""
+
+from pathlib import Path
+
+import pytest
+
+from trivet.config.base import Section
+from trivet.config.keys import all_keys
+from trivet.config.load import COMMANDS
+from trivet.config.reference import configuration_page, help_text
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_page_is_what_the_models_say() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text()
+    assert written == configuration_page(), "run: uv run python scripts/docs_configuration.py"
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_every_key_is_documented(kind: type[Section]) -> None:
+    undocumented = [
+        ".".join(str(part) for part in path)
+        for path, key in all_keys(kind)
+        if key.field and not key.field.description and not key.sections and path[-1] != "type"
+    ]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_help_names_every_key(kind: type[Section]) -> None:
+    text = help_text(kind)
+    assert all(str(path[-1]) in text for path, _ in all_keys(kind))
+
+
+def test_bounds_and_choices_are_in_the_page() -> None:
+    page = configuration_page()
+    assert "| `batch_size` | int, ≥ 1 | `128` | Rollouts per step. |" in page
+    assert '### `[trainer.scheduler] type = "cosine"`' in page
+    assert "| `gpu_memory_utilization` | float, > 0, ≤ 1 | `0.9` |" in page
