@@ -10,26 +10,40 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from multiprocessing import parent_process
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
-    """Ask the kernel to send this process `signal_number` when its parent ends.
+    """Ask the kernel to send this process `signal_number` when its parent ends; end at once when that has happened already.
 
-    A parent that ended before the call is noticed when its pid is given as `parent`, or when it ended just now: the process
-    then ends itself at once.
+    Args:
+        parent: pid of the process that started this one. Processes of multiprocessing know it themselves; any other that
+            does not say it cannot notice a parent that ended before this call.
     """
     expected = os.getppid() if parent is None else parent
     _prctl(_PR_SET_PDEATHSIG, signal_number)
-    if os.getppid() != expected:
+    starter = parent_process()
+    if os.getppid() != expected or (starter is not None and not _exists(starter.pid)):
         os.kill(os.getpid(), signal_number)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent ends, so that it can find and end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _exists(pid: int | None) -> bool:
+    """A process of multiprocessing's fork server is not a child of its starter, so a look at the parent's pid is not enough."""
+    try:
+        os.kill(pid or 0, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _prctl(option: int, value: int) -> None:

@@ -145,9 +145,7 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
 
 def torchrun(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
     """The command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
-    agent = (python, "-m", "trivet.trainer.torchrun", "--standalone", "--local-addr", "127.0.0.1")
-    rank = (python, "-m", "trivet.lifetime", python, "-m", module, *arguments)
-    return (*agent, "--nproc-per-node", str(num_ranks), "--no-python", *rank)
+    return (python, "-m", "trivet.trainer.torchrun", str(num_ranks), module, *arguments)
 
 
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:

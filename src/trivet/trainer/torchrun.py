@@ -1,7 +1,12 @@
-"""torchrun with the exit code of the rank that failed first. Started by the launcher; starts the ranks.
+"""Ranks on this machine: `python -m trivet.trainer.torchrun NUM_RANKS MODULE ARGUMENT…`. Started by the launcher.
 
-torchrun itself ends with 1 whatever a rank ended with, and a run that diverged (3) could not be told from one that crashed.
+torchrun, with two things it lacks: a rank ends with the process that started it, however that ends; and the exit code is that
+of the rank that failed first, where torchrun's is 1 whatever happened, so that a run that diverged (3) shows as such.
 """
+
+import os
+import sys
+from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -10,10 +15,13 @@ from torch.distributed.run import main as run_torchrun
 from trivet.lifetime import die_with_parent
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
+    """Run the ranks to their end; 128 + N when signal N ended them."""
     die_with_parent()
+    num_ranks, module, *arguments = argv
+    rank = [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), sys.executable, "-m", module, *arguments]
     try:
-        run_torchrun()
+        run_torchrun(["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", num_ranks, "--no-python", *rank])
     except ChildFailedError as exc:
         _, failure = exc.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
@@ -23,4 +31,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

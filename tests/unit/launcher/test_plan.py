@@ -61,7 +61,13 @@ def test_three_roles_are_started_from_their_resolved_files() -> None:
         "@",
         "outputs/configs/inference.toml",
     )
-    assert process(planned, "trainer").argv[-4:] == ("-m", "trivet.trainer.main", "@", "outputs/configs/trainer.toml")
+    assert process(planned, "trainer").argv[2:] == (
+        "trivet.trainer.torchrun",
+        "1",
+        "trivet.trainer.main",
+        "@",
+        "outputs/configs/trainer.toml",
+    )
     assert [spec.does_finish for spec in planned.processes] == [False, True, True]
 
 
@@ -109,7 +115,7 @@ def test_the_resume_step_reaches_both_roles_that_keep_checkpoints() -> None:
 
 def test_without_a_gpu_the_ranks_share_the_cores() -> None:
     trainer = process(make_plan(trainer_cpu_ranks=2), "trainer")
-    assert trainer.argv[trainer.argv.index("--nproc-per-node") + 1] == "2"
+    assert trainer.argv[3] == "2"
     assert trainer.env_defaults["OMP_NUM_THREADS"] == "4"
     assert trainer.env_defaults["MALLOC_MMAP_MAX_"] == "0"
     assert "CUDA_VISIBLE_DEVICES" not in trainer.env

@@ -1,0 +1,62 @@
+"""Processes that are tied to the one that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+
+from support.processes import wait_until
+
+_WRAP = [sys.executable, "-m", "trivet.lifetime"]
+_PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), "sleep", "60"])
+print(child.pid, flush=True)
+if sys.argv[1] == "wait":
+    sys.stdin.read()
+os._exit(0)
+"""
+
+
+def run_parent(mode: str) -> int:
+    """Start a process that starts a tied one; returns the latter's pid once both should be gone."""
+    with subprocess.Popen([sys.executable, "-c", _PARENT, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        if mode == "wait":
+            parent.kill()
+        parent.communicate()  # ends when the last holder of the pipe has: the tied process inherited it
+    return pid
+
+
+def assert_gone(pid: int) -> None:
+    wait_until(lambda: _has_ended(pid), timeout_s=5, waiting_for=f"process {pid} to end")
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # nobody has waited for it yet
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_tied_process_ends_when_its_parent_is_killed() -> None:
+    assert_gone(run_parent("wait"))
+
+
+def test_a_parent_that_ended_before_the_tie_is_noticed() -> None:
+    assert_gone(run_parent("leave"))
+
+
+def test_a_process_becomes_its_command_with_the_same_pid_and_exit_code() -> None:
+    command = [*_WRAP, "--parent", str(os.getpid()), "sh", "-c", "echo $$; exit 7"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        out, _ = process.communicate()
+    assert (int(out), process.returncode) == (process.pid, 7)
+
+
+def test_the_wrong_parent_ends_the_process_at_once() -> None:
+    ended = subprocess.run([*_WRAP, "--parent", "1", "sh", "-c", "exit 0"], check=False)
+    assert ended.returncode == -signal.SIGKILL
