@@ -419,3 +419,19 @@ def test_closing_twice_is_allowed_and_nobody_waits_for_a_closed_receiver(run):
             receiver.receive(1)
 
     run(body)
+
+
+def test_the_batch_the_trainer_waits_for_is_taken_even_when_later_ones_fill_the_bound(run):
+    async def body(ends: Ends):
+        config = make_config()
+        receiver = ends.receiver(config)
+        sender = ends.sender(config, receiver)
+        for step in range(8, 8 + MAX_HELD):
+            await sender.send(make_batch(step))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(receiver.receive, 7)
+            await sender.send(make_batch(7))
+            assert waiting.result(timeout=5).step == 7
+        assert receiver.receive(8).step == 8
+
+    run(body)
