@@ -133,12 +133,19 @@ def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Itera
             f'{prefix}rollouts_per_example must be >= 2 for advantage "default", got {group};'
             f' raise it (one rollout minus its own mean is 0) or set {prefix}advantage = "None"'
         )
+    if config.max_async_level > config.max_off_policy_steps:
+        yield (
+            f"{prefix}max_async_level ({config.max_async_level}) must be <= {prefix}max_off_policy_steps"
+            f" ({config.max_off_policy_steps}): a rollout that lags as far as allowed would be dropped as stale"
+        )
     yield from _name_problems(config.env, f"{prefix}env")
     yield from sampling_problems(config.sampling, f"{prefix}sampling")
 
 
 def sampling_problems(sampling: SamplingConfig, name: str) -> Iterator[str]:
     knobs = {key: key for key in SamplingConfig.model_fields if key != "extra_body"} | {"max_completion_tokens": "max_tokens"}
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        yield f"{name}.min_tokens ({sampling.min_tokens}) must be <= {name}.max_tokens ({sampling.max_tokens})"
     for knob in sorted(knobs.keys() & sampling.extra_body.keys()):
         key = knobs[knob]
         yield (

@@ -51,6 +51,16 @@ def test_fewer_rollouts_in_flight_than_a_group_has_are_refused() -> None:
     assert said.startswith("max_concurrent (4) must be >= rollouts_per_example (8)")
 
 
+def test_a_lag_that_would_be_dropped_as_stale_is_refused() -> None:
+    said = refusal(OrchestratorConfig, "--rollouts-per-example", "2", "--max-async-level", "9")
+    assert said.startswith("max_async_level (9) must be <= max_off_policy_steps (8)")
+
+
+def test_more_tokens_demanded_than_allowed_are_refused() -> None:
+    said = refusal(EvalConfig, "--sampling.min-tokens", "9", "--sampling.max-tokens", "8")
+    assert said == "sampling.min_tokens (9) must be <= sampling.max_tokens (8)"
+
+
 def test_a_group_of_one_is_fine_without_a_baseline() -> None:
     assert load_config(OrchestratorConfig, ["--advantage.type", "none"], environ={}).config.rollouts_per_example == 1
 
