@@ -46,13 +46,6 @@ def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
     return versions
 
 
-def forget_other_readers(layout: RunLayout, readers: Collection[str]) -> None:
-    """Drop what readers outside `readers` said: servers of an earlier attempt must not keep weights alive for ever."""
-    for reader in reader_versions(layout):
-        if reader not in readers:
-            _reader_file(layout, reader).unlink(missing_ok=True)
-
-
 def forget_readers_after(layout: RunLayout, version: PolicyVersion) -> None:
     """Drop what readers said about policies newer than `version`, which no longer exist."""
     for reader, held in reader_versions(layout).items():

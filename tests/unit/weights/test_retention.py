@@ -8,7 +8,7 @@ from trivet.config.layout import RunLayout
 from trivet.errors import WeightsError
 from trivet.weights.catalog import published_versions
 from trivet.weights.publish import publish
-from trivet.weights.retention import acknowledge, forget_other_readers, reader_versions, retirable, retire
+from trivet.weights.retention import acknowledge, reader_versions, retirable, retire
 
 SERVER = "http://127.0.0.1:8000/v1"
 
@@ -66,13 +66,6 @@ def test_readers_are_remembered_by_name_whatever_characters_it_has(layout):
     acknowledge(layout, SERVER, 2)
     acknowledge(layout, "server_1", 1)
     assert reader_versions(layout) == {SERVER: 2, "server_1": 1}
-
-
-def test_readers_of_an_earlier_attempt_can_be_forgotten(layout):
-    acknowledge(layout, SERVER, 1)
-    acknowledge(layout, "server_1", 1)
-    forget_other_readers(layout, ["server_1"])
-    assert reader_versions(layout) == {"server_1": 1}
 
 
 def test_an_unreadable_acknowledgement_is_named(layout):
