@@ -29,7 +29,7 @@ from trivet.config.orchestrator import ClientConfig, EnvConfig, OrchestratorConf
 from trivet.config.shared import CkptConfig, TransportConfig
 from trivet.environments.load import load_environment
 from trivet.environments.model_client import make_model_client, request_arguments
-from trivet.orchestrator.start import run
+from trivet.orchestrator.start import load_environments, run
 from trivet.transport.zeromq import ZmqReceiver
 from trivet.wire.versions import Step
 
@@ -123,7 +123,7 @@ def main() -> None:
             times: list[float] = []
             trainer = threading.Thread(target=acknowledge_batches, args=(config, tokens, times), daemon=True)
             trainer.start()
-            asyncio.run(run(config))
+            asyncio.run(run(config, load_environments(config)))
             trainer.join(timeout=30)
             verifiers_rate = asyncio.run(run_verifiers(config))
         finally:

@@ -7,7 +7,7 @@ from trivet.config.command import run_command
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.errors import TrivetError
 from trivet.lifetime import die_with_parent
-from trivet.orchestrator.start import run
+from trivet.orchestrator.start import Environments, load_environments, run
 from trivet.telemetry.logs import setup_logging
 
 
@@ -18,10 +18,10 @@ def main() -> int:
 
 def start(config: OrchestratorConfig) -> int:
     setup_logging("orchestrator", level=config.log.level, file=None)
-    return asyncio.run(_run_until_signalled(config))
+    return asyncio.run(_run_until_signalled(config, load_environments(config)))
 
 
-async def _run_until_signalled(config: OrchestratorConfig) -> int:
+async def _run_until_signalled(config: OrchestratorConfig, environments: Environments) -> int:
     """Exit code: 0 done, 130 or 143 when a signal ended the run."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -35,7 +35,7 @@ async def _run_until_signalled(config: OrchestratorConfig) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     try:
-        await run(config)
+        await run(config, environments)
     except asyncio.CancelledError:
         if not received:
             raise

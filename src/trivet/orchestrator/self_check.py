@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import verifiers as vf
+from verifiers.legacy.utils.message_utils import normalize_messages
+
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.orchestrator import SamplingConfig
 from trivet.environments.model_client import ModelClient, request_arguments
 from trivet.environments.runner import to_turn
 from trivet.environments.trajectories import to_samples
+from trivet.errors import InferenceError
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.versions import Step
 
@@ -32,9 +36,13 @@ async def make_self_check(
     short = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens or _MAX_TOKENS, _MAX_TOKENS)})
 
     async def ask(example: Mapping[str, Any]) -> PackItem:
-        response = await client.get_response(
-            prompt=example["prompt"], model=model_name, sampling_args=request_arguments(short, seed=sampling.seed)
-        )
+        prompt = normalize_messages(example["prompt"], field_name="prompt")
+        try:
+            response = await client.get_response(
+                prompt=prompt, model=model_name, sampling_args=request_arguments(short, seed=sampling.seed)
+            )
+        except vf.Error as exc:
+            raise InferenceError(f"the self-check's request failed: {exc.__cause__ or exc}") from exc
         turn = to_turn(response)
         trajectory = to_samples([turn], temperature=sampling.temperature, strategy="branching")
         return PackItem(sample=trajectory.samples[0], advantage=0.0)

@@ -1,10 +1,10 @@
 """Brings an orchestrator from its configuration to a running loop: environments, servers, resume, self-check."""
 
-import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from trivet.algorithms.advantages import ADVANTAGES
@@ -34,19 +34,26 @@ from trivet.wire.versions import PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 
-async def run(config: OrchestratorConfig) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environments:
+    """What is trained on, by environment name."""
+
+    runners: dict[str, GroupRunner]
+    datasets: dict[str, Any]
+
+
+async def run(config: OrchestratorConfig, environments: Environments) -> None:
     """From start to max_steps; every error of a task leaves as an exception group."""
     layout = RunLayout(config.output_dir)
-    runners, datasets = await asyncio.to_thread(_load_environments, config)
-    half = _starting_point(config, layout, {name: len(dataset) for name, dataset in datasets.items()})
+    half = _starting_point(config, layout, {name: len(rows) for name, rows in environments.datasets.items()})
     telemetry = Telemetry("orchestrator", layout=layout, run=config.run, wandb=config.wandb, resume_step=half.progress.step)
     telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
     reason = "failed"
     try:
         async with _servers(config) as (servers, clients), _sender(config) as sender:
-            loop = _make_loop(config, layout, half, runners, datasets, servers, clients, sender, telemetry)
+            loop = _make_loop(config, layout, half, environments, servers, clients, sender, telemetry)
             await _bring_policy(loop, config)
-            await _send_self_check(loop, config, datasets, clients)
+            await _send_self_check(loop, config, environments.datasets, clients)
             await loop.run()
             half.progress = loop.progress
             reason = "done"
@@ -55,7 +62,12 @@ async def run(config: OrchestratorConfig) -> None:
         telemetry.close()
 
 
-def _load_environments(config: OrchestratorConfig) -> tuple[dict[str, GroupRunner], dict[str, Any]]:
+def load_environments(config: OrchestratorConfig) -> Environments:
+    """To be called on the main thread, before signal handlers of ours: verifiers installs its own.
+
+    Raises:
+        EnvironmentLoadError: one cannot be loaded, or has no examples.
+    """
     runners: dict[str, GroupRunner] = {}
     datasets: dict[str, Any] = {}
     for env in config.env:
@@ -72,7 +84,7 @@ def _load_environments(config: OrchestratorConfig) -> tuple[dict[str, GroupRunne
             trajectory_strategy=config.trajectory_strategy,
         )
         logger.info("environment loaded env=%s examples=%s", env.label, len(dataset))
-    return runners, datasets
+    return Environments(runners=runners, datasets=datasets)
 
 
 def _starting_point(config: OrchestratorConfig, layout: RunLayout, sizes: dict[str, int]) -> OrchestratorHalf:
@@ -121,8 +133,7 @@ def _make_loop(
     config: OrchestratorConfig,
     layout: RunLayout,
     half: OrchestratorHalf,
-    runners: dict[str, GroupRunner],
-    datasets: dict[str, Any],
+    environments: Environments,
     servers: list[InferenceClient],
     clients: list[ModelClient],
     sender: BatchSender,
@@ -139,7 +150,9 @@ def _make_loop(
     dispatcher = Dispatcher(
         sampler=sampler,
         buffer=buffer,
-        run_group=group_runner(runners, datasets, clients, rollouts_per_example=config.rollouts_per_example),
+        run_group=group_runner(
+            environments.runners, environments.datasets, clients, rollouts_per_example=config.rollouts_per_example
+        ),
         advantage=ADVANTAGES[config.advantage.type],
         limits=Limits.of(config),
         on_change=changed.ring,

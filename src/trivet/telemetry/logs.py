@@ -7,7 +7,19 @@ from pathlib import Path
 SUCCESS = 25
 """Level of the line that a role writes when a step is done; above INFO, below WARNING."""
 
-_NOISY = ("httpx", "httpcore", "openai", "urllib3", "filelock", "datasets", "huggingface_hub", "asyncio", "fsspec", "wandb")
+_NOISY = (
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "openai",
+    "urllib3",
+    "filelock",
+    "datasets",
+    "huggingface_hub",
+    "asyncio",
+    "fsspec",
+    "wandb",
+)
 """Libraries that log every request or file at INFO."""
 
 
