@@ -67,7 +67,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         for line in text.splitlines():
-            self.show(f"{self._now()} {line}")
+            self.show(f"{self._now()} rl {line}")
 
     def show(self, line: str) -> None:
         """Pass on a line as it is."""

@@ -12,7 +12,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.shared import RunIdentity
 from trivet.launcher.logs import RunLog
 from trivet.launcher.machine import inspect_machine
-from trivet.launcher.plan import Plan, Ports, plan
+from trivet.launcher.plan import Plan, Ports, plan, share_gpus
 from trivet.launcher.ports import HeldPorts
 from trivet.launcher.preflight import check_environments
 from trivet.launcher.run_directory import RunDirectory, write_configs
@@ -23,12 +23,22 @@ from trivet.wire.versions import Step
 
 
 def main() -> int:
-    return run_command(RLConfig, start)
+    return run_command(RLConfig, start, check=check)
+
+
+def check(config: RLConfig) -> None:
+    """Refuse what this machine cannot run; starts and writes nothing.
+
+    Raises:
+        EnvironmentLoadError: an environment is not installed.
+        ConfigError: GPU ids that do not exist.
+    """
+    check_environments(config.orchestrator.env)
+    share_gpus(config, inspect_machine().gpus)
 
 
 def start(config: RLConfig) -> int:
-    """Run `config`, which is resolved, to its end; returns the exit code."""
-    check_environments(config.orchestrator.env)
+    """Run `config`, resolved and checked, to its end; returns the exit code."""
     layout = RunLayout(config.output_dir)
     with ExitStack() as held:
         directory = held.enter_context(RunDirectory(layout))

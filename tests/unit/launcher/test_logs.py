@@ -33,11 +33,11 @@ def test_the_last_lines_are_those_of_this_attempt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("12:00:00 SUCCESS Step 7 | Time: 1.99s | Loss: 0.0123", True),
-        ("12:00:00 WARNING trainer weights are old", True),
-        ("12:00:00 INFO loaded", False),
+        ("12:00:00 trainer SUCCESS Step 7 | Time: 1.99s | Loss: 0.0123", True),
+        ("12:00:00 trainer WARNING weights are old", True),
+        ("12:00:00 trainer INFO loaded", False),
         ("UserWarning: deprecated", False),
-        ("12:00:00 INFO a long line about something else, which happens to say ERROR", False),
+        ("12:00:00 trainer INFO a long line about something else, which happens to say ERROR", False),
     ],
 )
 def test_step_lines_and_warnings_reach_the_terminal(line: str, expected: bool) -> None:
@@ -53,4 +53,4 @@ def test_a_closed_terminal_does_not_stop_the_run() -> None:
     file = io.StringIO()
     log = RunLog(ClosedTerminal(), file, now=lambda: "12:00:00")
     log.say("one\ntwo")
-    assert file.getvalue() == "12:00:00 one\n12:00:00 two\n"
+    assert file.getvalue() == "12:00:00 rl one\n12:00:00 rl two\n"

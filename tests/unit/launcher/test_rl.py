@@ -10,7 +10,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError
 from trivet.launcher.preflight import check_environments
-from trivet.launcher.rl import has_completed, start
+from trivet.launcher.rl import check, has_completed
 from trivet.telemetry.events import EventWriter
 from trivet.wire.events import Stop
 from trivet.wire.versions import Step
@@ -27,12 +27,11 @@ def test_a_missing_environment_of_this_checkout_names_its_folder(tmp_path: Path)
     assert error.value.exit_code == 2
 
 
-def test_a_missing_environment_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_missing_environment_is_refused_with_the_command_that_installs_it() -> None:
     env = EnvConfig(id="owner/not-there")
-    config = RLConfig.model_validate({"output_dir": tmp_path / "outputs", "orchestrator": {"env": [env.model_dump()]}})
+    config = RLConfig.model_validate({"orchestrator": {"env": [env.model_dump()]}})
     with pytest.raises(EnvironmentLoadError, match="install it with: uv pip install not-there"):
-        start(config)
-    assert not (tmp_path / "outputs").exists()
+        check(config)
 
 
 @pytest.mark.parametrize(

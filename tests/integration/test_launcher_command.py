@@ -1,0 +1,68 @@
+"""`rl` as a user types it, when it must refuse: exit code 2, a message that says what to change, nothing started."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trivet.config.layout import RunLayout
+from trivet.launcher.run_directory import RunDirectory
+
+CONFIG = """
+max_steps = 2
+
+[model]
+name = "{model}"
+
+[orchestrator]
+rollouts_per_example = 4
+
+[[orchestrator.env]]
+id = "{env}"
+"""
+
+
+def rl(directory: Path, *flags: str, env: str = "email") -> "subprocess.CompletedProcess[str]":
+    """Run the command in `directory`; `email` stands for an environment: a module that every Python has."""
+    model = directory / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    (directory / "rl.toml").write_text(CONFIG.format(model=model, env=env))
+    return subprocess.run(
+        [sys.executable, "-m", "trivet.launcher.rl", "@", "rl.toml", *flags],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_dry_run_starts_and_creates_nothing(tmp_path: Path) -> None:
+    result = rl(tmp_path, "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert "max_steps = 2" in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rl.toml"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_an_environment_that_is_not_installed_is_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    result = rl(tmp_path, *flags, env="no-such-environment")
+    assert result.returncode == 2
+    assert "install it with: uv pip install no-such-environment" in result.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    with RunDirectory(RunLayout(tmp_path / "outputs")):
+        result = rl(tmp_path)
+    assert result.returncode == 2
+    assert "is in use by the run with pid" in result.stderr
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == [".lock"]
+
+
+def test_a_step_that_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    result = rl(tmp_path, "--trainer.ckpt.resume-step", "50")
+    assert result.returncode == 2
+    assert "resume_step = 50" in result.stderr
+    assert not (tmp_path / "outputs" / "logs").exists()

@@ -1,0 +1,68 @@
+"""Ranks under the real torchrun: their exit code arrives, and none outlives the agent."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.processes import assert_all_gone, descendants_of, wait_until
+from trivet.launcher.plan import rank_environment, torchrun
+
+TESTS = Path(__file__).parents[1]
+STARTED_WITHIN_S = 60.0
+
+
+def start_ranks(directory: Path, behaviour: str) -> "subprocess.Popen[bytes]":
+    environment = os.environ | {"PYTHONPATH": str(TESTS)} | rank_environment(2, num_cpus=2, is_on_cpu=True)
+    return subprocess.Popen(
+        torchrun(sys.executable, "support.stand_in_rank", [behaviour], num_ranks=2),
+        cwd=directory,
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", list[psutil.Process]]]:
+    """torchrun with two ranks that wait, and its processes."""
+    agent = start_ranks(tmp_path, "wait")
+    wait_until(
+        lambda: all((tmp_path / f"rank_{rank}.up").exists() for rank in range(2)),
+        timeout_s=STARTED_WITHIN_S,
+        waiting_for="two ranks",
+    )
+    processes = descendants_of(agent.pid)
+    yield agent, processes
+    agent.kill()
+    agent.wait()
+    for process in processes:
+        if process.is_running():
+            process.kill()
+
+
+def test_the_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path) -> None:
+    agent = start_ranks(tmp_path, "3")
+    assert agent.wait(STARTED_WITHIN_S) == 3
+    assert (tmp_path / "rank_0.up").read_text() == "2 127.0.0.1 1"
+
+
+def test_no_rank_outlives_a_killed_agent(waiting: tuple["subprocess.Popen[bytes]", list[psutil.Process]]) -> None:
+    agent, ranks = waiting
+    agent.kill()
+    agent.wait()
+    assert_all_gone(ranks)
+
+
+def test_sigterm_ends_the_ranks_and_is_the_exit_code(
+    waiting: tuple["subprocess.Popen[bytes]", list[psutil.Process]],
+) -> None:
+    agent, ranks = waiting
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(STARTED_WITHIN_S) == 128 + signal.SIGTERM
+    assert_all_gone(ranks)
