@@ -1,0 +1,176 @@
+"""The orchestrator's loop with groups that finish at once and real checkpoint halves on disk."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from support.groups import make_sample
+from trivet.algorithms.advantages import mean_baseline
+from trivet.checkpoints.commit import commit
+from trivet.checkpoints.halves import TRAINER, begin_half, finish_half
+from trivet.config.layout import RunLayout
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.shared import CkptConfig, RunIdentity
+from trivet.errors import BatchError, CheckpointError
+from trivet.orchestrator.buffer import BufferState, GroupBuffer
+from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
+from trivet.orchestrator.dispatcher import Dispatcher, Limits
+from trivet.orchestrator.loop import Loop
+from trivet.orchestrator.sampler import Draw, ExampleSampler
+from trivet.orchestrator.waker import Waker
+from trivet.telemetry.telemetry import Telemetry
+from trivet.wire.batches import Batch
+from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.versions import PolicyVersion, Step
+
+SIZES = {"toy": 11}
+FRESH = OrchestratorHalf(progress=Progress(), next_group_id=GroupId(0), buffer=BufferState(), seed=42, sizes=SIZES)
+
+
+class IdleWatcher:
+    """Servers that hold the newest policy at once: version n-1 while batch n is filled."""
+
+    last_load_s = 0.0
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.version = PolicyVersion(0)
+        self._step = Step(1)
+
+    @property
+    def step(self) -> Step:
+        return self._step
+
+    @step.setter
+    def step(self, step: Step) -> None:
+        self._step, self.version = step, PolicyVersion(step - 1)
+        self._dispatcher.version = self.version
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class ReadyTrainer:
+    """A trainer that acknowledges every batch at once."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    async def send(self, batch: Batch) -> None:
+        self.batches.append(batch)
+
+    async def aclose(self) -> None:
+        pass
+
+
+def run_loop(directory: Path, half: OrchestratorHalf, *, max_steps: int, run_group, attempt: int = 1) -> list[Batch]:
+    config = OrchestratorConfig(
+        output_dir=directory,
+        run=RunIdentity(attempt=attempt),
+        max_steps=max_steps,
+        batch_size=4,
+        rollouts_per_example=2,
+        oversampling_factor=2.0,
+        max_fruitless_batches=2,
+        seq_len=64,
+        ckpt=CkptConfig(interval=2),
+    )
+    layout = RunLayout(directory)
+    telemetry = Telemetry("orchestrator", layout=layout, run=config.run)
+    sender = ReadyTrainer()
+    changed = Waker()
+    buffer = GroupBuffer(
+        write_event=telemetry.write_event,
+        online_difficulty_filtering=False,
+        max_off_policy_steps=config.max_off_policy_steps,
+        ready=half.buffer.ready,
+    )
+    sampler = ExampleSampler(SIZES, seed=config.seed, next_group_id=half.next_group_id)
+    dispatcher = Dispatcher(
+        sampler=sampler,
+        buffer=buffer,
+        run_group=run_group,
+        advantage=mean_baseline,
+        limits=Limits.of(config),
+        on_change=changed.ring,
+        again=half.buffer.in_flight,
+    )
+    loop = Loop(
+        config=config,
+        layout=layout,
+        progress=half.progress,
+        sizes=SIZES,
+        sampler=sampler,
+        buffer=buffer,
+        dispatcher=dispatcher,
+        watcher=IdleWatcher(dispatcher),  # type: ignore[arg-type]  stands in for PolicyWatcher
+        sender=sender,
+        telemetry=telemetry,
+        changed=changed,
+    )
+    try:
+        asyncio.run(loop.run())
+    finally:
+        telemetry.close()
+    return sender.batches
+
+
+async def answer_at_once(draw: Draw) -> list[Rollout]:
+    return [Rollout(index=index, reward=float(index), samples=[make_sample()]) for index in range(2)]
+
+
+def commit_with_a_trainer_half(layout: RunLayout, step: int) -> None:
+    (begin_half(layout, Step(step), TRAINER) / "weights").write_text("w")
+    finish_half(layout, Step(step), TRAINER)
+    commit(layout, Step(step))
+
+
+def test_batches_are_whole_and_say_when_a_checkpoint_half_is_on_disk(tmp_path):
+    batches = run_loop(tmp_path, FRESH, max_steps=5, run_group=answer_at_once)
+    assert [batch.num_rollouts for batch in batches] == [4] * 5
+    assert [batch.has_orchestrator_half for batch in batches] == [False, True, False, True, True]
+    groups = [group_id for batch in batches for group_id in batch.group_ids]
+    assert len(set(groups)) == 10
+    assert all(set(batch.micro_batches[0].advantages_T) == {-0.5, 0.5} for batch in batches)
+
+
+def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_flight(tmp_path):
+    first = run_loop(tmp_path, FRESH, max_steps=4, run_group=answer_at_once)
+    layout = RunLayout(tmp_path)
+    commit_with_a_trainer_half(layout, 2)
+    half = read_half(layout, Step(2), seed=42, sizes=SIZES)
+    again: list[int] = []
+
+    async def note(draw: Draw) -> list[Rollout]:
+        again.append(draw.group_id)
+        return await answer_at_once(draw)
+
+    resumed = run_loop(tmp_path, half, max_steps=6, run_group=note, attempt=2)
+    trained = {group_id for batch in first[:2] for group_id in batch.group_ids}
+    waiting = [group.group_id for group in half.buffer.ready]
+    later = [group_id for batch in resumed for group_id in batch.group_ids]
+    assert later[: len(waiting)] == waiting
+    assert again[: len(half.buffer.in_flight)] == half.buffer.in_flight
+    assert not trained & set(later)
+    assert set(range(half.next_group_id)) == trained | set(waiting) | set(half.buffer.in_flight)
+
+
+def test_a_half_of_other_data_sets_is_refused(tmp_path):
+    run_loop(tmp_path, FRESH, max_steps=2, run_group=answer_at_once)
+    layout = RunLayout(tmp_path)
+    commit_with_a_trainer_half(layout, 2)
+    with pytest.raises(CheckpointError, match="environments' sizes was .*11"):
+        read_half(layout, Step(2), seed=42, sizes={"toy": 12})
+
+
+def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_last_error(tmp_path):
+    async def fail(draw: Draw) -> list[Rollout]:
+        raise ValueError("the judge is down")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_loop(tmp_path, FRESH, max_steps=1, run_group=fail)
+    [error] = caught.value.exceptions
+    assert isinstance(error, BatchError)
+    assert "4 groups in a row" in str(error)
+    assert "ValueError: the judge is down" in str(error)
