@@ -160,7 +160,7 @@ def test_a_half_of_other_data_sets_is_refused(tmp_path):
     run_loop(tmp_path, FRESH, max_steps=2, run_group=answer_at_once)
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_half(layout, 2)
-    with pytest.raises(CheckpointError, match="environments' sizes was .*11"):
+    with pytest.raises(CheckpointError, match=r"environments. sizes was .*11"):
         read_half(layout, Step(2), seed=42, sizes={"toy": 12})
 
 
