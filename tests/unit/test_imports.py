@@ -1,0 +1,120 @@
+"""Who may import whom (docs/architecture.md): read from the sources, imports inside functions included."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "trivet"
+
+LAYERS = [
+    {"errors", "lifetime", "durable"},
+    {"wire"},
+    {"algorithms"},
+    {"config"},
+    {"telemetry", "environments", "client", "transport", "weights", "checkpoints"},
+    {"evaluation", "inference", "trainer", "launcher"},
+    {"orchestrator"},
+]
+"""Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
+
+ROLES = {"inference", "trainer", "orchestrator"}
+WITHOUT_TORCH = [
+    "config",
+    "wire",
+    "algorithms",
+    "orchestrator",
+    "launcher",
+    "transport",
+    "telemetry",
+    "client",
+    "weights",
+    "checkpoints",
+]
+
+
+def module_name(path: Path) -> str:
+    parts = ("trivet", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything that `path` imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the absolute name"
+            yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def unit(module: str) -> str:
+    """`wire` of `trivet.wire.codec`; the name itself of a module of the top level."""
+    return module.split(".")[1] if "." in module else module
+
+
+def layer(name: str) -> int:
+    return next(index for index, names in enumerate(LAYERS) if name in names)
+
+
+SOURCES = sorted(SOURCE.rglob("*.py"))
+
+
+def test_every_package_has_its_place_in_the_table():
+    units = {unit(module_name(path)) for path in SOURCES if module_name(path) != "trivet"}
+    assert units == set().union(*LAYERS)
+
+
+def test_no_module_imports_one_above_it_or_a_neighbour():
+    faults = [
+        f"{path.relative_to(SOURCE)}:{line} imports {name}"
+        for path in SOURCES
+        for line, name in imported_modules(path)
+        if name.startswith("trivet.")
+        and unit(name) != unit(module_name(path))
+        and layer(unit(name)) >= layer(unit(module_name(path)))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_no_role_imports_a_role_and_the_launcher_imports_none():
+    faults = [
+        f"{path.relative_to(SOURCE)}:{line} imports {name}"
+        for path in SOURCES
+        if unit(module_name(path)) in ROLES | {"launcher"}
+        for line, name in imported_modules(path)
+        if name.startswith("trivet.") and unit(name) in ROLES - {unit(module_name(path))}
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_no_pure_package_names_torch_or_vllm():
+    faults = [
+        f"{path.relative_to(SOURCE)}:{line} imports {name}"
+        for path in SOURCES
+        if unit(module_name(path)) in WITHOUT_TORCH
+        for line, name in imported_modules(path)
+        if name.split(".")[0] in ("torch", "vllm")
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("package", WITHOUT_TORCH)
+def test_a_fresh_interpreter_imports_the_package_without_torch_and_vllm(package):
+    modules = [module_name(path) for path in SOURCES if unit(module_name(path)) == package]
+    program = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+        "sys.exit(', '.join(name for name in ('torch', 'vllm') if name in sys.modules) or None)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+
+
+def test_the_reader_of_imports_sees_those_inside_functions(tmp_path):
+    file = tmp_path / "lazy.py"
+    file.write_text("def f():\n    from trivet.trainer import loop\n    import torch\n")
+    assert [name for _, name in imported_modules(file)] == ["trivet.trainer", "trivet.trainer.loop", "torch"]
