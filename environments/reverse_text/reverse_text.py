@@ -12,7 +12,8 @@ from difflib import SequenceMatcher
 import verifiers as vf
 from datasets import Dataset
 
-SYSTEM_PROMPT = "Reverse the text character by character. Put your answer in <reversed_text> tags."
+TAGGED_PROMPT = "Reverse the text character by character. Put your answer in <reversed_text> tags."
+PLAIN_PROMPT = "Reverse the text character by character. Answer with the reversed text alone."
 _ANSWER = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 
 
@@ -57,10 +58,19 @@ def extract_answer(completion: str) -> str | None:
     return match.group(1).strip() if match else None
 
 
+def last_text(completion: vf.Messages) -> str:
+    return str(completion[-1]["content"] or "") if completion else ""
+
+
 def reversal_reward(completion: vf.Messages, answer: str) -> float:
     """Similarity between the tagged answer and the true reversal; 0 without tags."""
-    given = extract_answer(str(completion[-1]["content"] or "")) if completion else None
+    given = extract_answer(last_text(completion))
     return 0.0 if given is None else similarity(given, answer)
+
+
+def plain_reversal_reward(completion: vf.Messages, answer: str) -> float:
+    """Similarity between the whole completion and the true reversal: every needless word costs a little."""
+    return similarity(last_text(completion).strip(), answer)
 
 
 def make_dataset(texts: list[str]) -> Dataset:
@@ -73,22 +83,26 @@ def load_environment(
     min_length: int = 5,
     max_length: int = 15,
     seed: int = 0,
-    system_prompt: str | None = SYSTEM_PROMPT,
+    needs_tags: bool = True,
+    system_prompt: str | None = None,
 ) -> vf.Environment:
     """A single-turn environment over generated texts; its evaluation set shares no text with its training set.
 
     Args:
         min_length, max_length: letters of a text, both included.
         seed: another seed gives other texts.
-        system_prompt: None or "" leaves the system message out.
+        needs_tags: False scores the whole completion: a signal for models that never write the tags by themselves.
+        system_prompt: None takes the one that fits `needs_tags`; "" leaves the system message out.
     """
     held_out = held_out_texts(num_eval_examples, min_length=min_length, max_length=max_length, seed=seed)
     texts = make_texts(
         num_examples, min_length=min_length, max_length=max_length, seed=f"{seed}/train", exclude=frozenset(held_out)
     )
+    if system_prompt is None:
+        system_prompt = TAGGED_PROMPT if needs_tags else PLAIN_PROMPT
     return vf.SingleTurnEnv(
         dataset=make_dataset(texts),
         eval_dataset=make_dataset(held_out),
         system_prompt=system_prompt or None,
-        rubric=vf.Rubric(funcs=[reversal_reward]),
+        rubric=vf.Rubric(funcs=[reversal_reward if needs_tags else plain_reversal_reward]),
     )

@@ -1,6 +1,14 @@
 import pytest
 
-from reverse_text import extract_answer, held_out_texts, load_environment, make_texts, reversal_reward, similarity
+from reverse_text import (
+    extract_answer,
+    held_out_texts,
+    load_environment,
+    make_texts,
+    plain_reversal_reward,
+    reversal_reward,
+    similarity,
+)
 
 
 def completion(text: str) -> list[dict[str, str]]:
@@ -57,6 +65,12 @@ def test_a_true_reversal_scores_one_and_a_wrong_letter_costs_its_share():
 @pytest.mark.parametrize("text", ["cba", "<reversed_text>cba", "cba</reversed_text>", ""])
 def test_an_answer_without_both_tags_scores_zero(text):
     assert reversal_reward(completion(text), "cba") == 0.0
+
+
+def test_without_tags_the_whole_answer_counts_and_needless_words_cost():
+    exact, wordy = (plain_reversal_reward(completion(text), "cba") for text in (" cba ", "The answer is cba"))
+    assert exact == 1.0
+    assert 0.0 < wordy < exact
 
 
 def test_only_the_first_pair_of_tags_counts():
