@@ -1,0 +1,197 @@
+"""How anyone asks an inference server of ours: which policy it serves, to load another, and for tokens.
+
+The orchestrator, `eval` and the tests go through here. Chat completions of environments do not: verifiers sends those
+itself (environments.model_client).
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from trivet.errors import InferenceError
+from trivet.wire.versions import PolicyVersion, VersionRun
+
+_POLL_S = 0.5
+_REASON_CHARS = 500
+
+
+class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server serves."""
+
+    version: PolicyVersion
+    digest: str
+    """Of the weights directory's manifest; for version 0, of the start model's weight files."""
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    token_ids: list[int]
+    logprobs: list[float]
+    """One per token, as sampled, temperature applied."""
+    versions: list[VersionRun]
+    """Cover the tokens."""
+
+
+class _TokenLogprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenLogprob]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    policy_versions: list[VersionRun]
+    logprobs: _Logprobs
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
+
+
+class InferenceClient:
+    """
+    >>> client = InferenceClient("http://127.0.0.1:8000/v1", timeout_s=60)
+    >>> await client.wait_ready(timeout_s=300)
+    >>> await client.update_weights(Path("outputs/weights/step_7"))
+    PolicyStatus(version=7, digest='…')
+    >>> await client.aclose()
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout_s: float,
+        api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """
+        Args:
+            base_url: with or without `/v1`.
+            timeout_s: longest time for one request.
+            transport: for tests; unset: TCP.
+        """
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._sleep = sleep
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.AsyncClient(base_url=self.base_url, timeout=timeout_s, headers=headers, transport=transport)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns once the server's engine answers.
+
+        Raises:
+            InferenceError: it did not within `timeout_s`; says what the last attempt met.
+        """
+        deadline = self._clock() + timeout_s
+        while True:
+            try:
+                await self._request("GET", "/health", timeout_s=min(self._timeout_s, max(deadline - self._clock(), _POLL_S)))
+                return
+            except InferenceError as exc:
+                if self._clock() >= deadline:
+                    raise InferenceError(
+                        f"{self.base_url} was not ready within {timeout_s:.0f} s: {exc}; is the inference server running "
+                        "(logs/inference.stdout), and does client.base_url name it?"
+                    ) from exc
+            await self._sleep(_POLL_S)
+
+    async def policy(self) -> PolicyStatus:
+        return await self._ask("GET", "/policy", PolicyStatus)
+
+    async def update_weights(self, directory: Path) -> PolicyStatus:
+        """Have the server load the published weights in `directory`, which it must see under the same path."""
+        return await self._ask("POST", "/update_weights", PolicyStatus, body={"weight_dir": _absolute(directory)})
+
+    async def reload_weights(self) -> PolicyStatus:
+        """Have the server go back to the start weights, version 0."""
+        return await self._ask("POST", "/reload_weights", PolicyStatus)
+
+    async def model_name(self) -> str:
+        """The name that requests must give."""
+        models = await self._ask("GET", "/v1/models", _Models)
+        if not models.data:
+            raise InferenceError(f"GET {self.base_url}/v1/models names no model")
+        return models.data[0].id
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None = None
+    ) -> Generation:
+        """Tokens in, tokens out: the prompt is not touched by any template.
+
+        Args:
+            temperature: 0 takes the likeliest token each time.
+        """
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "logprobs": 0}
+        answer = await self._ask(
+            "POST", "/inference/v1/generate", _Answer, body={"token_ids": list(token_ids), "sampling_params": sampling}
+        )
+        choice = answer.choices[0]
+        return Generation(
+            token_ids=choice.token_ids,
+            logprobs=[token.logprob for token in choice.logprobs.content],
+            versions=choice.policy_versions,
+        )
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def _ask(self, method: str, path: str, kind: type[AnswerT], *, body: dict[str, Any] | None = None) -> AnswerT:
+        response = await self._request(method, path, body=body, timeout_s=self._timeout_s)
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.DecodeError as exc:
+            raise InferenceError(
+                f"{method} {self.base_url}{path} answered what is not a {kind.__name__.lstrip('_')} ({exc}): "
+                f"{response.text[:_REASON_CHARS]}; is it `uv run inference`?"
+            ) from exc
+
+    async def _request(self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> httpx.Response:
+        asked = f"{method} {self.base_url}{path}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._http.request(method, path, json=body, timeout=timeout_s)
+        except (TimeoutError, httpx.TimeoutException) as exc:
+            raise InferenceError(f"{asked} was not answered within {timeout_s:.0f} s") from exc
+        except httpx.HTTPError as exc:
+            raise InferenceError(f"{asked} failed: {type(exc).__name__}: {exc}") from exc
+        if response.is_error:
+            raise InferenceError(f"{asked} was answered with {response.status_code}: {_reason(response)}")
+        return response
+
+
+def _absolute(directory: Path) -> str:
+    return str(directory.absolute())
+
+
+def _reason(response: httpx.Response) -> str:
+    """What the server gives as the reason: ours say `reason`, vLLM's `error.message`."""
+    try:
+        body = response.json()
+    except ValueError:
+        return response.text[:_REASON_CHARS]
+    match body:
+        case {"reason": str(reason)} | {"error": {"message": str(reason)}}:
+            return reason
+        case _:
+            return response.text[:_REASON_CHARS]

@@ -1,0 +1,66 @@
+"""Adds `policy_versions` to vLLM's answers: one [version, length] per run of sampled tokens, in order.
+
+Complete answers of chat completions and of token-in, token-out carry it; streamed ones, and those of beam search, do not.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse, GenerateResponseChoice
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+
+from trivet.inference.policy_ledger import TokenVersions
+from trivet.inference.versioned_engine import collect_versions
+
+Runs = list[tuple[int, int]]
+Serve = Callable[..., Awaitable[Any]]
+
+
+class VersionedChoice(GenerateResponseChoice):
+    policy_versions: Runs | None = None
+
+
+class VersionedGenerateResponse(GenerateResponse):
+    choices: list[VersionedChoice]  # type: ignore[assignment]  adds a field to each choice
+
+
+def version_chat(serving: OpenAIServingChat) -> None:
+    """From now on the answers of `serving` carry versions."""
+    serve: Serve = serving.create_chat_completion
+
+    async def create_chat_completion(*args: Any, **kwargs: Any) -> Any:
+        with collect_versions() as collected:
+            answer = await serve(*args, **kwargs)
+        if isinstance(answer, ChatCompletionResponse) and len(collected) == 1:
+            for choice in answer.choices:
+                choice.policy_versions = _runs(collected[0], choice.index, choice.token_ids)  # type: ignore[attr-defined]  extra fields are allowed
+        return answer
+
+    serving.create_chat_completion = create_chat_completion
+
+
+def version_tokens(serving: ServingTokens) -> None:
+    """From now on the answers of `serving` carry versions."""
+    serve: Serve = serving.serve_tokens
+
+    async def serve_tokens(*args: Any, **kwargs: Any) -> Any:
+        with collect_versions() as collected:
+            answer = await serve(*args, **kwargs)
+        if not isinstance(answer, GenerateResponse) or len(collected) != 1:
+            return answer
+        choices = [
+            VersionedChoice.model_construct(**dict(choice), policy_versions=_runs(collected[0], choice.index, choice.token_ids))
+            for choice in answer.choices
+        ]
+        return VersionedGenerateResponse.model_construct(**{**dict(answer), "choices": choices})
+
+    serving.serve_tokens = serve_tokens
+
+
+def _runs(versions: TokenVersions, index: int, token_ids: list[int] | None) -> Runs:
+    runs = [(int(run.version), run.length) for run in versions.runs.get(index, [])]
+    counted = sum(length for _, length in runs)
+    assert token_ids is None or counted == len(token_ids), f"{counted} versions for {len(token_ids)} tokens"
+    return runs

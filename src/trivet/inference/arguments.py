@@ -1,0 +1,118 @@
+"""InferenceConfig to what vLLM is started with: engine and server arguments, and environment variables. Pure."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from trivet.config.inference import InferenceConfig
+from trivet.errors import ConfigError
+
+_KEYS = {
+    "model": "inference.model.name",
+    "served_model_name": "inference.model.name",
+    "dtype": "inference.model.dtype",
+    "max_model_len": "inference.model.max_model_len",
+    "enforce_eager": "inference.model.enforce_eager",
+    "trust_remote_code": "inference.model.trust_remote_code",
+    "enable_auto_tool_choice": "inference.model.enable_auto_tool_choice",
+    "tool_call_parser": "inference.model.tool_call_parser",
+    "reasoning_parser": "inference.model.reasoning_parser",
+    "tensor_parallel_size": "inference.parallel.tp",
+    "data_parallel_size": "inference.parallel.dp",
+    "gpu_memory_utilization": "inference.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "inference.cpu_kv_cache_gib",
+    "max_num_seqs": "inference.max_num_seqs",
+    "seed": "inference.seed",
+    "host": "inference.server.host",
+    "port": "inference.server.port",
+    "uvicorn_log_level": "inference.log.level",
+}
+"""vLLM's arguments that have a key of ours."""
+
+_FIXED = {
+    "logprobs_mode": "log-probabilities must be those of the distribution sampled from",
+    "worker_extension_cls": "it is how weights are loaded",
+    "generation_config": "sampling that a request does not ask for would bias the importance ratio",
+}
+"""vLLM's arguments that the server sets itself, and why no other value works."""
+
+WORKER_EXTENSION = "trivet.inference.worker_extension.PolicyWorkerExtension"
+
+
+def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
+    """Arguments of vLLM's engine and API server by name; what is absent keeps vLLM's default.
+
+    Raises:
+        ConfigError: `vllm_args` sets what another key or the server itself sets.
+    """
+    for name, value in config.vllm_args.items():
+        if name in _KEYS:
+            raise ConfigError(
+                f"inference.vllm_args.{name} = {value!r} is not allowed: it is what {_KEYS[name]} sets; set that key instead"
+            )
+        if name in _FIXED:
+            raise ConfigError(f"inference.vllm_args.{name} = {value!r} is not allowed: {_FIXED[name]}; remove it")
+    model = config.model
+    arguments: dict[str, Any] = {
+        "model": model.name,
+        "served_model_name": [model.name],
+        "dtype": model.dtype,
+        "enforce_eager": model.enforce_eager,
+        "trust_remote_code": model.trust_remote_code,
+        "enable_auto_tool_choice": model.enable_auto_tool_choice,
+        "tensor_parallel_size": config.parallel.tp,
+        "data_parallel_size": config.parallel.dp,
+        "seed": config.seed,
+        "host": config.server.host,
+        "port": config.server.port,
+        "uvicorn_log_level": config.log.level,
+        "disable_uvicorn_access_log": True,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "generation_config": "vllm",
+    }
+    optional = {
+        "max_model_len": model.max_model_len,
+        "tool_call_parser": model.tool_call_parser,
+        "reasoning_parser": model.reasoning_parser,
+        "max_num_seqs": config.max_num_seqs,
+    }
+    arguments |= {name: value for name, value in optional.items() if value is not None}
+    if is_cpu:
+        # With the cache's size given, vLLM does not ask for a share of the machine's memory to be free.
+        arguments["kv_cache_memory_bytes"] = int(config.cpu_kv_cache_gib * 2**30)
+    else:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    return arguments | config.vllm_args
+
+
+def refuse_unknown(names: Iterable[str], *, known: Iterable[str]) -> None:
+    """
+    Raises:
+        ConfigError: `vllm_args` names an argument that this version of vLLM does not have.
+    """
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"inference.vllm_args.{unknown[0]} is not an argument of the installed vLLM; write its engine arguments with "
+            "underscores, as in `vllm serve --help`"
+        )
+
+
+def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
+    """Environment of a server that computes on the CPU; it must be there before the server starts.
+
+    Args:
+        preload: shared libraries to load first, separated by colons.
+    """
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "LD_PRELOAD": preload,
+        # Compilation in worker processes of its own does not work in a daemonic process.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # Compiled kernels ask for the number of threads instead of fixing it.
+        "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1",
+    }
+
+
+COMMON_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+"""Nothing is reported to anyone."""

@@ -1,0 +1,66 @@
+"""How the engine's process starts and ends.
+
+On the CPU it is forked from the API server, worker included, so vLLM is imported once. vLLM itself starts an engine process
+and then a worker process, and each imports everything again: 59 s from start to ready where this takes about 20. It does so to
+give the worker OpenMP's environment; here the API server has that environment from its own start.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from trivet.lifetime import die_with_parent
+
+
+def restart_with(environment: Mapping[str, str]) -> None:
+    """Start this program over, in this process, with `environment` added; returns only if it is there already.
+
+    Libraries are preloaded and OpenMP is set up before Python runs.
+    """
+    if all(os.environ.get(name) == value for name, value in environment.items()):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **environment})
+
+
+def end_with_api_server() -> None:
+    """Called in the engine's process: it ends with the process that started it, even by SIGKILL."""
+    die_with_parent()
+    starter = multiprocessing.parent_process()
+    if starter is not None and os.getppid() != starter.pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_physical_cores(*, cpus: Iterable[int] | None = None, root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Physical cores among `cpus` (those this process may use): two threads of one core share its arithmetic units."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
+        try:
+            cores.add((root / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def preloaded(libraries: Iterable[str], *, present: str) -> str:
+    """LD_PRELOAD with `libraries` ahead of those `present` in it."""
+    already = present.split(":") if present else []
+    return ":".join([*(library for library in libraries if library not in already), *already])
+
+
+def find_openmp() -> list[str]:
+    """The OpenMP runtime that torch ships: loaded first, so that vLLM's kernels do not bring a second one.
+
+    Source: vllm-project/vllm#27369.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return []
+    package = Path(spec.origin).parent
+    found = [*package.parent.glob("torch.libs/libgomp*.so*"), *package.glob("lib/libgomp*.so*")]
+    return [str(found[0])] if found else []

@@ -1,0 +1,22 @@
+"""vLLM's executors, ended with the API server. They run in the engine's process, which vLLM leaves behind otherwise."""
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from trivet.inference.engine_process import end_with_api_server
+
+
+class OneProcessExecutor(UniProcExecutor):
+    """The worker in the engine's own process."""
+
+    def _init_executor(self) -> None:
+        end_with_api_server()
+        super()._init_executor()
+
+
+class ManyProcessExecutor(MultiprocExecutor):
+    """A worker process per rank; they end with the engine's process by themselves."""
+
+    def _init_executor(self) -> None:
+        end_with_api_server()
+        super()._init_executor()

@@ -1,0 +1,62 @@
+"""Which policy sampled which token. Pure bookkeeping: no engine, no clock of its own.
+
+Weights change only while the engine is paused, and every batch of tokens carries the monotonic time at which the engine made
+it. So the policy of a token is the last one whose switch is not later than that time, however late the token arrives here.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+
+from trivet.wire.versions import START_VERSION, PolicyVersion, VersionRun, join_versions
+
+
+class PolicyLedger:
+    """When the engine served which policy.
+
+    >>> ledger = PolicyLedger()
+    >>> ledger.switch(PolicyVersion(1), at=10.0)
+    >>> ledger.version_at(9.9), ledger.version_at(10.0)
+    (0, 1)
+    """
+
+    def __init__(self) -> None:
+        self._times = [float("-inf")]
+        self._versions = [START_VERSION]
+
+    @property
+    def current(self) -> PolicyVersion:
+        return self._versions[-1]
+
+    @property
+    def num_switches(self) -> int:
+        """Grows with every switch, also back to an earlier version: no two stretches of one policy share it."""
+        return len(self._times) - 1
+
+    def switch(self, version: PolicyVersion, *, at: float) -> None:
+        """
+        Args:
+            at: monotonic seconds, after the last token of the policy before and before the first of `version`.
+        """
+        assert at >= self._times[-1]
+        self._times.append(at)
+        self._versions.append(version)
+
+    def version_at(self, time: float) -> PolicyVersion:
+        return self._versions[bisect_right(self._times, time) - 1]
+
+
+class TokenVersions:
+    """The policy of each token of one request, which may have several completions."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, list[VersionRun]] = {}
+
+    def record(self, index: int, *, num_tokens: int, version: PolicyVersion) -> None:
+        """`num_tokens` more tokens of completion `index` came from `version`."""
+        known = self._runs.get(index, [])
+        self._runs[index] = join_versions([known, [VersionRun(version, num_tokens)]])
+
+    @property
+    def runs(self) -> Mapping[int, list[VersionRun]]:
+        """By completion index; a completion without tokens has none."""
+        return self._runs

@@ -1,0 +1,126 @@
+"""Brings a policy into the engine: one at a time, whole or not at all. Called by the routes."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from trivet.errors import InferenceError
+from trivet.inference.policy_ledger import PolicyLedger
+from trivet.weights.manifest import Manifest, describe_start_model, verify
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What a load needs of the engine. Adapter: `versioned_engine.VersionedEngine`."""
+
+    ledger: PolicyLedger
+
+    async def pause(self) -> None:
+        """Returns when no token is being sampled and none will be."""
+        ...
+
+    async def load(self, directory: Path) -> None:
+        """Put the weights of `directory` in place of the served ones."""
+        ...
+
+    async def forget(self) -> None:
+        """Drop what was computed with the weights before and would be used again."""
+        ...
+
+    async def resume(self) -> None: ...
+
+
+class PolicyLoader:
+    """
+    >>> loader = PolicyLoader(engine, start_directory=directory, on_broken=stop)
+    >>> await loader.describe_start()
+    >>> await loader.load(Path("outputs/weights/step_7"))
+    >>> loader.policy.version
+    7
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        start_directory: Path,
+        on_broken: Callable[[], None],
+        timeout_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            on_broken: called when the engine holds neither the new weights nor the ones before; it stays paused.
+            timeout_s: longest time for the engine to pause, and for it to load.
+        """
+        self._engine = engine
+        self._start_directory = start_directory
+        self._on_broken = on_broken
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._directory = start_directory
+        self._start: Manifest | None = None
+        self._policy: Manifest | None = None
+
+    async def describe_start(self) -> None:
+        """Before anything is served: the start model's digest, which takes reading all of it."""
+        self._start = self._policy = await asyncio.to_thread(describe_start_model, self._start_directory)
+
+    @property
+    def policy(self) -> Manifest:
+        """What is served now."""
+        assert self._policy is not None
+        return self._policy
+
+    async def load(self, directory: Path) -> Manifest:
+        """
+        Raises:
+            WeightsError: `directory` is not whole; the policy before is still served, undisturbed.
+            InferenceError: the engine could not load it; the policy before is served again.
+        """
+        async with self._lock:
+            manifest = await asyncio.to_thread(verify, directory)
+            await self._switch(directory, manifest)
+            return manifest
+
+    async def load_start(self) -> Manifest:
+        """Back to the start weights, version 0."""
+        assert self._start is not None
+        async with self._lock:
+            await self._switch(self._start_directory, self._start)
+            return self._start
+
+    async def _switch(self, directory: Path, manifest: Manifest) -> None:
+        started = self._clock()
+        before = self._directory, self.policy
+        async with asyncio.timeout(self._timeout_s):
+            await self._engine.pause()
+        try:
+            await self._replace(directory, manifest)
+        except Exception as exc:  # noqa: BLE001  whatever the engine raises, a half-replaced policy must not sample
+            logger.error("load failed directory=%s version=%s: %s", directory, manifest.version, exc)
+            await self._restore(*before, failed=directory, cause=exc)
+        await self._engine.resume()
+        logger.info("policy loaded version=%s seconds=%.2f", manifest.version, self._clock() - started)
+
+    async def _replace(self, directory: Path, manifest: Manifest) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            await self._engine.load(directory)
+            self._engine.ledger.switch(manifest.version, at=self._clock())
+            await self._engine.forget()
+        self._directory, self._policy = directory, manifest
+
+    async def _restore(self, directory: Path, manifest: Manifest, *, failed: Path, cause: Exception) -> NoReturn:
+        reason = f"{failed} could not be loaded ({type(cause).__name__}: {cause})"
+        try:
+            await self._replace(directory, manifest)
+        except Exception as exc:  # noqa: BLE001  nothing is known about the weights any more: only a new process can serve
+            self._on_broken()
+            raise InferenceError(f"{reason}, nor could {directory} again ({exc}): the server ends") from cause
+        await self._engine.resume()
+        raise InferenceError(f"{reason}; policy {manifest.version} is served again") from cause

@@ -1,0 +1,154 @@
+"""vLLM's engine client, knowing which policy sampled each token, and never mixing the KV cache of two policies unsaid.
+
+Three things hold of every answer:
+
+- Each token is counted to the policy that the engine held when it made it (policy_ledger).
+- A request is salted with the policy it is admitted under, so it reuses no other policy's prefix cache.
+- A request that has no token yet when the policy changes starts again under the new one. Only a completion that already had
+  tokens goes on with the keys and values of the policy before, and its versions say so.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessorOutput, RequestOutputCollector
+
+from trivet.inference.policy_ledger import PolicyLedger, TokenVersions
+from trivet.wire.versions import PolicyVersion
+
+_SALT_END = "/"
+
+_answering: ContextVar[list[TokenVersions] | None] = ContextVar("answering", default=None)
+
+
+@contextmanager
+def collect_versions() -> Iterator[list[TokenVersions]]:
+    """Collects the versions of every request that the block, or a task it starts, makes of the engine, in order."""
+    collected: list[TokenVersions] = []
+    token = _answering.set(collected)
+    try:
+        yield collected
+    finally:
+        _answering.reset(token)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One completion of a request, as it was last handed to the engine."""
+
+    request: EngineCoreRequest
+    since: float
+    """Monotonic seconds: tokens made earlier belong to an attempt that was given up."""
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Admitted:
+    """What is known of a request; kept for as long as vLLM keeps the collector of its outputs, so none outlives its request."""
+
+    versions: TokenVersions = field(default_factory=TokenVersions)
+    attempts: dict[int, _Attempt] = field(default_factory=dict)
+    """By completion index."""
+
+
+class VersionedEngine(AsyncLLM):
+    """Fulfils `policy_loader.Engine`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.ledger = PolicyLedger()
+        self._admitted: WeakKeyDictionary[RequestOutputCollector, _Admitted] = WeakKeyDictionary()
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        super().__init__(*args, **kwargs)
+        self._process_outputs = self.output_processor.process_outputs
+        # The only place where tokens still carry the time at which the engine made them.
+        self.output_processor.process_outputs = self._count_then_process
+
+    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        """As vLLM's; a request that comes while a policy is loaded waits for it."""
+        await self._is_open.wait()
+        salted: Any = {**prompt, "cache_salt": _salt(self.ledger, prompt.get("cache_salt"))}
+        async for output in super().generate(salted, *args, **kwargs):
+            yield output
+
+    async def _add_request(
+        self, request: EngineCoreRequest, prompt: Any, parent_req: Any, index: int, queue: RequestOutputCollector
+    ) -> None:
+        admitted = self._admitted.get(queue)
+        if admitted is None:
+            admitted = self._admitted[queue] = _Admitted()
+            if (collected := _answering.get()) is not None:
+                collected.append(admitted.versions)
+        admitted.attempts[index] = _Attempt(request, since=time.monotonic())
+        await super()._add_request(request, prompt, parent_req, index, queue)
+
+    def _count_then_process(
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: Any = None,
+    ) -> OutputProcessorOutput:
+        assert engine_core_timestamp is not None
+        version = self.ledger.version_at(engine_core_timestamp)
+        current = [output for output in engine_core_outputs if self._count(output, version, made_at=engine_core_timestamp)]
+        return self._process_outputs(current, engine_core_timestamp, iteration_stats)
+
+    def _count(self, output: EngineCoreOutput, version: PolicyVersion, *, made_at: float) -> bool:
+        """Whether `output` counts: false for what is left of an attempt that was given up."""
+        state = self.output_processor.request_states.get(output.request_id)
+        admitted = self._admitted.get(state.queue) if state is not None and state.queue is not None else None
+        if state is None or admitted is None:
+            return True
+        if made_at < admitted.attempts[state.request_index].since:
+            return False
+        if output.new_token_ids:
+            admitted.versions.record(state.request_index, num_tokens=len(output.new_token_ids), version=version)
+        return True
+
+    async def pause(self) -> None:
+        self._is_open.clear()
+        await self.pause_generation(mode="keep", clear_cache=False)
+
+    async def load(self, directory: Path) -> None:
+        await self.collective_rpc("load_policy", args=(str(directory),))
+
+    async def forget(self) -> None:
+        await self.reset_prefix_cache()
+        await self._restart_what_has_no_tokens()
+
+    async def resume(self) -> None:
+        await self.resume_generation()
+        self._is_open.set()
+
+    async def ping(self) -> None:
+        """Returns once every worker has answered."""
+        await self.collective_rpc("ping")
+
+    async def _restart_what_has_no_tokens(self) -> None:
+        attempts = [
+            attempt
+            for admitted in list(self._admitted.values())
+            for index, attempt in admitted.attempts.items()
+            if index not in admitted.versions.runs
+        ]
+        await self.engine_core.abort_requests_async([attempt.request.request_id for attempt in attempts])
+        for attempt in attempts:
+            request = attempt.request
+            if request.request_id in self.output_processor.request_states:
+                _, _, own_salt = (request.cache_salt or "").partition(_SALT_END)
+                request.cache_salt = _salt(self.ledger, own_salt)
+                attempt.since = time.monotonic()
+                await self.engine_core.add_request_async(request)
+
+
+def _salt(ledger: PolicyLedger, own_salt: str | None) -> str:
+    return f"{ledger.num_switches}{_SALT_END}{own_salt or ''}"

@@ -1,0 +1,41 @@
+"""Fixtures that any test may ask for. Nothing here imports torch or vLLM before a test needs them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support.servers import ServerProcess, run_server
+from support.tiny_models import tiny_model_writer
+
+os.environ.update({"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"})
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose LM head is its embedding."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model_writer()(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with an LM head of its own."""
+    directory = tmp_path_factory.mktemp("models") / "tiny-untied"
+    tiny_model_writer(tied=False)(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def _shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with run_server(tiny_model, log=tmp_path_factory.mktemp("server") / "inference.stdout") as server:
+        yield server
+
+
+@pytest.fixture
+def inference_server(_shared_server: ServerProcess) -> str:
+    """Base URL of the one real server of the session, which serves `tiny_model` in float32 from its start weights."""
+    httpx.post(f"{_shared_server.base_url}/reload_weights", timeout=60).raise_for_status()
+    return _shared_server.base_url
