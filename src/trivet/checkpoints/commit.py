@@ -4,7 +4,7 @@ Only the trainer commits. A checkpoint exists once COMMITTED does; whatever lack
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -25,8 +25,13 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of each half's listing."""
 
 
-def commit(layout: RunLayout, step: Step, *, clock: Callable[[], float] = time.time) -> CommitRecord:
+def commit(
+    layout: RunLayout, step: Step, *, halves: Sequence[str] = HALVES, clock: Callable[[], float] = time.time
+) -> CommitRecord:
     """Make one checkpoint of both halves of `step`.
+
+    Args:
+        halves: supervised fine-tuning has the trainer's alone.
 
     Raises:
         CheckpointError: a half is not done, or the step is committed already.
@@ -34,12 +39,12 @@ def commit(layout: RunLayout, step: Step, *, clock: Callable[[], float] = time.t
     staging, final = staging_directory(layout, step), layout.checkpoint_step(step)
     if (final / COMMITTED).exists():
         raise CheckpointError(f"{final} is committed already; resume from it, or remove it to write it again")
-    missing = [name for name in HALVES if not is_half_done(layout, step, name)]
+    missing = [name for name in halves if not is_half_done(layout, step, name)]
     if missing:
         raise CheckpointError(
             f"checkpoint {step} cannot be committed: {staging} lacks the half of the {' and the '.join(missing)}"
         )
-    digests = {name: read_listing(staging / name).digest for name in HALVES}
+    digests = {name: read_listing(staging / name).digest for name in halves}
     record = CommitRecord(step=step, time=clock(), halves=digests)
     remove_directory(final)
     sync_directory(staging)
@@ -109,10 +114,10 @@ def verify_checkpoint(layout: RunLayout, step: Step) -> CommitRecord:
         raise CheckpointError(f"{directory} has no {COMMITTED}: it was never committed") from exc
     except msgspec.DecodeError as exc:
         raise CheckpointError(f"{directory / COMMITTED} cannot be read: {exc}") from exc
-    for name in HALVES:
+    for name, digest in record.halves.items():
         half = directory / name
         listing = read_listing(half)
-        if record.halves.get(name) != listing.digest or listing.digest != digest_of(listing.files):
+        if digest != listing.digest or listing.digest != digest_of(listing.files):
             raise CheckpointError(f"{half} is not the half that was committed as step {step}: its listing was altered")
         if difference := explain_difference(half, listing.files):
             raise CheckpointError(f"checkpoint {step} cannot be resumed from: {difference}")

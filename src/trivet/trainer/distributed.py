@@ -1,0 +1,110 @@
+"""The ranks of the trainer: how they find each other and how they agree. Nothing else reads torchrun's environment.
+
+Legend: rank 0 is the main rank: it alone talks to the orchestrator and writes files, except sharded checkpoints.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trivet.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+    """Gloo, on host memory; waits longer than a collective may, because rank 0 waits for batches."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0) -> Iterator[World]:
+    """Join the other ranks that torchrun started; alone when there is none.
+
+    Args:
+        device: `auto`, `cpu` or `cuda`.
+        timeout_s: longest collective operation.
+        wait_timeout_s: how much longer the other ranks may wait while rank 0 waits for a batch.
+
+    Raises:
+        ConfigError: `cuda` without a CUDA device.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = _choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]  # public, only not declared
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    try:
+        control = dist.new_group(backend="gloo", timeout=timeout + timedelta(seconds=wait_timeout_s))
+        assert isinstance(control, dist.ProcessGroup)
+        mesh = init_device_mesh(chosen.type, (size,), mesh_dim_names=("shard",))
+        yield World(rank=rank, size=size, device=chosen, mesh=mesh, control=control)
+    finally:
+        dist.destroy_process_group()
+
+
+def broadcast_bytes(world: World, data: bytes | None) -> bytes:
+    """What rank 0 passes as `data`, on every rank."""
+    if world.size == 1:
+        assert data is not None
+        return data
+    num_bytes = torch.tensor([len(data) if data is not None else 0])
+    dist.broadcast(num_bytes, src=0, group=world.control)
+    buffer = bytearray(data) if data is not None else bytearray(int(num_bytes))
+    if buffer:
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=0, group=world.control)
+    return bytes(buffer)
+
+
+def sum_over_ranks(world: World, values: torch.Tensor) -> torch.Tensor:
+    if world.size > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def gather_values(world: World, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """On rank 0 each metric's values of all ranks, one behind the other; on the others the rank's own."""
+    if world.size == 1:
+        return values
+    parts: list[Any] | None = [None] * world.size if world.is_main else None
+    dist.gather_object(values, parts, dst=0, group=world.control)
+    return values if parts is None else join_values(parts)
+
+
+def join_values(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    names = {name: None for part in parts for name in part}
+    return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
+
+
+def barrier(world: World) -> None:
+    """Returns once every rank is here."""
+    if world.size > 1:
+        dist.barrier(group=world.control)
+
+
+def _choose_device(device: str, *, local_rank: int) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError('device = "cuda", but torch sees no CUDA device; install the CUDA build, or set device = "cpu"')
+    return torch.device("cuda", local_rank) if has_cuda and device != "cpu" else torch.device("cpu")

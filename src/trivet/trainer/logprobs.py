@@ -1,0 +1,87 @@
+"""Log-probabilities and entropies from a language-model head, a chunk of tokens at a time: all logits never exist at once.
+
+Legend: N tokens to score, C tokens of one chunk, H hidden size, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class TokenScores(NamedTuple):
+    logprobs_N: torch.Tensor
+    """float32: log-probability of each target, temperature applied."""
+    entropies_N: torch.Tensor
+    """float32, nats, of the same distribution; carries no gradient."""
+
+
+def score_tokens(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    *,
+    targets_N: torch.Tensor,
+    temperatures_N: torch.Tensor,
+    chunk_size: int,
+) -> TokenScores:
+    """Score `targets_N` under softmax(hidden @ weight.T / temperature).
+
+    The matrix products run in the dtype of `hidden_NH`, everything after them in float32 (float64 for float64 input).
+
+    Args:
+        targets_N: int64.
+        temperatures_N: float32, > 0.
+        chunk_size: tokens whose logits exist at one time.
+    """
+    logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, targets_N, temperatures_N, chunk_size)
+    return TokenScores(logprobs_N, entropies_N)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperatures_N: torch.Tensor,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropies, log_totals = [], [], []
+        for hidden_CH, targets_C, temperatures_C in _chunks(hidden_NH, targets_N, temperatures_N, chunk_size=chunk_size):
+            logits_CV = _logits(hidden_CH, weight_VH, temperatures_C)
+            log_totals.append(logits_CV.logsumexp(dim=-1))
+            logprobs.append(logits_CV.gather(1, targets_C[:, None])[:, 0] - log_totals[-1])
+            logits_CV -= log_totals[-1][:, None]
+            entropies.append(-(logits_CV.exp().mul_(logits_CV)).sum(dim=-1))
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, torch.cat(log_totals))
+        ctx.chunk_size = chunk_size
+        entropies_N = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropies_N)
+        return torch.cat(logprobs), entropies_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        hidden_NH, weight_VH, targets_N, temperatures_N, log_totals_N = ctx.saved_tensors
+        grad_weight_VH: torch.Tensor | None = None
+        grad_hidden = []
+        chunks = _chunks(hidden_NH, targets_N, temperatures_N, log_totals_N, grads[0], chunk_size=ctx.chunk_size)
+        for hidden_CH, targets_C, temperatures_C, log_totals_C, grad_C in chunks:
+            scale_C1 = (grad_C / temperatures_C)[:, None]
+            grad_logits_CV = _logits(hidden_CH, weight_VH, temperatures_C).sub_(log_totals_C[:, None]).exp_().mul_(-scale_C1)
+            grad_logits_CV.scatter_add_(1, targets_C[:, None], scale_C1)
+            grad_logits_CV = grad_logits_CV.to(weight_VH.dtype)
+            grad_hidden.append(grad_logits_CV @ weight_VH)
+            part_VH = (grad_logits_CV.T @ hidden_CH).to(log_totals_N.dtype)
+            grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
+        assert grad_weight_VH is not None
+        return torch.cat(grad_hidden), grad_weight_VH.to(weight_VH.dtype), None, None, None
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:
+    logits_CV = hidden_CH @ weight_VH.T
+    wide = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+    return wide.div_(temperatures_C[:, None])
+
+
+def _chunks(*tensors: torch.Tensor, chunk_size: int) -> Any:
+    return zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True)

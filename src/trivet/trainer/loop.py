@@ -1,0 +1,112 @@
+"""The trainer's loop: receive batch n, take step n, publish policy n, commit the checkpoint of n if it has its other half.
+
+Consumes batches from the orchestrator. Produces weights/step_n, checkpoints/step_n, metrics and events.
+Waits for: the batch (rank 0, deadline rollout_transport.timeout_s), the other ranks (dist_timeout_seconds).
+Unblocked by: the orchestrator, which acts on each published policy.
+"""
+
+import logging
+from collections.abc import Callable
+
+from trivet.checkpoints.halves import HALVES
+from trivet.config.trainer import TrainerConfig
+from trivet.errors import BatchError
+from trivet.trainer.distributed import World, broadcast_bytes
+from trivet.trainer.losses import make_policy_loss
+from trivet.trainer.self_check import measure_mismatch, require_agreement
+from trivet.trainer.session import Session, open_session
+from trivet.trainer.step import train_step
+from trivet.transport.port import BatchReceiver
+from trivet.weights.catalog import published_versions
+from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.codec import decode, encode
+from trivet.wire.events import Train
+from trivet.wire.versions import Step
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[], BatchReceiver]) -> None:
+    """Train to max_steps, or for ever without one.
+
+    Args:
+        make_receiver: called on rank 0 once what an earlier attempt left is cleared away: only then may the orchestrator
+            be answered, because it writes its halves of checkpoints after the first answer.
+    """
+    loss = make_policy_loss(config.loss)
+    with open_session(config, world, loss=loss, role="trainer") as session:
+        if session.from_step and session.from_step not in published_versions(session.layout):
+            session.publish(session.from_step)
+        receiver = make_receiver() if world.is_main else None
+        try:
+            _check_agreement(session, config, receiver)
+            step = Step(session.from_step + 1)
+            while config.max_steps is None or step <= config.max_steps:
+                _take_step(session, config, receiver, step)
+                step = Step(step + 1)
+        finally:
+            if receiver is not None:
+                receiver.close()
+
+
+def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:
+    """The batch of `step`, which rank 0 waits for, on every rank."""
+    if receiver is None:
+        return decode(broadcast_bytes(world, None), Batch)
+    batch = receiver.receive(step)
+    if world.size > 1:
+        broadcast_bytes(world, encode(batch))
+    return batch
+
+
+def check_batch(batch: Batch, *, seq_len: int, vocab_size: int) -> None:
+    """
+    Raises:
+        BatchError: a row is longer than the trainer's rows, or holds a token that the model does not know.
+    """
+    for row in batch.micro_batches:
+        if row.num_tokens > seq_len:
+            raise BatchError(
+                f"batch {batch.step} has a row of {row.num_tokens} tokens, trainer.model.seq_len is {seq_len}; "
+                "orchestrator.seq_len must not be larger"
+            )
+        if row.num_tokens and not 0 <= row.token_ids_T.min() <= row.token_ids_T.max() < vocab_size:
+            raise BatchError(
+                f"batch {batch.step} holds token {row.token_ids_T.max()}, the trainer's model has {vocab_size} tokens; "
+                "trainer, orchestrator and inference must use the same model.name"
+            )
+
+
+def _check_agreement(session: Session, config: TrainerConfig, receiver: BatchReceiver | None) -> None:
+    """Wait for the self-check, which may be empty, and compare."""
+    batch = receive(session.world, receiver, session.from_step)
+    assert batch.purpose is BatchPurpose.SELF_CHECK, f"batch {batch.step} comes before the first to train"
+    _check(session, config, batch)
+    mismatch = measure_mismatch(session.learner.model, batch.micro_batches, session.world)
+    if mismatch is None:
+        logger.warning("self-check skipped: orchestrator.self_check_rollouts is 0")
+        return
+    logger.info("self-check mismatch_kl=%.3g tokens=%s limit=%s", mismatch, batch.num_loss_tokens, config.max_mismatch_kl)
+    require_agreement(mismatch, limit=config.max_mismatch_kl)
+
+
+def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver | None, step: Step) -> None:
+    with session.timed("step"):
+        with session.timed("wait_for_batch"):
+            batch = receive(session.world, receiver, step)
+        _check(session, config, batch)
+        result = train_step(session.learner, batch.micro_batches, step=step)
+        session.progress.step = step
+        session.progress.total_tokens += batch.num_tokens
+        session.progress.total_samples += batch.num_rollouts
+        if session.telemetry is not None:
+            session.telemetry.write_event(Train(step=step, group_ids=batch.group_ids))
+        session.publish(step)
+        if batch.has_orchestrator_half:
+            session.save(step, halves=HALVES)
+        session.remove_old(keep_recent=config.max_async_level)
+    session.report(step, result, batch.micro_batches)
+
+
+def _check(session: Session, config: TrainerConfig, batch: Batch) -> None:
+    check_batch(batch, seq_len=config.model.seq_len, vocab_size=session.learner.model.embedding.num_embeddings)

@@ -1,0 +1,139 @@
+"""The policy: a Hugging Face causal language model that is sharded over ranks and scores tokens instead of giving logits.
+
+Legend: T tokens of a row, N of them scored.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trivet.config.trainer import TrainerModelConfig
+from trivet.errors import ConfigError
+from trivet.trainer.attention import register_attention, require_full_attention
+from trivet.trainer.distributed import World
+from trivet.trainer.logprobs import TokenScores, score_tokens
+from trivet.trainer.rows import RowTensors
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyModel(torch.nn.Module):
+    """Rows in, log-probabilities and entropies of their loss tokens out."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, chunk_size: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self._chunk_size = chunk_size
+
+    def forward(self, row: RowTensors) -> TokenScores:
+        outputs = self.causal_lm.base_model(
+            input_ids=row.token_ids_1T, position_ids=row.position_ids_1T, use_cache=False, segments=row.segments
+        )
+        return score_tokens(
+            outputs.last_hidden_state[0].index_select(0, row.predictors_N),
+            self.head.weight,
+            targets_N=row.targets_N,
+            temperatures_N=row.temperatures_N,
+            chunk_size=self._chunk_size,
+        )
+
+    @property
+    def embedding(self) -> torch.nn.Embedding:
+        embedding = self.causal_lm.get_input_embeddings()
+        assert isinstance(embedding, torch.nn.Embedding)
+        return embedding
+
+    @property
+    def head(self) -> torch.nn.Linear:
+        """Its weight is the embedding's when they are tied."""
+        head = self.causal_lm.get_output_embeddings()
+        assert isinstance(head, torch.nn.Linear)
+        return head
+
+    @property
+    def num_parameters(self) -> int:
+        """Over all ranks; a tied head counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
+    """The start model, sharded, in training mode.
+
+    Raises:
+        ConfigError: there is no such model, or it is one that packed rows cannot be trained on.
+    """
+    require_model(config.name)
+    try:
+        hf_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        require_full_attention(hf_config, seq_len=config.seq_len)
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            config.name,
+            dtype=getattr(torch, config.optimization_dtype),
+            attn_implementation=register_attention(config.attn, device=world.device),
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError) as exc:
+        if isinstance(exc, ConfigError):
+            raise
+        raise ConfigError(f"model.name = {config.name!r} cannot be loaded as a causal language model: {exc}") from exc
+    head = causal_lm.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise ConfigError(f"model.name = {config.name!r} has no plain linear head without bias, which the trainer needs")
+    model = PolicyModel(causal_lm.train(), chunk_size=config.fused_lm_head_chunk_size)
+    shard(model, config, world)
+    logger.info("model loaded name=%s parameters=%s ranks=%s", config.name, model.num_parameters, world.size)
+    return model
+
+
+def require_model(name: str) -> None:
+    """
+    Raises:
+        ConfigError: `name` is written as a path, or is one, and holds no model.
+    """
+    path = Path(name)
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ConfigError(f"model.name = {name!r} has no config.json: it is not a Hugging Face model directory")
+    if looks_like_path and not path.is_dir():
+        raise ConfigError(f"model.name = {name!r} is not a directory; give a model directory or a Hugging Face name")
+
+
+def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
+    """Shard each block, then the rest (embedding, final norm, head) with the root, so that a tied head is in one group."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.compute_dtype),
+        reduce_dtype=getattr(torch, config.reduce_dtype),
+        # Inputs carry temperatures and log-probabilities, which must stay float32.
+        cast_forward_inputs=False,
+    )
+    # Alone, a rank's gathered parameters are its shards: freeing and copying them again would buy nothing.
+    reshard = config.reshard_after_forward and world.size > 1
+    block_names = set(model.causal_lm._no_split_modules or ())
+    for module in list(model.causal_lm.modules()):
+        if type(module).__name__ in block_names:
+            fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+    if world.size > 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # The loss is divided by a count over all ranks already: gradients are summed, not averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
+    """Before each backward: one rank alone accumulates in place and goes through FSDP's reduction once per step."""
+    if world.size == 1:
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+
+
+def free_gathered(model: PolicyModel) -> None:
+    """After a forward without a backward: back to shards, which is what optimizer, export and checkpoint work on."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,73 @@
+"""AdamW over sharded float32 parameters, the learning rate of a step, and clipping by the norm over all ranks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trivet.algorithms.schedules import constant_factor, cosine_factor, linear_factor
+from trivet.config.trainer import AdamWConfig, ConstantSchedule, LinearSchedule, ScheduleConfig
+from trivet.errors import ConfigError
+from trivet.trainer.distributed import World, sum_over_ranks
+
+
+def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: AdamWConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.betas1, config.betas2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRate:
+    """The schedule as a function of the step: nothing to save, nothing to restore."""
+
+    peak: float
+    schedule: ScheduleConfig
+    max_steps: int | None
+
+    def __post_init__(self) -> None:
+        if self.max_steps is None and not isinstance(self.schedule, ConstantSchedule):
+            raise ConfigError(
+                f'scheduler.type = "{self.schedule.type}" ends at max_steps, which is not set; set max_steps, '
+                'or scheduler.type = "constant"'
+            )
+
+    def at(self, step: int) -> float:
+        """The rate of the optimizer step `step`, from 1."""
+        schedule, max_steps = self.schedule, self.max_steps
+        if isinstance(schedule, ConstantSchedule) or max_steps is None:
+            return self.peak * constant_factor(step)
+        min_factor = min(schedule.min_lr / self.peak, 1.0) if self.peak else 0.0
+        if isinstance(schedule, LinearSchedule):
+            return self.peak * linear_factor(
+                step,
+                max_steps=max_steps,
+                warmup_steps=schedule.warmup_steps,
+                decay_steps=schedule.decay_steps,
+                min_factor=min_factor,
+            )
+        return self.peak * cosine_factor(step, max_steps=max_steps, warmup_steps=schedule.warmup_steps, min_factor=min_factor)
+
+
+def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's shards of the gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def gradient_norm(gradients: list[torch.Tensor], world: World) -> float:
+    """The 2-norm over all parameters and ranks. Works on shards directly: a DTensor operation per parameter costs more."""
+    norms = torch.stack([gradient.norm() for gradient in gradients])
+    return float(sum_over_ranks(world, norms.double().square().sum()).sqrt())
+
+
+def clip_gradients(gradients: list[torch.Tensor], *, norm: float, max_norm: float | None) -> None:
+    if max_norm is not None and norm > max_norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / norm)

@@ -1,0 +1,71 @@
+"""What a step costs: floating-point operations, memory, and its share of the device's peak."""
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from trivet.trainer.model import PolicyModel
+from trivet.wire.batches import MicroBatch
+
+_PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 operations per second, by what the device's name contains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCost:
+    matmul_parameters: int
+    """Parameters that every token is multiplied with: all but an embedding that is only looked up."""
+    num_layers: int
+    attention_width: int
+    """Query heads times head dimension."""
+
+    def flops(self, sequence_lengths: Sequence[int]) -> float:
+        """Forward and backward of samples of these lengths; attention counted causally, recomputation not at all."""
+        tokens, squares = sum(sequence_lengths), sum(length * length for length in sequence_lengths)
+        return 6.0 * self.matmul_parameters * tokens + 6.0 * self.num_layers * self.attention_width * squares
+
+
+def model_cost(model: PolicyModel) -> ModelCost:
+    config = model.causal_lm.config
+    assert isinstance(config, PreTrainedConfig)
+    is_tied = model.embedding.weight is model.head.weight
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelCost(
+        matmul_parameters=model.num_parameters - (0 if is_tied else model.embedding.weight.numel()),
+        num_layers=config.num_hidden_layers,
+        attention_width=config.num_attention_heads * head_dim,
+    )
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's bf16 peak, None when it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Largest so far: of the device's allocator, on the CPU of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def speed_metrics(
+    cost: ModelCost, rows: Sequence[MicroBatch], *, seconds: float, num_ranks: int, device: torch.device
+) -> dict[str, float]:
+    """Metrics under `perf/` of a step that took `seconds`."""
+    lengths = [int(length) for row in rows for length in row.sequence_lengths_S]
+    throughput = sum(lengths) / seconds
+    metrics = {
+        "perf/throughput": throughput,
+        "perf/throughput_per_gpu": throughput / num_ranks,
+        "perf/peak_memory": peak_memory_gib(device),
+    }
+    if peak := peak_flops(device):
+        metrics["perf/mfu"] = 100.0 * cost.flops(lengths) / (seconds * peak * num_ranks)
+    return metrics

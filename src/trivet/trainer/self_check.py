@@ -1,0 +1,45 @@
+"""Before the first step: do trainer and server give the same tokens the same probability? Called by the RL loop."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trivet.errors import TrivetError
+from trivet.trainer.distributed import World, sum_over_ranks
+from trivet.trainer.losses import mismatch_kl
+from trivet.trainer.model import PolicyModel, free_gathered
+from trivet.trainer.rows import rows_of_rank
+from trivet.wire.batches import MicroBatch
+
+
+def measure_mismatch(model: PolicyModel, rows: Sequence[MicroBatch], world: World) -> float | None:
+    """Mean mismatch KL over all loss tokens, None when there is none. Collective."""
+    if not any(row.loss_mask_T.any() for row in rows):
+        return None
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    with torch.no_grad():
+        for row in rows_of_rank(rows, rank=world.rank, num_ranks=world.size, device=world.device):
+            scores = model(row)
+            if not row.is_dummy:
+                log_ratio_N = scores.logprobs_N - row.sampler_logprobs_N
+                totals += torch.stack((mismatch_kl(log_ratio_N).sum(), torch.ones_like(log_ratio_N).sum()))
+    free_gathered(model)
+    total, count = sum_over_ranks(world, totals).tolist()
+    return total / count
+
+
+def require_agreement(mismatch: float, *, limit: float) -> None:
+    """
+    Raises:
+        TrivetError: the mismatch is above `limit`, or not a number; says what to look at.
+    """
+    if np.isfinite(mismatch) and mismatch <= limit:
+        return
+    raise TrivetError(
+        f"trainer and inference server disagree: mean mismatch KL {mismatch:.4g} of the self-check is above "
+        f"trainer.max_mismatch_kl = {limit:g}. Compare: model.name and tokenizer of both; inference.model.dtype with "
+        "trainer.model.compute_dtype; orchestrator.sampling.temperature (top_p, top_k, min_p and penalties must be off); "
+        "after a resume, whether the server holds the weights of that step (GET /policy). Raise trainer.max_mismatch_kl "
+        "only when the difference is explained"
+    )

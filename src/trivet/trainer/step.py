@@ -1,0 +1,120 @@
+"""One optimizer step from a batch's rows. Called by the RL loop and by supervised fine-tuning, on every rank alike.
+
+Loss and gradient do not depend on packing, row order or the number of ranks: the count they are divided by is global.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trivet.errors import BatchError, Diverged
+from trivet.trainer.distributed import World, gather_values, join_values, sum_over_ranks
+from trivet.trainer.losses import Loss, Unit
+from trivet.trainer.model import PolicyModel, set_last_row
+from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
+from trivet.trainer.rows import rows_of_rank
+from trivet.wire.batches import MicroBatch
+from trivet.wire.versions import Step
+
+
+@dataclass(slots=True, kw_only=True)
+class Learner:
+    """What learns: model, optimizer and schedule of one rank. Its state is in `trainer.checkpoint`."""
+
+    model: PolicyModel
+    optimizer: torch.optim.AdamW
+    learning_rate: LearningRate
+    loss: Loss
+    max_norm: float | None
+    world: World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    values: dict[str, np.ndarray]
+    """Per-token and per-sample values by metric name: of all ranks on rank 0, of the rank itself elsewhere."""
+    forward_backward_s: float
+    optimizer_s: float
+
+
+def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> StepResult:
+    """Forward, backward and one update.
+
+    Args:
+        rows: the whole batch, the same on every rank.
+
+    Raises:
+        BatchError: no row has a loss token.
+        Diverged: loss or gradient norm is NaN or infinite; the parameters are as before.
+    """
+    started = time.monotonic()
+    learner.optimizer.zero_grad(set_to_none=True)
+    loss, parts = _accumulate(learner, rows, num_units=_count_units(rows, learner.loss.unit, step=step))
+    computed = time.monotonic()
+    _require_finite(loss, "loss", step=step)
+    gradients = local_gradients(learner.model.parameters())
+    norm = gradient_norm(gradients, learner.world)
+    _require_finite(norm, "gradient norm", step=step)
+    clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
+    lr = learner.learning_rate.at(step)
+    for group in learner.optimizer.param_groups:
+        group["lr"] = lr
+    learner.optimizer.step()
+    return StepResult(
+        loss=loss,
+        grad_norm=norm,
+        lr=lr,
+        values=gather_values(learner.world, join_values(parts)),
+        forward_backward_s=computed - started,
+        optimizer_s=time.monotonic() - computed,
+    )
+
+
+def _accumulate(learner: Learner, rows: Sequence[MicroBatch], *, num_units: int) -> tuple[float, list[dict[str, np.ndarray]]]:
+    """Gradients of the step's loss into the parameters; returns the loss and each row's values."""
+    world, model = learner.world, learner.model
+    mine = rows_of_rank(rows, rank=world.rank, num_ranks=world.size, device=world.device)
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    parts: list[dict[str, np.ndarray]] = []
+    for index, row in enumerate(mine):
+        set_last_row(model, is_last=index == len(mine) - 1, world=world)
+        scores = model(row)
+        if row.is_dummy:
+            (scores.logprobs_N.sum() * 0.0).backward()
+            continue
+        row_loss = learner.loss.compute(scores, row)
+        (row_loss.total / num_units).backward()
+        total += row_loss.total.detach()
+        parts.append({name: values.cpu().numpy() for name, values in row_loss.values.items()})
+    return float(sum_over_ranks(world, total)) / num_units, parts
+
+
+def _count_units(rows: Sequence[MicroBatch], unit: Unit, *, step: Step) -> int:
+    num_tokens = sum(int(np.count_nonzero(row.loss_mask_T)) for row in rows)
+    if num_tokens == 0:
+        raise BatchError(
+            f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at seq_len; "
+            "look at rollouts/ and raise seq_len or sampling.max_tokens"
+        )
+    return num_tokens if unit is Unit.TOKEN else sum(_count_samples(row) for row in rows)
+
+
+def _count_samples(row: MicroBatch) -> int:
+    ends_S = np.cumsum(row.sequence_lengths_S)
+    masks = np.split(row.loss_mask_T, ends_S[:-1])
+    return sum(bool(mask.any()) for mask in masks)
+
+
+def _require_finite(value: float, name: str, *, step: Step) -> None:
+    if not np.isfinite(value):
+        raise Diverged(
+            f"the {name} of step {step} is {value}; the weights of step {step - 1} are untouched. Lower optim.lr, or look at "
+            f"mismatch_kl and rewards of the steps before in metrics/"
+        )

@@ -1,0 +1,92 @@
+"""Tiny models with a tokenizer, a world of one rank, and the oracle."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from trivet.config.trainer import AdamWConfig, ConstantSchedule, LossConfig, TrainerModelConfig
+from trivet.trainer.distributed import World, open_world
+from trivet.trainer.losses import make_cross_entropy, make_policy_loss
+from trivet.trainer.model import load_policy
+from trivet.trainer.optimizer import LearningRate, make_optimizer
+from trivet.trainer.step import Learner
+
+MakeLearner = Callable[..., Learner]
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    return _load(Path(__file__).with_name("oracle.py"))
+
+
+@pytest.fixture(scope="session", params=["tied", "untied"])
+def any_model(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Path:
+    return tiny_models[request.param]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_models: dict[str, Path]) -> Path:
+    return tiny_models["tied"]
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    maker = _load(Path(__file__).parents[3] / "scripts" / "make_tiny_model.py")
+    directories = {}
+    tokenizer = maker.make_tokenizer()
+    for name in ("tied", "untied"):
+        directory = tmp_path_factory.mktemp("models") / name
+        model = maker.make_model(tokenizer, hidden_size=128, layers=2, seed=1, tied=name == "tied")
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        directories[name] = directory
+    return directories
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    torch.set_num_threads(1)
+    with open_world(device="cpu", timeout_s=30) as world:
+        yield world
+
+
+@pytest.fixture
+def make_learner(world: World) -> MakeLearner:
+    def make(
+        directory: Path,
+        *,
+        loss: LossConfig | None = None,
+        lr: float = 0.0,
+        compute_dtype: str = "float32",
+        chunk_size: int = 7,
+        max_norm: float | None = None,
+    ) -> Learner:
+        config = TrainerModelConfig.model_validate(
+            {"name": str(directory), "compute_dtype": compute_dtype, "fused_lm_head_chunk_size": chunk_size}
+        )
+        model = load_policy(config, world)
+        return Learner(
+            model=model,
+            optimizer=make_optimizer(model.parameters(), AdamWConfig(lr=lr)),
+            learning_rate=LearningRate(peak=lr, schedule=ConstantSchedule(), max_steps=None),
+            loss=make_cross_entropy() if loss is None else make_policy_loss(loss),
+            max_norm=max_norm,
+            world=world,
+        )
+
+    return make

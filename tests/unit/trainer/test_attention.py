@@ -1,0 +1,73 @@
+"""Packed rows: what a sample sees, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Qwen3Config
+
+from trivet.errors import ConfigError
+from trivet.trainer.attention import Segments, register_attention, require_full_attention, sdpa_packed
+from trivet.trainer.rows import to_tensors
+
+CPU = torch.device("cpu")
+
+
+def test_each_segment_is_attended_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 8, generator=generator) for heads in (4, 2, 2))
+    found, _ = sdpa_packed(
+        torch.nn.Identity(), query, key, value, None, segments=Segments.of([4, 1, 4], device=CPU), scaling=0.3
+    )
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        alone = scaled_dot_product_attention(
+            query[:, :, start:stop],
+            key[:, :, start:stop].repeat_interleave(2, dim=1),
+            value[:, :, start:stop].repeat_interleave(2, dim=1),
+            is_causal=True,
+            scale=0.3,
+        )
+        torch.testing.assert_close(found[:, start:stop], alone.transpose(1, 2))
+
+
+def test_a_sample_scores_the_same_whatever_is_packed_around_it(tiny_model: Path, make_learner, oracle) -> None:
+    model = make_learner(tiny_model).model
+    first, *others = oracle.make_examples(count=4, vocab_size=100)
+    rows = [[first], [*others, first], [first, *others[::-1]]]
+    with torch.no_grad():
+        alone, last, leading = (model(to_tensors(oracle.make_row(row), device=CPU)).logprobs_N for row in rows)
+    count = len(alone)
+    torch.testing.assert_close(last[-count:], alone)
+    torch.testing.assert_close(leading[:count], alone)
+
+
+def test_a_token_changes_nothing_outside_its_sample(tiny_model: Path, make_learner, oracle) -> None:
+    model = make_learner(tiny_model).model
+    examples = oracle.make_examples(count=3, vocab_size=100)
+    row, changed = oracle.make_row(examples), oracle.make_row(examples)
+    middle = slice(len(examples[0].token_ids), len(examples[0].token_ids) + len(examples[1].token_ids))
+    changed.token_ids_T[middle] = (changed.token_ids_T[middle] + 1) % 100
+    counts = [sum(example.is_trained) for example in examples]
+    with torch.no_grad():
+        before, after = (model(to_tensors(r, device=CPU)).logprobs_N.split(counts) for r in (row, changed))
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[2], after[2])
+    assert not torch.equal(before[1], after[1])
+
+
+def test_auto_takes_sdpa_on_the_cpu() -> None:
+    assert register_attention("auto", device=CPU).endswith("sdpa")
+
+
+def test_flash_attention_is_refused_without_cuda() -> None:
+    with pytest.raises(ConfigError, match=r'set model\.attn = "sdpa"'):
+        register_attention("flash_varlen", device=CPU)
+
+
+def test_a_window_shorter_than_a_row_is_refused() -> None:
+    windowed = Qwen3Config(use_sliding_window=True, sliding_window=512, max_window_layers=0, num_hidden_layers=2)
+    with pytest.raises(ConfigError, match=r"model\.seq_len <= 512"):
+        require_full_attention(windowed, seq_len=2048)
+    require_full_attention(windowed, seq_len=512)
+    require_full_attention(Qwen3Config(sliding_window=512, num_hidden_layers=2), seq_len=2048)

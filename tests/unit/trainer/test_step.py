@@ -1,0 +1,89 @@
+"""One step against a float64 oracle that sees one sample at a time."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trivet.config.trainer import LossConfig
+from trivet.errors import BatchError, Diverged
+from trivet.trainer.step import train_step
+
+TOLERANCE = 1e-6
+"""Relative, float32 (design invariant 8)."""
+
+PARAMETER_TOLERANCE = 5e-6
+"""A query projection's gradient is a small difference of large numbers, so float32 alone costs it 1.2e-6 here."""
+
+LOSSES = {
+    "token": LossConfig(kl_tau=0.1),
+    "sequence": LossConfig(ratio_type="sequence", kl_tau=0.1, adv_tau=0.7),
+    "cross-entropy": None,
+}
+
+
+def full_gradients(model) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("causal_lm."): parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_and_gradients_equal_the_oracle_in_every_layout(any_model: Path, make_learner, oracle, loss: str) -> None:
+    examples = oracle.make_examples(count=9, vocab_size=100)
+    expected_loss, expected = oracle.loss_and_gradients(any_model, examples, LOSSES[loss])
+    learner = make_learner(any_model, loss=LOSSES[loss])
+    for name, rows in oracle.layouts(examples).items():
+        result = train_step(learner, rows, step=1)
+        assert result.loss == pytest.approx(expected_loss, rel=TOLERANCE), name
+        gradients = full_gradients(learner.model)
+        assert oracle.gradient_error(gradients, expected) < TOLERANCE, name
+        assert oracle.largest_parameter_error(gradients, expected) < PARAMETER_TOLERANCE, name
+
+
+def test_mean_of_the_loss_values_is_the_loss_of_the_step(tiny_model: Path, make_learner, oracle) -> None:
+    rows = oracle.layouts(oracle.make_examples(count=6, vocab_size=100))["uneven rows"]
+    for loss in LOSSES.values():
+        result = train_step(make_learner(tiny_model, loss=loss), rows, step=1)
+        assert result.values["loss"].mean() == pytest.approx(result.loss, rel=1e-5)
+
+
+def test_gradient_norm_is_reported_before_clipping_and_clipped_to_the_limit(tiny_model: Path, make_learner, oracle) -> None:
+    rows = [oracle.make_row(oracle.make_examples(count=4, vocab_size=100))]
+    learner = make_learner(tiny_model, loss=LossConfig(), max_norm=1e-3)
+    result = train_step(learner, rows, step=1)
+    assert result.grad_norm > 1e-2
+    clipped = torch.stack([gradient.norm() for gradient in full_gradients(learner.model).values()]).norm()
+    assert float(clipped) == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_bf16_compute_is_close_to_float32(tiny_model: Path, make_learner, oracle) -> None:
+    rows = [oracle.make_row(oracle.make_examples(count=6, vocab_size=100))]
+    wide = train_step(make_learner(tiny_model), rows, step=1)
+    narrow = train_step(make_learner(tiny_model, compute_dtype="bfloat16"), rows, step=1)
+    assert narrow.loss == pytest.approx(wide.loss, rel=5e-3)
+    assert narrow.grad_norm == pytest.approx(wide.grad_norm, rel=5e-2)
+
+
+def test_rows_without_loss_tokens_change_nothing(tiny_model: Path, make_learner, oracle) -> None:
+    row = oracle.make_row(oracle.make_examples(count=3, vocab_size=100))
+    empty = oracle.make_row(oracle.make_examples(count=2, vocab_size=100, seed=5))
+    empty.loss_mask_T = np.zeros_like(empty.loss_mask_T)
+    learner = make_learner(tiny_model, loss=LossConfig())
+    assert train_step(learner, [empty, row], step=1).loss == train_step(learner, [row], step=1).loss
+
+
+def test_a_batch_without_loss_tokens_is_refused(tiny_model: Path, make_learner, oracle) -> None:
+    row = oracle.make_row(oracle.make_examples(count=1, vocab_size=100))
+    row.loss_mask_T = np.zeros_like(row.loss_mask_T)
+    with pytest.raises(BatchError, match="batch 7 has 1 rows and no token to train on"):
+        train_step(make_learner(tiny_model, loss=LossConfig()), [row], step=7)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_leaves_the_weights(tiny_model: Path, make_learner, oracle) -> None:
+    row = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
+    row.advantages_T = np.full_like(row.advantages_T, np.nan)
+    learner = make_learner(tiny_model, loss=LossConfig(token_mask_high=1e9, geo_mask_high=1e9), lr=1.0)
+    before = [parameter.detach().clone() for parameter in learner.model.parameters()]
+    with pytest.raises(Diverged, match="the loss of step 3 is nan"):
+        train_step(learner, [row], step=3)
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
