@@ -92,8 +92,13 @@ def plan(
         resume_step: a committed step, or None for a fresh run.
 
     Raises:
-        ConfigError: GPU ids that do not exist, or that tensor parallelism does not divide.
+        ConfigError: GPU ids that do not exist, or that tensor parallelism does not divide; no step is left to do.
     """
+    if resume_step is not None and config.max_steps is not None and config.max_steps <= resume_step:
+        raise ConfigError(
+            f"max_steps ({config.max_steps}) must be above the step resumed from ({resume_step}): "
+            "nothing is left to do; raise it"
+        )
     shares = share_gpus(config, machine.gpus)
     configs = RunLayout(config.output_dir).configs
     inference = _inference_config(config, shares, run, ports)
@@ -271,7 +276,7 @@ def _port_notices(config: RLConfig, ports: Ports) -> list[str]:
     wanted = [("trainer.rollout_transport.port", config.trainer.rollout_transport.port, ports.transport)]
     if config.inference is not None:
         wanted.insert(0, ("inference.server.port", config.inference.server.port, ports.inference))
-    return [f"{key} {port} is taken by another program; using {found}" for key, port, found in wanted if port != found]
+    return [f"{key} {port} is not free; using {found}" for key, port, found in wanted if port != found]
 
 
 def _memory_notices(config: RLConfig, inference: InferenceConfig | None) -> list[str]:

@@ -91,7 +91,7 @@ def test_a_taken_port_is_replaced_in_every_role_and_said() -> None:
     assert trainer_config(planned).rollout_transport.port == 40002
     assert planned.base_urls == ("http://127.0.0.1:40001/v1",)
     assert len(planned.notices) == 2
-    assert "inference.server.port 8000 is taken by another program; using 40001" in planned.notices
+    assert "inference.server.port 8000 is not free; using 40001" in planned.notices
 
 
 def test_a_server_on_another_machine_keeps_its_port() -> None:
@@ -111,6 +111,18 @@ def test_the_resume_step_reaches_both_roles_that_keep_checkpoints() -> None:
     )
     assert orchestrator_config(planned).ckpt.resume_step == 50
     assert trainer_config(planned).ckpt.resume_step == 50
+
+
+def test_a_run_with_no_step_left_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_steps \(50\) must be above the step resumed from \(50\)"):
+        plan(
+            RLConfig(max_steps=50),
+            machine=LAPTOP,
+            python="python",
+            run=RunIdentity(),
+            ports=Ports(inference=8000, transport=5555),
+            resume_step=50,
+        )
 
 
 def test_without_a_gpu_the_ranks_share_the_cores() -> None:
