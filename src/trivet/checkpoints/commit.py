@@ -85,20 +85,30 @@ def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
     return Step(requested)
 
 
-def discard_uncommitted(layout: RunLayout, after: Step) -> None:
-    """Remove halves that were never committed, and checkpoints of steps later than `after`.
+def discard_later(layout: RunLayout, step: Step) -> None:
+    """Remove checkpoints of steps later than `step`, and what has their form but was never committed.
 
-    Called once when a run starts from step `after`, before either role writes a half.
+    Called when a run starts from `step`: those steps happen again.
     """
     if not layout.checkpoints.is_dir():
         return
     for path in sorted(layout.checkpoints.iterdir()):
-        step = parse_step(path.name)
-        is_staging = path.name.startswith(".step_") and path.name.endswith(".tmp")
-        is_obsolete = step is not None and (step > after or not (path / COMMITTED).exists())
-        if is_staging or is_obsolete:
+        found = parse_step(path.name)
+        if found is not None and (found > step or not (path / COMMITTED).exists()):
             remove_directory(path, marker=COMMITTED)
     sweep_removed(layout.checkpoints)
+
+
+def discard_staging(layout: RunLayout) -> None:
+    """Remove halves that were never committed.
+
+    Only before any role has started. A half that stays is harmless: each is emptied before it is written again.
+    """
+    if not layout.checkpoints.is_dir():
+        return
+    for path in sorted(layout.checkpoints.iterdir()):
+        if path.name.startswith(".step_") and path.name.endswith(".tmp"):
+            remove_directory(path)
 
 
 def verify_checkpoint(layout: RunLayout, step: Step) -> CommitRecord:

@@ -1,23 +1,10 @@
-"""Finds and loads verifiers environments. An unknown id is an error that says the command that installs it."""
-
-import importlib.util
-from pathlib import Path
+"""Loads verifiers environments; what a user's load_environment raises becomes one error that names it."""
 
 import verifiers as vf
-from verifiers.legacy.utils.env_utils import env_module_name
 
 from trivet.config.orchestrator import EnvConfig
+from trivet.environments.installed import require_installed
 from trivet.errors import EnvironmentLoadError
-
-
-def is_installed(env_id: str) -> bool:
-    return importlib.util.find_spec(env_module_name(env_id)) is not None
-
-
-def install_hint(env_id: str, *, environments_dir: Path = Path("environments")) -> str:
-    """The command that installs `env_id`: from the folder of this checkout when it is there, else by package name."""
-    folder = environments_dir / env_module_name(env_id)
-    return f"uv pip install -e {folder}" if folder.is_dir() else f"uv pip install {env_id.split('/')[-1]}"
 
 
 def load_environment(config: EnvConfig) -> vf.Environment:
@@ -25,11 +12,7 @@ def load_environment(config: EnvConfig) -> vf.Environment:
     Raises:
         EnvironmentLoadError: the package is not installed, or its load_environment raised.
     """
-    if not is_installed(config.id):
-        raise EnvironmentLoadError(
-            f"environment {config.id!r} is not installed (no module {env_module_name(config.id)!r}); "
-            f"install it with: {install_hint(config.id)}"
-        )
+    require_installed(config)
     try:
         return vf.load_environment(config.id, **config.args)
     except Exception as exc:  # an environment is the user's code: whatever it raises is reported with its name

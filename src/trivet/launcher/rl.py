@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import msgspec
@@ -10,11 +11,11 @@ from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.rl import RLConfig
 from trivet.config.shared import RunIdentity
+from trivet.environments.installed import require_installed
 from trivet.launcher.logs import RunLog
 from trivet.launcher.machine import inspect_machine
 from trivet.launcher.plan import Plan, Ports, plan, share_gpus
 from trivet.launcher.ports import HeldPorts
-from trivet.launcher.preflight import check_environments
 from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.launcher.supervisor import supervise
 from trivet.telemetry.events import read_events
@@ -33,7 +34,8 @@ def check(config: RLConfig) -> None:
         EnvironmentLoadError: an environment is not installed.
         ConfigError: GPU ids that do not exist.
     """
-    check_environments(config.orchestrator.env)
+    for env in config.orchestrator.env:
+        require_installed(env)
     share_gpus(config, inspect_machine().gpus)
 
 
@@ -52,7 +54,7 @@ def start(config: RLConfig) -> int:
             ports=_take_ports(config, held.enter_context(HeldPorts())),
             resume_step=step,
         )
-        directory.begin(run, is_resumed=step is not None)
+        directory.begin(run, resumed_from=step)
         write_configs(planned.configs)
         layout.logs.mkdir(parents=True, exist_ok=True)
         log = RunLog(sys.stdout, held.enter_context(layout.log_file("rl.log").open("a")))
@@ -83,13 +85,18 @@ def _carry_out(planned: Plan, config: RLConfig, run: RunIdentity, log: RunLog) -
     return supervise(
         planned.processes,
         python=sys.executable,
-        environ=os.environ,
+        environ=role_environment(os.environ),
         log=log,
         is_complete=lambda role: has_completed(layout, role, run=run, max_steps=config.trainer.max_steps),
         base_urls=planned.base_urls,
         shutdown_timeout_s=config.shutdown_timeout_s,
         patience_s=config.trainer.rollout_transport.timeout_s,
     )
+
+
+def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What roles inherit: not the keys that the environment sets, which their configuration files already hold."""
+    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_")}
 
 
 def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: int | None) -> bool:

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import msgspec
 
-from trivet.checkpoints.commit import committed_steps, resolve_resume_step
+from trivet.checkpoints.commit import committed_steps, discard_later, discard_staging, resolve_resume_step
 from trivet.config.base import Section
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
@@ -42,7 +42,7 @@ class RunDirectory:
     >>> with RunDirectory(RunLayout(path)) as directory:
     ...     step = directory.choose_start(resume_step=None, does_clean=False)
     ...     run = directory.identify(is_resumed=step is not None)
-    ...     directory.begin(run, is_resumed=step is not None)
+    ...     directory.begin(run, resumed_from=step)
     """
 
     def __init__(self, layout: RunLayout) -> None:
@@ -119,11 +119,14 @@ class RunDirectory:
             return RunIdentity(id=before.id, attempt=before.attempt + 1)
         return RunIdentity(id=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
 
-    def begin(self, run: RunIdentity, *, is_resumed: bool) -> None:
-        """Write run.json; a fresh run first removes what an earlier one left, and nothing else."""
-        if not is_resumed:
+    def begin(self, run: RunIdentity, *, resumed_from: Step | None) -> None:
+        """Write run.json, after removing what is void: a fresh run all that an earlier one left, a resumed run later steps."""
+        if resumed_from is None:
             for name in self._entries():
                 _remove(self.layout.root / name)
+        else:
+            discard_staging(self.layout)
+            discard_later(self.layout, resumed_from)
         record = RunRecord(id=run.id, attempt=run.attempt, started=time.time(), pid=os.getpid())
         write_json_atomically(self.layout.run_file, record)
 

@@ -15,7 +15,7 @@ import torch
 from trivet.checkpoints.commit import (
     commit,
     committed_steps,
-    discard_uncommitted,
+    discard_later,
     resolve_resume_step,
     verify_checkpoint,
 )
@@ -65,10 +65,6 @@ class Session:
         started = time.monotonic()
         yield
         self.times[f"time/{name}"] = time.monotonic() - started
-
-    def is_checkpoint_due(self, step: Step) -> bool:
-        interval = self.config.ckpt.interval
-        return step == self.config.max_steps or (interval is not None and step % interval == 0)
 
     def publish(self, step: Step) -> None:
         """Publish the weights as the policy of `step`. Collective."""
@@ -168,7 +164,7 @@ def open_session(config: TrainingConfig, world: World, *, loss: Loss, role: Lite
     progress = _resume(layout, learner, from_step) if from_step else Progress()
     telemetry = None
     if world.is_main:
-        discard_uncommitted(layout, from_step)
+        discard_later(layout, from_step)
         discard_after(layout, PolicyVersion(from_step))
         telemetry = Telemetry(role, layout=layout, run=config.run, wandb=config.wandb, resume_step=from_step)
         telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))

@@ -9,22 +9,10 @@ from trivet.config.orchestrator import EnvConfig
 from trivet.config.rl import RLConfig
 from trivet.config.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError
-from trivet.launcher.preflight import check_environments
-from trivet.launcher.rl import check, has_completed
+from trivet.launcher.rl import check, has_completed, role_environment
 from trivet.telemetry.events import EventWriter
 from trivet.wire.events import Stop
 from trivet.wire.versions import Step
-
-
-def test_an_installed_environment_is_found_under_its_module_name() -> None:
-    check_environments([EnvConfig(id="owner/email")])
-
-
-def test_a_missing_environment_of_this_checkout_names_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "not_there").mkdir()
-    with pytest.raises(EnvironmentLoadError, match=r"uv pip install -e .*not_there") as error:
-        check_environments([EnvConfig(id="not-there")], environments_dir=tmp_path)
-    assert error.value.exit_code == 2
 
 
 def test_a_missing_environment_is_refused_with_the_command_that_installs_it() -> None:
@@ -32,6 +20,10 @@ def test_a_missing_environment_is_refused_with_the_command_that_installs_it() ->
     config = RLConfig.model_validate({"orchestrator": {"env": [env.model_dump()]}})
     with pytest.raises(EnvironmentLoadError, match="install it with: uv pip install not-there"):
         check(config)
+
+
+def test_roles_do_not_inherit_keys_that_their_files_already_hold() -> None:
+    assert role_environment({"TRIVET_WANDB__PROJECT": "p", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 @pytest.mark.parametrize(

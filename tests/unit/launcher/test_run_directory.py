@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from trivet.checkpoints.commit import committed_steps
 from trivet.config.inference import InferenceConfig
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.config.load import load_config
 from trivet.config.shared import RunIdentity
 from trivet.errors import ConfigError, RunDirectoryBusy
 from trivet.launcher.run_directory import RunDirectory, read_run, write_configs
+from trivet.wire.versions import Step
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def layout(tmp_path: Path) -> RunLayout:
 def leave_a_run(layout: RunLayout, *, committed: list[int]) -> None:
     """What a run that ended leaves: events, weights, and the given checkpoints."""
     with RunDirectory(layout) as directory:
-        directory.begin(RunIdentity(id="first", attempt=1), is_resumed=False)
+        directory.begin(RunIdentity(id="first", attempt=1), resumed_from=None)
     layout.weights_step(3).mkdir(parents=True)
     layout.events.touch()
     layout.logs.mkdir()
@@ -46,7 +48,7 @@ def test_an_empty_directory_starts_a_new_run(layout: RunLayout) -> None:
     with RunDirectory(layout) as directory:
         assert directory.choose_start(resume_step=None, does_clean=False) is None
         run = directory.identify(is_resumed=False)
-        directory.begin(run, is_resumed=False)
+        directory.begin(run, resumed_from=None)
     assert run.attempt == 1
     record = read_run(layout)
     assert record is not None
@@ -70,7 +72,7 @@ def test_resume_is_not_offered_when_nothing_was_committed(layout: RunLayout) -> 
 
 def test_a_run_that_produced_nothing_does_not_stand_in_the_way(layout: RunLayout) -> None:
     with RunDirectory(layout) as directory:
-        directory.begin(RunIdentity(), is_resumed=False)
+        directory.begin(RunIdentity(), resumed_from=None)
         layout.logs.mkdir()
         assert directory.choose_start(resume_step=None, does_clean=False) is None
 
@@ -81,8 +83,9 @@ def test_a_resumed_run_keeps_its_id_and_counts_its_attempts(layout: RunLayout) -
         assert directory.choose_start(resume_step=-1, does_clean=False) == 4
         assert directory.choose_start(resume_step=2, does_clean=False) == 2
         run = directory.identify(is_resumed=True)
-        directory.begin(run, is_resumed=True)
+        directory.begin(run, resumed_from=Step(2))
     assert run == RunIdentity(id="first", attempt=2)
+    assert committed_steps(layout) == [2]
     assert layout.weights_step(3).is_dir()
 
 
@@ -107,7 +110,7 @@ def test_clean_removes_what_a_run_writes_and_nothing_else(layout: RunLayout) -> 
         assert directory.choose_start(resume_step=None, does_clean=True) is None
         run = directory.identify(is_resumed=False)
         assert layout.weights.is_dir()
-        directory.begin(run, is_resumed=False)
+        directory.begin(run, resumed_from=None)
     assert run.id != "first"
     assert sorted(path.name for path in layout.root.iterdir()) == [".lock", "notes.md", "run.json"]
 
