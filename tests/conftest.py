@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from support.servers import ServerProcess, run_server
 from support.tiny_models import tiny_model_writer
 

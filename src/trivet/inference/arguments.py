@@ -80,6 +80,8 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
     if is_cpu:
         # With the cache's size given, vLLM does not ask for a share of the machine's memory to be free.
         arguments["kv_cache_memory_bytes"] = int(config.cpu_kv_cache_gib * 2**30)
+        # A seeded request whose prompt is computed in parts ends the engine ("CPU Generator does not use offset", vLLM 0.29).
+        arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments | config.vllm_args

@@ -1,0 +1,255 @@
+"""The real vLLM server with our engine and routes, compared with plain transformers."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from support.oracle import Oracle
+from support.servers import run_server
+from support.tiny_models import publish_tiny_model
+from trivet.client.inference_client import Generation, InferenceClient
+from trivet.config.layout import MANIFEST, RunLayout
+from trivet.durable import write_json_atomically
+from trivet.errors import InferenceError
+from trivet.weights.manifest import describe, describe_start_model
+from trivet.wire.versions import PolicyVersion
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [[5, 6, 7, 8], [99, 102, 68, 69, 70, 100, 2, 99, 103], list(range(4, 90))]
+CHAT = {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "return_token_ids": True}
+
+
+async def greedy(client: InferenceClient, prompt: list[int], *, num_tokens: int = 24) -> Generation:
+    return await client.generate(prompt, max_tokens=num_tokens, temperature=0.0)
+
+
+async def assert_serves(client: InferenceClient, directory: Path) -> None:
+    """Greedy outputs are those of the weights in `directory`, up to a stop token."""
+    oracle = Oracle(directory)
+    answers = await asyncio.gather(*(greedy(client, prompt) for prompt in PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == oracle.greedy(prompt, num_tokens=len(answer.token_ids))
+        expected = oracle.logprobs(prompt, answer.token_ids, temperature=1.0)
+        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+async def chat(base_url: str, **fields: Any) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=base_url, timeout=60) as http:
+        response = await http.post("/v1/chat/completions", json={**CHAT, **fields})
+    response.raise_for_status()
+    return response.json()
+
+
+def test_every_reload_serves_exactly_the_weights_of_its_directory(
+    inference_server: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(inference_server + "/v1", timeout_s=60)) as client:
+            start = describe_start_model(tiny_model)
+            assert await client.model_name() == str(tiny_model)
+            assert (await client.policy()).digest == start.digest
+            await assert_serves(client, tiny_model)
+            layout = RunLayout(tmp_path)
+            for version in (1, 2):
+                manifest = publish_tiny_model(layout, version=version)
+                status = await client.update_weights(layout.weights_step(version))
+                assert (status.version, status.digest) == (version, manifest.digest)
+                assert await client.policy() == status
+                await assert_serves(client, layout.weights_step(version))
+            assert (await client.reload_weights()).version == 0
+            assert (await client.policy()).digest == start.digest
+            await assert_serves(client, tiny_model)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_with_its_own_head_is_reloaded_whole_and_sigterm_ends_the_server(
+    tiny_model_untied: Path, tmp_path: Path
+) -> None:
+    async def scenario(base_url: str) -> None:
+        async with aclosing(InferenceClient(base_url, timeout_s=60)) as client:
+            await assert_serves(client, tiny_model_untied)
+            layout = RunLayout(tmp_path)
+            publish_tiny_model(layout, version=1, tied=False)
+            await client.update_weights(layout.weights_step(1))
+            await assert_serves(client, layout.weights_step(1))
+
+    with run_server(tiny_model_untied, log=tmp_path / "inference.stdout") as server:
+        asyncio.run(scenario(server.base_url))
+        engine = server.engine_processes()
+        server.process.terminate()
+        assert server.process.wait(30) == 128 + signal.SIGTERM
+        assert engine
+        assert psutil.wait_procs(engine, timeout=10)[1] == []
+
+
+def test_killing_the_server_leaves_no_engine_process(tiny_model: Path, tmp_path: Path) -> None:
+    with run_server(tiny_model, log=tmp_path / "inference.stdout") as server:
+        engine = server.engine_processes()
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(10)
+        assert engine
+        assert psutil.wait_procs(engine, timeout=10)[1] == []
+
+
+def test_a_directory_that_is_not_whole_is_refused_and_the_old_policy_goes_on(
+    inference_server: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(inference_server, timeout_s=60)) as client:
+            layout = RunLayout(tmp_path)
+            publish_tiny_model(layout, version=1)
+            weights = layout.weights_step(1) / "model.safetensors"
+            intact = weights.read_bytes()
+            weights.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+            with pytest.raises(InferenceError, match=r"409: .*model\.safetensors does not match"):
+                await client.update_weights(layout.weights_step(1))
+            weights.write_bytes(intact[:-8])
+            with pytest.raises(InferenceError, match=r"409: .*model\.safetensors has \d+ bytes"):
+                await client.update_weights(layout.weights_step(1))
+            with pytest.raises(InferenceError, match=r"409: .*was not published completely"):
+                await client.update_weights(layout.weights_step(2))
+            assert (await client.policy()).version == 0
+            await assert_serves(client, tiny_model)
+
+    asyncio.run(scenario())
+
+
+def test_a_policy_that_the_engine_cannot_load_leaves_the_old_one_served(
+    inference_server: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(inference_server, timeout_s=60)) as client:
+            layout = RunLayout(tmp_path)
+            publish_tiny_model(layout, version=1)
+            layout.weights_step(1).joinpath("model.safetensors").write_bytes(b"not weights")
+            manifest = describe(layout.weights_step(1), version=PolicyVersion(1))
+            write_json_atomically(layout.weights_step(1) / MANIFEST, manifest)
+            with pytest.raises(InferenceError, match=r"500: .*policy 0 is served again"):
+                await client.update_weights(layout.weights_step(1))
+            assert (await client.policy()).version == 0
+            await assert_serves(client, tiny_model)
+
+    asyncio.run(scenario())
+
+
+def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(inference_server: str, tiny_model: Path) -> None:
+    async def scenario() -> None:
+        oracle = Oracle(tiny_model)
+        answer = await chat(inference_server, temperature=0.7, seed=3, max_tokens=48, n=2)
+        for choice in answer["choices"]:
+            sampled = [token["logprob"] for token in choice["logprobs"]["content"]]
+            expected = oracle.logprobs(answer["prompt_token_ids"], choice["token_ids"], temperature=0.7)
+            assert sampled == pytest.approx(expected, abs=1e-4)
+            assert choice["policy_versions"] == [[0, len(choice["token_ids"])]]
+        assert answer["choices"][0]["token_ids"] != answer["choices"][1]["token_ids"]
+
+    asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def busy(base_url: str, *, num_tokens: int = 20) -> AsyncIterator[None]:
+    """The engine is sampling a long completion and has got `num_tokens` far: what was sent before has tokens too."""
+    body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
+    http = httpx.AsyncClient(base_url=base_url, timeout=120)
+    async with http, http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        lines = stream.aiter_lines()
+        while num_tokens:
+            num_tokens -= '"token_ids":[' in await anext(lines)
+        yield
+
+
+def test_a_completion_that_spans_an_update_carries_both_versions(
+    inference_server: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path)
+    publish_tiny_model(layout, version=1)
+
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(inference_server, timeout_s=120)) as client, asyncio.TaskGroup() as tasks:
+            spanning = tasks.create_task(chat(inference_server, max_tokens=900, ignore_eos=True, n=2), name="spanning")
+            async with busy(inference_server):
+                await client.update_weights(layout.weights_step(1))
+                fresh = await chat(inference_server, max_tokens=8)
+        old, new = Oracle(tiny_model), Oracle(layout.weights_step(1))
+        prompt = spanning.result()["prompt_token_ids"]
+        for choice in spanning.result()["choices"]:
+            runs = choice["policy_versions"]
+            assert [version for version, _ in runs] == [0, 1]
+            assert sum(length for _, length in runs) == len(choice["token_ids"]) == 900
+            switch = runs[0][1]
+            # Up to the switch every log-probability is the old policy's, and the first after it is not.
+            expected = old.logprobs(prompt, choice["token_ids"], temperature=1.0)
+            sampled = [token["logprob"] for token in choice["logprobs"]["content"]]
+            assert sampled[:switch] == pytest.approx(expected[:switch], abs=1e-4)
+            assert sampled[switch] != pytest.approx(expected[switch], abs=1e-4)
+        choice = fresh["choices"][0]
+        expected = new.logprobs(fresh["prompt_token_ids"], choice["token_ids"], temperature=1.0)
+        assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx(expected, abs=1e-4)
+        assert choice["policy_versions"] == [[1, len(choice["token_ids"])]]
+
+    asyncio.run(scenario())
+
+
+def test_no_prefix_of_an_older_policy_is_reused_while_a_request_keeps_the_cache_from_being_reset(
+    inference_server: str, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path)
+    publish_tiny_model(layout, version=1)
+    prompt = [4 + index % 90 for index in range(600)]
+
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(inference_server, timeout_s=120)) as client, busy(inference_server):
+            await greedy(client, prompt, num_tokens=2)
+            await client.update_weights(layout.weights_step(1))
+            answer = await client.generate(prompt, max_tokens=8, temperature=1.0, seed=1)
+        assert [run.version for run in answer.versions] == [1]
+        expected = Oracle(layout.weights_step(1)).logprobs(prompt, answer.token_ids, temperature=1.0)
+        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+
+    asyncio.run(scenario())
+
+
+def test_requests_around_an_update_are_answered_by_exactly_the_policies_they_name(
+    inference_server: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Most have no token at the switch: prompts of 900 tokens are computed two at a time. Those start again."""
+    layout = RunLayout(tmp_path)
+    publish_tiny_model(layout, version=1)
+    oracles = {0: Oracle(tiny_model), 1: Oracle(layout.weights_step(1))}
+    prompts = [[4 + (seed + index) % 80 for index in range(900)] for seed in range(32)]
+
+    async def scenario() -> None:
+        client = InferenceClient(inference_server, timeout_s=120)
+        async with aclosing(client), busy(inference_server), asyncio.TaskGroup() as tasks:
+            requests = [
+                tasks.create_task(client.generate(prompt, max_tokens=12, temperature=1.0, seed=seed), name=f"seed {seed}")
+                for seed, prompt in enumerate(prompts)
+            ]
+            await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED, timeout=0.1)
+            await client.update_weights(layout.weights_step(1))
+        for prompt, request in zip(prompts, requests, strict=True):
+            answer = request.result()
+            assert sum(run.length for run in answer.versions) == len(answer.token_ids)
+            if len(answer.versions) == 1:
+                expected = oracles[answer.versions[0].version].logprobs(prompt, answer.token_ids, temperature=1.0)
+                assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+        assert any(answer.result().versions[0].version == 1 for answer in requests)
+
+    asyncio.run(scenario())
+
+
+def test_a_bad_request_is_told_what_is_wrong_with_it(inference_server: str) -> None:
+    response = httpx.post(f"{inference_server}/update_weights", json={"weight_dir": "weights/step_1"})
+    assert response.status_code in (400, 422)
+    assert "relative" in json.dumps(response.json())

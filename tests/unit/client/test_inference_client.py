@@ -1,0 +1,142 @@
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import pytest
+
+from support.fake_inference import START_DIGEST, FakeInference
+from trivet.client.inference_client import InferenceClient, PolicyStatus
+from trivet.config.layout import RunLayout
+from trivet.errors import InferenceError
+from trivet.weights.publish import publish
+from trivet.wire.versions import PolicyVersion, VersionRun
+
+T = TypeVar("T")
+
+
+class Clock:
+    """Time that passes only in sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def ask(server: FakeInference, question: Callable[[InferenceClient], Awaitable[T]], *, base_url: str = "http://fake") -> T:
+    async def scenario() -> T:
+        clock = Clock()
+        client = InferenceClient(
+            base_url, timeout_s=5, api_key="key", transport=server.transport, clock=clock, sleep=clock.sleep
+        )
+        async with aclosing(client):
+            return await question(client)
+
+    return asyncio.run(scenario())
+
+
+def publish_policy(root: Path, *, version: int) -> Path:
+    layout = RunLayout(root)
+    publish(
+        layout,
+        version=PolicyVersion(version),
+        run_id="test",
+        write=lambda directory: (directory / "model.safetensors").write_bytes(b"weights") and None,
+    )
+    return layout.weights_step(version)
+
+
+@pytest.mark.parametrize("base_url", ["http://fake", "http://fake/", "http://fake/v1", "http://fake/v1/"])
+def test_the_base_url_is_accepted_with_and_without_v1(base_url: str) -> None:
+    server = FakeInference(model="some/model")
+    assert ask(server, lambda client: client.model_name(), base_url=base_url) == "some/model"
+    assert server.requests == [("GET", "/v1/models", {})]
+
+
+def test_loading_a_policy_reports_its_version_and_digest(tmp_path: Path) -> None:
+    server = FakeInference()
+    directory = publish_policy(tmp_path, version=7)
+    status = ask(server, lambda client: client.update_weights(directory))
+    assert status.version == 7
+    assert ask(server, lambda client: client.policy()) == status
+    assert ask(server, lambda client: client.reload_weights()) == PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
+
+
+def test_the_server_is_sent_an_absolute_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeInference()
+    directory = publish_policy(tmp_path, version=1)
+    monkeypatch.chdir(tmp_path)
+    ask(server, lambda client: client.update_weights(directory.relative_to(tmp_path)))
+    assert server.requests[-1][2] == {"weight_dir": str(directory)}
+
+
+def test_a_refused_directory_is_an_error_with_the_url_the_status_and_the_reason(tmp_path: Path) -> None:
+    directory = publish_policy(tmp_path, version=1)
+    (directory / "STABLE").unlink()
+    with pytest.raises(InferenceError, match=r"POST http://fake/update_weights was answered with 409: .* has no STABLE"):
+        ask(FakeInference(), lambda client: client.update_weights(directory))
+
+
+def test_generation_carries_ids_logprobs_and_the_policy_of_each_token() -> None:
+    server = FakeInference(script=lambda body: [(token_id, -0.25) for token_id in reversed(body["token_ids"])])
+    server.version = 3
+    answer = ask(server, lambda client: client.generate([5, 6], max_tokens=2, temperature=0.7, seed=1))
+    assert (answer.token_ids, answer.logprobs, answer.versions) == (
+        [6, 5],
+        [-0.25, -0.25],
+        [VersionRun(PolicyVersion(3), 2)],
+    )
+    assert server.requests[-1][2]["sampling_params"] == {"max_tokens": 2, "temperature": 0.7, "seed": 1, "logprobs": 0}
+
+
+def test_waiting_ends_when_the_engine_answers() -> None:
+    server = FakeInference()
+    server.num_unhealthy = 3
+    ask(server, lambda client: client.wait_ready(60))
+    assert len(server.requests) == 4
+
+
+def test_waiting_gives_up_at_the_deadline_and_says_what_it_met() -> None:
+    server = FakeInference()
+    server.num_unhealthy = 1000
+    with pytest.raises(InferenceError, match=r"http://fake was not ready within 10 s: .*503: starting"):
+        ask(server, lambda client: client.wait_ready(10))
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (httpx.ConnectError("refused"), r"GET http://fake/policy failed: ConnectError: refused"),
+        (httpx.ReadTimeout("slow"), r"GET http://fake/policy was not answered within 5 s"),
+        (httpx.Response(404, json={"error": {"message": "no such model"}}), r"404: no such model"),
+        (httpx.Response(502, text="bad gateway"), r"502: bad gateway"),
+        (httpx.Response(200, json={"version": "x"}), r"answered what is not a PolicyStatus"),
+        (httpx.Response(200, text="<html>"), r"answered what is not a PolicyStatus .*<html>"),
+    ],
+)
+def test_every_failure_names_what_was_asked_of_whom(failure: httpx.Response | Exception, message: str) -> None:
+    server = FakeInference()
+    server.fail_with = failure
+    with pytest.raises(InferenceError, match=message):
+        ask(server, lambda client: client.policy())
+
+
+def test_a_server_that_never_answers_costs_no_more_than_the_timeout() -> None:
+    async def never(_: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario() -> None:
+        client = InferenceClient("http://fake", timeout_s=0.01, transport=httpx.MockTransport(never))
+        async with aclosing(client):
+            with pytest.raises(InferenceError, match="was not answered within"):
+                await client.policy()
+
+    asyncio.run(scenario())

@@ -1,0 +1,96 @@
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from trivet.config.inference import InferenceConfig
+from trivet.errors import ConfigError
+from trivet.inference.arguments import cpu_environment, refuse_unknown, vllm_arguments
+
+
+def make_config(**values: Any) -> InferenceConfig:
+    return InferenceConfig.model_validate(values)
+
+
+def test_every_key_of_the_section_reaches_vllm() -> None:
+    config = make_config(
+        server={"host": "0.0.0.0", "port": 9000},
+        model={"name": "m", "dtype": "float32", "max_model_len": 512, "enforce_eager": True, "tool_call_parser": "hermes"},
+        parallel={"tp": 2, "dp": 3},
+        gpu_memory_utilization=0.5,
+        max_num_seqs=7,
+        seed=11,
+    )
+    arguments = vllm_arguments(config, is_cpu=False)
+    expected = {
+        "host": "0.0.0.0",
+        "port": 9000,
+        "model": "m",
+        "served_model_name": ["m"],
+        "dtype": "float32",
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "tool_call_parser": "hermes",
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 3,
+        "gpu_memory_utilization": 0.5,
+        "max_num_seqs": 7,
+        "seed": 11,
+    }
+    assert arguments.items() >= expected.items()
+
+
+def test_logprobs_are_those_of_the_distribution_sampled_from() -> None:
+    assert vllm_arguments(make_config(), is_cpu=True)["logprobs_mode"] == "processed_logprobs"
+
+
+def test_sampling_defaults_of_the_model_are_not_added_to_requests() -> None:
+    assert vllm_arguments(make_config(), is_cpu=True)["generation_config"] == "vllm"
+
+
+def test_what_is_unset_keeps_vllms_default() -> None:
+    arguments = vllm_arguments(make_config(), is_cpu=False)
+    assert not {"max_model_len", "max_num_seqs", "tool_call_parser", "reasoning_parser"} & arguments.keys()
+
+
+def test_on_the_cpu_the_cache_has_a_size_instead_of_a_share_of_memory() -> None:
+    arguments = vllm_arguments(make_config(cpu_kv_cache_gib=0.5), is_cpu=True)
+    assert arguments["kv_cache_memory_bytes"] == 2**29
+    assert "gpu_memory_utilization" not in arguments
+
+
+def test_further_arguments_are_passed_on() -> None:
+    assert vllm_arguments(make_config(vllm_args={"block_size": 32}), is_cpu=True)["block_size"] == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_num_seqs", r"inference\.vllm_args\.max_num_seqs = 1 .*inference\.max_num_seqs sets"),
+        ("kv_cache_memory_bytes", r"inference\.cpu_kv_cache_gib sets"),
+        ("logprobs_mode", r"inference\.vllm_args\.logprobs_mode = 1 is not allowed: .*remove it"),
+    ],
+)
+def test_an_argument_that_a_key_or_the_server_sets_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        vllm_arguments(make_config(vllm_args={name: 1}), is_cpu=True)
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused() -> None:
+    refuse_unknown(["block_size"], known=["block_size", "seed"])
+    with pytest.raises(ConfigError, match=r"inference\.vllm_args\.blok_size is not an argument"):
+        refuse_unknown(["blok_size"], known=["block_size", "seed"])
+
+
+def test_the_engine_computes_on_every_core() -> None:
+    environment = cpu_environment(num_threads=2, preload="/lib/libgomp.so")
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["LD_PRELOAD"] == "/lib/libgomp.so"
+
+
+def test_arguments_ledger_loader_and_server_import_without_torch_or_vllm() -> None:
+    modules = ("arguments", "engine_process", "policy_ledger", "policy_loader", "routes", "server")
+    program = "import sys\n" + "".join(f"import trivet.inference.{module}\n" for module in modules)
+    program += "assert not {'torch', 'vllm'} & set(sys.modules), 'heavy import'"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,52 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from trivet.inference.engine_process import count_physical_cores, preloaded, restart_with
+
+
+def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings)
+    assert count_physical_cores(cpus=range(4), root=tmp_path) == 2
+    assert count_physical_cores(cpus=[0, 2], root=tmp_path) == 1
+
+
+def test_without_a_topology_every_cpu_is_a_core(tmp_path: Path) -> None:
+    assert count_physical_cores(cpus=range(3), root=tmp_path) == 3
+
+
+def test_what_is_preloaded_already_is_not_named_twice() -> None:
+    once = preloaded(["/a.so"], present="/b.so")
+    assert once == "/a.so:/b.so"
+    assert preloaded(["/a.so"], present=once) == once
+    assert preloaded([], present="") == ""
+
+
+def test_a_program_restarts_once_with_its_own_words_and_the_environment() -> None:
+    program = (
+        "import os, sys\n"
+        "from trivet.inference.engine_process import restart_with\n"
+        "print(os.getpid(), flush=True)\n"
+        "restart_with({'ADDED': 'yes'})\n"
+        "print(os.environ['ADDED'], *sys.argv[1:])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "ADDED"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, "@", "a b.toml"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    first, second, words = done.stdout.splitlines()
+    assert first == second
+    assert words == "yes @ a b.toml"
+
+
+def test_nothing_happens_when_the_environment_is_there() -> None:
+    restart_with({"PATH": os.environ["PATH"]})

@@ -1,0 +1,104 @@
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from trivet.errors import InferenceError, WeightsError
+from trivet.inference.routes import add_routes, make_router
+from trivet.weights.manifest import Manifest
+from trivet.wire.versions import PolicyVersion
+
+
+class FakeLoader:
+    """Stands in for a PolicyLoader: gives one manifest, or raises."""
+
+    def __init__(self, *, error: Exception | None = None) -> None:
+        self.policy = Manifest(version=PolicyVersion(3), files={}, digest="abc")
+        self.directories: list[Path] = []
+        self._error = error
+
+    async def load(self, directory: Path) -> Manifest:
+        self.directories.append(directory)
+        if self._error is not None:
+            raise self._error
+        return self.policy
+
+    async def load_start(self) -> Manifest:
+        return Manifest(version=PolicyVersion(0), files={}, digest="start")
+
+
+class FakeEngine:
+    def __init__(self, *, error: Exception | None = None, is_stuck: bool = False) -> None:
+        self._error = error
+        self._is_stuck = is_stuck
+
+    async def ping(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_stuck:
+            await asyncio.Event().wait()
+
+
+def ask(method: str, path: str, *, loader: Any = None, engine: Any = None, body: Any = None) -> httpx.Response:
+    app = FastAPI()
+
+    @app.get("/health")
+    async def stock_health() -> str:
+        return "stock"
+
+    @app.get("/version")
+    async def stock_version() -> str:
+        return "stock"
+
+    add_routes(app, make_router(loader or FakeLoader(), engine or FakeEngine(), model_name="m", health_timeout_s=0.01))
+
+    async def scenario() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.request(method, path, json=body)
+
+    return asyncio.run(scenario())
+
+
+def test_the_policy_is_reported_with_its_digest() -> None:
+    assert ask("GET", "/policy").json() == {"model": "m", "version": 3, "digest": "abc"}
+
+
+def test_an_update_answers_with_what_serves_after_it() -> None:
+    loader = FakeLoader()
+    response = ask("POST", "/update_weights", loader=loader, body={"weight_dir": "/w/step_3"})
+    assert response.json() == {"status": "ok", "version": 3, "digest": "abc"}
+    assert loader.directories == [Path("/w/step_3")]
+
+
+def test_going_back_to_the_start_answers_version_0() -> None:
+    assert ask("POST", "/reload_weights").json() == {"status": "ok", "version": 0, "digest": "start"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status_code"), [(WeightsError("/w/step_3 is cut short"), 409), (InferenceError("/w/step_3 does not fit"), 500)]
+)
+def test_a_refused_update_gives_the_whole_reason(error: Exception, status_code: int) -> None:
+    response = ask("POST", "/update_weights", loader=FakeLoader(error=error), body={"weight_dir": "/w/step_3"})
+    assert response.status_code == status_code
+    assert response.json()["reason"] == str(error)
+
+
+@pytest.mark.parametrize("body", [{}, {"weight_dir": "w/step_3"}, {"weight_dir": "/w/step_3", "version": 3}])
+def test_a_body_that_is_not_exactly_an_absolute_directory_is_refused(body: dict[str, Any]) -> None:
+    assert ask("POST", "/update_weights", body=body).status_code == 422
+
+
+def test_health_asks_the_engine_and_takes_the_place_of_the_stock_route() -> None:
+    response = ask("GET", "/health")
+    assert (response.status_code, response.content) == (200, b"")
+    assert ask("GET", "/version").json() == "stock"
+
+
+def test_an_engine_that_failed_or_is_stuck_makes_the_server_unhealthy() -> None:
+    failed = ask("GET", "/health", engine=FakeEngine(error=RuntimeError("dead")))
+    assert (failed.status_code, failed.json()["reason"]) == (503, "the engine failed: RuntimeError: dead")
+    stuck = ask("GET", "/health", engine=FakeEngine(is_stuck=True))
+    assert (stuck.status_code, stuck.json()["reason"]) == (503, "the engine did not answer within 0 s")
