@@ -69,12 +69,17 @@ def _take_step(session: Session, config: SftConfig, data: Sequence[Mapping[str, 
         session.progress.total_samples += len(items)
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=[]))
-        if session.is_checkpoint_due(step):
+        if _is_checkpoint_due(config, step):
             session.publish(step)
             session.save(step, halves=(TRAINER,))
             session.remove_old(keep_recent=0)
     epoch = (step * config.data.batch_size - 1) // len(data)
     session.report(step, result, rows, extra={"data/epoch": epoch, "data/num_truncated": num_cut})
+
+
+def _is_checkpoint_due(config: SftConfig, step: Step) -> bool:
+    interval = config.ckpt.interval
+    return step == config.max_steps or (interval is not None and step % interval == 0)
 
 
 if __name__ == "__main__":

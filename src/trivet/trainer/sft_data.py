@@ -29,7 +29,8 @@ def load_data(name: str) -> Sequence[Mapping[str, Any]]:
     if path.is_dir():
         rows = _load_directory(path)
     elif path.is_file():
-        rows = [_parse_line(line, number, path) for number, line in enumerate(path.open(), start=1) if line.strip()]
+        with path.open() as file:
+            rows = [_parse_line(line, number, path) for number, line in enumerate(file, start=1) if line.strip()]
     else:
         raise ConfigError(f"data.name = {name!r} is neither a JSONL file nor a directory saved by `datasets`")
     if len(rows) == 0:
@@ -133,13 +134,13 @@ def _parse_line(line: str, number: int, path: Path) -> Mapping[str, Any]:
 
 
 def _load_directory(path: Path) -> Sequence[Mapping[str, Any]]:
-    from datasets import DatasetDict, load_from_disk
+    from datasets import load_from_disk
 
     try:
         loaded: Any = load_from_disk(path)
     except FileNotFoundError as exc:
         raise ConfigError(f"data.name = {str(path)!r} was not saved by `datasets`: {exc}") from exc
-    if not isinstance(loaded, DatasetDict):
+    if not isinstance(loaded, Mapping):
         return loaded
     if "train" not in loaded:
         raise ConfigError(f"data.name = {str(path)!r} has the splits {sorted(loaded)}, none of them `train`; save one split")

@@ -1,0 +1,56 @@
+"""A run that is saved and loaded continues exactly. The same over other numbers of ranks is in tests/integration."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trivet.config.trainer import LossConfig
+from trivet.errors import CheckpointError
+from trivet.trainer.checkpoint import Progress, load_half, save_half
+from trivet.trainer.step import Learner, train_step
+
+
+def train(learner: Learner, oracle, steps: range) -> list[float]:
+    batches = {step: [oracle.make_row(oracle.make_examples(count=4, vocab_size=100, seed=step))] for step in steps}
+    return [train_step(learner, batches[step], step=step).loss for step in steps]
+
+
+def test_three_steps_a_reload_and_three_more_equal_six(any_model: Path, make_learner, oracle, tmp_path: Path) -> None:
+    unbroken = make_learner(any_model, loss=LossConfig(), lr=1e-2, max_norm=1.0)
+    expected = train(unbroken, oracle, range(1, 7))
+    first = make_learner(any_model, loss=LossConfig(), lr=1e-2, max_norm=1.0)
+    losses = train(first, oracle, range(1, 4))
+    save_half(tmp_path, first, Progress(step=3, total_tokens=123, total_samples=12))
+    second = make_learner(any_model, loss=LossConfig(), lr=1e-2, max_norm=1.0)
+    assert load_half(tmp_path, second) == Progress(step=3, total_tokens=123, total_samples=12)
+    losses += train(second, oracle, range(4, 7))
+    assert losses == expected
+    for ours, theirs in zip(second.model.parameters(), unbroken.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_saving_changes_nothing(tiny_model: Path, make_learner, oracle, tmp_path: Path) -> None:
+    disturbed, undisturbed = (make_learner(tiny_model, loss=LossConfig(), lr=1e-2) for _ in range(2))
+    losses = train(disturbed, oracle, range(1, 2))
+    save_half(tmp_path, disturbed, Progress(step=1))
+    assert losses + train(disturbed, oracle, range(2, 4)) == train(undisturbed, oracle, range(1, 4))
+
+
+def test_random_state_is_restored(tiny_model: Path, make_learner, tmp_path: Path) -> None:
+    learner = make_learner(tiny_model)
+    save_half(tmp_path, learner, Progress())
+    expected = torch.rand(3)
+    load_half(tmp_path, learner)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_models: dict[str, Path], make_learner, tmp_path: Path) -> None:
+    save_half(tmp_path, make_learner(tiny_models["tied"]), Progress())
+    with pytest.raises(CheckpointError, match=r"does not fit model\.name"):
+        load_half(tmp_path, make_learner(tiny_models["untied"]))
+
+
+def test_a_checkpoint_without_its_files_is_refused(tiny_model: Path, make_learner, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_half(tmp_path, make_learner(tiny_model))

@@ -1,0 +1,83 @@
+"""What is exported loads in plain transformers and says what it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trivet.config.trainer import TrainerModelConfig, TrainingConfig
+from trivet.errors import ConfigError
+from trivet.trainer.export import Exporter, load_tokenizer
+from trivet.trainer.model import load_policy
+from trivet.trainer.rows import to_tensors
+from trivet.trainer.step import Learner, train_step
+
+
+def make_exporter(learner: Learner, directory: Path, dtype: torch.dtype) -> Exporter:
+    config = TrainingConfig(model=TrainerModelConfig(name=str(directory)))
+    return Exporter(model=learner.model, tokenizer=load_tokenizer(config), dtype=dtype)
+
+
+def export(exporter: Exporter, directory: Path) -> Path:
+    exporter.write(directory, exporter.gather(keep=True))
+    return directory
+
+
+def test_trained_weights_score_the_same_in_plain_transformers(any_model: Path, make_learner, oracle, tmp_path: Path) -> None:
+    examples = oracle.make_examples(count=4, vocab_size=100)
+    learner = make_learner(any_model, lr=1e-2)
+    train_step(learner, [oracle.make_row(examples)], step=1)
+    export(make_exporter(learner, any_model, torch.float32), tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert plain.dtype == torch.float32
+    example = examples[0]
+    with torch.no_grad():
+        row = to_tensors(oracle.make_row([example]), device=torch.device("cpu"))
+        ours = learner.model(row).logprobs_N
+        logits = plain(input_ids=row.token_ids_1T).logits[0] / example.temperature
+    theirs = torch.log_softmax(logits, dim=-1)[row.predictors_N, row.targets_N]
+    torch.testing.assert_close(ours, theirs)
+    start = AutoModelForCausalLM.from_pretrained(any_model)
+    assert not torch.equal(start.get_input_embeddings().weight, plain.get_input_embeddings().weight)
+
+
+def test_the_saved_dtype_is_in_the_files_and_in_the_config(any_model: Path, make_learner, tmp_path: Path) -> None:
+    export(make_exporter(make_learner(any_model), any_model, torch.bfloat16), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert "trivet" not in (tmp_path / "config.json").read_text()
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118  # not a mapping
+        assert ("lm_head.weight" in file.keys()) == ("untied" in any_model.name)  # noqa: SIM118
+
+
+def test_the_same_weights_give_the_same_names_as_the_model_they_came_from(any_model: Path, make_learner) -> None:
+    learner = make_learner(any_model)
+    weights = make_exporter(learner, any_model, torch.float32).gather(keep=True)
+    with safe_open(any_model / "model.safetensors", "pt") as file:
+        assert set(weights) == set(file.keys())
+        assert all(torch.equal(weights[name], file.get_tensor(name)) for name in weights)
+
+
+def test_export_is_flat_and_carries_tokenizer_and_generation_config(tiny_model: Path, make_learner, tmp_path: Path) -> None:
+    export(make_exporter(make_learner(tiny_model), tiny_model, torch.float32), tmp_path)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    assert (tmp_path / "generation_config.json").exists()
+    message = [{"role": "user", "content": "abc"}]
+    theirs, ours = (AutoTokenizer.from_pretrained(path) for path in (tiny_model, tmp_path))
+    assert ours.apply_chat_template(message, tokenize=False) == theirs.apply_chat_template(message, tokenize=False)
+
+
+def test_other_ranks_take_part_and_keep_nothing(tiny_model: Path, make_learner) -> None:
+    assert make_exporter(make_learner(tiny_model), tiny_model, torch.float32).gather(keep=False) == {}
+
+
+def test_a_model_directory_that_does_not_exist_is_named(world, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        load_policy(TrainerModelConfig(name=str(tmp_path / "nothing")), world)
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_policy(TrainerModelConfig(name=str(tmp_path)), world)

@@ -1,0 +1,198 @@
+"""The RL loop over a receiver that holds prepared batches: what it publishes, commits, reports and refuses."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trivet.checkpoints.commit import committed_steps
+from trivet.checkpoints.halves import ORCHESTRATOR, begin_half, finish_half
+from trivet.config.layout import RunLayout
+from trivet.config.trainer import TrainerConfig
+from trivet.errors import BatchError, ConfigError, Diverged, TrivetError
+from trivet.telemetry.events import read_events
+from trivet.trainer.loop import check_batch, run
+from trivet.trainer.rows import to_tensors
+from trivet.weights.catalog import published_versions
+from trivet.weights.manifest import verify
+from trivet.weights.retention import acknowledge
+from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.rollouts import GroupId
+from trivet.wire.versions import PolicyVersion, Step
+
+
+class PreparedBatches:
+    """A BatchReceiver whose batches are all there."""
+
+    def __init__(self, batches: Mapping[int, Batch]) -> None:
+        self.batches = batches
+        self.is_closed = False
+
+    def receive(self, step: Step) -> Batch:
+        return self.batches[step]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def make_batches(make_learner, tiny_model: Path, oracle):
+    def make(layout: RunLayout, *, from_step: int = 0, last: int = 6, halves: tuple[int, ...] = ()) -> dict[int, Batch]:
+        check = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
+        with torch.no_grad():
+            scores = make_learner(tiny_model).model(to_tensors(check, device=torch.device("cpu")))
+        check.logprobs_T[check.loss_mask_T] = scores.logprobs_N.numpy()
+        batches = {from_step: make_batch(from_step, [check], BatchPurpose.SELF_CHECK)}
+        for step in range(from_step + 1, last + 1):
+            row = oracle.make_row(oracle.make_examples(count=4, vocab_size=100, seed=step))
+            batches[step] = make_batch(step, [row], BatchPurpose.TRAIN, has_half=step in halves)
+            if step in halves:
+                (begin_half(layout, Step(step), ORCHESTRATOR) / "state").write_text("x")
+                finish_half(layout, Step(step), ORCHESTRATOR)
+        return batches
+
+    return make
+
+
+def make_batch(step: int, rows, purpose: BatchPurpose, *, has_half: bool = False) -> Batch:
+    return Batch(
+        step=Step(step),
+        purpose=purpose,
+        micro_batches=rows,
+        group_ids=[GroupId(step)],
+        num_rollouts=4,
+        has_orchestrator_half=has_half,
+    )
+
+
+def make_config(model_dir: Path, output_dir: Path, **changes: object) -> TrainerConfig:
+    values = {
+        "output_dir": output_dir,
+        "max_steps": 6,
+        "model": {"name": str(model_dir), "compute_dtype": "float32"},
+        "optim": {"lr": 1e-3},
+        "max_mismatch_kl": 1e9,
+    }
+    return TrainerConfig.model_validate(values | changes)
+
+
+def run_loop(config: TrainerConfig, world, make) -> PreparedBatches:
+    made: list[PreparedBatches] = []
+
+    def make_receiver() -> PreparedBatches:
+        made.append(PreparedBatches(make()))
+        return made[0]
+
+    run(config, world, make_receiver=make_receiver)
+    return made[0]
+
+
+def metrics_of(layout: RunLayout) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (layout.metrics / "trainer.jsonl").read_text().splitlines()]
+
+
+def test_a_run_publishes_commits_and_reports_every_step(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    config = make_config(tiny_model, tmp_path, max_steps=4, max_async_level=1)
+    receiver = run_loop(config, world, lambda: make_batches(layout, last=4, halves=(2, 4)))
+    assert receiver.is_closed
+    assert committed_steps(layout) == [2, 4]
+    # 3 is within max_async_level of the newest, 2 belongs to a checkpoint; nobody needs 1.
+    assert published_versions(layout) == [2, 3, 4]
+    assert verify(layout.weights_step(4)).version == 4
+    lines = metrics_of(layout)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    needed = {"loss/mean", "entropy/mean", "mismatch_kl/mean", "optim/lr", "optim/grad_norm", "perf/throughput"}
+    assert needed | {"time/step", "time/wait_for_batch", "is_masked/mean"} <= lines[0].keys()
+    names = [type(event).__name__ for event in read_events(layout.events)]
+    assert names[:3] == ["Start", "Train", "Publish"]
+    assert names[-1] == "Stop"
+    assert names.count("Commit") == 2
+    assert names.count("Retire") == 1
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+    whole, broken = RunLayout(tmp_path / "whole"), RunLayout(tmp_path / "broken")
+    run_loop(make_config(tiny_model, whole.root), world, lambda: make_batches(whole))
+    run_loop(make_config(tiny_model, broken.root, max_steps=4), world, lambda: make_batches(broken, halves=(3,)))
+    (broken.weights_step(3) / "STABLE").unlink()
+    resumed = make_config(tiny_model, broken.root, ckpt={"resume_step": -1}, run={"attempt": 2})
+
+    def prepare() -> dict[int, Batch]:
+        # Policy 4 of the first attempt is void; 3, which the servers load first, is whole again.
+        assert published_versions(broken) == [3]
+        return make_batches(broken, from_step=3)
+
+    run_loop(resumed, world, prepare)
+    assert verify(broken.weights_step(6)).digest == verify(whole.weights_step(6)).digest
+    ours, theirs = metrics_of(broken), metrics_of(whole)
+    assert [line["step"] for line in ours] == [1, 2, 3, 4, 5, 6]
+    for name in ("loss/mean", "optim/grad_norm", "progress/total_tokens"):
+        assert [line[name] for line in ours] == [line[name] for line in theirs]
+
+
+def test_a_policy_that_a_reader_still_holds_stays(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+
+    def prepare() -> dict[int, Batch]:
+        acknowledge(layout, "server", PolicyVersion(0))
+        return make_batches(layout, last=4)
+
+    run_loop(make_config(tiny_model, tmp_path, max_steps=4), world, prepare)
+    assert published_versions(layout) == [1, 2, 3, 4]
+
+
+def test_a_fresh_start_does_not_remove_an_earlier_runs_checkpoints(
+    tiny_model: Path, world, make_batches, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path)
+    config = make_config(tiny_model, tmp_path, max_steps=1)
+    run_loop(config, world, lambda: make_batches(layout, last=1, halves=(1,)))
+    with pytest.raises(ConfigError, match=r"set ckpt\.resume_step = -1"):
+        run_loop(config, world, lambda: make_batches(layout, last=1))
+    with pytest.raises(ConfigError, match="nothing is left to do"):
+        run_loop(config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"resume_step": -1})}), world, dict)
+    assert committed_steps(layout) == [1]
+
+
+def test_disagreement_with_the_server_ends_the_run_before_the_first_step(
+    tiny_model: Path, world, make_batches, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path)
+
+    def prepare() -> dict[int, Batch]:
+        batches = make_batches(layout)
+        batches[0].micro_batches[0].logprobs_T -= np.float32(1.0)
+        return batches
+
+    with pytest.raises(TrivetError, match="trainer and inference server disagree"):
+        run_loop(make_config(tiny_model, tmp_path, max_mismatch_kl=0.1), world, prepare)
+    assert published_versions(layout) == []
+    assert metrics_of(layout) == []
+
+
+def test_a_step_that_diverges_publishes_nothing(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+
+    def prepare() -> dict[int, Batch]:
+        batches = make_batches(layout)
+        batches[2].micro_batches[0].advantages_T[:] = np.nan
+        return batches
+
+    with pytest.raises(Diverged, match="step 2"):
+        run_loop(make_config(tiny_model, tmp_path), world, prepare)
+    assert published_versions(layout) == [1]
+    assert [event.reason for event in read_events(layout.events) if type(event).__name__ == "Stop"] == ["failed"]
+
+
+def test_a_batch_that_does_not_fit_the_model_is_refused(oracle) -> None:
+    row = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
+    batch = make_batch(5, [row], BatchPurpose.TRAIN)
+    with pytest.raises(BatchError, match=r"trainer\.model\.seq_len is 4"):
+        check_batch(batch, seq_len=4, vocab_size=100)
+    row.token_ids_T[0] = 100
+    with pytest.raises(BatchError, match="holds token 100"):
+        check_batch(batch, seq_len=2048, vocab_size=100)

@@ -1,0 +1,63 @@
+"""Learning rates by step, and the gradient norm."""
+
+import pytest
+import torch
+
+from trivet.config.trainer import AdamWConfig, ConstantSchedule, CosineSchedule, LinearSchedule
+from trivet.errors import ConfigError
+from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, make_optimizer
+
+
+def test_linear_schedule_warms_up_stays_and_falls_to_the_minimum() -> None:
+    schedule = LinearSchedule(warmup_steps=2, decay_steps=4, min_lr=1e-4)
+    rate = LearningRate(peak=1e-3, schedule=schedule, max_steps=10)
+    assert [rate.at(step) for step in (1, 2, 6, 8, 10)] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4, 1e-4])
+
+
+def test_cosine_schedule_ends_at_the_minimum() -> None:
+    rate = LearningRate(peak=1e-3, schedule=CosineSchedule(warmup_steps=0, min_lr=1e-4), max_steps=8)
+    assert [rate.at(step) for step in (4, 8)] == pytest.approx([5.5e-4, 1e-4])
+
+
+def test_constant_schedule_needs_no_end() -> None:
+    assert LearningRate(peak=2e-6, schedule=ConstantSchedule(), max_steps=None).at(10**6) == 2e-6
+
+
+def test_a_schedule_with_an_end_needs_max_steps() -> None:
+    with pytest.raises(ConfigError, match=r'scheduler\.type = "linear" ends at max_steps'):
+        LearningRate(peak=1e-3, schedule=LinearSchedule(), max_steps=None)
+
+
+def test_a_peak_of_zero_stays_zero() -> None:
+    assert LearningRate(peak=0.0, schedule=LinearSchedule(min_lr=1e-4), max_steps=20).at(20) == 0.0
+
+
+def test_norm_is_over_all_gradients_and_clipping_scales_them_alike(world) -> None:
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
+    norm = gradient_norm(gradients, world)
+    assert norm == pytest.approx(5.0)
+    clip_gradients(gradients, norm=norm, max_norm=1.0)
+    assert [gradient.flatten().tolist() for gradient in gradients] == [pytest.approx([0.6, 0.0]), pytest.approx([0.8])]
+
+
+def test_a_small_gradient_is_not_scaled_up(world) -> None:
+    gradients = [torch.tensor([0.3])]
+    clip_gradients(gradients, norm=0.3, max_norm=1.0)
+    clip_gradients(gradients, norm=0.3, max_norm=None)
+    assert gradients[0].item() == pytest.approx(0.3)
+
+
+def test_an_update_follows_the_configured_adamw() -> None:
+    config = AdamWConfig(lr=0.1, betas1=0.5, betas2=0.25, eps=1e-3, weight_decay=0.2)
+    weight = torch.nn.Parameter(torch.tensor([2.0, -1.0]))
+    optimizer = make_optimizer([weight], config)
+    first, second, expected = [0.0, 0.0], [0.0, 0.0], [2.0, -1.0]
+    for step, gradient in enumerate(([1.0, -3.0], [0.5, 2.0]), start=1):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        for i, g in enumerate(gradient):
+            first[i] = 0.5 * first[i] + 0.5 * g
+            second[i] = 0.25 * second[i] + 0.75 * g * g
+            update = (first[i] / (1 - 0.5**step)) / ((second[i] / (1 - 0.25**step)) ** 0.5 + 1e-3)
+            expected[i] += -0.1 * 0.2 * expected[i] - 0.1 * update
+    assert weight.tolist() == pytest.approx(expected, rel=1e-5)
