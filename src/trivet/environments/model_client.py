@@ -56,7 +56,12 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
 
 
 def make_model_client(base_url: str, *, api_key: str | None, timeout_s: float) -> ModelClient:
-    openai = AsyncOpenAI(base_url=base_url, api_key=api_key or "EMPTY", timeout=timeout_s, max_retries=0)
+    """
+    Args:
+        base_url: of the server, with `/v1` at its end or without.
+    """
+    root = base_url.rstrip("/").removesuffix("/v1")
+    openai = AsyncOpenAI(base_url=f"{root}/v1", api_key=api_key or "EMPTY", timeout=timeout_s, max_retries=0)
     return ModelClient(openai)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from trivet.errors import ConfigError
 from trivet.evaluation.evaluate import evaluate
 from trivet.evaluation.scores import Summary
 from trivet.telemetry.logs import setup_logging
+
+_LOG_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,15 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
+def _console() -> Console:
+    """A log file has no width of its own: the table is written whole."""
+    return Console() if sys.stdout.isatty() else Console(width=_LOG_WIDTH)
+
+
 def main() -> int:
     def start(config: EvalConfig) -> int:
         setup_logging("eval", level=config.log.level, file=None)
-        summaries = asyncio.run(run(config, Console()))
+        summaries = asyncio.run(run(config, _console()))
         return 1 if all(summary.num_failed == summary.num_examples for summary in summaries) else 0
 
     return run_command(EvalConfig, start)

@@ -7,6 +7,7 @@ from datasets import Dataset
 from support.scripted_model import ScriptedModel
 from trivet.config.orchestrator import SamplingConfig
 from trivet.environments import runner as runner_module
+from trivet.environments.model_client import make_model_client
 from trivet.environments.runner import GroupRunner, RolloutFailed
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import VersionRun
@@ -90,3 +91,10 @@ def test_turns_that_continue_each_other_become_one_sample():
     assert bytes(sample.token_ids_T.astype("u1")).decode() == "abcokmoreokmoreok"
     assert int(sample.loss_mask_T.sum()) == 6
     assert rollouts[0].num_turns == 3
+
+
+def test_a_server_is_reached_with_or_without_v1_in_its_url():
+    urls = {
+        str(make_model_client(url, api_key=None, timeout_s=1.0).client.base_url) for url in ("http://h:1", "http://h:1/v1/")
+    }
+    assert urls == {"http://h:1/v1/"}
