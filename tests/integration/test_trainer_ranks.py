@@ -1,0 +1,136 @@
+"""Real gloo ranks in processes of their own: the arithmetic does not depend on how many there are."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from trivet.trainer.distributed import open_world
+
+ROOT = Path(__file__).parents[2]
+ORACLE = ROOT / "tests" / "unit" / "trainer" / "oracle.py"
+PROGRAM = Path(__file__).with_name("trainer_rank_program.py")
+TIMEOUT_S = 240
+TOLERANCE = 1e-6
+"""Relative, float32 (design invariant 8)."""
+
+
+def load_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(num_ranks: int, model: Path, output: Path, tasks: list[str]) -> None:
+    """Start the program's ranks, and return when all have ended well."""
+    common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = os.environ | common | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    logs = [output / f"rank_{rank}_of_{num_ranks}.log" for rank in range(num_ranks)]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as file:
+                command = [sys.executable, str(PROGRAM), str(model), str(ORACLE), *tasks]
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(subprocess.Popen(command, env=environment | own, stdout=file, stderr=subprocess.STDOUT))
+        for rank in ranks:
+            assert rank.wait(TIMEOUT_S) == 0, "\n".join(log.read_text()[-3000:] for log in logs)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def run_alone(model: Path, tasks: list[str]) -> None:
+    """The same tasks with one rank, in this process."""
+    torch.set_num_threads(1)
+    with open_world(device="cpu", timeout_s=60) as world:
+        load_module(PROGRAM).run_tasks(str(model), load_module(ORACLE), tasks, world)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    maker = load_module(ROOT / "scripts" / "make_tiny_model.py")
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = maker.make_tokenizer()
+    maker.make_model(tokenizer, hidden_size=64, layers=2, seed=1, tied=True).save_pretrained(directory)
+    return directory
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Directories of what was saved by one rank and by two, and continued by both."""
+
+    saved_by_one: Path
+    saved_by_two: Path
+
+
+@pytest.fixture(scope="module")
+def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    """Everything that two ranks compute, in one start of them."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    run_alone(model, [f"train:{one}"])
+    run_ranks(2, model, two, [f"gradients:{two}", f"resume:{one}", f"train:{two}", f"resume:{two}"])
+    run_alone(model, [f"resume:{two}"])
+    return Outputs(one, two)
+
+
+def check_gradients(results: dict[tuple[str, str], Any], model: Path) -> None:
+    oracle, program = load_module(ORACLE), load_module(PROGRAM)
+    examples = oracle.make_examples(count=9, vocab_size=100)
+    assert {layout for _, layout in results} == oracle.layouts(examples).keys()
+    for loss, config in program.LOSSES.items():
+        expected_loss, expected = oracle.loss_and_gradients(model, examples, config)
+        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
+        for layout in oracle.layouts(examples):
+            found = results[loss, layout]
+            assert found["loss"] == pytest.approx(expected_loss, rel=TOLERANCE), (loss, layout)
+            assert oracle.gradient_error(found["gradients"], expected) < TOLERANCE, (loss, layout)
+            assert found["norm"] == pytest.approx(norm, rel=TOLERANCE), (loss, layout)
+    kls = [found["kl"] for found in results.values()]
+    assert kls == pytest.approx([kls[0]] * len(kls), rel=1e-5)
+
+
+def test_loss_and_gradients_equal_the_oracle_on_two_ranks(model: Path, outputs: Outputs) -> None:
+    check_gradients(torch.load(outputs.saved_by_two / "gradients_2.pt"), model)
+
+
+def test_loss_and_gradients_equal_the_oracle_on_three_ranks(model: Path, tmp_path: Path) -> None:
+    run_ranks(3, model, tmp_path, [f"gradients:{tmp_path}"])
+    check_gradients(torch.load(tmp_path / "gradients_3.pt"), model)
+
+
+def test_a_checkpoint_of_one_rank_continues_on_two_and_back(outputs: Outputs) -> None:
+    unbroken = torch.load(outputs.saved_by_one / "train_1.pt")
+    for path in (outputs.saved_by_one / "resume_2.pt", outputs.saved_by_two / "resume_1.pt"):
+        resumed = torch.load(path)
+        assert list(resumed["losses"]) == [4, 5, 6]
+        for step, loss in resumed["losses"].items():
+            assert loss == pytest.approx(unbroken["losses"][step], rel=1e-5)
+        for name, weight in resumed["weights"].items():
+            # Adam divides by gradients that may be tiny, so sums in another order show more than in the gradient itself.
+            torch.testing.assert_close(weight, unbroken["weights"][name], rtol=1e-4, atol=1e-5)
+
+
+def test_two_ranks_that_resume_end_with_exactly_the_weights_of_two_that_did_not(outputs: Outputs) -> None:
+    unbroken, resumed = (torch.load(outputs.saved_by_two / f"{task}_2.pt") for task in ("train", "resume"))
+    for name, weight in resumed["weights"].items():
+        assert torch.equal(weight, unbroken["weights"][name]), name
