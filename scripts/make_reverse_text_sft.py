@@ -3,7 +3,7 @@
 Every conversation has the form the reward asks for, but only a share of them really reverse the text: the rest copy it. A model
 trained on them knows both and chooses as its teacher did; the reward then teaches it which one is wanted.
 
-    uv run python scripts/make_reverse_text_sft.py models/quickstart/sft.jsonl --examples 15360 [--share-reversed 0.5] [--seed 0]
+    uv run python scripts/make_reverse_text_sft.py outputs/quickstart/sft.jsonl [--share-reversed 0.5] [--seed 0]
 """
 
 import argparse

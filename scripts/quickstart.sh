@@ -17,7 +17,8 @@ while (($#)); do
   esac
 done
 
-export HF_HUB_OFFLINE=1
+# Where roles share a few cores, a waiting thread must sleep, not spin. The rest keeps the screen to what matters.
+export OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 TQDM_DISABLE=1 COLUMNS=${COLUMNS:-120}
 SERVER=
 
 # Run a phase under its name, and say how long it took.
@@ -59,7 +60,7 @@ measure() {
   last=$(last_step "$OUT/run")
   inference @ "$OUT/run/configs/inference.toml" --server.port "$port" >"$OUT/run/logs/measure.stdout" 2>&1 &
   SERVER=$!
-  .venv/bin/eval @ configs/quickstart/eval.toml --client.base-url "http://127.0.0.1:$port" --weights-dir "$OUT/run/weights" --steps "${last##*_}"
+  .venv/bin/eval @ configs/quickstart/eval.toml --client.base-url "http://127.0.0.1:$port/v1" --weights-dir "$OUT/run/weights" --steps "${last##*_}"
   stop_server
 }
 

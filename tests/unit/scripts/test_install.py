@@ -1,0 +1,103 @@
+"""scripts/install.sh with stand-ins for uv and nvidia-smi, which only write down how they were called."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.scripts import SCRIPTS
+
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
+
+
+class Machine:
+    """A checkout with a PATH of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.checkout, self.bin, self.calls = root / "checkout", root / "bin", root / "calls"
+        (self.checkout / "scripts").mkdir(parents=True)
+        (self.checkout / "environments" / "toy").mkdir(parents=True)
+        self.bin.mkdir()
+        shutil.copy(SCRIPTS / "install.sh", self.checkout / "scripts")
+        (self.checkout / "pyproject.toml").touch()
+        (self.checkout / "environments" / "toy" / "pyproject.toml").touch()
+        (self.bin / "python3").symlink_to(sys.executable)
+        self.add_command(
+            "uv", f'echo "$UV_FIND_LINKS|$*" >>{self.calls}\nmkdir -p .venv/bin\nln -sf /bin/true .venv/bin/python'
+        )
+
+    def add_command(self, name: str, body: str) -> None:
+        (self.bin / name).write_text(f"#!/bin/bash\n{body}\n")
+        (self.bin / name).chmod(0o755)
+
+    def install(self, **environment: str) -> str:
+        """What the script printed."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+        clean |= {"PATH": f"{self.bin}:/usr/bin:/bin", "PIP_CONFIG_FILE": os.devnull} | environment
+        done = subprocess.run(
+            ["bash", "scripts/install.sh"],
+            cwd=self.checkout,
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def uv_calls(self) -> list[tuple[str, str]]:
+        """Find-links and arguments of each call of uv."""
+        lines = self.calls.read_text().splitlines() if self.calls.exists() else []
+        return [(links, arguments) for links, arguments in (line.split("|", 1) for line in lines)]
+
+
+@pytest.fixture
+def machine(tmp_path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_without_a_gpu_the_cpu_build_is_installed_with_torch_from_its_cpu_index(machine):
+    machine.install()
+    [(links, arguments)] = machine.uv_calls()
+    assert "--extra cpu" in arguments
+    assert links == TORCH_CPU_INDEX
+
+
+def test_with_a_gpu_the_cuda_build_is_installed(machine):
+    machine.add_command("nvidia-smi", "echo 'GPU 0: some GPU'")
+    machine.install()
+    [(links, arguments)] = machine.uv_calls()
+    assert "--extra cuda" in arguments
+    assert links == ""
+
+
+def test_a_driver_without_a_gpu_counts_as_no_gpu(machine):
+    machine.add_command("nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    machine.install()
+    assert "--extra cpu" in machine.uv_calls()[0][1]
+
+
+def test_a_directory_with_the_cpu_torch_is_passed_on_alone(machine, tmp_path):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / "torch-2.13.0+cpu-cp311-cp311-any.whl").touch()
+    machine.install(PIP_FIND_LINKS=str(wheels))
+    assert machine.uv_calls()[0][0] == str(wheels)
+
+
+def test_a_directory_without_it_is_passed_on_beside_the_index(machine, tmp_path):
+    machine.install(PIP_FIND_LINKS=str(tmp_path))
+    assert machine.uv_calls()[0][0] == f"{tmp_path},{TORCH_CPU_INDEX}"
+
+
+def test_a_second_run_installs_nothing_until_the_dependencies_change(machine):
+    machine.install()
+    assert "everything is there" in machine.install()
+    assert len(machine.uv_calls()) == 1
+    (machine.checkout / "environments" / "toy" / "pyproject.toml").write_text("changed")
+    machine.install()
+    assert len(machine.uv_calls()) == 2
