@@ -5,7 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 UV_HOME="$PWD/.uv"   # used only where pip may not install into the system's Python
-TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu/torch/"
 
 say() { echo "install: $*"; }
 
@@ -82,7 +81,8 @@ install() {
   fi
   find_links=${UV_FIND_LINKS:-$(pip_find_links "$python")}
   if [[ $extra == cpu ]] && ! offers_cpu_torch "$find_links"; then
-    find_links="${find_links:+$find_links,}$TORCH_CPU_INDEX"
+    say "no place of wheels is set (UV_FIND_LINKS): torch comes from the default index, with CUDA libraries of several GB that"
+    say "this machine will not use. To save them, set UV_FIND_LINKS to the page of CPU wheels that PyTorch's install guide names."
   fi
   say "installing the $extra build into .venv with $python (a few minutes the first time)"
   UV_FIND_LINKS=$find_links uv sync --quiet --extra "$extra" --python "$python" || fail "uv sync failed: see its message above"
