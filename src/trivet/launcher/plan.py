@@ -31,6 +31,10 @@ _KEEP_MEMORY = {
 """Otherwise glibc gives freed memory back to the kernel and pays page faults to get it again: torch on a CPU at half speed."""
 
 
+_YIELD_CORES = {"OMP_WAIT_POLICY": "passive"}
+"""Roles share the cores: an OpenMP thread that waits must sleep, not spin in the way of the other role's threads."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     name: str
@@ -239,7 +243,7 @@ def _inference_process(config: RLConfig, python: str, file: Path, shares: GpuSha
         argv=(python, "-m", "trivet.inference.server", "@", str(file)),
         log=RunLayout(config.output_dir).log_file("inference.stdout"),
         env={"CUDA_VISIBLE_DEVICES": ",".join(shares.inference)} if shares.inference else {},
-        env_defaults={"PYTHONUNBUFFERED": "1"},
+        env_defaults={"PYTHONUNBUFFERED": "1"} | ({} if shares.inference else _YIELD_CORES),
         does_finish=False,
     )
 
@@ -267,6 +271,7 @@ def _trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShare
         env_defaults={
             "PYTHONUNBUFFERED": "1",
             **rank_environment(num_ranks, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
+            **(_YIELD_CORES if is_on_cpu else {}),
         },
         does_finish=True,
     )
