@@ -1,6 +1,6 @@
 """How many seconds pass from weights in the trainer's memory to tokens sampled from them?
 
-Publishing writes, syncs and hashes every byte; loading reads them twice, to verify and then into the engine, and pauses sampling
+Publishing writes, syncs and hashes every byte; loading reads them twice, to verify and into the engine, and pauses sampling
 for the second only. The ceiling is bytes / disk bandwidth for the write, plus two reads, usually from the page cache.
 
     uv run python scripts/bench/weights.py [--model DIRECTORY] [--repeats 5]

@@ -6,6 +6,7 @@ imported late: a mistake in the configuration is told at once, and LD_PRELOAD an
 
 import asyncio
 import importlib.metadata
+import json
 import logging
 import os
 import signal
@@ -119,6 +120,8 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
     from trivet.inference.executors import ManyProcessExecutor, OneProcessExecutor
     from trivet.inference.versioned_engine import VersionedEngine
 
+    if is_one_process:
+        _inspect_here(Path(args.model))
     try:
         vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, TypeError, OSError) as exc:
@@ -135,6 +138,23 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
         )
     except RuntimeError as exc:
         raise InferenceError(f"vLLM's engine did not start for {args.model}: {exc} (its own error is above)") from exc
+
+
+def _inspect_here(model: Path) -> None:
+    """Import the model's class now. vLLM looks at it in a process of its own the first time, to keep CUDA out of this one.
+
+    The engine is forked from this process and needs the class anyway; the other process would import all of vLLM once more.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    try:
+        architectures = json.loads((model / "config.json").read_bytes()).get("architectures") or []
+    except (OSError, ValueError):
+        # Not a local directory, or a broken one: vLLM says which.
+        return
+    for name in architectures:
+        if (known := ModelRegistry.models.get(name)) is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
 
 
 async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.socket) -> int:
@@ -180,7 +200,7 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
     if not ended.done():
         logger.error("the engine died; its own error is above")
         end(1)
-    await asyncio.to_thread(engine.shutdown, timeout=0)
+    await engine.stop()
     serving.cancel()
     await (await serving)
     return await ended

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessorOutput, RequestOutputCollector
 
 from trivet.inference.policy_ledger import PolicyLedger, TokenVersions
@@ -132,6 +133,14 @@ class VersionedEngine(AsyncLLM):
     async def ping(self) -> None:
         """Returns once every worker has answered."""
         await self.collective_rpc("ping")
+
+    async def stop(self) -> None:
+        """End the engine; requests that it was answering fail at once."""
+        if self.output_handler is not None:
+            # It would report the end that is asked for here as the engine's death.
+            self.output_handler.cancel()
+        self.output_processor.propagate_error(EngineDeadError())
+        await asyncio.to_thread(self.shutdown, timeout=0)
 
     async def _restart_what_has_no_tokens(self) -> None:
         attempts = [
