@@ -3,7 +3,7 @@
 Every conversation has the form the reward asks for, but only a share of them really reverse the text: the rest copy it. A model
 trained on them knows both and chooses as its teacher did; the reward then teaches it which one is wanted.
 
-    uv run python scripts/make_reverse_text_sft.py outputs/quickstart/sft.jsonl [--share-reversed 0.5] [--seed 0]
+    uv run python scripts/make_reverse_text_sft.py outputs/quickstart/sft.jsonl [--share-reversed 0.4] [--seed 0]
 """
 
 import argparse
@@ -35,9 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--examples", type=int, default=15360)
-    parser.add_argument("--min-length", type=int, default=4)
-    parser.add_argument("--max-length", type=int, default=8)
-    parser.add_argument("--share-reversed", type=float, default=0.5)
+    parser.add_argument("--min-length", type=int, default=3)
+    parser.add_argument("--max-length", type=int, default=7)
+    parser.add_argument("--share-reversed", type=float, default=0.4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.file.parent.mkdir(parents=True, exist_ok=True)
