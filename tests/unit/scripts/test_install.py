@@ -10,8 +10,6 @@ import pytest
 
 from support.scripts import SCRIPTS
 
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
-
 
 class Machine:
     """A checkout with a PATH of its own."""
@@ -60,11 +58,12 @@ def machine(tmp_path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_without_a_gpu_the_cpu_build_is_installed_with_torch_from_its_cpu_index(machine):
-    machine.install()
+def test_without_a_gpu_the_cpu_build_is_installed(machine):
+    said = machine.install()
     [(links, arguments)] = machine.uv_calls()
     assert "--extra cpu" in arguments
-    assert links == TORCH_CPU_INDEX
+    assert links == ""
+    assert "set UV_FIND_LINKS" in said
 
 
 def test_with_a_gpu_the_cuda_build_is_installed(machine):
@@ -81,17 +80,18 @@ def test_a_driver_without_a_gpu_counts_as_no_gpu(machine):
     assert "--extra cpu" in machine.uv_calls()[0][1]
 
 
-def test_a_directory_with_the_cpu_torch_is_passed_on_alone(machine, tmp_path):
+def test_a_directory_with_the_cpu_torch_is_passed_on(machine, tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / "torch-2.13.0+cpu-cp311-cp311-any.whl").touch()
-    machine.install(PIP_FIND_LINKS=str(wheels))
+    said = machine.install(PIP_FIND_LINKS=str(wheels))
     assert machine.uv_calls()[0][0] == str(wheels)
+    assert "UV_FIND_LINKS" not in said
 
 
-def test_a_directory_without_it_is_passed_on_beside_the_index(machine, tmp_path):
-    machine.install(PIP_FIND_LINKS=str(tmp_path))
-    assert machine.uv_calls()[0][0] == f"{tmp_path},{TORCH_CPU_INDEX}"
+def test_a_directory_without_it_is_passed_on_too_and_said_to_lack_it(machine, tmp_path):
+    assert "set UV_FIND_LINKS" in machine.install(PIP_FIND_LINKS=str(tmp_path))
+    assert machine.uv_calls()[0][0] == str(tmp_path)
 
 
 def test_a_second_run_installs_nothing_until_the_dependencies_change(machine):
