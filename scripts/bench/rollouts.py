@@ -77,6 +77,7 @@ def orchestrator_config(args: argparse.Namespace, directory: Path, port: int) ->
 def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: list[float]) -> None:
     receiver = ZmqReceiver(config.rollout_transport, run_id=config.run.id)
     try:
+        receiver.receive(Step(0))  # the self-check, empty here
         for step in range(1, (config.max_steps or 0) + 1):
             batch = receiver.receive(Step(step))
             tokens.append(batch.num_loss_tokens)
