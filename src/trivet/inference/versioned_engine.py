@@ -149,7 +149,8 @@ class VersionedEngine(AsyncLLM):
             for index, attempt in admitted.attempts.items()
             if index not in admitted.versions.runs
         ]
-        await self.engine_core.abort_requests_async([attempt.request.request_id for attempt in attempts])
+        # Not abort_requests_async: the engine may apply such an abort a second time, later, to the attempt that follows.
+        await self.engine_core.call_utility_async("abort_requests", [attempt.request.request_id for attempt in attempts])
         for attempt in attempts:
             request = attempt.request
             if request.request_id in self.output_processor.request_states:
