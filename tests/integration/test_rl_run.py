@@ -1,112 +1,35 @@
 """The whole loop with the real vLLM: launcher, inference server, orchestrator and trainer on the tiny model."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.history import assert_exactly_once, read_history
+from support.processes import assert_all_gone, assert_port_free, descendants_of
+from support.rl_run import Run
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
 from trivet.telemetry.events import read_events
 from trivet.wire.events import BatchFormed, Dispatch, Load, Publish, Start
 
 pytestmark = pytest.mark.vllm
 
-ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"
 MAX_STEPS = 12
-
-CONFIG = """
-max_steps = {max_steps}
-seq_len = 256
-max_model_len = 256
-output_dir = "{output_dir}"
-
-[model]
-name = "{model}"
-
-[ckpt]
-interval = 6
-
-[trainer.model]
-compute_dtype = "float32"
-
-[trainer.optim]
-lr = 1e-2
-
-[orchestrator]
-batch_size = 16
-rollouts_per_example = 4
-oversampling_factor = 2.0
-
-[orchestrator.sampling]
-max_tokens = 12
-
-[[orchestrator.env]]
-id = "vowels"
-
-[inference]
-max_num_seqs = 32
-cpu_kv_cache_gib = 0.25
-
-[inference.model]
-dtype = "float32"
-enforce_eager = true
-"""
-
-
-class Run:
-    """`rl` as a user starts it."""
-
-    def __init__(self, directory: Path, model: Path) -> None:
-        self.layout = RunLayout(directory / "outputs")
-        self._config = directory / "rl.toml"
-        self._config.write_text(CONFIG.format(max_steps=MAX_STEPS, output_dir=self.layout.root, model=model))
-        self._log = directory / "rl.out"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self, *flags: str) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
-        with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(self._config), *flags]
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        return self.process
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
-
-    def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(60)
 
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
-    run = Run(tmp_path, tiny_model)
+    run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS)
     yield run
     run.stop()
 
 
-def wait_for(path: Path, run: Run, *, timeout_s: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        assert run.process is not None
-        assert run.process.poll() is None, run.output[-4000:]
-        assert time.monotonic() < deadline, run.output[-4000:]
-        time.sleep(0.1)
-
-
 def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_group(run: Run) -> None:
     run.start()
-    wait_for(run.layout.checkpoint_step(6) / COMMITTED, run)
-    wait_for(run.layout.weights_step(7) / STABLE, run)
+    run.wait_for(run.layout.checkpoint_step(6) / COMMITTED)
+    run.wait_for(run.layout.weights_step(7) / STABLE)
     assert run.process is not None
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(60) == 130, run.output[-4000:]
@@ -146,3 +69,21 @@ def assert_policy_served_before_first_rollout(layout: RunLayout, *, version: int
 def reward_of(layout: RunLayout, step: int) -> float:
     lines = map(json.loads, (layout.metrics / "orchestrator.jsonl").read_text().splitlines())
     return [values["reward/mean"] for values in lines if values["step"] == step][-1]
+
+
+@pytest.mark.parametrize("victim", ["inference", "orchestrator", "trainer", "launcher"])
+def test_a_killed_process_ends_the_run_and_leaves_nothing_behind(run: Run, victim: str) -> None:
+    launcher = run.start()
+    run.wait_for(run.layout.weights_step(1) / STABLE)
+    family = descendants_of(launcher.pid)
+    port = int(run.output.split("inference ready url=http://127.0.0.1:")[1].split("/")[0])
+    if victim == "launcher":
+        launcher.kill()
+        assert launcher.wait(30) == -signal.SIGKILL
+    else:
+        run.role(victim).kill()
+        assert launcher.wait(30) == 1, run.output[-4000:]
+        assert f"{victim} failed: " in run.output
+        assert "SIGKILL" in run.output
+    assert_all_gone(family, timeout_s=10.0)
+    assert_port_free(port)

@@ -160,7 +160,7 @@ def torchrun(python: str, module: str, arguments: Sequence[str], *, num_ranks: i
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
     """Environment defaults of trainer ranks on one machine; torchrun alone would give each rank one thread."""
     threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
-    return threads | (_KEEP_MEMORY if is_on_cpu else {})
+    return threads | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else {})
 
 
 def _check_ids(key: str, ids: Sequence[int], num_gpus: int) -> None:
@@ -271,7 +271,6 @@ def _trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShare
         env_defaults={
             "PYTHONUNBUFFERED": "1",
             **rank_environment(num_ranks, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
-            **(_YIELD_CORES if is_on_cpu else {}),
         },
         does_finish=True,
     )

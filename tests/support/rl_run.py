@@ -1,0 +1,97 @@
+"""The launcher `rl` as a user starts it: real roles, the real vLLM, a tiny model and an environment that it can improve at."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from support.processes import descendants_of, wait_until
+from trivet.config.layout import RunLayout
+
+ENVIRONMENTS = Path(__file__).parent / "environments"
+
+CONFIG = """
+max_steps = {max_steps}
+seq_len = 256
+max_model_len = 256
+output_dir = "{output_dir}"
+
+[model]
+name = "{model}"
+
+[ckpt]
+interval = 6
+
+[trainer.model]
+compute_dtype = "float32"
+
+[trainer.optim]
+lr = 1e-2
+
+[orchestrator]
+batch_size = 16
+rollouts_per_example = 4
+oversampling_factor = 2.0
+
+[orchestrator.sampling]
+max_tokens = 12
+
+[[orchestrator.env]]
+id = "vowels"
+
+[inference]
+max_num_seqs = 32
+cpu_kv_cache_gib = 0.25
+
+[inference.model]
+dtype = "float32"
+enforce_eager = true
+"""
+
+
+class Run:
+    """`rl` as a user starts it."""
+
+    def __init__(self, directory: Path, model: Path, *, max_steps: int = 12) -> None:
+        self.layout = RunLayout(directory / "outputs")
+        self._config = directory / "rl.toml"
+        self._config.write_text(CONFIG.format(max_steps=max_steps, output_dir=self.layout.root, model=model))
+        self._log = directory / "rl.out"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *flags: str) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+        with self._log.open("ab") as log:
+            command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(self._config), *flags]
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return self.process
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, path: Path, *, timeout_s: float = 240.0) -> None:
+        """Returns once `path` is there; fails with the run's output when the run ends first."""
+        process = self.process
+        assert process is not None
+        wait_until(
+            lambda: path.exists() or process.poll() is not None,
+            timeout_s=timeout_s,
+            waiting_for=f"{path}: {self.output[-4000:]}",
+        )
+        assert process.poll() is None, self.output[-4000:]
+
+    def role(self, name: str) -> psutil.Process:
+        """The process that the launcher started for a role."""
+        assert self.process is not None
+        modules = {"inference": "trivet.inference.server", "orchestrator": "trivet.orchestrator.command"}
+        module = modules.get(name, "trivet.trainer.torchrun")
+        return next(process for process in descendants_of(self.process.pid) if module in " ".join(process.cmdline()))
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(60)
