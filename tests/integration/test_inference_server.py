@@ -44,7 +44,7 @@ async def assert_serves(client: InferenceClient, directory: Path) -> None:
 
 
 async def chat(base_url: str, **fields: Any) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=base_url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=base_url, timeout=300) as http:
         response = await http.post("/v1/chat/completions", json={**CHAT, **fields})
     response.raise_for_status()
     return response.json()

@@ -83,9 +83,10 @@ def test_an_argument_that_vllm_does_not_have_is_refused() -> None:
         refuse_unknown(["blok_size"], known=["block_size", "seed"])
 
 
-def test_the_engine_computes_on_every_core() -> None:
+def test_the_engine_computes_on_every_core_and_does_not_spin_for_it() -> None:
     environment = cpu_environment(num_threads=2, preload="/lib/libgomp.so")
     assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment["LD_PRELOAD"] == "/lib/libgomp.so"
 
 
