@@ -34,7 +34,7 @@ def conversations(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--examples", type=int, default=15360)
+    parser.add_argument("--examples", type=int, default=19200)
     parser.add_argument("--min-length", type=int, default=3)
     parser.add_argument("--max-length", type=int, default=7)
     parser.add_argument("--share-reversed", type=float, default=0.4)
