@@ -36,7 +36,7 @@ def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_g
 
     assert run.start("--ckpt.resume-step", "-1").wait(300) == 0, run.output[-4000:]
 
-    history = assert_exactly_once(run.layout.events, max_steps=MAX_STEPS)
+    history = assert_exactly_once(run.layout, max_steps=MAX_STEPS)
     first = read_history_of_batches(run.layout, up_to=6)
     assert {step: history.batches[step] for step in range(1, 7)} == first
     assert_policy_served_before_first_rollout(run.layout, version=6)

@@ -7,6 +7,7 @@ import numpy as np
 
 from trivet.wire.batches import MicroBatch
 from trivet.wire.rollouts import Sample
+from trivet.wire.versions import count_tokens, first_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +47,15 @@ def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[
 
 
 def truncate(sample: Sample, *, seq_len: int) -> Sample:
-    """The first `seq_len` tokens of `sample`, itself when it is not longer."""
+    """The first `seq_len` tokens of `sample` with the versions of those sampled, itself when it is not longer."""
     if sample.num_tokens <= seq_len:
         return sample
+    num_cut = int(np.count_nonzero(sample.loss_mask_T[seq_len:]))
     return Sample(
         token_ids_T=sample.token_ids_T[:seq_len],
         loss_mask_T=sample.loss_mask_T[:seq_len],
         logprobs_T=sample.logprobs_T[:seq_len],
-        versions=sample.versions,
+        versions=first_versions(sample.versions, count_tokens(sample.versions) - num_cut),
         temperature=sample.temperature,
         is_truncated=True,
     )

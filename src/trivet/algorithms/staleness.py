@@ -38,7 +38,8 @@ def may_dispatch(
 
     A group started behind `rollouts_ahead` others (finished and waiting, or in flight) will land in batch
     `step + rollouts_ahead // rollouts_per_step`; it may start if `version` is recent enough for that batch. This bounds
-    what waits in the buffer, and with `max_async_level` 0 keeps every rollout of a batch on the policy it trains.
+    what waits in the buffer. With `max_async_level` 0 and no oversampling every rollout is of the policy it trains; what
+    oversampling leaves over waits for the next batch, one policy later.
 
     Args:
         step: the batch being filled.

@@ -41,7 +41,7 @@ class SamplingConfig(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens per model turn; unset: up to the context's end."""
     min_tokens: int = Field(default=0, ge=0)
-    """No stop token before this many."""
+    """No stop token before this many; above 0 biases the importance ratio."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; below 1 biases the importance ratio, which the trainer computes over the whole vocabulary."""
     top_k: int = Field(default=-1, ge=-1)
@@ -104,7 +104,8 @@ class OrchestratorConfig(Section):
     max_async_level: int = Field(default=1, ge=0)
     """How many policies a new rollout may lag behind; 0 waits for each step."""
     strict_async_level: bool = False
-    """Always lag exactly max_async_level: independent of timing, more idle time."""
+    """Always lag exactly max_async_level: independent of timing, more idle time. A resumed run starts from the policy that it
+    resumes, so its first batches lag less."""
     max_off_policy_steps: int = Field(default=8, ge=0)
     """A group whose oldest token is older than this many steps is dropped, time in queues counted."""
     max_concurrent: int | None = Field(default=None, ge=1)

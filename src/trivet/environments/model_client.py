@@ -9,34 +9,29 @@ from trivet.config.orchestrator import SamplingConfig
 from trivet.wire.versions import PolicyVersion, VersionRun
 
 
-def request_arguments(sampling: SamplingConfig, *, seed: int | None, with_tokens: bool = True) -> dict[str, Any]:
-    """Sampling arguments of one chat-completions request, in the form verifiers passes on.
+def request_arguments(sampling: SamplingConfig, *, seed: int | None) -> dict[str, Any]:
+    """Sampling arguments of one chat-completions request to our server, in the form verifiers passes on.
 
     Args:
         seed: of this request alone.
-        with_tokens: ask for token ids and log-probabilities, which only our server answers.
     """
-    extra: dict[str, Any] = {
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "min_tokens": sampling.min_tokens,
-    }
-    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
-    extra = {key: value for key, value in extra.items() if with_tokens or value != neutral[key]}
-    arguments: dict[str, Any] = {
+    return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "max_tokens": sampling.max_tokens,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "seed": seed,
-        "extra_body": {**extra, **sampling.extra_body},
+        "logprobs": True,
+        "extra_body": {
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "min_tokens": sampling.min_tokens,
+            **sampling.extra_body,
+            "return_token_ids": True,
+        },
     }
-    if with_tokens:
-        arguments["logprobs"] = True
-        arguments["extra_body"]["return_token_ids"] = True
-    return arguments
 
 
 class ModelClient(vf.OpenAIChatCompletionsClient):

@@ -35,8 +35,6 @@ class GroupRunner:
     model_name: str
     sampling: SamplingConfig
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
-    with_tokens: bool = True
-    """False on a server that gives no token ids: rollouts then carry no samples and serve only for evaluation."""
 
     async def run(
         self, example: Mapping[str, Any], *, group_id: GroupId, num_rollouts: int, client: ModelClient
@@ -48,17 +46,25 @@ class GroupRunner:
         Raises:
             RolloutFailed: one of the rollouts could not be completed or scored.
         """
-        states = await asyncio.gather(
-            *(self._attempt(example, group_id=group_id, index=index, client=client) for index in range(num_rollouts))
-        )
-        await self.env.rubric.score_group(states)
-        for state in states:
-            await self.env.rubric.cleanup(state)
+        try:
+            async with asyncio.TaskGroup() as attempts:
+                running = [
+                    attempts.create_task(self._attempt(example, group_id=group_id, index=index, client=client))
+                    for index in range(num_rollouts)
+                ]
+        except ExceptionGroup as failed:  # the first failure has ended the others
+            raise failed.exceptions[0] from None
+        states = [attempt.result() for attempt in running]
+        try:
+            await self.env.rubric.score_group(states)
+        finally:
+            for state in states:
+                await self.env.rubric.cleanup(state)
         return [self._to_rollout(state, index) for index, state in enumerate(states)]
 
     async def _attempt(self, example: Mapping[str, Any], *, group_id: GroupId, index: int, client: ModelClient) -> vf.State:
         seed = None if self.sampling.seed is None else derive_seed(self.sampling.seed, group_id, index) % 2**31
-        arguments = request_arguments(self.sampling, seed=seed, with_tokens=self.with_tokens)
+        arguments = request_arguments(self.sampling, seed=seed)
         first_error = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -84,9 +90,7 @@ class GroupRunner:
             raise RolloutFailed(f"reward of environment {self.label!r} is {reward}, not a finite number")
         timing = state["timing"]
         trajectory = to_samples(
-            [to_turn(step["response"], is_truncated=step["is_truncated"]) for step in state["trajectory"]]
-            if self.with_tokens
-            else [],
+            [to_turn(step["response"], is_truncated=step["is_truncated"]) for step in state["trajectory"]],
             temperature=self.sampling.temperature,
             strategy=self.trajectory_strategy,
         )

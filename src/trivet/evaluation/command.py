@@ -23,6 +23,7 @@ from trivet.errors import ConfigError
 from trivet.evaluation.evaluate import evaluate
 from trivet.evaluation.scores import Summary
 from trivet.telemetry.logs import setup_logging
+from trivet.wire.versions import START_VERSION
 
 _LOG_WIDTH = 120
 
@@ -76,11 +77,13 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
     server = InferenceClient(base_url, timeout_s=config.client.timeout, api_key=api_key)
     model_client = make_model_client(base_url, api_key=api_key, timeout_s=config.client.timeout)
     summaries: list[Summary] = []
+    held = START_VERSION
     try:
         await server.wait_ready(config.client.wait_for_ready_timeout)
         model_name = config.model.name or await server.model_name()
         for target in targets:
             status = await (server.reload_weights() if target.directory is None else server.update_weights(target.directory))
+            held = status.version
             for label, env in environments.items():
                 runner = GroupRunner(env=env, label=label, model_name=model_name, sampling=config.sampling)
                 with Progress(console=console, transient=True) as bar:
@@ -96,9 +99,9 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
                         on_progress=lambda bar=bar, task=task: bar.advance(task),
                     )
                 summaries.append(summary)
-        if targets[-1].directory is not None:
-            await server.reload_weights()
     finally:
+        if held != START_VERSION:
+            await server.reload_weights()
         await server.aclose()
         await model_client.close()
     console.print(make_table(summaries))

@@ -98,8 +98,7 @@ class PolicyLoader:
     async def _switch(self, directory: Path, manifest: Manifest) -> None:
         started = self._clock()
         before = self._directory, self.policy
-        async with asyncio.timeout(self._timeout_s):
-            await self._engine.pause()
+        await self._pause()
         try:
             await self._replace(directory, manifest)
         except Exception as exc:  # noqa: BLE001  whatever the engine raises, a half-replaced policy must not sample
@@ -107,6 +106,14 @@ class PolicyLoader:
             await self._restore(*before, failed=directory, cause=exc)
         await self._engine.resume()
         logger.info("policy loaded version=%s seconds=%.2f", manifest.version, self._clock() - started)
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._engine.pause()
+        except Exception as exc:  # an engine that does not pause would keep every later request waiting
+            self._on_broken()
+            raise InferenceError(f"the engine did not pause ({type(exc).__name__}: {exc}): the server ends") from exc
 
     async def _replace(self, directory: Path, manifest: Manifest) -> None:
         async with asyncio.timeout(self._timeout_s):

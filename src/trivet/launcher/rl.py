@@ -107,7 +107,8 @@ def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: 
         stops = [event for event in read_events(layout.events) if isinstance(event, Stop)]
     except msgspec.DecodeError:
         return False
-    return any(stop.role == role and stop.attempt == run.attempt and stop.step >= max_steps for stop in stops)
+    mine = [stop for stop in stops if stop.role == role and stop.attempt == run.attempt and stop.reason == "done"]
+    return any(stop.step >= max_steps for stop in mine)
 
 
 if __name__ == "__main__":

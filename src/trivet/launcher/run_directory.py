@@ -11,13 +11,14 @@ from types import TracebackType
 
 import msgspec
 
-from trivet.checkpoints.commit import committed_steps, discard_later, discard_staging, resolve_resume_step
+from trivet.checkpoints.commit import committed_steps, discard_staging, resolve_resume_step, verify_checkpoint
 from trivet.config.base import Section
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
 from trivet.config.shared import RunIdentity
 from trivet.durable import write_atomically, write_json_atomically
 from trivet.errors import CheckpointError, ConfigError, RunDirectoryBusy
+from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
 
 RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "evals")
@@ -120,13 +121,21 @@ class RunDirectory:
         return RunIdentity(id=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
 
     def begin(self, run: RunIdentity, *, resumed_from: Step | None) -> None:
-        """Write run.json, after removing what is void: a fresh run all that an earlier one left, a resumed run later steps."""
+        """Write run.json. A fresh run first removes what an earlier one left; a resumed run what was never committed.
+
+        Raises:
+            ConfigError: the checkpoint to resume from is damaged; nothing was removed.
+        """
         if resumed_from is None:
             for name in self._entries():
                 _remove(self.layout.root / name)
         else:
+            try:
+                verify_checkpoint(self.layout, resumed_from)
+            except CheckpointError as exc:
+                raise ConfigError(str(exc)) from exc
             discard_staging(self.layout)
-            discard_later(self.layout, resumed_from)
+            drop_torn_line(self.layout.events)
         record = RunRecord(id=run.id, attempt=run.attempt, started=time.time(), pid=os.getpid())
         write_json_atomically(self.layout.run_file, record)
 

@@ -1,7 +1,7 @@
 """What becomes of every group between dispatch and batch. The one owner of that state; each transition writes its event.
 
-States of a group: in flight -> ready -> in a batch, or out: filtered (finished, carries no signal), dropped (failed, stale,
-cancelled). `snapshot` is the orchestrator's half of a checkpoint: what would otherwise be lost.
+States of a group: in flight -> ready -> in a batch, or out: filtered (finished, carries no signal), dropped (failed, stale).
+`snapshot` is the orchestrator's half of a checkpoint: what would otherwise be lost.
 """
 
 import logging
@@ -134,8 +134,12 @@ class GroupBuffer:
         )
         return groups
 
-    def snapshot(self) -> BufferState:
-        return BufferState(ready=list(self._ready), in_flight=sorted(self._in_flight))
+    def snapshot(self, *, also_in_flight: Sequence[GroupId] = ()) -> BufferState:
+        """
+        Args:
+            also_in_flight: groups of an earlier checkpoint that were not started again yet.
+        """
+        return BufferState(ready=list(self._ready), in_flight=sorted({*self._in_flight, *also_in_flight}))
 
     def _drop_stale(self, step: Step) -> None:
         kept: list[Group] = []

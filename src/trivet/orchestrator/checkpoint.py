@@ -33,6 +33,7 @@ class OrchestratorHalf(msgspec.Struct, kw_only=True):
     next_group_id: GroupId
     buffer: BufferState
     seed: int
+    rollouts_per_example: int
     sizes: dict[str, int]
     """Examples by environment name: the sampler's order depends on them."""
 
@@ -44,21 +45,27 @@ def write_half(layout: RunLayout, half: OrchestratorHalf) -> None:
     finish_half(layout, half.progress.step, HALF)
 
 
-def read_half(layout: RunLayout, step: Step, *, seed: int, sizes: dict[str, int]) -> OrchestratorHalf:
+def read_half(
+    layout: RunLayout, step: Step, *, seed: int, rollouts_per_example: int, sizes: dict[str, int]
+) -> OrchestratorHalf:
     """
     Raises:
-        CheckpointError: missing, unreadable, or made with another seed or other data sets, which would change what each
-            group id stands for.
+        CheckpointError: missing, unreadable, or made with another seed, group size or other data sets, which would change
+            what each group id stands for.
     """
     path = layout.checkpoint_step(step) / HALF / _STATE_FILE
     try:
         half = decode(path.read_bytes(), OrchestratorHalf)
     except OSError as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    for name, saved, now in (("orchestrator.seed", half.seed, seed), ("the environments' sizes", half.sizes, sizes)):
+    for name, saved, now in (
+        ("orchestrator.seed", half.seed, seed),
+        ("orchestrator.rollouts_per_example", half.rollouts_per_example, rollouts_per_example),
+        ("the environments' sizes", half.sizes, sizes),
+    ):
         if saved != now:
             raise CheckpointError(
-                f"{name} was {saved} when checkpoint step_{step} was made and is {now} now; the order of examples depends "
+                f"{name} was {saved} when checkpoint step_{step} was made and is {now} now; the groups that wait in it depend "
                 "on it: set it back, or start a new run from the weights"
             )
     return half

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trivet.algorithms.advantages import AdvantageFunction
+from trivet.algorithms.packing import truncate
 from trivet.algorithms.staleness import may_dispatch
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.model_client import ModelClient
@@ -40,6 +41,8 @@ class Limits:
     """floor(batch_size * oversampling_factor)."""
     max_rollouts_in_flight: int
     max_async_level: int
+    seq_len: int
+    """Longer samples are cut."""
 
     @classmethod
     def of(cls, config: OrchestratorConfig) -> "Limits":
@@ -49,6 +52,7 @@ class Limits:
             rollouts_per_step=per_step,
             max_rollouts_in_flight=min(per_step, config.max_concurrent or per_step),
             max_async_level=config.max_async_level,
+            seq_len=config.seq_len,
         )
 
 
@@ -82,6 +86,11 @@ class Dispatcher:
         """The batch being filled."""
         self.version = PolicyVersion(0)
         """What the servers hold."""
+
+    @property
+    def waiting_again(self) -> list[GroupId]:
+        """Groups of the checkpoint that were not started again yet: still owed, and part of the next checkpoint."""
+        return list(self._again)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -133,6 +142,7 @@ class Dispatcher:
         group = Group(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, rollouts=rollouts)
         for rollout, advantage in zip(rollouts, self._advantage(group.rewards), strict=True):
             rollout.advantage = float(advantage)
+            rollout.samples = [truncate(sample, seq_len=self._limits.seq_len) for sample in rollout.samples]
         return group
 
 

@@ -54,15 +54,13 @@ class Loop:
     async def run(self) -> None:
         """Until max_steps, or for ever without one."""
         async with asyncio.TaskGroup() as tasks:
-            helpers = [
-                tasks.create_task(self.dispatcher.run(), name="dispatcher"),
-                tasks.create_task(self.watcher.run(), name="policy-watcher"),
-            ]
-            await self._run_steps()
-            for helper in helpers:
-                helper.cancel()
+            dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
+            watching = tasks.create_task(self.watcher.run(), name="policy-watcher")
+            await self._run_steps(dispatching)
+            dispatching.cancel()
+            watching.cancel()
 
-    async def _run_steps(self) -> None:
+    async def _run_steps(self, dispatching: asyncio.Task[None]) -> None:
         step = Step(self.progress.step + 1)
         while self.config.max_steps is None or step <= self.config.max_steps:
             started = time.monotonic()
@@ -70,6 +68,8 @@ class Loop:
             groups = await self._fill(step)
             filled = time.monotonic()
             batch = self._make_batch(step, groups)
+            if step == self.config.max_steps:
+                dispatching.cancel()
             if batch.has_orchestrator_half:
                 await asyncio.to_thread(write_half, self.layout, self._half())
             formed_version = self.watcher.version
@@ -157,7 +157,8 @@ class Loop:
         return OrchestratorHalf(
             progress=self.progress,
             next_group_id=self.sampler.next_group_id,
-            buffer=self.buffer.snapshot(),
+            buffer=self.buffer.snapshot(also_in_flight=self.dispatcher.waiting_again),
             seed=self.config.seed,
+            rollouts_per_example=self.config.rollouts_per_example,
             sizes=self.sizes,
         )

@@ -22,20 +22,24 @@ _MAX_TOKENS = 32
 async def make_self_check(
     examples: Sequence[Mapping[str, Any]],
     *,
-    client: ModelClient,
+    clients: Sequence[ModelClient],
     model_name: str,
     sampling: SamplingConfig,
     seq_len: int,
     step: Step,
 ) -> Batch:
-    """Sample a short completion of each example's prompt, the way rollouts do.
+    """Sample a short completion of each example's prompt, the way rollouts do, on each server in turn.
+
+    Raises:
+        InferenceError: a request failed, or nothing that came back can be compared.
 
     Args:
         step: the last step already trained, so the batch after it is the first to train.
     """
-    short = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens or _MAX_TOKENS, _MAX_TOKENS)})
+    max_tokens = min(sampling.max_tokens or _MAX_TOKENS, _MAX_TOKENS)
+    short = sampling.model_copy(update={"max_tokens": max_tokens, "min_tokens": min(sampling.min_tokens, max_tokens)})
 
-    async def ask(example: Mapping[str, Any]) -> PackItem:
+    async def ask(example: Mapping[str, Any], client: ModelClient) -> list[PackItem]:
         prompt = normalize_messages(example["prompt"], field_name="prompt")
         try:
             response = await client.get_response(
@@ -45,13 +49,19 @@ async def make_self_check(
             raise InferenceError(f"the self-check's request failed: {exc.__cause__ or exc}") from exc
         turn = to_turn(response)
         trajectory = to_samples([turn], temperature=sampling.temperature, strategy="branching")
-        return PackItem(sample=trajectory.samples[0], advantage=0.0)
+        return [PackItem(sample=sample, advantage=0.0) for sample in trajectory.samples]
 
-    items = await asyncio.gather(*(ask(example) for example in examples))
+    answers = await asyncio.gather(*(ask(example, clients[i % len(clients)]) for i, example in enumerate(examples)))
+    rows = pack([item for answer in answers for item in answer], seq_len=seq_len)
+    if examples and not rows:
+        raise InferenceError(
+            f"the self-check of {len(examples)} prompts sampled nothing to compare: every prompt fills orchestrator.seq_len "
+            f"({seq_len}), or every completion is empty; raise seq_len, or set orchestrator.self_check_rollouts = 0"
+        )
     return Batch(
         step=step,
         purpose=BatchPurpose.SELF_CHECK,
-        micro_batches=pack(items, seq_len=seq_len),
+        micro_batches=rows,
         group_ids=[],
-        num_rollouts=len(items),
+        num_rollouts=len(answers),
     )

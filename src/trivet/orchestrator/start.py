@@ -1,5 +1,6 @@
 """Brings an orchestrator from its configuration to a running loop: environments, servers, resume, self-check."""
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -49,16 +50,19 @@ async def run(config: OrchestratorConfig, environments: Environments) -> None:
     telemetry = Telemetry("orchestrator", layout=layout, run=config.run, wandb=config.wandb, resume_step=half.progress.step)
     telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
     reason = "failed"
+    loop: Loop | None = None
     try:
         async with _servers(config) as (servers, clients), _sender(config) as sender:
             loop = _make_loop(config, layout, half, environments, servers, clients, sender, telemetry)
             await _bring_policy(loop, config)
             await _send_self_check(loop, config, environments.datasets, clients)
             await loop.run()
-            half.progress = loop.progress
             reason = "done"
+    except asyncio.CancelledError:
+        reason = "interrupted"
+        raise
     finally:
-        telemetry.write_event(Stop(step=half.progress.step, reason=reason))
+        telemetry.write_event(Stop(step=loop.progress.step if loop else half.progress.step, reason=reason))
         telemetry.close()
 
 
@@ -90,10 +94,15 @@ def load_environments(config: OrchestratorConfig) -> Environments:
 def _starting_point(config: OrchestratorConfig, layout: RunLayout, sizes: dict[str, int]) -> OrchestratorHalf:
     if config.ckpt.resume_step is None:
         return OrchestratorHalf(
-            progress=Progress(), next_group_id=GroupId(0), buffer=BufferState(), seed=config.seed, sizes=sizes
+            progress=Progress(),
+            next_group_id=GroupId(0),
+            buffer=BufferState(),
+            seed=config.seed,
+            rollouts_per_example=config.rollouts_per_example,
+            sizes=sizes,
         )
     step = resolve_resume_step(layout, config.ckpt.resume_step)
-    half = read_half(layout, step, seed=config.seed, sizes=sizes)
+    half = read_half(layout, step, seed=config.seed, rollouts_per_example=config.rollouts_per_example, sizes=sizes)
     if config.max_steps is not None and config.max_steps <= step:
         raise ConfigError(
             f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
@@ -202,7 +211,7 @@ async def _send_self_check(
     draws = [loop.sampler.draw(GroupId(index)) for index in range(config.self_check_rollouts)]
     batch = await make_self_check(
         [datasets[draw.env][draw.example_id] for draw in draws],
-        client=clients[0],
+        clients=clients,
         model_name=config.model.name,
         sampling=config.sampling,
         seq_len=config.seq_len,

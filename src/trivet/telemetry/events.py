@@ -45,6 +45,15 @@ class EventWriter:
             self._fd = -1
 
 
+def drop_torn_line(path: Path) -> None:
+    """Remove a last line that a crash cut short. Only while nobody writes: before the roles of a resumed run start."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
 def read_events(path: Path) -> Iterator[AnyEvent]:
     """Events in the order they were written; a last line cut short by a crash is left out."""
     with path.open("rb") as file:

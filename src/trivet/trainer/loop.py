@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from trivet.checkpoints.halves import HALVES
 from trivet.config.trainer import TrainerConfig
-from trivet.errors import BatchError
+from trivet.errors import BatchError, WeightsError
 from trivet.trainer.distributed import World, broadcast_bytes
 from trivet.trainer.losses import make_policy_loss
 from trivet.trainer.self_check import measure_mismatch, require_agreement
 from trivet.trainer.session import Session, open_session
 from trivet.trainer.step import train_step
 from trivet.transport.port import BatchReceiver
-from trivet.weights.catalog import published_versions
+from trivet.weights.manifest import verify
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.codec import decode, encode
 from trivet.wire.events import Train
@@ -35,7 +35,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[], Batc
     """
     loss = make_policy_loss(config.loss)
     with open_session(config, world, loss=loss, role="trainer") as session:
-        if session.from_step and session.from_step not in published_versions(session.layout):
+        if session.from_step and not _is_published_whole(session, world):
             session.publish(session.from_step)
         receiver = make_receiver() if world.is_main else None
         try:
@@ -47,6 +47,19 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[], Batc
         finally:
             if receiver is not None:
                 receiver.close()
+
+
+def _is_published_whole(session: Session, world: World) -> bool:
+    """Whether weights/step_N of the step resumed from can be served as it lies there; the same answer on every rank."""
+    answer = None
+    if world.is_main:
+        try:
+            verify(session.layout.weights_step(session.from_step))
+            answer = b"yes"
+        except WeightsError as exc:
+            logger.info("publishing the policy of step %s again: %s", session.from_step, exc)
+            answer = b"no"
+    return broadcast_bytes(world, answer) == b"yes"
 
 
 def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:

@@ -1,8 +1,10 @@
 """The run's history, one JSON object per line of events.jsonl.
 
-Life of a group: dispatch, then finish, then exactly one of batch (trained in that step), filter, drop. A group that was in
-flight when a run stopped is dispatched again after the resume, under the same id. Life of a policy: publish, load, retire.
-A `start` with `from_step` N voids what its role wrote about later steps in earlier attempts: they happen again.
+Life of a group: dispatch, then exactly one of batch (trained in that step), filter, drop; a group that was completed has a
+finish before that. The last checkpoint owns the groups that wait or are in flight when a run stops: after a resume those in
+flight are dispatched again, under the same id. Life of a policy: publish, load, retire.
+A `start` with `from_step` N voids, of what its role wrote in earlier attempts: the trainer's events of steps and versions
+after N, and the orchestrator's events behind its batch N. Those steps happen again.
 """
 
 import msgspec
@@ -48,7 +50,7 @@ class Filter(Event):
 class Drop(Event):
     group_id: GroupId
     reason: str
-    """`stale`, `failed: …`, `cancelled`."""
+    """`stale`, or `failed: …`."""
 
 
 class BatchFormed(Event, tag="batch"):

@@ -73,11 +73,15 @@ class Group(msgspec.Struct, kw_only=True):
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        return min(oldest_version(sample.versions) for rollout in self.rollouts for sample in rollout.samples)
+        return min(oldest_version(versions) for versions in self._versions())
 
     @property
     def newest_version(self) -> PolicyVersion:
-        return max(newest_version(sample.versions) for rollout in self.rollouts for sample in rollout.samples)
+        return max(newest_version(versions) for versions in self._versions())
+
+    def _versions(self) -> list[list[VersionRun]]:
+        """Of the samples that have a sampled token."""
+        return [sample.versions for rollout in self.rollouts for sample in rollout.samples if sample.versions]
 
     @property
     def rewards(self) -> np.ndarray:

@@ -44,6 +44,17 @@ def join_versions(parts: Iterable[Sequence[VersionRun]]) -> list[VersionRun]:
     return joined
 
 
+def first_versions(runs: Iterable[VersionRun], num_tokens: int) -> list[VersionRun]:
+    """The encoding of the first `num_tokens` tokens."""
+    kept: list[VersionRun] = []
+    for run in runs:
+        if num_tokens <= 0:
+            break
+        kept.append(VersionRun(run.version, min(run.length, num_tokens)))
+        num_tokens -= run.length
+    return kept
+
+
 def count_tokens(runs: Iterable[VersionRun]) -> int:
     return sum(run.length for run in runs)
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trivet.checkpoints.commit import committed_steps
+from trivet.checkpoints.commit import commit, committed_steps
+from trivet.checkpoints.halves import HALVES, begin_half, finish_half
 from trivet.config.inference import InferenceConfig
-from trivet.config.layout import COMMITTED, RunLayout
+from trivet.config.layout import RunLayout
 from trivet.config.load import load_config
 from trivet.config.shared import RunIdentity
 from trivet.errors import ConfigError, RunDirectoryBusy
@@ -27,8 +28,10 @@ def leave_a_run(layout: RunLayout, *, committed: list[int]) -> None:
     layout.events.touch()
     layout.logs.mkdir()
     for step in committed:
-        layout.checkpoint_step(step).mkdir(parents=True)
-        (layout.checkpoint_step(step) / COMMITTED).touch()
+        for name in HALVES:
+            (begin_half(layout, Step(step), name) / "state").write_text(name)
+            finish_half(layout, Step(step), name)
+        commit(layout, Step(step))
 
 
 def test_a_second_run_is_told_who_holds_the_directory(layout: RunLayout) -> None:
@@ -85,8 +88,24 @@ def test_a_resumed_run_keeps_its_id_and_counts_its_attempts(layout: RunLayout) -
         run = directory.identify(is_resumed=True)
         directory.begin(run, resumed_from=Step(2))
     assert run == RunIdentity(id="first", attempt=2)
-    assert committed_steps(layout) == [2]
+    assert committed_steps(layout) == [2, 4]
     assert layout.weights_step(3).is_dir()
+
+
+def test_a_damaged_checkpoint_is_refused_and_newer_ones_stay(layout: RunLayout) -> None:
+    leave_a_run(layout, committed=[2, 4])
+    (layout.checkpoint_step(2) / "trainer" / "state").write_text("altered")
+    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match="state"):
+        directory.begin(RunIdentity(id="first", attempt=2), resumed_from=Step(2))
+    assert committed_steps(layout) == [2, 4]
+
+
+def test_a_line_cut_short_by_a_crash_is_removed_before_the_roles_append(layout: RunLayout) -> None:
+    leave_a_run(layout, committed=[2])
+    layout.events.write_text('{"whole": 1}\n{"event": "tra')
+    with RunDirectory(layout) as directory:
+        directory.begin(RunIdentity(id="first", attempt=2), resumed_from=Step(2))
+    assert layout.events.read_text() == '{"whole": 1}\n'
 
 
 @pytest.mark.parametrize(("step", "message"), [(3, "there are 2"), (7, "there are 2")])

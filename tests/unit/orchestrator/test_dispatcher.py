@@ -41,7 +41,9 @@ class Script:
 
 
 def make_dispatcher(events: list[Event], script: Script, *, again=(), max_async_level=1, max_off_policy_steps=8):
-    limits = Limits(rollouts_per_example=2, rollouts_per_step=8, max_rollouts_in_flight=8, max_async_level=max_async_level)
+    limits = Limits(
+        rollouts_per_example=2, rollouts_per_step=8, max_rollouts_in_flight=8, max_async_level=max_async_level, seq_len=64
+    )
     buffer = GroupBuffer(write_event=events.append, online_difficulty_filtering=True, max_off_policy_steps=max_off_policy_steps)
     sampler = ExampleSampler({"toy": 7}, seed=0, next_group_id=max(again, default=-1) + 1)
     return Dispatcher(

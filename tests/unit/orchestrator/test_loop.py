@@ -19,13 +19,17 @@ from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.orchestrator.waker import Waker
+from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.batches import Batch
+from trivet.wire.events import Finish
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
 SIZES = {"toy": 11}
-FRESH = OrchestratorHalf(progress=Progress(), next_group_id=GroupId(0), buffer=BufferState(), seed=42, sizes=SIZES)
+FRESH = OrchestratorHalf(
+    progress=Progress(), next_group_id=GroupId(0), buffer=BufferState(), seed=42, rollouts_per_example=2, sizes=SIZES
+)
 
 
 class IdleWatcher:
@@ -139,7 +143,7 @@ def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_fligh
     first = run_loop(tmp_path, FRESH, max_steps=4, run_group=answer_at_once)
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_half(layout, 2)
-    half = read_half(layout, Step(2), seed=42, sizes=SIZES)
+    half = read_half(layout, Step(2), seed=42, rollouts_per_example=2, sizes=SIZES)
     again: list[int] = []
 
     async def note(draw: Draw) -> list[Rollout]:
@@ -156,12 +160,26 @@ def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_fligh
     assert set(range(half.next_group_id)) == trained | set(waiting) | set(half.buffer.in_flight)
 
 
+def test_groups_not_started_again_yet_are_in_the_next_checkpoint_too(tmp_path):
+    run_loop(tmp_path, FRESH, max_steps=2, run_group=answer_at_once)
+    layout = RunLayout(tmp_path)
+    commit_with_a_trainer_half(layout, 2)
+    half = read_half(layout, Step(2), seed=42, rollouts_per_example=2, sizes=SIZES)
+    half.buffer = BufferState(in_flight=[GroupId(group_id) for group_id in range(100, 130)])
+    half.next_group_id = GroupId(130)
+    run_loop(tmp_path, half, max_steps=4, run_group=answer_at_once, attempt=2)
+    commit_with_a_trainer_half(layout, 4)
+    later = read_half(layout, Step(4), seed=42, rollouts_per_example=2, sizes=SIZES)
+    ended = {event.group_id for event in read_events(layout.events) if isinstance(event, Finish) and event.attempt == 2}
+    assert set(later.buffer.in_flight) == set(range(100, 130)) - ended
+
+
 def test_a_half_of_other_data_sets_is_refused(tmp_path):
     run_loop(tmp_path, FRESH, max_steps=2, run_group=answer_at_once)
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_half(layout, 2)
     with pytest.raises(CheckpointError, match=r"environments. sizes was .*11"):
-        read_half(layout, Step(2), seed=42, sizes={"toy": 12})
+        read_half(layout, Step(2), seed=42, rollouts_per_example=2, sizes={"toy": 12})
 
 
 def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_last_error(tmp_path):
