@@ -4,7 +4,8 @@
 #   bash scripts/quickstart.sh [--seed N] [--output-dir DIR]
 #
 # Phases: start model and warm-up data, supervised warm-up, reinforcement learning, measurement on held-out texts.
-# Nothing is downloaded but packages. set -euo pipefail
+# Nothing is downloaded but packages.
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SEED=0
