@@ -7,6 +7,7 @@ TrivetError                  exit code 1 unless said otherwise
 ├── MessageRefused           a message of another run, another schema, or too large
 ├── WeightsError             a weights directory is incomplete or altered
 ├── CheckpointError          a checkpoint is incomplete, altered or does not fit
+│   └── ResumeError          2: the step to resume from is not there; nothing was started
 ├── InferenceError           an inference server is unreachable, refused a request or answered wrongly
 ├── BatchError               no batch can be made: every rollout fails or carries no signal
 ├── WaitTimeout              a bounded wait ran out; says who waited for whom
@@ -41,6 +42,10 @@ class WeightsError(TrivetError):
 
 class CheckpointError(TrivetError):
     pass
+
+
+class ResumeError(CheckpointError):
+    exit_code = 2
 
 
 class InferenceError(TrivetError):

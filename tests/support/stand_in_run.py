@@ -32,19 +32,20 @@ def main(behaviours: list[str], ports: list[str]) -> int:
         )
         for name, behaviour, port in zip(_NAMES, behaviours, ports, strict=True)
     ]
-    layout.logs.mkdir(exist_ok=True)
-    with RunDirectory(layout) as directory, layout.log_file("rl.log").open("a") as file:
-        directory.begin(RunIdentity(), is_resumed=True)
-        return supervise(
-            specs,
-            python=sys.executable,
-            environ=os.environ,
-            log=RunLog(sys.stdout, file),
-            is_complete=lambda name: Path(f"{name}.done").exists(),
-            base_urls=(),
-            shutdown_timeout_s=2.0,
-            patience_s=30.0,
-        )
+    with RunDirectory(layout) as directory:
+        directory.begin(RunIdentity(), resumed_from=None)
+        layout.logs.mkdir()
+        with layout.log_file("rl.log").open("a") as file:
+            return supervise(
+                specs,
+                python=sys.executable,
+                environ=os.environ,
+                log=RunLog(sys.stdout, file),
+                is_complete=lambda name: Path(f"{name}.done").exists(),
+                base_urls=(),
+                shutdown_timeout_s=2.0,
+                patience_s=30.0,
+            )
 
 
 if __name__ == "__main__":

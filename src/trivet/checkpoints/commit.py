@@ -5,14 +5,27 @@ Only the trainer commits. A checkpoint exists once COMMITTED does; whatever lack
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from trivet.checkpoints.halves import HALVES, is_half_done, read_listing, staging_directory
 from trivet.config.layout import COMMITTED, RunLayout, parse_step
+from trivet.config.shared import CkptConfig
 from trivet.durable import digest_of, explain_difference, remove_directory, sweep_removed, sync_directory, write_json_atomically
-from trivet.errors import CheckpointError
+from trivet.errors import CheckpointError, ResumeError
 from trivet.wire.versions import Step
+
+
+class Resumable(Protocol):
+    """A role's configuration that may name a step to resume from."""
+
+    @property
+    def output_dir(self) -> Path: ...
+
+    @property
+    def ckpt(self) -> CkptConfig: ...
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +79,11 @@ def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
     """The committed step that `requested` means; -1 is the newest.
 
     Raises:
-        CheckpointError: there is none, or none of that step; lists those there are.
+        ResumeError: there is none, or none of that step; lists those there are.
     """
     steps = committed_steps(layout)
     if not steps:
-        raise CheckpointError(
+        raise ResumeError(
             f"ckpt.resume_step = {requested}, but {layout.checkpoints} holds no committed checkpoint; "
             "leave ckpt.resume_step out to start from the model, or give the output_dir of the run to resume"
         )
@@ -78,11 +91,21 @@ def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
         return steps[-1]
     if requested not in steps:
         known = ", ".join(str(step) for step in steps)
-        raise CheckpointError(
+        raise ResumeError(
             f"ckpt.resume_step = {requested} is not a committed checkpoint in {layout.checkpoints}; "
             f"there are {known}; take one of these, or -1 for the newest"
         )
     return Step(requested)
+
+
+def require_resumable(config: Resumable) -> None:
+    """What a command checks before it starts anything.
+
+    Raises:
+        ResumeError: the step to resume from is not there.
+    """
+    if config.ckpt.resume_step is not None:
+        resolve_resume_step(RunLayout(config.output_dir), config.ckpt.resume_step)
 
 
 def discard_later(layout: RunLayout, step: Step) -> None:

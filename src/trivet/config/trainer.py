@@ -87,7 +87,7 @@ ScheduleConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, F
 
 
 class LossConfig(Section):
-    """Masked, detached importance sampling: the seed-era default of prime-rl."""
+    """Masked, detached importance sampling, as prime-rl had it by default from December 2025 to March 2026."""
 
     type: Literal["default"] = "default"
     ratio_type: Literal["token", "sequence"] = "token"

@@ -17,5 +17,10 @@ def require_installed(env: EnvConfig, *, environments_dir: Path = Path("environm
     if importlib.util.find_spec(module) is not None:
         return
     folder = environments_dir / module
-    command = f"uv pip install -e {folder}" if folder.is_dir() else f"uv pip install {package}"
-    raise EnvironmentLoadError(f"environment {env.id!r} is not installed (no module {module!r}); install it with: {command}")
+    if folder.is_dir():
+        raise EnvironmentLoadError(f"env.id = {env.id!r} is not installed; install it with: uv pip install -e {folder}")
+    here = sorted(path.parent.name.replace("_", "-") for path in environments_dir.glob("*/pyproject.toml"))
+    raise EnvironmentLoadError(
+        f"env.id = {env.id!r} is not installed (no module {module!r}). If it is a package that you trust, install it with: "
+        f"uv pip install {package}. Environments of this checkout: {', '.join(here) or 'none'}"
+    )

@@ -82,6 +82,10 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = -1
 
+    def keep_over_exec(self) -> None:
+        """The program that replaces this process holds the directory on."""
+        os.set_inheritable(self._lock, True)
+
     def choose_start(self, *, resume_step: int | None, does_clean: bool) -> Step | None:
         """Decide where the run starts, and make sure that nothing of another run is in the way. Changes nothing.
 

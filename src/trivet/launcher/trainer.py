@@ -2,13 +2,14 @@
 
 import sys
 
+from trivet.checkpoints.commit import require_resumable
 from trivet.config.command import run_command
 from trivet.config.trainer import TrainerConfig
 from trivet.launcher.ranks import become_ranks
 
 
 def main() -> int:
-    return run_command(TrainerConfig, start)
+    return run_command(TrainerConfig, start, check=require_resumable)
 
 
 def start(config: TrainerConfig) -> int:

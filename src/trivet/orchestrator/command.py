@@ -3,8 +3,10 @@
 import asyncio
 import signal
 
+from trivet.checkpoints.commit import require_resumable
 from trivet.config.command import run_command
 from trivet.config.orchestrator import OrchestratorConfig
+from trivet.environments.installed import require_installed
 from trivet.errors import TrivetError
 from trivet.lifetime import die_with_parent
 from trivet.orchestrator.start import Environments, load_environments, run
@@ -13,7 +15,14 @@ from trivet.telemetry.logs import setup_logging
 
 def main() -> int:
     die_with_parent()
-    return run_command(OrchestratorConfig, start)
+    return run_command(OrchestratorConfig, start, check=check)
+
+
+def check(config: OrchestratorConfig) -> None:
+    """Refuse what cannot start, before anything does."""
+    for env in config.env:
+        require_installed(env)
+    require_resumable(config)
 
 
 def start(config: OrchestratorConfig) -> int:
