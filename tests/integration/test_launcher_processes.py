@@ -11,7 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.processes import assert_all_gone, assert_port_free, descendants_of, find_free_port, wait_until
+from support.processes import (
+    assert_all_gone,
+    assert_port_free,
+    descendants_of,
+    find_free_port,
+    heed_signals,
+    wait_until,
+)
 
 STAND_IN_RUN = Path(__file__).parents[1] / "support" / "stand_in_run.py"
 ROLES = ("inference", "orchestrator", "trainer")
@@ -47,6 +54,7 @@ class Run:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=heed_signals,
             )
         return self.launcher
 

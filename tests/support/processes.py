@@ -1,5 +1,6 @@
 """Looks at real processes and ports from outside, for tests that end some of them violently."""
 
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -7,6 +8,12 @@ from collections.abc import Callable
 import psutil
 
 _POLL_S = 0.05
+
+
+def heed_signals() -> None:
+    """For `preexec_fn`: as from a terminal. What a script starts in the background ignores SIGINT, under nohup SIGHUP too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def descendants_of(pid: int) -> list[psutil.Process]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from support.processes import descendants_of, wait_until
+from support.processes import descendants_of, heed_signals, wait_until
 from trivet.config.layout import RunLayout
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
@@ -66,7 +66,9 @@ class Run:
         environment = os.environ | {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         with self._log.open("ab") as log:
             command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(self._config), *flags]
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=heed_signals
+            )
         return self.process
 
     @property
