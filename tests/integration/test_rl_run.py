@@ -62,7 +62,11 @@ def assert_policy_served_before_first_rollout(layout: RunLayout, *, version: int
     dispatch = next(event for event in resumed if isinstance(event, Dispatch))
     assert load.version == version
     assert resumed.index(load) < resumed.index(dispatch)
-    published = {event.version: event.digest for event in read_history(layout.events).order if isinstance(event, Publish)}
+    published = {
+        event.version: event.digest
+        for event in read_history(layout.events, max_steps=MAX_STEPS).order
+        if isinstance(event, Publish)
+    }
     assert published[version] == load.digest
 
 

@@ -22,8 +22,8 @@ class History:
     order: list[Event] = field(default_factory=list)
 
 
-def effective_events(path: Path) -> list[Event]:
-    """The events that count: without what a later start voided (trivet.wire.events says what that is)."""
+def effective_events(path: Path, *, max_steps: int) -> list[Event]:
+    """The events that count: without what a later start voided, or would void after the last step (see trivet.wire.events)."""
     by_role: dict[str, list[Event]] = {}
     order: list[Event] = []
     for event in read_events(path):
@@ -35,7 +35,8 @@ def effective_events(path: Path) -> list[Event]:
             mine[:] = kept
         mine.append(event)
         order.append(event)
-    return order
+    kept = {id(event) for event in _behind_nothing(by_role["orchestrator"], max_steps)}
+    return [event for event in order if event.role != "orchestrator" or id(event) in kept]
 
 
 def _up_to(events: list[Event], step: int) -> list[Event]:
@@ -51,9 +52,9 @@ def _behind_nothing(events: list[Event], step: int) -> list[Event]:
     return events[: cut + 1]
 
 
-def read_history(path: Path) -> History:
+def read_history(path: Path, *, max_steps: int) -> History:
     history = History()
-    for event in effective_events(path):
+    for event in effective_events(path, max_steps=max_steps):
         history.order.append(event)
         match event:
             case Dispatch():
@@ -75,7 +76,7 @@ def read_history(path: Path) -> History:
 
 def assert_exactly_once(layout: RunLayout, *, max_steps: int, max_off_policy_steps: int = 8) -> History:
     """Every group dispatched is trained once, or out with its reason, or in the last checkpoint; versions are what they say."""
-    history = read_history(layout.events)
+    history = read_history(layout.events, max_steps=max_steps)
     twice = [group_id for group_id, count in history.ended.items() if count > 1]
     assert not twice, f"groups that ended more than once: {twice}"
     assert list(history.trained) == list(range(1, max_steps + 1))

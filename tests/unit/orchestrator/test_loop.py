@@ -22,7 +22,7 @@ from trivet.orchestrator.waker import Waker
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.batches import Batch
-from trivet.wire.events import Finish
+from trivet.wire.events import BatchFormed, Finish
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -170,8 +170,10 @@ def test_groups_not_started_again_yet_are_in_the_next_checkpoint_too(tmp_path):
     run_loop(tmp_path, half, max_steps=4, run_group=answer_at_once, attempt=2)
     commit_with_a_trainer_half(layout, 4)
     later = read_half(layout, Step(4), seed=42, rollouts_per_example=2, sizes=SIZES)
-    ended = {event.group_id for event in read_events(layout.events) if isinstance(event, Finish) and event.attempt == 2}
-    assert set(later.buffer.in_flight) == set(range(100, 130)) - ended
+    events = [event for event in read_events(layout.events) if event.attempt == 2]
+    cut = next(place for place, event in enumerate(events) if isinstance(event, BatchFormed) and event.step == 4)
+    finished = {event.group_id for event in events[:cut] if isinstance(event, Finish)}
+    assert set(later.buffer.in_flight) == set(range(100, 130)) - finished
 
 
 def test_a_half_of_other_data_sets_is_refused(tmp_path):
