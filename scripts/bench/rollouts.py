@@ -74,7 +74,7 @@ def orchestrator_config(args: argparse.Namespace, directory: Path, port: int) ->
     )
 
 
-def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: list[float]) -> None:
+def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: list[float], is_over: threading.Event) -> None:
     receiver = ZmqReceiver(config.rollout_transport, run_id=config.run.id)
     try:
         receiver.receive(Step(0))  # the self-check, empty here
@@ -82,6 +82,7 @@ def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: li
             batch = receiver.receive(Step(step))
             tokens.append(batch.num_loss_tokens)
             times.append(time.monotonic())
+        is_over.wait(60)  # a receiver that closes at once may take the last acknowledgement with it
     finally:
         receiver.close()
 
@@ -122,9 +123,11 @@ def main() -> None:
             config = orchestrator_config(args, directory, port)
             tokens: list[int] = []
             times: list[float] = []
-            trainer = threading.Thread(target=acknowledge_batches, args=(config, tokens, times), daemon=True)
+            is_over = threading.Event()
+            trainer = threading.Thread(target=acknowledge_batches, args=(config, tokens, times, is_over), daemon=True)
             trainer.start()
             asyncio.run(run(config, load_environments(config)))
+            is_over.set()
             trainer.join(timeout=30)
             verifiers_rate = asyncio.run(run_verifiers(config))
         finally:
