@@ -9,6 +9,8 @@ TrivetError                  exit code 1 unless said otherwise
 ├── CheckpointError          a checkpoint is incomplete, altered or does not fit
 │   └── ResumeError          2: the step to resume from is not there; nothing was started
 ├── InferenceError           an inference server is unreachable, refused a request or answered wrongly
+├── RolloutFailed            a rollout failed on every attempt or could not be scored; costs its group
+├── WorkerLost               an environment worker ended while it ran a group; the group may be run again
 ├── BatchError               no batch can be made: every rollout fails or carries no signal
 ├── WaitTimeout              a bounded wait ran out; says who waited for whom
 ├── RoleFailed               a process of the run ended early
@@ -49,6 +51,14 @@ class ResumeError(CheckpointError):
 
 
 class InferenceError(TrivetError):
+    pass
+
+
+class RolloutFailed(TrivetError):
+    pass
+
+
+class WorkerLost(TrivetError):
     pass
 
 

@@ -13,6 +13,7 @@ from trivet.algorithms.seeds import derive_seed
 from trivet.config.orchestrator import SamplingConfig
 from trivet.environments.model_client import ModelClient, request_arguments, response_versions
 from trivet.environments.trajectories import Turn, to_samples
+from trivet.errors import RolloutFailed
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import count_tokens
 
@@ -20,10 +21,6 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _RETRY_DELAY_S = 1.0
-
-
-class RolloutFailed(Exception):
-    """A rollout failed on every attempt; the message is the first error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

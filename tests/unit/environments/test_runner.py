@@ -8,7 +8,8 @@ from support.scripted_model import ScriptedModel
 from trivet.config.orchestrator import SamplingConfig
 from trivet.environments import runner as runner_module
 from trivet.environments.model_client import make_model_client
-from trivet.environments.runner import GroupRunner, RolloutFailed
+from trivet.environments.runner import GroupRunner
+from trivet.errors import RolloutFailed
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import VersionRun
 
