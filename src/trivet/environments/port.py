@@ -1,6 +1,7 @@
 """The port to environments: the orchestrator and `eval` run groups through it and never touch an environment themselves.
 
-`WorkerPool` runs them in worker processes, `LocalPool` in this process, for tests and short tools. Both pass one contract suite.
+`WorkerPool` runs them in worker processes, `LocalPool` in this process, for tests and short tools; both pass one contract
+suite.
 """
 
 from collections.abc import Mapping
