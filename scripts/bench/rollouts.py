@@ -25,7 +25,8 @@ from typing import Any
 
 from trivet.config.dump import to_toml
 from trivet.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
-from trivet.config.orchestrator import ClientConfig, EnvConfig, OrchestratorConfig, PolicyModelConfig, SamplingConfig
+from trivet.config.client import ClientConfig
+from trivet.config.orchestrator import EnvConfig, OrchestratorConfig, PolicyModelConfig, SamplingConfig
 from trivet.config.shared import CkptConfig, TransportConfig
 from trivet.environments.load import load_environment
 from trivet.environments.model_client import make_model_client, request_arguments

@@ -33,6 +33,7 @@ RENAMED = {
     "orchestrator.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
     "orchestrator.train.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
     "orchestrator.model.client": "orchestrator.client",
+    "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
     "monitors.wandb": "wandb",
     "trainer.monitors.wandb": "trainer.wandb",
     "orchestrator.monitors.wandb": "orchestrator.wandb",
@@ -63,8 +64,6 @@ REFUSED = {
     "orchestrator.bench": "benchmarks are scripts here: uv run python scripts/bench/NAME.py",
     "orchestrator.train.source": "environments are [[orchestrator.env]] with id, name and args",
     "orchestrator.max_inflight_rollouts": "set orchestrator.oversampling_factor (in flight = factor * batch_size)"
-    " or orchestrator.max_concurrent",
-    "orchestrator.concurrency": "set orchestrator.oversampling_factor (in flight = factor * batch_size)"
     " or orchestrator.max_concurrent",
     "orchestrator.token_batch_size": "batches are counted in rollouts: set orchestrator.batch_size",
     "orchestrator.algo": "set orchestrator.advantage",
@@ -98,7 +97,6 @@ NOT_YET = (
     "trainer.data.fake",
     "trainer.memory_profiler_path",
     "trainer.trace_path",
-    "trainer.heartbeat",
     "trainer.metrics_server",
     "orchestrator.eval",
     "orchestrator.val",
@@ -106,7 +104,6 @@ NOT_YET = (
     "orchestrator.mask_truncated_completions",
     "orchestrator.zero_truncated_completions",
     "orchestrator.workers_per_env",
-    "orchestrator.tasks_per_minute",
     "orchestrator.sampling.temp_scheduler",
     "orchestrator.buffer.easy_threshold",
     "orchestrator.buffer.hard_threshold",

@@ -5,7 +5,8 @@ from pathlib import Path
 from pydantic import Field
 
 from trivet.config.base import Section
-from trivet.config.orchestrator import ClientConfig, EnvConfig, SamplingConfig
+from trivet.config.client import ClientConfig
+from trivet.config.orchestrator import EnvConfig, SamplingConfig
 from trivet.config.shared import LogConfig
 
 

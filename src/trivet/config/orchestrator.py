@@ -6,28 +6,18 @@ from typing import Any, Literal
 from pydantic import Field
 
 from trivet.config.base import Section
+from trivet.config.client import ClientConfig, ConcurrencyConfig
+from trivet.config.detectors import DetectorsConfig
 from trivet.config.shared import (
     DEFAULT_MODEL,
     DEFAULT_OUTPUT_DIR,
     CkptConfig,
+    HeartbeatConfig,
     LogConfig,
     RunIdentity,
     TransportConfig,
     WandbConfig,
 )
-
-
-class ClientConfig(Section):
-    """How inference servers are reached."""
-
-    base_url: list[str] = ["http://127.0.0.1:8000/v1"]
-    """One or more servers."""
-    api_key_var: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key; a local server needs none."""
-    timeout: float = Field(default=1200.0, gt=0)
-    """Longest time for one request, seconds."""
-    wait_for_ready_timeout: float = Field(default=1800.0, gt=0)
-    """Longest wait for a server to become ready at start, seconds."""
 
 
 class PolicyModelConfig(Section):
@@ -83,6 +73,17 @@ class AdvantageConfig(Section):
     """`default` subtracts the group's mean reward; `none` uses the reward itself."""
 
 
+class ShownSamplesConfig(Section):
+    """Rollouts on the console, to see what the model really writes."""
+
+    interval: int = Field(default=10, ge=1)
+    """Steps between them."""
+    count: int = Field(default=1, ge=1)
+    """Rollouts each time."""
+    max_chars: int = Field(default=400, ge=20)
+    """Prompt and completion are each cut to this many characters; whole ones are in rollouts/step_N/."""
+
+
 class OrchestratorConfig(Section):
     """`uv run orchestrator @ orchestrator.toml`."""
 
@@ -110,6 +111,9 @@ class OrchestratorConfig(Section):
     """A group whose oldest token is older than this many steps is dropped, time in queues counted."""
     max_concurrent: int | None = Field(default=None, ge=1)
     """Rollouts in flight at most, whatever the oversampling."""
+    tasks_per_minute: int | None = Field(default=None, ge=1)
+    """Rollouts started per minute at most, for environments that ask a service with a limit; unset: as fast as they go."""
+    concurrency: ConcurrencyConfig = ConcurrencyConfig()
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     """Turns of one rollout as one sample while each continues the last token for token, or as a sample per turn."""
     reload_weights_on_start: bool = True
@@ -129,3 +133,7 @@ class OrchestratorConfig(Section):
     ckpt: CkptConfig = CkptConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
+    heartbeat: HeartbeatConfig | None = None
+    detectors: DetectorsConfig = DetectorsConfig()
+    shown_samples: ShownSamplesConfig | None = ShownSamplesConfig()
+    """None: no rollouts on the console."""

@@ -72,7 +72,7 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
     environments = {env.label: load_environment(env) for env in config.env}
     datasets = {label: env.get_eval_dataset(config.num_examples) for label, env in environments.items()}
     base_url = config.client.base_url[0]
-    api_key = os.environ.get(config.client.api_key_var)
+    api_key = config.client.api_key(base_url, os.environ)
     output_dir = config.output_dir or (config.weights_dir.parent if config.weights_dir else DEFAULT_OUTPUT_DIR)
     server = InferenceClient(base_url, timeout_s=config.client.timeout, api_key=api_key)
     model_client = make_model_client(base_url, api_key=api_key, timeout_s=config.client.timeout)

@@ -47,7 +47,16 @@ async def run(config: OrchestratorConfig, environments: Environments) -> None:
     """From start to max_steps; every error of a task leaves as an exception group."""
     layout = RunLayout(config.output_dir)
     half = _starting_point(config, layout, {name: len(rows) for name, rows in environments.datasets.items()})
-    telemetry = Telemetry("orchestrator", layout=layout, run=config.run, wandb=config.wandb, resume_step=half.progress.step)
+    telemetry = Telemetry(
+        "orchestrator",
+        layout=layout,
+        run=config.run,
+        wandb=config.wandb,
+        heartbeat=config.heartbeat,
+        detectors=config.detectors,
+        shown_samples=config.shown_samples,
+        resume_step=half.progress.step,
+    )
     telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
     reason = "failed"
     loop: Loop | None = None
@@ -115,10 +124,10 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout, sizes: dict[s
 
 @asynccontextmanager
 async def _servers(config: OrchestratorConfig) -> AsyncIterator[tuple[list[InferenceClient], list[ModelClient]]]:
-    api_key = os.environ.get(config.client.api_key_var)
+    keys = {url: config.client.api_key(url, os.environ) for url in config.client.base_url}
     timeout_s = config.client.timeout
-    servers = [InferenceClient(url, timeout_s=timeout_s, api_key=api_key) for url in config.client.base_url]
-    clients = [make_model_client(url, api_key=api_key, timeout_s=timeout_s) for url in config.client.base_url]
+    servers = [InferenceClient(url, timeout_s=timeout_s, api_key=key) for url, key in keys.items()]
+    clients = [make_model_client(url, api_key=key, timeout_s=timeout_s) for url, key in keys.items()]
     try:
         for server in servers:
             await server.wait_ready(config.client.wait_for_ready_timeout)

@@ -1,8 +1,13 @@
 """The run's history, one JSON object per line of events.jsonl.
 
 Life of a group: dispatch, then exactly one of batch (trained in that step), filter, drop; a group that was completed has a
-finish before that. The last checkpoint owns the groups that wait or are in flight when a run stops: after a resume those in
-flight are dispatched again, under the same id. Life of a policy: publish, load, retire.
+finish before that. A group whose try was lost without a result (its server went down, its worker died) is dispatched again under
+the same id while it is still in flight: one `dispatch` per try, consecutive and before its finish, each with the version of that
+try; a lost try itself writes nothing, and no token of it is kept. The last checkpoint owns the groups that wait or are in flight when a run stops: after a resume those in
+flight are dispatched again, under the same id. Life of a policy: publish, load, retire. Life of a server: a first load, then
+loads of newer versions; `serverdown` sets it aside, whatever it held is forgotten, and before `serverup` comes a load of what
+the others hold then, which may be the version it had or an older one that it lost by restarting. Nothing is dispatched to a
+server between the two.
 A `start` with `from_step` N voids, of what its role wrote in earlier attempts: the trainer's events of steps and versions
 after N, and the orchestrator's events behind its batch N. Those steps happen again.
 """
@@ -31,7 +36,9 @@ class Dispatch(Event):
     env: str
     example_id: int
     version: PolicyVersion
-    """What the server held when the group started."""
+    """What the server held at least when this try started: while a load is under way some servers hold a newer one already."""
+    server: str = ""
+    """Base URL of the server that its requests go to."""
 
 
 class Finish(Event):
@@ -76,6 +83,21 @@ class Load(Event):
     server: str
 
 
+class ServerDown(Event):
+    """A server is set aside: it failed, reported another policy, or left the list."""
+
+    server: str
+    reason: str
+
+
+class ServerUp(Event):
+    """A server takes rollouts again, or for the first time, holding `version`."""
+
+    server: str
+    version: PolicyVersion
+    digest: str
+
+
 class Retire(Event):
     version: PolicyVersion
 
@@ -89,4 +111,6 @@ class Stop(Event):
     reason: str
 
 
-AnyEvent = Start | Dispatch | Finish | Filter | Drop | BatchFormed | Train | Publish | Load | Retire | Commit | Stop
+AnyEvent = (
+    Start | Dispatch | Finish | Filter | Drop | BatchFormed | Train | Publish | Load | ServerDown | ServerUp | Retire | Commit | Stop
+)
