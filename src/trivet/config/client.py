@@ -40,8 +40,8 @@ class ClientConfig(Section):
     def _one_key_each(self) -> "ClientConfig":
         if len(self.api_key_var) not in (1, len(self.base_url)):
             raise ValueError(
-                f"api_key_var names {len(self.api_key_var)} variables for {len(self.base_url)} servers in base_url; name one for "
-                "all, or one per server"
+                f"api_key_var names {len(self.api_key_var)} variables for {len(self.base_url)} servers in base_url; name one "
+                "for all, or one per server"
             )
         if len(set(self.base_url)) != len(self.base_url):
             raise ValueError(f"base_url names a server twice: {', '.join(self.base_url)}; name each once")

@@ -1,13 +1,14 @@
 """The run's history, one JSON object per line of events.jsonl.
 
 Life of a group: dispatch, then exactly one of batch (trained in that step), filter, drop; a group that was completed has a
-finish before that. A group whose try was lost without a result (its server went down, its worker died) is dispatched again under
-the same id while it is still in flight: one `dispatch` per try, consecutive and before its finish, each with the version of that
-try; a lost try itself writes nothing, and no token of it is kept. The last checkpoint owns the groups that wait or are in flight when a run stops: after a resume those in
-flight are dispatched again, under the same id. Life of a policy: publish, load, retire. Life of a server: a first load, then
-loads of newer versions; `serverdown` sets it aside, whatever it held is forgotten, and before `serverup` comes a load of what
-the others hold then, which may be the version it had or an older one that it lost by restarting. Nothing is dispatched to a
-server between the two.
+finish before that. A group whose try was lost without a result (its server went down, its worker died) is dispatched again,
+under the same id, while it is still in flight: one `dispatch` per try, all of them before its finish, each with the version
+of that try. A lost try itself writes nothing, and no token of it is kept. The last checkpoint owns the groups that wait or are
+in flight when a run stops: after a resume those in flight are dispatched again, under the same id.
+Life of a policy: publish, load, retire.
+Life of a server: load, `serverup`, then loads of newer versions. `serverdown` sets it aside, and whatever it held is forgotten:
+before its next `serverup` comes a load of what the other servers hold then, which it may have held before. No group is
+dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
 A `start` with `from_step` N voids, of what its role wrote in earlier attempts: the trainer's events of steps and versions
 after N, and the orchestrator's events behind its batch N. Those steps happen again.
 """
@@ -112,5 +113,18 @@ class Stop(Event):
 
 
 AnyEvent = (
-    Start | Dispatch | Finish | Filter | Drop | BatchFormed | Train | Publish | Load | ServerDown | ServerUp | Retire | Commit | Stop
+    Start
+    | Dispatch
+    | Finish
+    | Filter
+    | Drop
+    | BatchFormed
+    | Train
+    | Publish
+    | Load
+    | ServerDown
+    | ServerUp
+    | Retire
+    | Commit
+    | Stop
 )
