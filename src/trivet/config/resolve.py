@@ -9,11 +9,12 @@ from urllib.parse import urlsplit
 
 from pydantic.fields import FieldInfo
 
+from trivet.config.detectors import DetectorsConfig
 from trivet.config.findings import Findings
 from trivet.config.inference import ServerConfig
 from trivet.config.keys import as_list
 from trivet.config.origins import Draft, Sourced
-from trivet.config.shared import CkptConfig, LogConfig, RunIdentity, TransportConfig, WandbConfig
+from trivet.config.shared import CkptConfig, LogConfig, LogExtrasConfig, RunIdentity, TransportConfig, WandbConfig
 from trivet.config.trainer import TrainerConfig, TrainerModelConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
@@ -31,6 +32,8 @@ def resolve(draft: Draft, findings: Findings) -> None:
     _fill(draft, "seed", ("trainer.seed", "orchestrator.seed", "inference.seed"))
     _agree(draft, findings, ("output_dir", "trainer.output_dir", "orchestrator.output_dir", "inference.output_dir"))
     _fill_section(draft, "wandb", ("trainer.wandb", "orchestrator.wandb"), WandbConfig.model_fields)
+    _fill_section(draft, "wandb.log_extras", ("orchestrator.wandb.log_extras",), LogExtrasConfig.model_fields)
+    _fill_section(draft, "detectors", ("trainer.detectors", "orchestrator.detectors"), DetectorsConfig.model_fields)
     _fill_section(draft, "log", ("trainer.log", "orchestrator.log", "inference.log"), LogConfig.model_fields)
     for name in CkptConfig.model_fields:
         _agree(draft, findings, (f"ckpt.{name}", f"trainer.ckpt.{name}", f"orchestrator.ckpt.{name}"))

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from trivet.config.base import Section
+from trivet.config.detectors import DetectorsConfig
 from trivet.config.inference import InferenceConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, CkptConfig, LogConfig, WandbConfig
@@ -43,6 +44,8 @@ class RLConfig(Section):
     wandb: WandbConfig | None = None
     """Shared by trainer and orchestrator."""
     log: LogConfig = LogConfig()
+    detectors: DetectorsConfig = DetectorsConfig()
+    """Shared by trainer and orchestrator."""
     ckpt: CkptConfig = CkptConfig()
     """Shared by trainer and orchestrator."""
     trainer: TrainerConfig = TrainerConfig()

@@ -13,6 +13,19 @@ class LogConfig(Section):
     """Lowest severity that is written."""
 
 
+class LogExtrasConfig(Section):
+    """What the orchestrator logs to W&B beside numbers."""
+
+    samples: bool = True
+    """A table of rollouts: prompt, completion, reward, advantage."""
+    distributions: bool = True
+    """Histograms of rewards, advantages and completion lengths."""
+    interval: int = Field(default=10, ge=1)
+    """Steps between them: tables are slow to draw."""
+    max_samples: int = Field(default=8, ge=1)
+    """Rollouts per table."""
+
+
 class WandbConfig(Section):
     project: str = "trivet"
     """W&B project."""
@@ -20,6 +33,13 @@ class WandbConfig(Section):
     """Run name; W&B makes one up when unset. Both roles log to one shared run."""
     offline: bool = False
     """Write to disk only; `wandb sync` uploads it later."""
+    log_extras: LogExtrasConfig | None = LogExtrasConfig()
+    """None: numbers only."""
+
+
+class HeartbeatConfig(Section):
+    url: str
+    """Gets a GET request after every step, for a monitoring service that raises the alarm when they stop."""
 
 
 class CkptConfig(Section):

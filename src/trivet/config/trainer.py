@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trivet.config.base import Section
+from trivet.config.detectors import DetectorsConfig
 from trivet.config.shared import (
     DEFAULT_MODEL,
     DEFAULT_OUTPUT_DIR,
     CkptConfig,
+    HeartbeatConfig,
     LogConfig,
     RunIdentity,
     TransportConfig,
@@ -129,6 +131,8 @@ class TrainingConfig(Section):
     ckpt: CkptConfig = CkptConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
+    heartbeat: HeartbeatConfig | None = None
+    detectors: DetectorsConfig = DetectorsConfig()
     dist_timeout_seconds: int = Field(default=600, ge=1)
     """Longest wait in a collective operation before the rank gives up."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -94,6 +94,7 @@ class Loop:
                 "perf/throughput": batch.num_tokens / elapsed,
                 "sampling/temperature": self.config.sampling.temperature,
             }
+            self.telemetry.show_rollouts(step, [rollout for group in groups for rollout in group.rollouts])
             self.telemetry.write_step(step, values)
             step = Step(step + 1)
 

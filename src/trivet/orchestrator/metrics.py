@@ -28,6 +28,7 @@ def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> di
     for name in sorted({name for rollout in rollouts for name in rollout.scores}):
         values[f"metrics/{name}"] = _mean(rollout.scores[name] for rollout in rollouts if name in rollout.scores)
     measures: dict[str, Callable[[Rollout], float]] = {
+        "reward": lambda rollout: rollout.reward,
         "seq_len": lambda rollout: float(sum(sample.num_tokens for sample in rollout.samples)),
         "completion_len": lambda rollout: float(sum(sample.num_loss_tokens for sample in rollout.samples)),
         "is_truncated": lambda rollout: float(rollout.is_truncated),
@@ -41,6 +42,7 @@ def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> di
     values["prompt_len/mean"] = values["seq_len/mean"] - values["completion_len/mean"]
     age = np.array([staleness(step=step, oldest=group.oldest_version) for group in groups])
     values |= {
+        "batch/loss_tokens": sum(sample.num_loss_tokens for rollout in rollouts for sample in rollout.samples),
         "batch/off_policy_level/mean": age.mean(),
         "batch/off_policy_level/max": age.max(),
         "batch/off_policy_level/min": age.min(),

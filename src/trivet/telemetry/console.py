@@ -1,8 +1,12 @@
-"""The line that each role writes when a step is done, in the form that users of prime-rl search their logs for. Pure."""
+"""What the console says of a step: one line per role in the form that users of prime-rl search their logs for, and rollouts.
+Pure."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from trivet.wire.rollouts import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,42 @@ LineFunction = Callable[[int, Mapping[str, float]], str]
 
 LINES: dict[str, LineFunction] = {"trainer": trainer_line, "orchestrator": orchestrator_line, "sft": trainer_line}
 """By role."""
+
+
+def sample_lines(step: int, rollout: Rollout, *, max_chars: int) -> list[str]:
+    """`=== Step 5 Sample ===`, `Prompt: …`, `Completion: …`, `Reward: 1.0`, as verifiers' trainer shows them.
+
+    Args:
+        max_chars: prompt and completion are each cut to this; line breaks inside them are written as `\\n`.
+    """
+    return [
+        f"=== Step {step} Sample ===",
+        f"Prompt: {conversation_text(rollout.prompt, max_chars=max_chars)}",
+        f"Completion: {conversation_text(rollout.completion, max_chars=max_chars)}",
+        f"Reward: {rollout.reward}",
+    ]
+
+
+def conversation_text(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> str:
+    """The messages in one line; the role stands before each where there are several."""
+    parts = [_message_text(message) for message in messages]
+    if len(parts) > 1:
+        parts = [f"[{message.get('role')}] {text}" for message, text in zip(messages, parts, strict=True)]
+    text = " ".join(parts).replace("\n", "\\n")
+    return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text", part.get("type"))) for part in content)
+    calls = [f"{call['name']}({call['arguments']})" for call in map(_call, message.get("tool_calls") or [])]
+    return " ".join([*([str(content)] if content else []), *calls])
+
+
+def _call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tool calls come in OpenAI's nested form and in a flat one."""
+    return call.get("function") or call
 
 
 def _line(step: int, values: Mapping[str, float], parts: Sequence[_Part]) -> str:

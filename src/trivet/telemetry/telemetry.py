@@ -1,16 +1,21 @@
 """All that a role says about itself: one line per step, metrics, events and W&B. Owned by the role's loop; one per process."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from trivet.config.detectors import DetectorsConfig
 from trivet.config.layout import RunLayout
-from trivet.config.shared import RunIdentity, WandbConfig
-from trivet.telemetry.console import LINES
+from trivet.config.orchestrator import ShownSamplesConfig
+from trivet.config.shared import HeartbeatConfig, RunIdentity, WandbConfig
+from trivet.telemetry.console import LINES, sample_lines
 from trivet.telemetry.events import EventWriter
+from trivet.telemetry.heartbeat import Heartbeat
 from trivet.telemetry.logs import SUCCESS
 from trivet.telemetry.metrics import MetricsWriter
+from trivet.telemetry.watch import Watch
 from trivet.wire.events import Event
+from trivet.wire.rollouts import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +35,17 @@ class Telemetry:
         layout: RunLayout,
         run: RunIdentity,
         wandb: WandbConfig | None = None,
+        heartbeat: HeartbeatConfig | None = None,
+        detectors: DetectorsConfig | None = None,
+        shown_samples: ShownSamplesConfig | None = None,
         resume_step: int = 0,
     ) -> None:
         self._make_line = LINES[role]
         self._events = EventWriter(layout.events, role=role, attempt=run.attempt)
         self._metrics = MetricsWriter(layout.metrics / f"{role}.jsonl", resume_step=resume_step)
+        self._heartbeat = Heartbeat(heartbeat.url) if heartbeat is not None else None
+        self._watch = Watch(detectors) if detectors is not None else None
+        self._shown_samples = shown_samples
         self._wandb = None
         if wandb is not None:
             # Importing W&B costs a second that a run without it need not pay.
@@ -43,11 +54,29 @@ class Telemetry:
             self._wandb = WandbSink(wandb, role=role, run_id=run.id, output_dir=layout.root)
 
     def write_step(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics of a finished step, and the console line made of them."""
+        """The metrics of a finished step, and the console line made of them.
+
+        Raises:
+            Diverged: a detector that is set to `stop` spoke; all was written before.
+        """
         self._metrics.write(step, values)
         if self._wandb is not None:
             self._wandb.write(step, values)
         logger.log(SUCCESS, "%s", self._make_line(step, values))
+        if self._heartbeat is not None:
+            self._heartbeat.beat()
+        if self._watch is not None:
+            self._watch.look(step, values)
+
+    def show_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Some rollouts of a step on the console and in W&B, every so many steps."""
+        shown = self._shown_samples
+        if shown is not None and step % shown.interval == 0:
+            for rollout in rollouts[: shown.count]:
+                for line in sample_lines(step, rollout, max_chars=shown.max_chars):
+                    logger.log(SUCCESS, "%s", line)
+        if self._wandb is not None:
+            self._wandb.write_rollouts(step, rollouts)
 
     def write_event(self, event: Event) -> None:
         self._events.write(event)
@@ -60,6 +89,9 @@ class Telemetry:
         """May be called again."""
         self._events.close()
         self._metrics.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         if self._wandb is not None:
             self._wandb.close()
             self._wandb = None

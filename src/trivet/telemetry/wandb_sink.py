@@ -1,16 +1,20 @@
 """Metrics to Weights & Biases: both roles write to one run, named after ours. Imported only when [wandb] is set."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import wandb
 
 from trivet.config.shared import WandbConfig
 from trivet.errors import ConfigError
+from trivet.telemetry.console import conversation_text
+from trivet.wire.rollouts import Rollout
 
 _PRIMARY_ROLE = "trainer"
 """The one that ends the shared run."""
+_MAX_CELL_CHARS = 20_000
+_COLUMNS = ["step", "prompt", "completion", "reward", "advantage", "turns"]
 
 
 class WandbSink:
@@ -27,6 +31,7 @@ class WandbSink:
         """
         settings = wandb.Settings(console="off", silent=True, x_label=role, x_primary=role in (_PRIMARY_ROLE, "sft"))
         self._role = role
+        self._extras = config.log_extras
         try:
             self._run = wandb.init(
                 project=config.project,
@@ -48,7 +53,32 @@ class WandbSink:
         numbers = {f"{self._role}/{name}": value for name, value in values.items() if math.isfinite(value)}
         self._run.log({"step": step, **numbers})
 
+    def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A table and histograms, in the steps that `log_extras.interval` names."""
+        extras = self._extras
+        if extras is None or step % extras.interval or not rollouts:
+            return
+        values: dict[str, object] = {}
+        if extras.samples:
+            rows = [_row(step, rollout) for rollout in rollouts[: extras.max_samples]]
+            values[f"{self._role}/samples"] = wandb.Table(columns=_COLUMNS, data=rows)
+        if extras.distributions:
+            columns = {
+                "reward": [rollout.reward for rollout in rollouts],
+                "advantage": [rollout.advantage for rollout in rollouts],
+                "completion_len": [sum(sample.num_loss_tokens for sample in rollout.samples) for rollout in rollouts],
+            }
+            values |= {f"{self._role}/distributions/{name}": wandb.Histogram(column) for name, column in columns.items()}
+        self._run.log({"step": step, **values})
+
     def close(self) -> None:
         self._run.finish()
         # `finish` returns before an offline run is on disk; the end of W&B's own process is what comes after that.
         wandb.teardown()
+
+
+def _row(step: int, rollout: Rollout) -> list[object]:
+    prompt, completion = (
+        conversation_text(messages, max_chars=_MAX_CELL_CHARS) for messages in (rollout.prompt, rollout.completion)
+    )
+    return [step, prompt, completion, rollout.reward, rollout.advantage, rollout.num_turns]

@@ -166,7 +166,15 @@ def open_session(config: TrainingConfig, world: World, *, loss: Loss, role: Lite
     if world.is_main:
         discard_later(layout, from_step)
         discard_after(layout, PolicyVersion(from_step))
-        telemetry = Telemetry(role, layout=layout, run=config.run, wandb=config.wandb, resume_step=from_step)
+        telemetry = Telemetry(
+            role,
+            layout=layout,
+            run=config.run,
+            wandb=config.wandb,
+            heartbeat=config.heartbeat,
+            detectors=config.detectors,
+            resume_step=from_step,
+        )
         telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
     barrier(world)
     session = Session(

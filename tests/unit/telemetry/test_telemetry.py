@@ -6,7 +6,9 @@ import logging
 import pytest
 
 from trivet.config.layout import RunLayout
+from trivet.config.orchestrator import ShownSamplesConfig
 from trivet.config.shared import RunIdentity, WandbConfig
+from trivet.telemetry.console import conversation_text
 from trivet.telemetry.events import EventWriter, read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import (
@@ -24,6 +26,7 @@ from trivet.wire.events import (
     Stop,
     Train,
 )
+from trivet.wire.rollouts import Rollout
 
 RUN = RunIdentity(id="run", attempt=2)
 
@@ -86,6 +89,40 @@ def test_every_event_reads_back_as_it_was_written(layout):
 def test_a_last_event_cut_short_is_left_out(layout):
     layout.events.write_bytes(b'{"event":"commit","step":1}\n{"event":"com')
     assert [event.step for event in read_events(layout.events)] == [1]
+
+
+def test_a_rollout_is_shown_in_one_line_per_part(layout, caplog):
+    prompt = [{"role": "system", "content": "Reverse."}, {"role": "user", "content": "hello\nyou"}]
+    completion = [{"role": "assistant", "content": "x" * 30}]
+    rollout = Rollout(index=0, reward=1.0, prompt=prompt, completion=completion)
+    telemetry = Telemetry("orchestrator", layout=layout, run=RUN, shown_samples=ShownSamplesConfig(interval=5, max_chars=45))
+    with caplog.at_level(logging.INFO):
+        telemetry.show_rollouts(4, [rollout])
+        telemetry.show_rollouts(5, [rollout, rollout])
+    telemetry.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "=== Step 5 Sample ===",
+        "Prompt: [system] Reverse. [user] hello\\nyou",
+        f"Completion: {'x' * 30}",
+        "Reward: 1.0",
+    ]
+
+
+def test_a_long_conversation_is_cut_and_tool_calls_are_named():
+    call = {"function": {"name": "search", "arguments": '{"q": "x"}'}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    assert conversation_text(messages, max_chars=100) == 'search({"q": "x"})'
+    assert conversation_text([{"role": "user", "content": "abcdef"}], max_chars=4) == "abcd… (6 characters)"
+
+
+def test_wandb_gets_a_table_of_rollouts_and_their_distributions(layout):
+    telemetry = Telemetry("orchestrator", layout=layout, run=RUN, wandb=WandbConfig(offline=True))
+    telemetry.show_rollouts(10, [Rollout(index=0, reward=0.5, completion=[{"role": "assistant", "content": "olleh"}])])
+    telemetry.close()
+    (table,) = layout.root.glob("wandb/offline-run-*/files/media/table/**/*.json")
+    assert "olleh" in table.read_text()
+    (record,) = layout.root.glob("wandb/offline-run-*/run-run.wandb")
+    assert b"orchestrator/distributions/reward" in record.read_bytes()
 
 
 def test_wandb_offline_writes_a_run_of_our_name_with_the_role_in_front(layout):

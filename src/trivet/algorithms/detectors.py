@@ -1,0 +1,209 @@
+"""Signs that a run learns nothing or is about to break, read off the metrics of each step. Pure apart from their memory.
+
+A detector sees the metrics of one role, step by step, and speaks when its condition has held for some steps in a row. What
+follows (a warning, the end of the run) is decided by its owner, `telemetry.watch`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+Metrics = Mapping[str, float]
+
+_REFERENCE_STEPS = 5
+"""Steps from which the normal level of a metric is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Where the line is drawn; see `config.detectors` for the reasons."""
+
+    failed_share: float
+    truncated_share: float
+    entropy_share: float
+    mismatch_kl: float
+    gradient_factor: float
+    stuck_policy_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    detector: str
+    """Its key in `[detectors]`."""
+    message: str
+    """What was seen, for how many steps, and what to change."""
+
+
+Condition = Callable[[Metrics], str | None]
+"""What is wrong in this step, None when nothing is. May remember earlier steps."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Detector:
+    """
+    >>> detector = Detector(name="no_loss_tokens", condition=no_loss_tokens, patience=1, remedy="raise seq_len")
+    >>> detector.look({"batch/loss_tokens": 0.0}).message
+    'no token to train on; raise seq_len'
+    """
+
+    name: str
+    condition: Condition
+    patience: int
+    """Steps in a row that the condition must hold."""
+    remedy: str
+    _held: int = field(default=0, init=False)
+
+    def look(self, metrics: Metrics) -> Finding | None:
+        """Speaks when the patience is over, and again each time it is over anew."""
+        what = self.condition(metrics)
+        self._held = self._held + 1 if what else 0
+        if what is None or self._held % self.patience:
+            return None
+        lasting = f" for {self._held} steps" if self._held > 1 else ""
+        return Finding(detector=self.name, message=f"{what}{lasting}; {self.remedy}")
+
+
+def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
+    """All of them, ready for a fresh run.
+
+    Args:
+        patience: steps in a row, for those where a single step may be chance.
+    """
+
+    def lasting(name: str, condition: Condition, remedy: str) -> Detector:
+        return Detector(name=name, condition=condition, patience=patience, remedy=remedy)
+
+    def at_once(name: str, condition: Condition, remedy: str) -> Detector:
+        return Detector(name=name, condition=condition, patience=1, remedy=remedy)
+
+    return [
+        lasting(
+            "equal_rewards",
+            equal_rewards,
+            "the task is too hard or too easy for the model, or the reward function always says the same: look at rollouts/, "
+            "raise sampling.temperature, or take other examples",
+        ),
+        lasting(
+            "zero_advantages",
+            zero_advantages,
+            "no group tells its rollouts apart, so nothing is learnt: raise rollouts_per_example or sampling.temperature, or "
+            "set orchestrator.buffer.online_difficulty_filtering = true",
+        ),
+        lasting(
+            "failed_rollouts",
+            lambda metrics: _above(metrics, "error/mean", thresholds.failed_share, "of the groups failed"),
+            "the first error of each is in logs/orchestrator.stdout and logs/env_workers/",
+        ),
+        lasting(
+            "truncated",
+            lambda metrics: _above(metrics, "is_truncated/mean", thresholds.truncated_share, "of the rollouts are cut off"),
+            "raise orchestrator.sampling.max_tokens, seq_len and max_model_len, or reward shorter answers",
+        ),
+        lasting(
+            "entropy_collapse",
+            _Fallen("entropy/mean", share=thresholds.entropy_share),
+            "the policy hardly varies its answers any more: lower optim.lr, raise sampling.temperature, or stop here",
+        ),
+        lasting(
+            "mismatch_drift",
+            lambda metrics: _exceeds(metrics, "mismatch_kl/mean", thresholds.mismatch_kl),
+            "trainer and server disagree about the same tokens: lower max_off_policy_steps or optim.lr, and check that both "
+            "use the same dtype and that sampling is not cut (top_p, top_k, min_p, penalties)",
+        ),
+        at_once(
+            "gradient_spike",
+            _Spike("optim/grad_norm", factor=thresholds.gradient_factor),
+            "a single one is clipped by optim.max_norm; if they repeat, lower optim.lr and look at the rollouts of the step",
+        ),
+        Detector(
+            name="stuck_policy",
+            condition=_Unmoved("progress/ckpt_step"),
+            patience=thresholds.stuck_policy_steps,
+            remedy="batches are filled from an old policy: see whether the servers refuse new weights (logs/inference.stdout)",
+        ),
+        at_once(
+            "no_loss_tokens",
+            no_loss_tokens,
+            "every completion was empty, masked or cut at seq_len: raise seq_len and sampling.max_tokens, check the filters",
+        ),
+    ]
+
+
+def equal_rewards(metrics: Metrics) -> str | None:
+    low, high = metrics.get("reward/min"), metrics.get("reward/max")
+    if low is None or high is None or low != high:
+        return None
+    return f"every rollout of the batch has reward {low:g}"
+
+
+def zero_advantages(metrics: Metrics) -> str | None:
+    share = metrics.get("batch/effective_batch_size")
+    return "every group of the batch has advantage 0" if share == 0.0 else None
+
+
+def no_loss_tokens(metrics: Metrics) -> str | None:
+    return "no token to train on" if metrics.get("batch/loss_tokens") == 0.0 else None
+
+
+def _above(metrics: Metrics, name: str, share: float, what: str) -> str | None:
+    value = metrics.get(name)
+    return f"{value:.0%} {what} ({name}, limit {share:.0%})" if value is not None and value >= share else None
+
+
+def _exceeds(metrics: Metrics, name: str, limit: float) -> str | None:
+    value = metrics.get(name)
+    return f"{name} is {value:.3g}, above {limit:g}" if value is not None and value > limit else None
+
+
+class _Fallen:
+    """A metric has fallen below a share of its level in the first steps."""
+
+    def __init__(self, name: str, *, share: float) -> None:
+        self._name = name
+        self._share = share
+        self._first: list[float] = []
+
+    def __call__(self, metrics: Metrics) -> str | None:
+        value = metrics.get(self._name)
+        if value is None:
+            return None
+        if len(self._first) < _REFERENCE_STEPS:
+            self._first.append(value)
+            return None
+        level = median(self._first)
+        if value >= self._share * level:
+            return None
+        return f"{self._name} is {value:.3g}, less than {self._share:.0%} of its level at the start ({level:.3g})"
+
+
+class _Spike:
+    """A metric is many times its median over the last steps."""
+
+    def __init__(self, name: str, *, factor: float, window: int = 20) -> None:
+        self._name = name
+        self._factor = factor
+        self._recent: deque[float] = deque(maxlen=window)
+
+    def __call__(self, metrics: Metrics) -> str | None:
+        value = metrics.get(self._name)
+        if value is None:
+            return None
+        level = median(self._recent) if len(self._recent) >= _REFERENCE_STEPS else None
+        self._recent.append(value)
+        if not level or value <= self._factor * level:
+            return None
+        return f"{self._name} is {value:.3g}, {value / level:.0f} times its recent median ({level:.3g})"
+
+
+class _Unmoved:
+    """A counter has the value of the step before."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: float | None = None
+
+    def __call__(self, metrics: Metrics) -> str | None:
+        value = metrics.get(self._name)
+        last, self._last = self._last, value
+        return f"the servers hold policy {value:.0f}" if value is not None and value == last else None

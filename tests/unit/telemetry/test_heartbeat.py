@@ -1,0 +1,44 @@
+"""A beat reaches the service, and a service that is down costs nothing but a warning."""
+
+import threading
+
+import httpx
+
+from trivet.telemetry.heartbeat import Heartbeat
+
+URL = "http://monitor.test/beat"
+
+
+def test_a_beat_is_a_get_request():
+    seen = []
+    heartbeat = Heartbeat(URL, transport=httpx.MockTransport(lambda request: seen.append(request) or httpx.Response(200)))
+    heartbeat.beat()
+    heartbeat.close()
+    assert [(request.method, str(request.url)) for request in seen] == [("GET", URL)]
+
+
+def test_a_service_that_is_down_is_said_once(caplog):
+    heartbeat = Heartbeat(URL, transport=httpx.MockTransport(lambda request: httpx.Response(503)))
+    for _ in range(3):
+        heartbeat.beat()
+        heartbeat._call.join()
+    heartbeat.close()
+    assert len(caplog.records) == 1
+    assert "heartbeat.url was not reached" in caplog.records[0].getMessage()
+
+
+def test_a_slow_service_does_not_hold_up_a_step():
+    release, calls = threading.Event(), []
+
+    def answer(request):
+        calls.append(request)
+        release.wait(10)
+        return httpx.Response(200)
+
+    heartbeat = Heartbeat(URL, transport=httpx.MockTransport(answer))
+    heartbeat.beat()
+    heartbeat.beat()
+    heartbeat.beat()
+    release.set()
+    heartbeat.close()
+    assert len(calls) == 1
