@@ -92,15 +92,25 @@ def sync_tree(directory: Path) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `path` so that a reader, or a restart after a crash, finds the old content or the new, never a part."""
+    _replace(path, data, does_sync=True)
+    sync_directory(path.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """As `write_atomically` for readers, but not waiting for the disk: for what is worthless after a crash, such as a status."""
+    _replace(path, data, does_sync=False)
+
+
+def _replace(path: Path, data: bytes, *, does_sync: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        if does_sync:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.chmod(_FILE_MODE)
     temporary.replace(path)
-    sync_directory(path.parent)
 
 
 def write_json_atomically(path: Path, value: object) -> None:

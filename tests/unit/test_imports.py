@@ -17,7 +17,7 @@ LAYERS = [
     {"config"},
     {"telemetry", "environments", "client", "transport", "weights", "checkpoints"},
     {"evaluation", "inference", "trainer", "launcher"},
-    {"orchestrator"},
+    {"orchestrator", "tools"},
 ]
 """Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
 
@@ -33,6 +33,7 @@ WITHOUT_TORCH = [
     "client",
     "weights",
     "checkpoints",
+    "tools",
 ]
 
 

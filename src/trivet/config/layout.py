@@ -62,6 +62,19 @@ class RunLayout:
         """Run id and attempt, so that a resumed run keeps its identity."""
         return self.root / "run.json"
 
+    @property
+    def status(self) -> Path:
+        """What the run is doing, by its launcher: `wire.status.RunStatus`."""
+        return self.root / "status.json"
+
+    @property
+    def reports(self) -> Path:
+        """What each process of the run says about itself: `wire.status.Report`."""
+        return self.root / ".reports"
+
+    def report_file(self, role: str, rank: int = 0) -> Path:
+        return self.reports / (f"{role}.rank_{rank}.json" if rank else f"{role}.json")
+
     def weights_step(self, version: int) -> Path:
         return self.weights / step_name(version)
 

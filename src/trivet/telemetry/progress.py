@@ -1,0 +1,142 @@
+"""What this process is doing, for the watchdog and `trivet status`.
+
+Like logging: an entry point starts the reports once, and whoever does something says so; without a report nothing is written.
+The reports come from a thread of their own, so a long step, a model that loads or a blocked event loop does not silence them;
+what does is a process that was stopped or hangs as a whole.
+
+>>> start_reports(layout, role="trainer", attempt=1)
+>>> with waiting("batch 12", on="orchestrator"):
+...     batch = receiver.receive(12)
+>>> doing("training step 12")
+>>> note(step=12)
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trivet.config.layout import RunLayout
+from trivet.durable import replace_file
+from trivet.wire.status import Report, WorkerStatus
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+
+
+class Progress:
+    """The state that the module's functions change; one per process.
+
+    >>> progress = Progress(clock=time.time)
+    >>> progress.begin("loading the model")
+    >>> progress.report(role="trainer").activity
+    'loading the model'
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._fields: dict[str, Any] = {"activity": "starting", "waits_for": "", "since": clock()}
+        self._workers: Callable[[], Sequence[WorkerStatus]] | None = None
+
+    def begin(self, activity: str, *, waits_for: str = "") -> None:
+        with self._lock:
+            self._fields |= {"activity": activity, "waits_for": waits_for, "since": self._clock()}
+
+    @contextmanager
+    def waiting(self, activity: str, *, waits_for: str) -> Iterator[None]:
+        """Within it the process waits; afterwards it does again what it did before."""
+        with self._lock:
+            before = {name: self._fields[name] for name in ("activity", "waits_for", "since")}
+        self.begin(activity, waits_for=waits_for)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._fields |= before
+
+    def note(self, **fields: int) -> None:
+        with self._lock:
+            self._fields |= fields
+
+    def ask_workers(self, source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
+        self._workers = source
+
+    def report(self, *, role: str, rank: int = 0, num_ranks: int = 1, attempt: int = 1) -> Report:
+        workers = list(self._workers()) if self._workers is not None else []
+        with self._lock:
+            return Report(
+                role=role,
+                rank=rank,
+                num_ranks=num_ranks,
+                pid=os.getpid(),
+                attempt=attempt,
+                time=self._clock(),
+                workers=workers,
+                **self._fields,
+            )
+
+
+_progress = Progress()
+
+
+def doing(activity: str) -> None:
+    """From now on this process does `activity`: "training step 12"."""
+    _progress.begin(activity)
+
+
+@contextmanager
+def waiting(what: str, *, on: str) -> Iterator[None]:
+    """Within it this process waits for `what` ("batch 12") from the role `on`."""
+    with _progress.waiting(what, waits_for=on):
+        yield
+
+
+def note(**fields: int) -> None:
+    """Numbers of a report: step, policy_version, num_ready, num_in_flight."""
+    _progress.note(**fields)
+
+
+def ask_workers(source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
+    """Have each report carry what `source` says; it is called from the reports' thread. None ends it."""
+    _progress.ask_workers(source)
+
+
+def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, num_ranks: int = 1) -> None:
+    """Write this process's report now, and from then on every second until it ends."""
+    path = layout.report_file(role, rank)
+
+    def write() -> None:
+        report = _progress.report(role=role, rank=rank, num_ranks=num_ranks, attempt=attempt)
+        replace_file(path, msgspec.json.encode(report) + b"\n")
+
+    def write_for_ever() -> None:
+        has_failed = False
+        while True:
+            time.sleep(INTERVAL_S)
+            try:
+                write()
+                has_failed = False
+            except OSError as exc:
+                if not has_failed:
+                    logger.warning("%s cannot be written: %s; the run goes on, its status is old", path, exc)
+                has_failed = True
+                _touch(path)
+
+    write()
+    threading.Thread(target=write_for_ever, name="progress-reports", daemon=True).start()
+
+
+def _touch(path: Path) -> None:
+    """A sign of life that needs no room on the disk: the watchdog looks for any change of the file."""
+    try:
+        os.utime(path)
+    except OSError as exc:
+        logger.debug("%s cannot be touched: %s", path, exc)

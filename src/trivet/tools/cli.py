@@ -1,0 +1,60 @@
+"""The command `trivet`: tools around a run. Each is a module with `configure` and `run`, imported only when it is used."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from trivet.errors import TrivetError
+
+
+class ToolModule(Protocol):
+    """What a module of a tool offers."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the tool's arguments."""
+        ...
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do its work; returns the exit code. A TrivetError is shown, and its own exit code returned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    module: str
+    does: str
+    """Its line in the help."""
+
+
+TOOLS = {
+    "status": Tool(module="trivet.tools.status", does="what a run is doing: who waits for whom, since when, and how it ended"),
+}
+"""By the name that is typed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="trivet", description="Tools around a run.")
+    commands = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
+    chosen = next((word for word in arguments if word in TOOLS), None)
+    for name, tool in TOOLS.items():
+        command = commands.add_parser(name, help=tool.does, description=f"{tool.does[0].upper()}{tool.does[1:]}.")
+        if name == chosen:
+            _import(tool).configure(command)
+    parsed = parser.parse_args(arguments)
+    try:
+        return _import(TOOLS[parsed.tool]).run(parsed)
+    except TrivetError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return exc.exit_code
+
+
+def _import(tool: Tool) -> ToolModule:
+    return cast("ToolModule", importlib.import_module(tool.module))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

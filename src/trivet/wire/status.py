@@ -1,0 +1,119 @@
+"""What a run says about itself while it runs: the reports of its processes, and status.json, which the launcher makes of them.
+
+Times are Unix seconds. They are for words alone: who is stuck is judged by whether a report changes, not by its clock.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from trivet.wire.versions import PolicyVersion, Step
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One environment worker, as the pool that started it sees it."""
+
+    env: str
+    """The environment's name in the configuration."""
+    pid: int
+    is_alive: bool = True
+    num_pending: int = 0
+    """Groups it was given and has not answered."""
+    num_generating: int = 0
+    """Rollouts that wait for the model."""
+    num_scoring: int = 0
+    """Rollouts in the environment's own code: tools, rewards."""
+    scoring_for_s: float = 0.0
+    """Age of the oldest of these."""
+    blocked_for_s: float = 0.0
+    """How long its event loop has not answered."""
+    num_restarts: int = 0
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process says about itself, about once a second."""
+
+    role: str
+    rank: int = 0
+    num_ranks: int = 1
+    pid: int
+    attempt: int = 1
+    time: float
+    activity: str = ""
+    """What it does ("training step 12"), or what it waits for ("batch 12") when `waits_for` is set."""
+    waits_for: str = ""
+    """The role that it waits for."""
+    since: float
+    """When the activity began."""
+    step: Step = Step(0)
+    """The last step that it finished."""
+    policy_version: PolicyVersion | None = None
+    """What the servers hold (orchestrator)."""
+    num_ready: int | None = None
+    """Groups that wait for a batch (orchestrator)."""
+    num_in_flight: int | None = None
+    workers: list[WorkerStatus] = []
+
+
+class RoleState(StrEnum):
+    RUNNING = "running"
+    STOPPING = "stopping"
+    BACKING_OFF = "backing off"
+    """It ended and is started again in a moment."""
+    ENDED = "ended"
+
+
+class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    state: RoleState
+    pid: int
+    exit: str = ""
+    """How it ended: `killed by SIGKILL`."""
+    stuck: str = ""
+    """Why the watchdog holds it for stuck; empty while it is not."""
+    reports: list[Report] = []
+    """One, or one for each rank."""
+
+
+class RestartRecord(msgspec.Struct, frozen=True, kw_only=True):
+    time: float
+    roles: list[str]
+    cause: str
+    """`trainer was killed by SIGKILL`."""
+    from_step: Step | None = None
+    """The step that trainer and orchestrator went back to, 0 for the start; None when inference alone was restarted."""
+    lost_steps: int = 0
+    """Finished steps that are taken again."""
+    down_s: float | None = None
+    """From the failure to the next finished step, or to a server that answers; None until then."""
+
+
+class RunState(StrEnum):
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """SIGTERM came: the roles commit and stop."""
+    DONE = "done"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of status.json."""
+
+    run_id: str
+    attempt: int
+    pid: int
+    """The launcher's."""
+    state: RunState
+    started: float
+    """When this launcher started."""
+    time: float
+    """When this was written."""
+    max_steps: int | None = None
+    last_commit: Step | None = None
+    roles: list[RoleStatus] = []
+    restarts: list[RestartRecord] = []
+    last_error: str = ""
+    exit_code: int | None = None
+    reason: str = ""
+    """Why it ended."""

@@ -1,0 +1,140 @@
+"""What `trivet status` says about runs in every state."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from trivet.config.layout import RunLayout
+from trivet.tools.cli import main
+from trivet.tools.status import describe_role, describe_run, read_status
+from trivet.wire.status import Report, RestartRecord, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
+from trivet.wire.versions import PolicyVersion, Step
+
+NOW = 10_000.0
+
+
+def report(role: str, **fields: object) -> Report:
+    return Report(**{"role": role, "pid": 7, "time": NOW, "since": NOW, **fields})  # type: ignore[arg-type]  # of several types
+
+
+def role(name: str, *reports: Report, **fields: object) -> RoleStatus:
+    return RoleStatus(**{"name": name, "state": RoleState.RUNNING, "pid": 7, "reports": list(reports), **fields})  # type: ignore[arg-type]  # of several types
+
+
+def status(*roles: RoleStatus, **fields: object) -> RunStatus:
+    given = {"run_id": "r", "attempt": 2, "pid": 5, "state": RunState.RUNNING, "started": NOW - 30, "time": NOW}
+    return RunStatus(**{**given, "roles": list(roles), **fields})  # type: ignore[arg-type]  # of several types
+
+
+def words(told: RunStatus, *, is_alive: bool = True) -> str:
+    return "\n".join(describe_run(told, layout=RunLayout(Path("out")), now=NOW, is_alive=lambda _: is_alive))
+
+
+def test_a_role_that_waits_is_told_with_what_for_whom_and_how_long() -> None:
+    waiting = role("trainer", report("trainer", activity="batch 12", waits_for="orchestrator", since=NOW - 41))
+    assert list(describe_role(waiting, now=NOW)) == ["trainer has waited 41 s for batch 12 (from orchestrator)"]
+
+
+def test_each_rank_is_told_by_its_number() -> None:
+    ranks = [report("trainer", rank=rank, num_ranks=2, activity="training step 3", since=NOW - 2) for rank in (0, 1)]
+    assert list(describe_role(role("trainer", *ranks), now=NOW)) == [
+        "trainer rank 0 of 2 alive, training step 3 for 2 s",
+        "trainer rank 1 of 2 alive, training step 3 for 2 s",
+    ]
+
+
+def test_an_old_report_and_a_role_held_for_stuck_are_said() -> None:
+    silent = role(
+        "trainer", report("trainer", activity="training step 3", time=NOW - 70, since=NOW - 75), stuck="no report for 60 s"
+    )
+    first, second = describe_role(silent, now=NOW)
+    assert first == "trainer is stuck: no report for 60 s"
+    assert second.endswith("training step 3 for 5 s; it has not reported for 70 s")
+
+
+def test_workers_in_their_own_code_for_long_are_counted_by_environment() -> None:
+    workers = [WorkerStatus(env="x", pid=index, num_pending=1, scoring_for_s=99.0 if index else 0.0) for index in range(4)]
+    text = words(status(role("orchestrator", report("orchestrator", activity="filling batch 2", workers=workers))))
+    assert "env `x`: 3 of 4 workers stuck in scoring, 4 groups pending" in text
+
+
+def test_a_running_run_is_told_with_step_policy_and_commit() -> None:
+    orchestrator = report(
+        "orchestrator", activity="filling batch 8", policy_version=PolicyVersion(6), num_ready=2, num_in_flight=5
+    )
+    trainer = report("trainer", activity="training step 7", step=Step(6))
+    text = words(status(role("orchestrator", orchestrator), role("trainer", trainer), max_steps=12, last_commit=Step(5)))
+    assert text.splitlines()[0] == "run r attempt 2: running for 30 s; step 6 of 12, last commit step 5"
+    assert "orchestrator alive, filling batch 8 for 0 s; policy 6 served; 2 groups ready; 5 in flight" in text
+    assert "go on from" not in text
+
+
+def test_a_failed_run_is_told_with_its_restarts_its_error_and_how_to_go_on() -> None:
+    restart = RestartRecord(
+        time=NOW,
+        roles=["orchestrator", "trainer"],
+        cause="trainer was killed by SIGKILL",
+        from_step=Step(5),
+        lost_steps=2,
+        down_s=14.0,
+    )
+    text = words(
+        status(
+            state=RunState.FAILED,
+            exit_code=1,
+            reason="trainer failed",
+            last_error="boom",
+            restarts=[restart],
+            last_commit=Step(5),
+        )
+    )
+    assert "failed with exit code 1" in text
+    assert (
+        "trainer was killed by SIGKILL: orchestrator and trainer restarted from step 5 (2 steps again), back after 14 s" in text
+    )
+    assert "  boom" in text
+    assert "go on from step 5: the same command with --ckpt.resume-step -1 (output_dir out)" in text
+
+
+def test_a_run_that_is_done_needs_no_resume() -> None:
+    assert "go on from" not in words(status(state=RunState.DONE, exit_code=0, last_commit=Step(5)))
+
+
+def test_a_killed_launcher_is_noticed() -> None:
+    text = words(status(time=NOW - 60, last_commit=Step(5)), is_alive=False)
+    assert "its launcher was killed, last heard of 60 s ago" in text
+    assert "go on from step 5" in text
+
+
+def test_a_stopped_launcher_is_not_taken_for_a_dead_one() -> None:
+    text = words(status(time=NOW - 60, last_commit=Step(5)), is_alive=True)
+    assert "there but silent" in text
+    assert "go on from" not in text
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_the_raw_status_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunLayout(tmp_path).status.write_bytes(msgspec.json.encode(status()))
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_id"] == "r"
+
+
+def test_a_status_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunLayout(tmp_path).status.write_text("{")
+    assert main(["status", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_roles_started_by_hand_are_told_from_their_own_reports(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    layout.reports.mkdir()
+    for rank in (0, 1):
+        layout.report_file("trainer", rank).write_bytes(msgspec.json.encode(report("trainer", rank=rank, num_ranks=2)))
+    found = read_status(layout)
+    assert [(one.name, len(one.reports)) for one in found.roles] == [("trainer", 2)]
