@@ -8,7 +8,11 @@ TrivetError                  exit code 1 unless said otherwise
 ├── WeightsError             a weights directory is incomplete or altered
 ├── CheckpointError          a checkpoint is incomplete, altered or does not fit
 │   └── ResumeError          2: the step to resume from is not there; nothing was started
+├── DiskFull                 no room for what must be written next; everything committed before is whole
 ├── InferenceError           an inference server is unreachable, refused a request or answered wrongly
+│   ├── InferenceTimeout     it did not answer in time
+│   ├── PolicyRefused        it does not load a weights directory that is not whole
+│   └── ForeignPolicy        it serves a policy that this run did not give it
 ├── RolloutFailed            a rollout failed on every attempt or could not be scored; costs its group
 ├── WorkerLost               an environment worker ended while it ran a group; the group may be run again
 ├── BatchError               no batch can be made: every rollout fails or carries no signal
@@ -50,7 +54,23 @@ class ResumeError(CheckpointError):
     exit_code = 2
 
 
+class DiskFull(TrivetError):
+    pass
+
+
 class InferenceError(TrivetError):
+    pass
+
+
+class InferenceTimeout(InferenceError):
+    pass
+
+
+class PolicyRefused(InferenceError):
+    pass
+
+
+class ForeignPolicy(InferenceError):
     pass
 
 

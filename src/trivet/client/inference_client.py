@@ -6,14 +6,16 @@ itself (environments.model_client).
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
-from trivet.errors import InferenceError
+from trivet.client.load import ServerLoad, read_load
+from trivet.config.client import server_root
+from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused
 from trivet.wire.versions import PolicyVersion, VersionRun
 
 _POLL_S = 0.5
@@ -80,6 +82,7 @@ class InferenceClient:
         *,
         timeout_s: float,
         api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -88,14 +91,15 @@ class InferenceClient:
         Args:
             base_url: with or without `/v1`.
             timeout_s: longest time for one request.
+            headers: sent with every request.
             transport: for tests; unset: TCP.
         """
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.base_url = server_root(base_url)
         self._timeout_s = timeout_s
         self._clock = clock
         self._sleep = sleep
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(base_url=self.base_url, timeout=timeout_s, headers=headers, transport=transport)
+        sent = {**(headers or {}), **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
+        self._http = httpx.AsyncClient(base_url=self.base_url, timeout=timeout_s, headers=sent, transport=transport)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns once the server's engine answers.
@@ -106,7 +110,7 @@ class InferenceClient:
         deadline = self._clock() + timeout_s
         while True:
             try:
-                await self._request("GET", "/health", timeout_s=min(self._timeout_s, max(deadline - self._clock(), _POLL_S)))
+                await self.check_health(timeout_s=max(deadline - self._clock(), _POLL_S))
                 return
             except InferenceError as exc:
                 if self._clock() >= deadline:
@@ -116,11 +120,28 @@ class InferenceClient:
                     ) from exc
             await self._sleep(_POLL_S)
 
-    async def policy(self) -> PolicyStatus:
-        return await self._ask("GET", "/policy", PolicyStatus)
+    async def check_health(self, *, timeout_s: float) -> None:
+        """Returns when the server's engine answers.
+
+        Raises:
+            InferenceError: it does not, or not in time.
+        """
+        await self._request("GET", "/health", timeout_s=min(self._timeout_s, timeout_s))
+
+    async def policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
+        return await self._ask("GET", "/policy", PolicyStatus, timeout_s=timeout_s)
+
+    async def load(self) -> ServerLoad | None:
+        """How busy the server is; None when it does not say."""
+        response = await self._request("GET", "/metrics", timeout_s=self._timeout_s)
+        return read_load(response.text)
 
     async def update_weights(self, directory: Path) -> PolicyStatus:
-        """Have the server load the published weights in `directory`, which it must see under the same path."""
+        """Have the server load the published weights in `directory`, which it must see under the same path.
+
+        Raises:
+            PolicyRefused: the directory is not whole.
+        """
         return await self._ask("POST", "/update_weights", PolicyStatus, body={"weight_dir": _absolute(directory)})
 
     async def reload_weights(self) -> PolicyStatus:
@@ -156,8 +177,16 @@ class InferenceClient:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def _ask(self, method: str, path: str, kind: type[AnswerT], *, body: dict[str, Any] | None = None) -> AnswerT:
-        response = await self._request(method, path, body=body, timeout_s=self._timeout_s)
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[AnswerT],
+        *,
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> AnswerT:
+        response = await self._request(method, path, body=body, timeout_s=min(self._timeout_s, timeout_s or self._timeout_s))
         try:
             return msgspec.json.decode(response.content, type=kind)
         except msgspec.DecodeError as exc:
@@ -172,11 +201,12 @@ class InferenceClient:
             async with asyncio.timeout(timeout_s):
                 response = await self._http.request(method, path, json=body, timeout=timeout_s)
         except (TimeoutError, httpx.TimeoutException) as exc:
-            raise InferenceError(f"{asked} was not answered within {timeout_s:.0f} s") from exc
+            raise InferenceTimeout(f"{asked} was not answered within {timeout_s:.0f} s") from exc
         except httpx.HTTPError as exc:
             raise InferenceError(f"{asked} failed: {type(exc).__name__}: {exc}") from exc
         if response.is_error:
-            raise InferenceError(f"{asked} was answered with {response.status_code}: {_reason(response)}")
+            kind = PolicyRefused if response.status_code == httpx.codes.CONFLICT else InferenceError
+            raise kind(f"{asked} was answered with {response.status_code}: {_reason(response)}")
         return response
 
 
