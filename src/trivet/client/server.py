@@ -1,0 +1,107 @@
+"""One server of the pool: what is known of it, whether it answers, and how it comes to hold a policy."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trivet.client.inference_client import InferenceClient, PolicyStatus
+from trivet.errors import ForeignPolicy, InferenceError, InferenceTimeout
+from trivet.wire.versions import START_VERSION, PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What servers should hold."""
+
+    version: PolicyVersion
+    digest: str | None
+    """None: the start model's, which is known once a server has told it."""
+    directory: Path | None
+    """None: the start model."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Server:
+    client: InferenceClient
+    is_admitted: bool = False
+    """Rollouts go there."""
+    is_loading: bool = False
+    num_loads: int = 0
+    num_in_flight: int = 0
+    """Rollouts that were sent there and did not end."""
+    num_timeouts: int = 0
+    """Questions in a row that it did not answer in time."""
+    num_attempts: int = 0
+    """To admit it, since it was set aside."""
+    last_error: str = "was never asked"
+    probed_at: float = float("-inf")
+    """When the last probe that it answered began."""
+    probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def root(self) -> str:
+        return self.client.base_url
+
+    async def hold(self, policy: Policy, *, is_known_to_differ: bool = False) -> PolicyStatus:
+        """Have the server hold `policy`, and prove it by its digest.
+
+        Args:
+            is_known_to_differ: skip the question what it holds.
+
+        Raises:
+            InferenceError: it failed, or did not answer in time.
+            ForeignPolicy: it says that it holds something else right after loading.
+        """
+        self.is_loading = True
+        try:
+            if not is_known_to_differ:
+                status = await self.client.policy()
+                if matches(status, policy):
+                    return status
+            if policy.directory is None:
+                status = await self.client.reload_weights()
+            else:
+                status = await self.client.update_weights(policy.directory)
+        finally:
+            self.is_loading = False
+            self.num_loads += 1
+        if not matches(status, policy):
+            raise ForeignPolicy(
+                f"{self.root} reports policy {status.version} with digest {status.digest[:12]} after loading policy "
+                f"{policy.version} with digest {(policy.digest or 'unknown')[:12]}: another run may use the same server, or it "
+                "serves another start model"
+            )
+        return status
+
+    async def probe(self, policy: Policy, *, now: float, timeout_s: float, max_timeouts: int) -> str | None:
+        """Ask an admitted server what it holds.
+
+        Returns:
+            Why it must be set aside, or None.
+
+        Raises:
+            ForeignPolicy: it holds a policy that this run did not give it.
+        """
+        num_loads, was_loading = self.num_loads, self.is_loading
+        try:
+            status = await self.client.policy(timeout_s=timeout_s)
+        except InferenceTimeout as exc:
+            self.num_timeouts += not was_loading
+            self.last_error = str(exc)
+            return f"{exc}, {self.num_timeouts} times in a row" if self.num_timeouts >= max_timeouts else None
+        except InferenceError as exc:
+            return str(exc)
+        self.num_timeouts = 0
+        self.probed_at = now
+        if was_loading or self.is_loading or num_loads != self.num_loads or matches(status, policy):
+            return None
+        if status.version == START_VERSION:
+            return f"it holds the start model, not policy {policy.version}: it was started again"
+        raise ForeignPolicy(
+            f"{self.root} serves policy {status.version} with digest {status.digest[:12]}, and this run had it load policy "
+            f"{policy.version} with digest {(policy.digest or '')[:12]}: another run uses the same server; give each its own"
+        )
+
+
+def matches(status: PolicyStatus, policy: Policy) -> bool:
+    return status.version == policy.version and policy.digest in (None, status.digest)
