@@ -23,13 +23,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trivet.config.dump import to_toml
-from trivet.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
 from trivet.config.client import ClientConfig
-from trivet.config.orchestrator import EnvConfig, OrchestratorConfig, PolicyModelConfig, SamplingConfig
+from trivet.config.dump import to_toml
+from trivet.config.environment import EnvConfig
+from trivet.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
+from trivet.config.orchestrator import OrchestratorConfig, PolicyModelConfig, SamplingConfig
 from trivet.config.shared import CkptConfig, TransportConfig
 from trivet.environments.load import load_environment
-from trivet.environments.model_client import make_model_client, request_arguments
+from trivet.environments.model_client import make_model_client
+from trivet.environments.sampling import request_arguments, sampling_arguments
 from trivet.orchestrator.start import load_environments, run
 from trivet.transport.zeromq import ZmqReceiver
 from trivet.wire.versions import Step
@@ -90,11 +92,11 @@ def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: li
 
 async def run_verifiers(config: OrchestratorConfig) -> float:
     """Sampled tokens per second of verifiers' own loop over as many rollouts as one batch."""
-    env = load_environment(config.env[0])
+    env = load_environment(config.env[0].id, name=config.env[0].label, args=config.env[0].args)
     client = make_model_client(config.client.base_url[0], api_key=None, timeout_s=600.0)
     num_examples = config.batch_size // config.rollouts_per_example
     rows: list[Any] = [row for row in env.get_dataset(num_examples) for _ in range(config.rollouts_per_example)]
-    arguments = request_arguments(config.sampling, seed=None)
+    arguments = request_arguments(sampling_arguments(config.sampling, temperature=1.0), seed=None)
     rates: list[float] = []
     for _ in range(3):
         started = time.monotonic()

@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trivet.config.base import Section
+from trivet.config.environment import EnvConfig
 from trivet.config.evaluation import EvalConfig
 from trivet.config.findings import Findings
 from trivet.config.inference import InferenceConfig
 from trivet.config.keys import Shape, all_keys
-from trivet.config.orchestrator import EnvConfig, OrchestratorConfig, SamplingConfig
+from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
+from trivet.config.sampling import EvalSamplingConfig, RequestSamplingConfig, SamplingConfig
 from trivet.config.shared import RunIdentity
 from trivet.config.trainer import SftConfig, TrainerConfig, TrainingConfig
 
-BIASING_KEYS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+BIASING_KEYS = ("min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Sampling keys that change the distribution in a way that the trainer's log-probabilities do not follow."""
 
 VLLM_NAMES = {
@@ -128,10 +130,10 @@ def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Itera
             f"{prefix}max_concurrent ({config.max_concurrent}) must be >= {prefix}rollouts_per_example ({group}):"
             f" a group is in flight as a whole; try {group}"
         )
-    if group < 2 and config.advantage.type == "default":
+    if group < 2 and config.advantage.needs_a_group:
         yield (
-            f'{prefix}rollouts_per_example must be >= 2 for advantage "default", got {group};'
-            f' raise it (one rollout minus its own mean is 0) or set {prefix}advantage = "None"'
+            f'{prefix}rollouts_per_example must be >= 2 for advantage "{config.advantage.type}", got {group};'
+            f' raise it (one rollout has no others to be compared with) or set {prefix}advantage = "None"'
         )
     if config.max_async_level > config.max_off_policy_steps:
         yield (
@@ -139,11 +141,42 @@ def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Itera
             f" ({config.max_off_policy_steps}): a rollout that lags as far as allowed would be dropped as stale"
         )
     yield from _name_problems(config.env, f"{prefix}env")
-    yield from sampling_problems(config.sampling, f"{prefix}sampling")
+    yield from _ratio_problems(config, prefix)
+    yield from _run_sampling_problems(config, prefix)
 
 
-def sampling_problems(sampling: SamplingConfig, name: str) -> Iterator[str]:
-    knobs = {key: key for key in SamplingConfig.model_fields if key != "extra_body"} | {"max_completion_tokens": "max_tokens"}
+def _ratio_problems(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
+    ratios = config.buffer.env_ratios
+    if ratios is not None and len(ratios) != len(config.env):
+        labels = ", ".join(env.label for env in config.env)
+        yield (
+            f"{prefix}buffer.env_ratios has {len(ratios)} numbers for {len(config.env)} environments ({labels}):"
+            f" {len(ratios)} != {len(config.env)}; give one number per [[{prefix}env]], in their order"
+        )
+
+
+def _run_sampling_problems(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
+    """Of the run's sampling, and of each environment's over it; what is wrong with the run's is said once."""
+    problems = [*_schedule_problems(config, config.sampling, f"{prefix}sampling")]
+    problems += sampling_problems(config.sampling, f"{prefix}sampling")
+    yield from problems
+    if problems:
+        return
+    for index, env in enumerate(config.env):
+        merged, name = env.sampling.over(config.sampling), f"{prefix}env.{index}.sampling"
+        yield from _schedule_problems(config, merged, name)
+        yield from sampling_problems(merged, name)
+
+
+def _schedule_problems(config: OrchestratorConfig, sampling: SamplingConfig, name: str) -> Iterator[str]:
+    schedule = sampling.temp_scheduler
+    if schedule is not None and schedule.total_steps is None and config.max_steps is None:
+        yield f"{name}.temp_scheduler ends after max_steps, which is not set: set total_steps in it, or max_steps"
+
+
+def sampling_problems(sampling: SamplingConfig | EvalSamplingConfig, name: str) -> Iterator[str]:
+    own = {"temperature", *RequestSamplingConfig.model_fields} - {"extra_body"}
+    knobs = {key: key for key in own} | {"max_completion_tokens": "max_tokens"}
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         yield f"{name}.min_tokens ({sampling.min_tokens}) must be <= {name}.max_tokens ({sampling.max_tokens})"
     for knob in sorted(knobs.keys() & sampling.extra_body.keys()):
@@ -211,12 +244,14 @@ def _orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
 
 def _sampling_notices(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
     default = SamplingConfig()
-    keys = [key for key in BIASING_KEYS if getattr(config.sampling, key) != getattr(default, key)]
-    if config.sampling.top_k == 0:
-        keys = [key for key in keys if key != "top_k"]
-    if keys:
-        names = ", ".join(f"{prefix}sampling.{key} ({getattr(config.sampling, key)})" for key in keys)
-        yield f"the trainer cannot reproduce {names}: the importance ratio is biased"
+    biasing = [
+        f"{prefix}{name}.{key} ({value})"
+        for name, section in (("sampling", config.sampling), *((f"env.{i}.sampling", e.sampling) for i, e in enumerate(config.env)))
+        for key in BIASING_KEYS
+        if (value := getattr(section, key)) not in (None, getattr(default, key)) and (key, value) != ("top_k", 0)
+    ]
+    if biasing:
+        yield f"the trainer cannot reproduce {', '.join(biasing)}: the importance ratio is biased"
 
 
 def _shared(prefix: str) -> str:

@@ -6,18 +6,14 @@ from pydantic import Field
 
 from trivet.config.base import Section
 from trivet.config.client import ClientConfig
-from trivet.config.orchestrator import EnvConfig, SamplingConfig
+from trivet.config.environment import EnvConfig
+from trivet.config.sampling import EvalSamplingConfig
 from trivet.config.shared import LogConfig
 
 
 class EvalModelConfig(Section):
     name: str | None = None
     """Model name to ask for; unset: what the server serves."""
-
-
-class EvalSamplingConfig(SamplingConfig):
-    temperature: float = Field(default=1.0, ge=0)
-    """0 always takes the likeliest token."""
 
 
 class EvalConfig(Section):

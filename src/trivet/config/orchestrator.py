@@ -7,7 +7,10 @@ from pydantic import Field
 
 from trivet.config.base import Section
 from trivet.config.client import ClientConfig, ConcurrencyConfig
+from trivet.config.curriculum import AdvantageConfig, BufferConfig, FiltersConfig
+from trivet.config.environment import EnvConfig
 from trivet.config.detectors import DetectorsConfig
+from trivet.config.sampling import SamplingConfig
 from trivet.config.shared import (
     DEFAULT_MODEL,
     DEFAULT_OUTPUT_DIR,
@@ -23,54 +26,6 @@ from trivet.config.shared import (
 class PolicyModelConfig(Section):
     name: str = DEFAULT_MODEL
     """Name the server serves the model under; also where the tokenizer is read from."""
-
-
-class SamplingConfig(Section):
-    temperature: float = Field(default=1.0, gt=0)
-    """The trainer divides logits by it too."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens per model turn; unset: up to the context's end."""
-    min_tokens: int = Field(default=0, ge=0)
-    """No stop token before this many; above 0 biases the importance ratio."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; below 1 biases the importance ratio, which the trainer computes over the whole vocabulary."""
-    top_k: int = Field(default=-1, ge=-1)
-    """Sample among the k likeliest; -1 is off. Biases the importance ratio."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    """Drop tokens below this share of the likeliest; biases the importance ratio."""
-    repetition_penalty: float = Field(default=1.0, gt=0)
-    """1 is off; biases the importance ratio."""
-    presence_penalty: float = 0.0
-    """0 is off; biases the importance ratio."""
-    frequency_penalty: float = 0.0
-    """0 is off; biases the importance ratio."""
-    seed: int | None = Field(default=None, ge=0)
-    """Seed of each request, combined with its group and index; unset: not reproducible."""
-    extra_body: dict[str, Any] = {}
-    """Further request fields. A knob that has a key above is refused here."""
-
-
-class EnvConfig(Section):
-    id: str = "reverse-text"
-    """Package name of the environment."""
-    name: str | None = None
-    """Name in logs and metrics; defaults to the id. Unique."""
-    args: dict[str, Any] = {}
-    """Passed to load_environment."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.id
-
-
-class BufferConfig(Section):
-    online_difficulty_filtering: bool = False
-    """Leave out groups whose rollouts all have the same reward: they carry no gradient."""
-
-
-class AdvantageConfig(Section):
-    type: Literal["default", "none"] = "default"
-    """`default` subtracts the group's mean reward; `none` uses the reward itself."""
 
 
 class ShownSamplesConfig(Section):
@@ -93,7 +48,7 @@ class OrchestratorConfig(Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many batches."""
     seed: int = Field(default=42, ge=0)
-    """Seeds the order of examples."""
+    """Seeds the order of examples, unless buffer.seed does."""
     seq_len: int = Field(default=2048, ge=2)
     """Tokens of one packed row; longer samples are cut. At most the trainer's."""
     batch_size: int = Field(default=128, ge=1)
@@ -129,6 +84,7 @@ class OrchestratorConfig(Section):
     """Environments to train on."""
     buffer: BufferConfig = BufferConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    filters: FiltersConfig = FiltersConfig()
     rollout_transport: TransportConfig = TransportConfig()
     ckpt: CkptConfig = CkptConfig()
     log: LogConfig = LogConfig()

@@ -3,24 +3,23 @@
 import importlib.util
 from pathlib import Path
 
-from trivet.config.orchestrator import EnvConfig
 from trivet.errors import EnvironmentLoadError
 
 
-def require_installed(env: EnvConfig, *, environments_dir: Path = Path("environments")) -> None:
+def require_installed(env_id: str, *, environments_dir: Path = Path("environments")) -> None:
     """
     Raises:
-        EnvironmentLoadError: there is no module for `env`; says how to install it, from this checkout when it is there.
+        EnvironmentLoadError: there is no module for `env_id`; says how to install it, from this checkout when it is there.
     """
-    package = env.id.split("/")[-1]
+    package = env_id.split("/")[-1]
     module = package.replace("-", "_")
     if importlib.util.find_spec(module) is not None:
         return
     folder = environments_dir / module
     if folder.is_dir():
-        raise EnvironmentLoadError(f"env.id = {env.id!r} is not installed; install it with: uv pip install -e {folder}")
+        raise EnvironmentLoadError(f"env.id = {env_id!r} is not installed; install it with: uv pip install -e {folder}")
     here = sorted(path.parent.name.replace("_", "-") for path in environments_dir.glob("*/pyproject.toml"))
     raise EnvironmentLoadError(
-        f"env.id = {env.id!r} is not installed (no module {module!r}). If it is a package that you trust, install it with: "
+        f"env.id = {env_id!r} is not installed (no module {module!r}). If it is a package that you trust, install it with: "
         f"uv pip install {package}. Environments of this checkout: {', '.join(here) or 'none'}"
     )

@@ -1,23 +1,57 @@
 """Loads verifiers environments; what a user's load_environment raises becomes one error that names it."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import verifiers as vf
 
-from trivet.config.orchestrator import EnvConfig
+from trivet.environments.host import EnvironmentHost
 from trivet.environments.installed import require_installed
+from trivet.environments.model_client import ModelClient, make_model_client
+from trivet.environments.runner import GroupRunner
+from trivet.environments.settings import HostSettings
 from trivet.errors import EnvironmentLoadError
 
 
-def load_environment(config: EnvConfig) -> vf.Environment:
+def load_host(settings: HostSettings, *, environ: Mapping[str, str]) -> EnvironmentHost:
+    """On the main thread: verifiers installs signal handlers.
+
+    Args:
+        environ: holds the servers' keys.
+
+    Raises:
+        EnvironmentLoadError: the package is not installed, or its load_environment raised.
+    """
+    client = settings.client_config
+
+    def make_client(base_url: str) -> ModelClient:
+        return make_model_client(
+            base_url,
+            api_key=client.api_key(base_url, environ),
+            timeout_s=client.timeout,
+            keeps_tokens=settings.trajectory_strategy == "interleaved",
+        )
+
+    runner = GroupRunner(
+        env=load_environment(settings.env_id, name=settings.name, args=settings.args),
+        label=settings.name,
+        model_name=settings.model_name,
+        trajectory_strategy=settings.trajectory_strategy,
+    )
+    return EnvironmentHost(runner, make_client=make_client, hash_keys=tuple(settings.hash_keys))
+
+
+def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.Environment:
     """
     Raises:
         EnvironmentLoadError: the package is not installed, or its load_environment raised.
     """
-    require_installed(config)
+    require_installed(env_id)
     try:
-        return vf.load_environment(config.id, **config.args)
+        return vf.load_environment(env_id, **args)
     except Exception as exc:  # an environment is the user's code: whatever it raises is reported with its name
         cause = exc.__cause__ or exc
         raise EnvironmentLoadError(
-            f"load_environment of {config.id!r} with args {config.args} raised {type(cause).__name__}: {cause}; "
-            "check [[orchestrator.env]] args against the signature of its load_environment"
+            f"load_environment of {env_id!r} with args {dict(args)} raised {type(cause).__name__}: {cause}; "
+            f"check the args of environment {name!r} against the signature of its load_environment"
         ) from exc

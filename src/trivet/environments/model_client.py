@@ -1,41 +1,44 @@
-"""The verifiers client that asks our inference server, and keeps what verifiers would drop: the policy of each token."""
+"""The verifiers client that asks our inference server, and keeps what verifiers would drop: the policy of each token, and the
+very tokens of earlier turns, which it sends along so that the server need not make them again from text."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import verifiers as vf
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
-from trivet.config.orchestrator import SamplingConfig
 from trivet.wire.versions import PolicyVersion, VersionRun
-
-
-def request_arguments(sampling: SamplingConfig, *, seed: int | None) -> dict[str, Any]:
-    """Sampling arguments of one chat-completions request to our server, in the form verifiers passes on.
-
-    Args:
-        seed: of this request alone.
-    """
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": sampling.max_tokens,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "seed": seed,
-        "logprobs": True,
-        "extra_body": {
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "min_tokens": sampling.min_tokens,
-            **sampling.extra_body,
-            "return_token_ids": True,
-        },
-    }
 
 
 class ModelClient(vf.OpenAIChatCompletionsClient):
     """Chat completions on one server; each answer carries `policy_versions` of its sampled tokens."""
+
+    def __init__(self, client: AsyncOpenAI, *, keeps_tokens: bool = False) -> None:
+        """
+        Args:
+            keeps_tokens: a turn begins with the tokens of the turn that it continues, where the chat template allows it.
+        """
+        super().__init__(client)
+        self._keeps_tokens = keeps_tokens
+
+    async def get_response(
+        self, prompt: vf.Messages, model: str, sampling_args: vf.SamplingArgs, tools: list[vf.Tool] | None = None, **kwargs: Any
+    ) -> vf.Response:
+        state = kwargs.get("state")
+        known = known_tokens(prompt, state["trajectory"]) if self._keeps_tokens and state is not None else None
+        if known:
+            extra_body = {**sampling_args.get("extra_body", {}), "known_token_ids": known}
+            sampling_args = {**sampling_args, "extra_body": extra_body}
+        return await super().get_response(prompt, model, sampling_args, tools, **kwargs)
+
+    async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().get_native_response(*args, **kwargs)
+        except BadRequestError as exc:
+            # vLLM's words for a prompt that leaves no room at all; verifiers knows its words for a longer one.
+            if "max_tokens must be at least 1" in exc.response.text:
+                raise vf.OverlongPromptError from exc
+            raise
 
     async def raise_from_native_response(self, response: Any) -> None:
         """An empty completion is a sample like any other: the policy chose to stop at once."""
@@ -50,14 +53,29 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
         return answer
 
 
-def make_model_client(base_url: str, *, api_key: str | None, timeout_s: float) -> ModelClient:
+def known_tokens(prompt: vf.Messages, trajectory: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """Ids of the last turn that `prompt` goes on from, as read and sampled; None when it goes on from none.
+
+    Args:
+        trajectory: steps of verifiers, in order.
+    """
+    for step in reversed(trajectory):
+        tokens = step["response"].message.tokens
+        messages = [*step["prompt"], *step["completion"]]
+        if tokens is not None and prompt[: len(messages)] == messages:
+            return [*tokens.prompt_ids, *tokens.completion_ids]
+    return None
+
+
+def make_model_client(base_url: str, *, api_key: str | None, timeout_s: float, keeps_tokens: bool = False) -> ModelClient:
     """
     Args:
         base_url: of the server, with `/v1` at its end or without.
+        keeps_tokens: see `ModelClient`; for servers of ours.
     """
     root = base_url.rstrip("/").removesuffix("/v1")
     openai = AsyncOpenAI(base_url=f"{root}/v1", api_key=api_key or "EMPTY", timeout=timeout_s, max_retries=0)
-    return ModelClient(openai)
+    return ModelClient(openai, keeps_tokens=keeps_tokens)
 
 
 def response_versions(response: vf.Response) -> list[VersionRun] | None:

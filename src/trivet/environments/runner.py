@@ -10,10 +10,11 @@ from typing import Any, Literal, cast
 import verifiers as vf
 
 from trivet.algorithms.seeds import derive_seed
-from trivet.config.orchestrator import SamplingConfig
-from trivet.environments.model_client import ModelClient, request_arguments, response_versions
+from trivet.environments.model_client import ModelClient, response_versions
+from trivet.environments.sampling import request_arguments
 from trivet.environments.trajectories import Turn, to_samples
 from trivet.errors import RolloutFailed
+from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import count_tokens
 
@@ -30,11 +31,16 @@ class GroupRunner:
     env: vf.Environment
     label: str
     model_name: str
-    sampling: SamplingConfig
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
 
     async def run(
-        self, example: Mapping[str, Any], *, group_id: GroupId, num_rollouts: int, client: ModelClient
+        self,
+        example: Mapping[str, Any],
+        *,
+        group_id: GroupId,
+        num_rollouts: int,
+        sampling: SamplingArguments,
+        client: ModelClient,
     ) -> list[Rollout]:
         """
         Args:
@@ -46,7 +52,9 @@ class GroupRunner:
         try:
             async with asyncio.TaskGroup() as attempts:
                 running = [
-                    attempts.create_task(self._attempt(example, group_id=group_id, index=index, client=client))
+                    attempts.create_task(
+                        self._attempt(example, _arguments(sampling, group_id, index), name=(group_id, index), client=client)
+                    )
                     for index in range(num_rollouts)
                 ]
         except ExceptionGroup as failed:  # the first failure has ended the others
@@ -57,11 +65,11 @@ class GroupRunner:
         finally:
             for state in states:
                 await self.env.rubric.cleanup(state)
-        return [self._to_rollout(state, index) for index, state in enumerate(states)]
+        return [self._to_rollout(state, index, temperature=sampling.temperature) for index, state in enumerate(states)]
 
-    async def _attempt(self, example: Mapping[str, Any], *, group_id: GroupId, index: int, client: ModelClient) -> vf.State:
-        seed = None if self.sampling.seed is None else derive_seed(self.sampling.seed, group_id, index) % 2**31
-        arguments = request_arguments(self.sampling, seed=seed)
+    async def _attempt(
+        self, example: Mapping[str, Any], arguments: dict[str, Any], *, name: tuple[GroupId, int], client: ModelClient
+    ) -> vf.State:
         first_error = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -76,19 +84,17 @@ class GroupRunner:
             cause = error.__cause__ if isinstance(error, BaseException) and error.__cause__ else error
             message = f"{type(cause).__name__}: {cause}"
             first_error = first_error or message
-            logger.warning(
-                "rollout failed env=%s group=%s index=%s attempt=%s: %s", self.label, group_id, index, attempt + 1, message
-            )
+            logger.warning("rollout failed env=%s group=%s index=%s attempt=%s: %s", self.label, *name, attempt + 1, message)
         raise RolloutFailed(first_error)
 
-    def _to_rollout(self, state: vf.State, index: int) -> Rollout:
+    def _to_rollout(self, state: vf.State, index: int, *, temperature: float | None) -> Rollout:
         reward = state.get("reward")
         if reward is None or not math.isfinite(reward):
             raise RolloutFailed(f"reward of environment {self.label!r} is {reward}, not a finite number")
         timing = state["timing"]
         trajectory = to_samples(
             [to_turn(step["response"], is_truncated=step["is_truncated"]) for step in state["trajectory"]],
-            temperature=self.sampling.temperature,
+            temperature=1.0 if temperature is None else temperature,
             strategy=self.trajectory_strategy,
         )
         scores = {name: float(value) for name, value in (state.get("metrics") or {}).items() if value is not None}
@@ -99,12 +105,18 @@ class GroupRunner:
             reward=float(reward),
             samples=trajectory.samples,
             scores=scores,
-            prompt=_messages(state["prompt"]),
-            completion=_messages(state.get("completion") or []),
+            prompt=to_messages(state["prompt"]),
+            completion=to_messages(state.get("completion") or []),
             num_turns=len(state["trajectory"]),
+            ran_out_of_context=bool(state.get("prompt_too_long")),
             generation_s=timing.generation.duration,
             scoring_s=timing.scoring.duration,
         )
+
+
+def _arguments(sampling: SamplingArguments, group_id: GroupId, index: int) -> dict[str, Any]:
+    seed = None if sampling.seed is None else derive_seed(sampling.seed, group_id, index) % 2**31
+    return request_arguments(sampling, seed=seed)
 
 
 def to_turn(response: vf.Response, *, is_truncated: bool = False) -> Turn:
@@ -127,7 +139,8 @@ def to_turn(response: vf.Response, *, is_truncated: bool = False) -> Turn:
     )
 
 
-def _messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
+def to_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """In the OpenAI chat form, as plain data."""
     if isinstance(messages, str):
         return [{"role": "text", "content": messages}]
     return [

@@ -16,11 +16,11 @@ from trivet.config.command import run_command
 from trivet.config.evaluation import EvalConfig
 from trivet.config.layout import STABLE, RunLayout, parse_step
 from trivet.config.shared import DEFAULT_OUTPUT_DIR
-from trivet.environments.load import load_environment
-from trivet.environments.model_client import make_model_client
-from trivet.environments.runner import GroupRunner
+from trivet.environments.load import load_host
+from trivet.environments.local_pool import LocalPool
+from trivet.environments.settings import host_settings
 from trivet.errors import ConfigError
-from trivet.evaluation.evaluate import evaluate
+from trivet.evaluation.evaluate import choose_examples, evaluate
 from trivet.evaluation.scores import Summary
 from trivet.telemetry.logs import setup_logging
 from trivet.wire.versions import START_VERSION
@@ -69,30 +69,30 @@ def choose_targets(config: EvalConfig) -> list[Target]:
 
 async def run(config: EvalConfig, console: Console) -> list[Summary]:
     targets = choose_targets(config)
-    environments = {env.label: load_environment(env) for env in config.env}
-    datasets = {label: env.get_eval_dataset(config.num_examples) for label, env in environments.items()}
     base_url = config.client.base_url[0]
     api_key = config.client.api_key(base_url, os.environ)
     output_dir = config.output_dir or (config.weights_dir.parent if config.weights_dir else DEFAULT_OUTPUT_DIR)
     server = InferenceClient(base_url, timeout_s=config.client.timeout, api_key=api_key)
-    model_client = make_model_client(base_url, api_key=api_key, timeout_s=config.client.timeout)
     summaries: list[Summary] = []
     held = START_VERSION
+    pool: LocalPool | None = None
     try:
         await server.wait_ready(config.client.wait_for_ready_timeout)
         model_name = config.model.name or await server.model_name()
+        pool = load_environments(config, model_name)
         for target in targets:
             status = await (server.reload_weights() if target.directory is None else server.update_weights(target.directory))
             held = status.version
-            for label, env in environments.items():
-                runner = GroupRunner(env=env, label=label, model_name=model_name, sampling=config.sampling)
+            for label, info in pool.infos.items():
                 with Progress(console=console, transient=True) as bar:
-                    task = bar.add_task(f"step {target.step} {label}", total=len(datasets[label]))
+                    task = bar.add_task(
+                        f"step {target.step} {label}", total=choose_examples(info, num_examples=config.num_examples)[1]
+                    )
                     summary = await evaluate(
                         config,
-                        runner,
-                        datasets[label],
-                        client=model_client,
+                        pool,
+                        label,
+                        base_url=base_url,
                         step=target.step,
                         digest=status.digest,
                         layout=RunLayout(output_dir),
@@ -103,10 +103,20 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
         if held != START_VERSION:
             await server.reload_weights()
         await server.aclose()
-        await model_client.close()
+        if pool is not None:
+            await pool.aclose()
     console.print(make_table(summaries))
     console.print(f"results: {output_dir / 'evals'}")
     return summaries
+
+
+def load_environments(config: EvalConfig, model_name: str) -> LocalPool:
+    """
+    Raises:
+        EnvironmentLoadError: one cannot be loaded.
+    """
+    settings = [host_settings(env, model_name=model_name, client=config.client) for env in config.env]
+    return LocalPool({each.name: load_host(each, environ=os.environ) for each in settings})
 
 
 def make_table(summaries: Sequence[Summary]) -> Table:

@@ -35,7 +35,7 @@ def check(config: RLConfig) -> None:
         ConfigError: GPU ids that do not exist.
     """
     for env in config.orchestrator.env:
-        require_installed(env)
+        require_installed(env.id)
     share_gpus(config, inspect_machine().gpus)
 
 

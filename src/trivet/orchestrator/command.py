@@ -3,13 +3,14 @@
 import asyncio
 import signal
 
-from trivet.checkpoints.commit import require_resumable
+from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.installed import require_installed
+from trivet.environments.port import EnvironmentPool
 from trivet.errors import TrivetError
 from trivet.lifetime import die_with_parent
-from trivet.orchestrator.start import Environments, load_environments, run
+from trivet.orchestrator.start import load_environments, run
 from trivet.telemetry.logs import setup_logging
 
 
@@ -21,7 +22,7 @@ def main() -> int:
 def check(config: OrchestratorConfig) -> None:
     """Refuse what cannot start, before anything does."""
     for env in config.env:
-        require_installed(env)
+        require_installed(env.id)
     require_resumable(config)
 
 
@@ -30,7 +31,7 @@ def start(config: OrchestratorConfig) -> int:
     return asyncio.run(_run_until_signalled(config, load_environments(config)))
 
 
-async def _run_until_signalled(config: OrchestratorConfig, environments: Environments) -> int:
+async def _run_until_signalled(config: OrchestratorConfig, pool: EnvironmentPool) -> int:
     """Exit code: 0 done, 130 or 143 when a signal ended the run."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -44,7 +45,7 @@ async def _run_until_signalled(config: OrchestratorConfig, environments: Environ
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     try:
-        await run(config, environments)
+        await run(config, pool)
     except asyncio.CancelledError:
         if not received:
             raise

@@ -6,19 +6,19 @@ formed or a policy is loaded. Each group is a task of its own; its failure costs
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from trivet.algorithms.advantages import AdvantageFunction
 from trivet.algorithms.packing import truncate
 from trivet.algorithms.staleness import may_dispatch
 from trivet.config.orchestrator import OrchestratorConfig
-from trivet.environments.model_client import ModelClient
-from trivet.environments.runner import GroupRunner
+from trivet.environments.port import EnvironmentPool
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.orchestrator.waker import Waker
+from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Group, GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -147,20 +147,28 @@ class Dispatcher:
 
 
 def group_runner(
-    runners: Mapping[str, GroupRunner],
-    datasets: Mapping[str, Any],
-    clients: Sequence[ModelClient],
+    pool: EnvironmentPool,
+    base_urls: Sequence[str],
     *,
+    sampling_of: Callable[[Draw], SamplingArguments],
     rollouts_per_example: int,
 ) -> RunGroup:
-    """A `RunGroup` over verifiers environments; a group stays on one server, so that its prompt is computed once."""
+    """A `RunGroup` over a pool of environments; a group stays on one server, so that its prompt is computed once.
+
+    Args:
+        sampling_of: asked when the group starts.
+    """
 
     async def run(draw: Draw) -> list[Rollout]:
-        return await runners[draw.env].run(
-            datasets[draw.env][draw.example_id],
-            group_id=draw.group_id,
-            num_rollouts=rollouts_per_example,
-            client=clients[draw.group_id % len(clients)],
+        return await pool.run_group(
+            GroupRequest(
+                group_id=draw.group_id,
+                env=draw.env,
+                example_id=draw.example_id,
+                num_rollouts=rollouts_per_example,
+                base_url=base_urls[draw.group_id % len(base_urls)],
+                sampling=sampling_of(draw),
+            )
         )
 
     return run

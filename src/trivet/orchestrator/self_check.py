@@ -1,16 +1,17 @@
 """A handful of completions for the trainer to compare log-probabilities on, before anything is trained."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import verifiers as vf
 from verifiers.legacy.utils.message_utils import normalize_messages
 
 from trivet.algorithms.packing import PackItem, pack
-from trivet.config.orchestrator import SamplingConfig
-from trivet.environments.model_client import ModelClient, request_arguments
+from trivet.config.sampling import SamplingConfig
+from trivet.environments.model_client import ModelClient
 from trivet.environments.runner import to_turn
+from trivet.environments.sampling import request_arguments, sampling_arguments
 from trivet.environments.trajectories import to_samples
 from trivet.errors import InferenceError
 from trivet.wire.batches import Batch, BatchPurpose
@@ -20,15 +21,16 @@ _MAX_TOKENS = 32
 
 
 async def make_self_check(
-    examples: Sequence[Mapping[str, Any]],
+    prompts: Sequence[list[dict[str, Any]]],
     *,
     clients: Sequence[ModelClient],
     model_name: str,
     sampling: SamplingConfig,
+    temperature: float,
     seq_len: int,
     step: Step,
 ) -> Batch:
-    """Sample a short completion of each example's prompt, the way rollouts do, on each server in turn.
+    """Sample a short completion of each prompt, the way rollouts do, on each server in turn.
 
     Raises:
         InferenceError: a request failed, or nothing that came back can be compared.
@@ -38,24 +40,25 @@ async def make_self_check(
     """
     max_tokens = min(sampling.max_tokens or _MAX_TOKENS, _MAX_TOKENS)
     short = sampling.model_copy(update={"max_tokens": max_tokens, "min_tokens": min(sampling.min_tokens, max_tokens)})
+    arguments = sampling_arguments(short, temperature=temperature)
 
-    async def ask(example: Mapping[str, Any], client: ModelClient) -> list[PackItem]:
-        prompt = normalize_messages(example["prompt"], field_name="prompt")
+    async def ask(messages: list[dict[str, Any]], client: ModelClient) -> list[PackItem]:
+        prompt = normalize_messages(messages, field_name="prompt")
         try:
             response = await client.get_response(
-                prompt=prompt, model=model_name, sampling_args=request_arguments(short, seed=sampling.seed)
+                prompt=prompt, model=model_name, sampling_args=request_arguments(arguments, seed=sampling.seed)
             )
         except vf.Error as exc:
             raise InferenceError(f"the self-check's request failed: {exc.__cause__ or exc}") from exc
         turn = to_turn(response)
-        trajectory = to_samples([turn], temperature=sampling.temperature, strategy="branching")
+        trajectory = to_samples([turn], temperature=temperature, strategy="branching")
         return [PackItem(sample=sample, advantage=0.0) for sample in trajectory.samples]
 
-    answers = await asyncio.gather(*(ask(example, clients[i % len(clients)]) for i, example in enumerate(examples)))
+    answers = await asyncio.gather(*(ask(prompt, clients[i % len(clients)]) for i, prompt in enumerate(prompts)))
     rows = pack([item for answer in answers for item in answer], seq_len=seq_len)
-    if examples and not rows:
+    if prompts and not rows:
         raise InferenceError(
-            f"the self-check of {len(examples)} prompts sampled nothing to compare: every prompt fills orchestrator.seq_len "
+            f"the self-check of {len(prompts)} prompts sampled nothing to compare: every prompt fills orchestrator.seq_len "
             f"({seq_len}), or every completion is empty; raise seq_len, or set orchestrator.self_check_rollouts = 0"
         )
     return Batch(

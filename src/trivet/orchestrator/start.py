@@ -5,48 +5,43 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 from trivet.algorithms.advantages import ADVANTAGES
 from trivet.checkpoints.commit import resolve_resume_step
 from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
-from trivet.environments.load import load_environment
+from trivet.environments.host import EnvironmentHost
+from trivet.environments.load import load_host
+from trivet.environments.local_pool import LocalPool
 from trivet.environments.model_client import ModelClient, make_model_client
-from trivet.environments.runner import GroupRunner
+from trivet.environments.port import EnvironmentPool
+from trivet.environments.sampling import sampling_arguments
+from trivet.environments.settings import host_settings
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.sampler import ExampleSampler
+from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.waker import Waker
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
 from trivet.wire.events import Start, Stop
+from trivet.wire.groups import SamplingArguments, Split
 from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environments:
-    """What is trained on, by environment name."""
-
-    runners: dict[str, GroupRunner]
-    datasets: dict[str, Any]
-
-
-async def run(config: OrchestratorConfig, environments: Environments) -> None:
+async def run(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
     """From start to max_steps; every error of a task leaves as an exception group."""
     layout = RunLayout(config.output_dir)
-    half = _starting_point(config, layout, {name: len(rows) for name, rows in environments.datasets.items()})
+    half = _starting_point(config, layout, _sizes(pool))
     telemetry = Telemetry(
         "orchestrator",
         layout=layout,
@@ -62,9 +57,9 @@ async def run(config: OrchestratorConfig, environments: Environments) -> None:
     loop: Loop | None = None
     try:
         async with _servers(config) as (servers, clients), _sender(config) as sender:
-            loop = _make_loop(config, layout, half, environments, servers, clients, sender, telemetry)
+            loop = _make_loop(config, layout, half, pool, servers, sender, telemetry)
             await _bring_policy(loop, config)
-            await _send_self_check(loop, config, environments.datasets, clients)
+            await _send_self_check(loop, config, pool, clients)
             await loop.run()
             reason = "done"
     except asyncio.CancelledError:
@@ -75,29 +70,33 @@ async def run(config: OrchestratorConfig, environments: Environments) -> None:
         telemetry.close()
 
 
-def load_environments(config: OrchestratorConfig) -> Environments:
+def load_environments(config: OrchestratorConfig) -> LocalPool:
     """To be called on the main thread, before signal handlers of ours: verifiers installs its own.
 
     Raises:
-        EnvironmentLoadError: one cannot be loaded, or has no examples.
+        EnvironmentLoadError: one cannot be loaded.
     """
-    runners: dict[str, GroupRunner] = {}
-    datasets: dict[str, Any] = {}
+    hosts: dict[str, EnvironmentHost] = {}
     for env in config.env:
-        loaded = load_environment(env)
-        dataset = loaded.get_dataset()
-        if len(dataset) == 0:
-            raise EnvironmentLoadError(f"environment {env.label!r} has an empty data set with args {env.args}")
-        datasets[env.label] = dataset
-        runners[env.label] = GroupRunner(
-            env=loaded,
-            label=env.label,
-            model_name=config.model.name,
-            sampling=config.sampling,
-            trajectory_strategy=config.trajectory_strategy,
+        settings = host_settings(
+            env, model_name=config.model.name, client=config.client, trajectory_strategy=config.trajectory_strategy
         )
-        logger.info("environment loaded env=%s examples=%s", env.label, len(dataset))
-    return Environments(runners=runners, datasets=datasets)
+        hosts[env.label] = load_host(settings, environ=os.environ)
+    return LocalPool(hosts)
+
+
+def _sizes(pool: EnvironmentPool) -> dict[str, int]:
+    """
+    Raises:
+        EnvironmentLoadError: an environment has no examples to train on.
+    """
+    for name, info in pool.infos.items():
+        if info.num_examples == 0:
+            raise EnvironmentLoadError(
+                f"environment {name!r} has no examples to train on; check its args, or take it out of [[orchestrator.env]]"
+            )
+        logger.info("environment loaded env=%s examples=%s", name, info.num_examples)
+    return {name: info.num_examples for name, info in pool.infos.items()}
 
 
 def _starting_point(config: OrchestratorConfig, layout: RunLayout, sizes: dict[str, int]) -> OrchestratorHalf:
@@ -151,9 +150,8 @@ def _make_loop(
     config: OrchestratorConfig,
     layout: RunLayout,
     half: OrchestratorHalf,
-    environments: Environments,
+    pool: EnvironmentPool,
     servers: list[InferenceClient],
-    clients: list[ModelClient],
     sender: BatchSender,
     telemetry: Telemetry,
 ) -> Loop:
@@ -165,11 +163,20 @@ def _make_loop(
         max_off_policy_steps=config.max_off_policy_steps,
         ready=half.buffer.ready,
     )
+    sampling = {env.label: env.sampling.over(config.sampling) for env in config.env}
+
+    def sampling_of(draw: Draw) -> SamplingArguments:
+        mine = sampling[draw.env]
+        return sampling_arguments(mine, temperature=mine.temperature_at(dispatcher.step, max_steps=config.max_steps))
+
     dispatcher = Dispatcher(
         sampler=sampler,
         buffer=buffer,
         run_group=group_runner(
-            environments.runners, environments.datasets, clients, rollouts_per_example=config.rollouts_per_example
+            pool,
+            [server.base_url for server in servers],
+            sampling_of=sampling_of,
+            rollouts_per_example=config.rollouts_per_example,
         ),
         advantage=ADVANTAGES[config.advantage.type],
         limits=Limits.of(config),
@@ -213,16 +220,15 @@ async def _bring_policy(loop: Loop, config: OrchestratorConfig) -> None:
         await loop.watcher.start_from_base(reload=config.reload_weights_on_start)
 
 
-async def _send_self_check(
-    loop: Loop, config: OrchestratorConfig, datasets: dict[str, Any], clients: list[ModelClient]
-) -> None:
+async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, clients: list[ModelClient]) -> None:
     """Also an empty one: its acknowledgement says that the trainer has cleared away what an earlier attempt left."""
     draws = [loop.sampler.draw(GroupId(index)) for index in range(config.self_check_rollouts)]
     batch = await make_self_check(
-        [datasets[draw.env][draw.example_id] for draw in draws],
+        [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws],
         clients=clients,
         model_name=config.model.name,
         sampling=config.sampling,
+        temperature=config.sampling.temperature_at(1, max_steps=config.max_steps),
         seq_len=config.seq_len,
         step=Step(loop.progress.step),
     )

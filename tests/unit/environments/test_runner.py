@@ -5,11 +5,11 @@ import verifiers as vf
 from datasets import Dataset
 
 from support.scripted_model import ScriptedModel
-from trivet.config.orchestrator import SamplingConfig
 from trivet.environments import runner as runner_module
 from trivet.environments.model_client import make_model_client
 from trivet.environments.runner import GroupRunner
 from trivet.errors import RolloutFailed
+from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import VersionRun
 
@@ -19,15 +19,16 @@ def _no_delay(monkeypatch):
     monkeypatch.setattr(runner_module, "_RETRY_DELAY_S", 0.0)
 
 
-def make_runner(reward, *, env_type=vf.SingleTurnEnv, sampling=None, **env_args) -> GroupRunner:
+def make_runner(reward, *, env_type=vf.SingleTurnEnv, **env_args) -> GroupRunner:
     dataset = Dataset.from_list([{"question": "abc", "answer": "cba"}])
     env = env_type(dataset=dataset, rubric=vf.Rubric(funcs=[reward]), **env_args)
-    return GroupRunner(env=env, label="toy", model_name="m", sampling=sampling or SamplingConfig())
+    return GroupRunner(env=env, label="toy", model_name="m")
 
 
-def run(runner: GroupRunner, model: ScriptedModel, *, num_rollouts: int = 2) -> list[Rollout]:
+def run(runner: GroupRunner, model: ScriptedModel, *, num_rollouts: int = 2, seed: int | None = None) -> list[Rollout]:
     example = runner.env.get_dataset()[0]
-    return asyncio.run(runner.run(example, group_id=GroupId(5), num_rollouts=num_rollouts, client=model))
+    sampling = SamplingArguments(temperature=1.0, seed=seed)
+    return asyncio.run(runner.run(example, group_id=GroupId(5), num_rollouts=num_rollouts, sampling=sampling, client=model))
 
 
 def exact(completion, answer, **kwargs) -> float:
@@ -71,7 +72,7 @@ def test_a_reward_that_is_no_number_fails_the_group():
 def test_each_rollout_has_its_own_seed_that_depends_on_group_and_index():
     def seeds(run_seed: int) -> list[int]:
         model = ScriptedModel(lambda prompt: "x")
-        run(make_runner(exact, sampling=SamplingConfig(seed=run_seed)), model, num_rollouts=3)
+        run(make_runner(exact), model, num_rollouts=3, seed=run_seed)
         return [request["sampling_args"]["seed"] for request in model.requests]
 
     assert len(set(seeds(1))) == 3

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import EnvConfig
+from trivet.config.environment import EnvConfig
 from trivet.config.rl import RLConfig
 from trivet.config.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError

@@ -1,0 +1,20 @@
+"""Section of one environment: `[[orchestrator.env]]`, `[[env]]` of `eval`."""
+
+from typing import Any
+
+from trivet.config.base import Section
+from trivet.config.sampling import EnvSamplingConfig
+
+
+class EnvConfig(Section):
+    id: str = "reverse-text"
+    """Package name of the environment."""
+    name: str | None = None
+    """Name in logs and metrics; defaults to the id. Unique."""
+    args: dict[str, Any] = {}
+    """Passed to load_environment."""
+    sampling: EnvSamplingConfig = EnvSamplingConfig()
+
+    @property
+    def label(self) -> str:
+        return self.name or self.id

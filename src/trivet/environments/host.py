@@ -1,0 +1,84 @@
+"""One loaded environment that answers group requests: data sets by split, a model client per server.
+
+The inside of every pool: `LocalPool` holds hosts in this process, a worker process holds one.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from trivet.environments.model_client import ModelClient
+from trivet.environments.runner import GroupRunner, to_messages
+from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.rollouts import Rollout
+
+MakeClient = Callable[[str], ModelClient]
+"""From the base URL of a server."""
+
+
+class EnvironmentHost:
+    """
+    >>> host = EnvironmentHost(runner, make_client=make_client)
+    >>> rollouts = await host.run_group(request)
+    >>> await host.aclose()
+    """
+
+    def __init__(self, runner: GroupRunner, *, make_client: MakeClient, hash_keys: tuple[str, ...] = ()) -> None:
+        """
+        Args:
+            hash_keys: fields that an example's hash covers; those it does not have are left out.
+        """
+        self._runner = runner
+        self._make_client = make_client
+        self._clients: dict[str, ModelClient] = {}
+        self._rows: dict[Split, Any] = {Split.TRAIN: runner.env.build_dataset(), Split.EVAL: runner.env.build_eval_dataset()}
+        train, held_out = self._rows[Split.TRAIN], self._rows[Split.EVAL]
+        self.info = EnvironmentInfo(
+            num_examples=0 if train is None else len(train),
+            num_eval_examples=0 if held_out is None else len(held_out),
+            example_hashes=[] if train is None else example_hashes(train, hash_keys),
+        )
+
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        """
+        Raises:
+            RolloutFailed: a rollout could not be completed or scored.
+        """
+        return await self._runner.run(
+            self._rows[request.split][request.example_id],
+            group_id=request.group_id,
+            num_rollouts=request.num_rollouts,
+            sampling=request.sampling,
+            client=self._client(request.base_url),
+        )
+
+    def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
+        return to_messages(self._rows[split][example_id]["prompt"])
+
+    async def aclose(self) -> None:
+        """Lets the environment tear down what it holds. May be called again."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.close()
+
+    def _client(self, base_url: str) -> ModelClient:
+        client = self._clients.get(base_url)
+        if client is None:
+            client = self._clients[base_url] = self._make_client(base_url)
+        return client
+
+
+def example_hashes(rows: Any, keys: tuple[str, ...]) -> list[str]:
+    """SHA-256 of each row's fields `keys`; empty without keys.
+
+    Args:
+        rows: a data set of the `datasets` library.
+    """
+    names = [key for key in keys if key in rows.column_names]
+    if not names:
+        return []
+    encoder = msgspec.json.Encoder(enc_hook=repr, order="sorted")
+    columns = [rows[name] for name in names]
+    return [hashlib.sha256(encoder.encode(row)).hexdigest() for row in zip(*columns, strict=True)]

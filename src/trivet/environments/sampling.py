@@ -1,0 +1,49 @@
+"""Sampling: from what a human writes to what a group carries, and from that to the arguments of one request. Pure."""
+
+from typing import Any
+
+from trivet.config.sampling import RequestSamplingConfig
+from trivet.wire.groups import SamplingArguments
+
+_OPENAI = ("max_tokens", "top_p", "presence_penalty", "frequency_penalty")
+"""Fields that the OpenAI client knows; every other travels in `extra_body`."""
+
+
+def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | None) -> SamplingArguments:
+    """
+    Args:
+        temperature: that holds when the group starts; None leaves it to the server.
+    """
+    return SamplingArguments(
+        temperature=temperature,
+        seed=sampling.seed,
+        fields={
+            "max_tokens": sampling.max_tokens,
+            "top_p": sampling.top_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "min_tokens": sampling.min_tokens,
+            **sampling.extra_body,
+        },
+    )
+
+
+def request_arguments(sampling: SamplingArguments, *, seed: int | None) -> dict[str, Any]:
+    """Sampling arguments of one chat-completions request to our server, in the form verifiers passes on.
+
+    Args:
+        seed: of this request alone.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "seed": seed,
+        "logprobs": True,
+        **{name: sampling.fields[name] for name in _OPENAI if name in sampling.fields},
+        "extra_body": {
+            **{name: value for name, value in sampling.fields.items() if name not in _OPENAI},
+            "return_token_ids": True,
+        },
+    }
