@@ -1,8 +1,10 @@
 """Turns of a rollout into samples to train on. Pure: tokens in, tokens out.
 
-A turn is what one model request saw and answered. `branching` makes a sample of each turn. `interleaved` continues the last
-sample while the next prompt starts with exactly its tokens, and begins a new one where it does not (templates that strip
-thinking, or text that tokenises differently): a broken prefix is counted and never trained on as if it were whole.
+A turn is what one model request saw and answered. `branching` makes a sample of each turn. `interleaved` continues a sample
+when a prompt starts with exactly its tokens, the newest such sample, and begins a new one where there is none: a broken prefix
+is counted and never trained on as if it were whole. The inference server keeps the tokens of earlier turns wherever the chat
+template allows it (inference/continuation), so a prefix breaks where the template leaves out what was said, such as thinking.
+Only sampled tokens are trained on: what the environment says has no log-probability of a policy that chose it.
 """
 
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ class Turn:
 class Trajectory:
     samples: list[Sample]
     num_broken_prefixes: int
+    """Turns after the first that continue no sample. Always 0 for `branching`."""
 
 
 def to_samples(turns: Sequence[Turn], *, temperature: float, strategy: Literal["interleaved", "branching"]) -> Trajectory:
@@ -43,13 +46,17 @@ def to_samples(turns: Sequence[Turn], *, temperature: float, strategy: Literal["
     for turn in turns:
         if not turn.completion_ids:
             continue
-        if strategy == "interleaved" and chains:
-            if _continues(chains[-1][-1], turn):
-                chains[-1].append(turn)
-                continue
-            broken += 1
-        chains.append([turn])
+        chain = _chain_before(turn, chains) if strategy == "interleaved" else None
+        if chain is not None:
+            chain.append(turn)
+        else:
+            broken += strategy == "interleaved" and bool(chains)
+            chains.append([turn])
     return Trajectory(samples=[_join(chain, temperature=temperature) for chain in chains], num_broken_prefixes=broken)
+
+
+def _chain_before(turn: Turn, chains: Sequence[list[Turn]]) -> list[Turn] | None:
+    return next((chain for chain in reversed(chains) if _continues(chain[-1], turn)), None)
 
 
 def _continues(previous: Turn, turn: Turn) -> bool:
@@ -74,5 +81,5 @@ def _join(chain: Sequence[Turn], *, temperature: float) -> Sample:
         logprobs_T=logprobs_T,
         versions=join_versions(turn.versions for turn in chain),
         temperature=temperature,
-        is_truncated=last.is_truncated,
+        is_truncated=any(turn.is_truncated for turn in chain),
     )

@@ -163,6 +163,7 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
     from vllm.entrypoints.launchers.launcher import serve_http
 
     from trivet.inference.answers import version_chat, version_tokens
+    from trivet.inference.continued_chats import continue_chats
     from trivet.inference.policy_loader import PolicyLoader
     from trivet.inference.routes import add_routes, make_router
 
@@ -178,6 +179,7 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
     version_chat(app.state.openai_serving_chat)
+    continue_chats(app.state.openai_serving_chat)
     version_tokens(app.state.serving_tokens)
     add_routes(app, make_router(loader, engine, model_name=args.model))
     serving = asyncio.create_task(

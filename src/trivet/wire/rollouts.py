@@ -27,7 +27,7 @@ class Sample(msgspec.Struct, kw_only=True):
     """The policy of each token that the model sampled, in order."""
     temperature: float
     is_truncated: bool = False
-    """The completion ended at a length limit, not at a stop token."""
+    """A completion in it ended at a length limit, not at a stop token."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +52,8 @@ class Rollout(msgspec.Struct, kw_only=True):
     completion: list[dict[str, Any]] = []
     """Messages in the OpenAI chat form."""
     num_turns: int = 1
+    ran_out_of_context: bool = False
+    """It ended because what the model had to read next was longer than its context; the turns before it are kept."""
     generation_s: float = 0.0
     scoring_s: float = 0.0
     advantage: float = 0.0
@@ -59,7 +61,8 @@ class Rollout(msgspec.Struct, kw_only=True):
 
     @property
     def is_truncated(self) -> bool:
-        return any(sample.is_truncated for sample in self.samples)
+        """A turn ended at a length limit, or there was no room for the next."""
+        return self.ran_out_of_context or any(sample.is_truncated for sample in self.samples)
 
 
 class Group(msgspec.Struct, kw_only=True):

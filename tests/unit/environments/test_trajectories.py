@@ -4,12 +4,13 @@ from trivet.environments.trajectories import Turn, to_samples
 from trivet.wire.versions import VersionRun
 
 
-def turn(prompt: list[int], completion: list[int], version: int = 0) -> Turn:
+def turn(prompt: list[int], completion: list[int], version: int = 0, *, is_truncated: bool = False) -> Turn:
     return Turn(
         prompt_ids=prompt,
         completion_ids=completion,
         logprobs=[-float(token) for token in completion],
         versions=[VersionRun(version, len(completion))],
+        is_truncated=is_truncated,
     )
 
 
@@ -47,3 +48,16 @@ def test_a_turn_without_completion_is_left_out():
 def test_the_first_token_is_never_trained_on():
     [sample] = to_samples([turn([], [7, 8])], temperature=1.0, strategy="interleaved").samples
     assert sample.loss_mask_T.tolist() == [False, True]
+
+
+def test_a_turn_continues_the_newest_sample_that_it_starts_with_also_after_another_conversation():
+    aside = turn([50], [51])
+    trajectory = to_samples([FIRST, aside, SECOND], temperature=1.0, strategy="interleaved")
+    assert [sample.token_ids_T.tolist() for sample in trajectory.samples] == [[1, 2, 10, 11, 5, 6, 12], [50, 51]]
+    assert trajectory.num_broken_prefixes == 1
+
+
+def test_a_sample_is_truncated_when_any_of_its_turns_is():
+    cut = turn([1, 2], [10, 11], is_truncated=True)
+    trajectory = to_samples([cut, SECOND, REWRITTEN], temperature=1.0, strategy="interleaved")
+    assert [sample.is_truncated for sample in trajectory.samples] == [True, False]

@@ -1,0 +1,86 @@
+"""Lets chat completions go on from the tokens of an earlier turn.
+
+A request may carry `known_token_ids`: prompt and completion of the turn that it continues, as its answer reported them. Where
+the chat template's text begins with what they say, the engine reads exactly these and then the tokens of what is new; otherwise
+the request is answered as if it did not carry them. `prompt_token_ids` of the answer say what was read. Tools, reasoning and
+limits are vLLM's own: its renderer takes ready token ids where one of two servers hands a request to the other.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.inputs import TokensPrompt
+from vllm.renderers import ChatParams, merge_kwargs
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from trivet.inference.continuation import continue_tokens
+
+Serve = Callable[..., Awaitable[Any]]
+
+KNOWN_TOKEN_IDS = "known_token_ids"
+
+_token_ids = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)])
+
+
+def continue_chats(serving: OpenAIServingChat) -> None:
+    """From now on `serving` heeds `known_token_ids`."""
+    serve: Serve = serving.create_chat_completion
+
+    async def create_chat_completion(request: ChatCompletionRequest, *args: Any, **kwargs: Any) -> Any:
+        known = (request.model_extra or {}).get(KNOWN_TOKEN_IDS)
+        if known is not None:
+            try:
+                known = _token_ids.validate_python(known, strict=True)
+            except ValidationError as exc:
+                problem = exc.errors()[0]
+                return serving.create_error_response(
+                    f"{KNOWN_TOKEN_IDS} must be a list of token ids with at least one: {problem['msg']}",
+                    status_code=HTTPStatus.BAD_REQUEST,
+                    param=KNOWN_TOKEN_IDS,
+                )
+            prompt = await _continued_prompt(serving.online_renderer, request, known)
+            if prompt is not None:
+                request.kv_transfer_params = {**(request.kv_transfer_params or {}), "prompt_token_ids": prompt}
+        return await serve(request, *args, **kwargs)
+
+    serving.create_chat_completion = create_chat_completion
+
+
+async def _continued_prompt(online: OnlineRenderer, request: ChatCompletionRequest, known: list[int]) -> list[int] | None:
+    """
+    Raises:
+        VLLMValidationError: the prompt is too long, in vLLM's words.
+    """
+    params = _chat_params(online, request)
+    if params is None:
+        return None
+    _, rendered = await online.renderer.render_messages_async(request.messages, params)
+    text = rendered.get("prompt")
+    if not isinstance(text, str) or "multi_modal_data" in rendered:
+        return None
+    tokenizer = online.renderer.get_tokenizer()
+    prompt = await asyncio.to_thread(continue_tokens, known, text=text, tokenizer=tokenizer)
+    if prompt is None:
+        return None
+    limits = request.build_tok_params(online.model_config)
+    return limits.apply_post_tokenization(tokenizer, TokensPrompt(prompt_token_ids=prompt)).get("prompt_token_ids")
+
+
+def _chat_params(online: OnlineRenderer, request: ChatCompletionRequest) -> ChatParams | None:
+    """What vLLM itself would write the conversation with; None when it refuses to, or does not write it as text."""
+    refusal = online.validate_chat_template(
+        request_chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs,
+        trust_request_chat_template=online.trust_request_chat_template,
+    )
+    if refusal is not None or online.use_harmony:
+        return None
+    hides_tools = request.tool_choice == "none" and online.exclude_tools_when_tool_choice_none
+    tools = None if request.tools is None or hides_tools else [tool.model_dump() for tool in request.tools]
+    defaults = merge_kwargs(online.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
+    return request.build_chat_params(online.chat_template, online.chat_template_content_format).with_defaults(defaults)
