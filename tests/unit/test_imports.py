@@ -12,12 +12,14 @@ SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
     {"errors", "lifetime", "durable"},
-    {"wire"},
+    {"wire", "disk"},
     {"algorithms"},
     {"config"},
     {"telemetry", "environments", "client", "transport", "weights", "checkpoints"},
     {"evaluation", "inference", "trainer", "launcher"},
-    {"orchestrator", "tools"},
+    {"orchestrator"},
+    {"history"},
+    {"tools"},
 ]
 """Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
 
@@ -33,6 +35,7 @@ WITHOUT_TORCH = [
     "client",
     "weights",
     "checkpoints",
+    "history",
     "tools",
 ]
 

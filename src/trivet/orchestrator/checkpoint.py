@@ -8,7 +8,7 @@ import msgspec
 
 from trivet.checkpoints.halves import begin_half, finish_half
 from trivet.config.layout import RunLayout
-from trivet.errors import CheckpointError
+from trivet.errors import CheckpointError, MessageRefused
 from trivet.orchestrator.buffer import BufferState
 from trivet.wire.codec import decode, encode
 from trivet.wire.rollouts import GroupId
@@ -43,6 +43,31 @@ def write_half(layout: RunLayout, half: OrchestratorHalf) -> None:
     directory = begin_half(layout, half.progress.step, HALF)
     (directory / _STATE_FILE).write_bytes(encode(half))
     finish_half(layout, half.progress.step, HALF)
+
+
+class OwedGroups(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups that a half holds: what the history checker compares with events.jsonl."""
+
+    next_group_id: GroupId
+    ready: list[GroupId]
+    in_flight: list[GroupId]
+
+
+def read_owed(layout: RunLayout, step: Step) -> OwedGroups:
+    """
+    Raises:
+        CheckpointError: the half is missing or unreadable.
+    """
+    path = layout.checkpoint_step(step) / HALF / _STATE_FILE
+    try:
+        half = decode(path.read_bytes(), OrchestratorHalf)
+    except (OSError, MessageRefused) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+    return OwedGroups(
+        next_group_id=half.next_group_id,
+        ready=[group.group_id for group in half.buffer.ready],
+        in_flight=list(half.buffer.in_flight),
+    )
 
 
 def read_half(

@@ -11,6 +11,8 @@ from trivet.wire.events import AnyEvent, Event
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+_FIRST_KEY = b'{"event":'
+"""How every line starts; within a string its quotes would be escaped."""
 
 
 class EventWriter:
@@ -59,4 +61,19 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
-                yield _decoder.decode(line)
+                yield decode_event(line)
+
+
+def decode_event(line: bytes) -> AnyEvent:
+    """The event of one line. What a full disk left of an earlier event in front of it never counted: its writer failed.
+
+    Raises:
+        msgspec.DecodeError: there is no whole event in the line.
+    """
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError:
+        start = line.rfind(_FIRST_KEY)
+        if start <= 0:
+            raise
+        return _decoder.decode(line[start:])

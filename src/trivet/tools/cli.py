@@ -31,6 +31,7 @@ class Tool:
 
 TOOLS = {
     "status": Tool(module="trivet.tools.status", does="what a run is doing: who waits for whom, since when, and how it ended"),
+    "check": Tool(module="trivet.tools.check", does="prove that a run lost and repeated nothing, or name the event that broke it"),
 }
 """By the name that is typed."""
 

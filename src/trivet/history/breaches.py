@@ -1,0 +1,43 @@
+"""What the checker finds: which invariant a history breaks, at which line, and why."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Invariant(IntEnum):
+    """Numbered as in docs/architecture.md."""
+
+    EXACTLY_ONCE = 1
+    VERSIONS_TELL_THE_TRUTH = 2
+    ONE_COMMIT = 3
+    READERS_ARE_SAFE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breach:
+    invariant: Invariant
+    reason: str
+    line: int | None = None
+    """Of events.jsonl, from 1; None where a file contradicts the history as a whole."""
+
+
+class Ledger:
+    """Where the parts of the checker write what they find about the event that is being read.
+
+    >>> ledger = Ledger()
+    >>> ledger.line = 12
+    >>> ledger.require(group in live, Invariant.EXACTLY_ONCE, f"group {group} ended before")
+    """
+
+    def __init__(self) -> None:
+        self.line: int | None = None
+        self.breaches: list[Breach] = []
+        self.checks = 0
+        """Statements that were examined."""
+
+    def require(self, holds: bool, invariant: Invariant, reason: str) -> bool:
+        """Record a breach unless `holds`; returns `holds`."""
+        self.checks += 1
+        if not holds:
+            self.breaches.append(Breach(invariant=invariant, reason=reason, line=self.line))
+        return holds

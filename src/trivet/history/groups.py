@@ -1,0 +1,247 @@
+"""Invariant 1 and what batches say of versions: follows every group from dispatch to its one end.
+
+Fed with the orchestrator's events. Holds the groups that live (in flight or ready) and, for each step that some attempt
+resumes from or that is committed, those that lived when its batch was formed: memory does not grow with the run's length.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from trivet.algorithms.staleness import is_stale
+from trivet.history.breaches import Invariant, Ledger
+from trivet.wire.events import BatchFormed, Dispatch, Drop, Filter, Finish
+from trivet.wire.versions import PolicyVersion, Step
+
+_ONCE, _VERSIONS = Invariant.EXACTLY_ONCE, Invariant.VERSIONS_TELL_THE_TRUTH
+_NO_TOKENS = PolicyVersion(-1)
+"""Versions of a finished group in which nothing was sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveGroup:
+    env: str
+    example_id: int
+    version: PolicyVersion
+    """Of its last dispatch."""
+    is_owed: bool = False
+    """In flight when the checkpoint was made that the run went back to, and not dispatched again yet."""
+    is_finished: bool = False
+    oldest: PolicyVersion = _NO_TOKENS
+    newest: PolicyVersion = _NO_TOKENS
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupCounts:
+    """Of what counts in the end: without what resumes took back."""
+
+    dispatched: int = 0
+    """Groups, not tries."""
+    tried_again: int = 0
+    batched: int = 0
+    filtered: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """By the reason up to its colon."""
+
+    def copy(self) -> "GroupCounts":
+        return replace(self, filtered=Counter(self.filtered), dropped=Counter(self.dropped))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owed:
+    """The groups that live after a batch was formed: what its checkpoint must hold."""
+
+    next_group_id: int
+    ready: frozenset[int]
+    in_flight: frozenset[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    step: int = 0
+    """The last batch formed."""
+    next_group_id: int = 0
+    live: dict[int, LiveGroup] = field(default_factory=dict)
+    counts: GroupCounts = field(default_factory=GroupCounts)
+
+    def copy(self) -> "_State":
+        return _State(step=self.step, next_group_id=self.next_group_id, live=dict(self.live), counts=self.counts.copy())
+
+    @property
+    def owed(self) -> Owed:
+        ready = frozenset(group_id for group_id, group in self.live.items() if group.is_finished)
+        return Owed(next_group_id=self.next_group_id, ready=ready, in_flight=frozenset(self.live) - ready)
+
+
+class GroupHistory:
+    def __init__(self, ledger: Ledger, *, max_off_policy_steps: int, remembered: Collection[int]) -> None:
+        """
+        Args:
+            remembered: steps whose state will be asked for: by a start from them, or by `owed_after`.
+        """
+        self._ledger = ledger
+        self._max_off_policy_steps = max_off_policy_steps
+        self._remembered = frozenset(remembered)
+        self._state = _State()
+        self._states: dict[int, _State] = {}
+        self._formed: dict[int, list[int]] = {}
+        """Batches that were not trained yet."""
+        self.voided = 0
+        """Dispatches that resumes took back."""
+
+    @property
+    def counts(self) -> GroupCounts:
+        return self._state.counts
+
+    @property
+    def last_batch(self) -> int:
+        return self._state.step
+
+    @property
+    def live(self) -> Owed:
+        return self._state.owed
+
+    def owed_after(self, step: int) -> Owed | None:
+        """What lived when batch `step` was formed, for a remembered step; None when it was not formed."""
+        state = self._states.get(step)
+        return state.owed if state is not None else None
+
+    def take_batch(self, step: Step) -> list[int] | None:
+        """The groups of batch `step`, once, for the trainer's side to compare."""
+        return self._formed.pop(step, None)
+
+    def adopt(self, step: Step, owed: Owed) -> None:
+        """Start from another run's checkpoint of `step`, whose groups this history does not know."""
+        unknown = LiveGroup(env="", example_id=-1, version=PolicyVersion(0), is_owed=True)
+        live = dict.fromkeys(sorted(owed.in_flight), unknown)
+        live |= dict.fromkeys(sorted(owed.ready), replace(unknown, is_owed=False, is_finished=True))
+        self._state = self._states[step] = _State(step=step, next_group_id=owed.next_group_id, live=live)
+
+    def start(self, from_step: Step) -> None:
+        """What came behind batch `from_step` is void; groups in flight then are owed another dispatch."""
+        dispatched = self._state.counts.dispatched
+        state = self._states.get(from_step)
+        if state is None:
+            self._ledger.require(
+                from_step == 0, _ONCE, f"starts from step {from_step}, but the history has no batch {from_step} to go back to"
+            )
+            state = _State(step=from_step)
+        self._state = state.copy()
+        self._state.live = {
+            group_id: group if group.is_finished else replace(group, is_owed=True) for group_id, group in state.live.items()
+        }
+        self.voided += dispatched - self._state.counts.dispatched
+        self._states = {step: kept for step, kept in self._states.items() if step <= from_step}
+        self._formed = {step: ids for step, ids in self._formed.items() if step <= from_step}
+
+    def dispatch(self, event: Dispatch) -> None:
+        state, group = self._state, self._state.live.get(event.group_id)
+        if group is None:
+            is_new = event.group_id >= state.next_group_id
+            self._ledger.require(is_new, _ONCE, f"group {event.group_id} is dispatched again after its end")
+            self._ledger.require(
+                not is_new or event.group_id == state.next_group_id,
+                _ONCE,
+                f"group {event.group_id} is dispatched, but {state.next_group_id} is the next: ids were left out",
+            )
+            state.next_group_id = max(state.next_group_id, event.group_id + 1)
+            state.counts.dispatched += 1
+        else:
+            self._ledger.require(not group.is_finished, _ONCE, f"group {event.group_id} is dispatched again after it finished")
+            known, said = (group.env, group.example_id), (event.env, event.example_id)
+            self._ledger.require(
+                known == said or not group.env,
+                _ONCE,
+                f"group {event.group_id} is dispatched as example {said} and was example {known}",
+            )
+            state.counts.tried_again += 1
+            del state.live[event.group_id]
+        state.live[event.group_id] = LiveGroup(env=event.env, example_id=event.example_id, version=event.version)
+
+    def finish(self, event: Finish, *, newest_published: PolicyVersion) -> None:
+        name, group = f"group {event.group_id}", self._find(event.group_id, "finishes")
+        if group is None:
+            return
+        self._ledger.require(not group.is_finished, _ONCE, f"{name} finishes twice")
+        self._ledger.require(not group.is_owed, _ONCE, f"{name} finishes without being dispatched again after the resume")
+        if event.newest_version != _NO_TOKENS:
+            self._ledger.require(
+                group.version <= event.oldest_version <= event.newest_version <= newest_published,
+                _VERSIONS,
+                f"{name} holds tokens of policies {event.oldest_version} to {event.newest_version}; it was dispatched at "
+                f"policy {group.version} and the newest published is {newest_published}",
+            )
+        self._state.live[event.group_id] = replace(
+            group, is_finished=True, oldest=event.oldest_version, newest=event.newest_version
+        )
+
+    def filter(self, event: Filter) -> None:
+        group = self._find(event.group_id, "is filtered")
+        if group is None:
+            return
+        self._ledger.require(group.is_finished, _ONCE, f"group {event.group_id} is filtered before it finished")
+        self._ledger.require(bool(event.reason), _ONCE, f"group {event.group_id} is filtered without a reason")
+        self._state.counts.filtered[event.reason] += 1
+        del self._state.live[event.group_id]
+
+    def drop(self, event: Drop) -> None:
+        if self._find(event.group_id, "is dropped") is None:
+            return
+        self._ledger.require(bool(event.reason), _ONCE, f"group {event.group_id} is dropped without a reason")
+        self._state.counts.dropped[event.reason.partition(":")[0]] += 1
+        del self._state.live[event.group_id]
+
+    def batch(self, event: BatchFormed) -> None:
+        state, name = self._state, f"batch {event.step}"
+        self._ledger.require(event.step == state.step + 1, _ONCE, f"{name} is formed, but {state.step + 1} is the next")
+        groups = [group for group_id in event.group_ids if (group := self._leave_for_batch(group_id, event.step))]
+        self._check_versions(event, groups)
+        self._ledger.require(bool(event.group_ids), _ONCE, f"{name} is empty")
+        state.step = event.step
+        state.counts.batched += len(groups)
+        self._formed[event.step] = list(event.group_ids)
+        self._check_age(event.step)
+        if event.step in self._remembered:
+            self._states[event.step] = state.copy()
+
+    def _find(self, group_id: int, happens: str) -> LiveGroup | None:
+        group = self._state.live.get(group_id)
+        before = "it ended before" if group_id < self._state.next_group_id else "it was never dispatched"
+        self._ledger.require(group is not None, _ONCE, f"group {group_id} {happens}, but {before}")
+        return group
+
+    def _leave_for_batch(self, group_id: int, step: Step) -> LiveGroup | None:
+        group = self._find(group_id, f"enters batch {step}")
+        if group is not None:
+            self._ledger.require(group.is_finished, _ONCE, f"group {group_id} enters batch {step} before it finished")
+            del self._state.live[group_id]
+        return group
+
+    def _check_versions(self, event: BatchFormed, groups: Sequence[LiveGroup]) -> None:
+        allowed = max(event.step - 1 - self._max_off_policy_steps, 0)
+        self._ledger.require(
+            allowed <= event.oldest_version <= event.newest_version <= event.step - 1,
+            _VERSIONS,
+            f"batch {event.step} holds tokens of policies {event.oldest_version} to {event.newest_version}; "
+            f"max_off_policy_steps {self._max_off_policy_steps} allows {allowed} to {event.step - 1}",
+        )
+        if groups and all(group.env for group in groups):
+            said = (event.oldest_version, event.newest_version)
+            known = (min(group.oldest for group in groups), max(group.newest for group in groups))
+            self._ledger.require(
+                said == known, _VERSIONS, f"batch {event.step} says policies {said}, its groups finished with {known}"
+            )
+
+    def _check_age(self, step: Step) -> None:
+        """The group dispatched longest ago; a step of grace, because those in flight are looked at between batches."""
+        for group_id, group in self._state.live.items():
+            if not group.is_owed and group.env:
+                oldest = group.oldest if group.is_finished else group.version
+                self._ledger.require(
+                    not is_stale(step=Step(step - 1), oldest=oldest, max_off_policy_steps=self._max_off_policy_steps),
+                    _ONCE,
+                    f"group {group_id}, begun at policy {oldest}, was neither trained nor filtered nor dropped when "
+                    f"batch {step} was formed: it vanished",
+                )
+                return

@@ -1,0 +1,122 @@
+"""Invariants 2 and 4: follows every policy from its publication over the servers that load it to its removal.
+
+Fed with the trainer's publications and removals and the orchestrator's loads. Holds one digest per policy that may still be
+loaded.
+"""
+
+from trivet.history.breaches import Invariant, Ledger
+from trivet.wire.events import Dispatch, Load, Publish, Retire, ServerDown, ServerUp
+from trivet.wire.versions import START_VERSION, PolicyVersion, Step
+
+_VERSIONS, _READERS = Invariant.VERSIONS_TELL_THE_TRUTH, Invariant.READERS_ARE_SAFE
+
+
+class PolicyHistory:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.published: dict[int, str] = {}
+        """Digest by version, of those not removed."""
+        self.retired: set[int] = set()
+        self._start_digest: str | None = None
+        self._held: dict[str, tuple[int, str]] = {}
+        """Version and digest by server, since the orchestrator started or the server came back."""
+        self._highest: dict[str, int] = {}
+        """By server, since the orchestrator started: not forgotten when the server goes."""
+        self._up: set[str] = set()
+        self._newest = START_VERSION
+        self.num_loads = 0
+
+    @property
+    def newest_published(self) -> PolicyVersion:
+        return self._newest
+
+    def start_orchestrator(self) -> None:
+        """Servers go back to what the run starts from."""
+        self._held.clear()
+        self._highest.clear()
+        self._up.clear()
+
+    def start_trainer(self, from_step: Step) -> None:
+        """Policies after `from_step` are void."""
+        self.published = {version: digest for version, digest in self.published.items() if version <= from_step}
+        self.retired = {version for version in self.retired if version <= from_step}
+        self._newest = PolicyVersion(from_step)
+
+    def publish(self, event: Publish, *, last_step: int) -> None:
+        known = self.published.get(event.version)
+        self._ledger.require(
+            event.version == last_step, _VERSIONS, f"policy {event.version} is published after step {last_step}"
+        )
+        self._ledger.require(
+            known in (None, event.digest),
+            _VERSIONS,
+            f"policy {event.version} is published again with digest {_short(event.digest)}; tokens labelled "
+            f"{event.version} were sampled from {_short(known)}",
+        )
+        self.published[event.version] = event.digest
+        self.retired.discard(event.version)
+        self._newest = max(self._newest, event.version)
+
+    def load(self, event: Load) -> None:
+        self.num_loads += 1
+        name = f"{event.server} loads policy {event.version}"
+        if event.version == START_VERSION:
+            self._start_digest = self._start_digest or event.digest
+            self._check_digest(name, event.digest, self._start_digest)
+        elif self._ledger.require(event.version not in self.retired, _READERS, f"{name}, which was removed before"):
+            expected = self.published.get(event.version)
+            if self._ledger.require(expected is not None, _VERSIONS, f"{name}, which nobody published"):
+                self._check_digest(name, event.digest, expected)
+        before = self._highest.get(event.server, START_VERSION)
+        self._ledger.require(event.version >= before, _VERSIONS, f"{name} after policy {before}: versions only grow")
+        self._highest[event.server] = event.version
+        self._held[event.server] = (event.version, event.digest)
+
+    def server_down(self, event: ServerDown) -> None:
+        self._up.discard(event.server)
+        self._held.pop(event.server, None)
+
+    def server_up(self, event: ServerUp) -> None:
+        held = self._held.get(event.server)
+        self._ledger.require(
+            held == (event.version, event.digest),
+            _VERSIONS,
+            f"{event.server} takes rollouts with policy {event.version} ({_short(event.digest)}); what it loaded last is "
+            + (f"policy {held[0]} ({_short(held[1])})" if held else "nothing"),
+        )
+        self._up.add(event.server)
+
+    def dispatch(self, event: Dispatch) -> None:
+        newest = max((version for version, _ in self._held.values()), default=None)
+        self._ledger.require(
+            newest is not None and event.version <= newest,
+            _VERSIONS,
+            f"group {event.group_id} is dispatched at policy {event.version}; the newest that a server holds is {newest}",
+        )
+        if event.server:
+            self._ledger.require(
+                event.server in self._up, _VERSIONS, f"group {event.group_id} goes to {event.server}, which is not up"
+            )
+
+    def retire(self, event: Retire) -> None:
+        readers = sorted(server for server, (version, _) in self._held.items() if version <= event.version)
+        self._ledger.require(
+            not readers, _READERS, f"policy {event.version} is removed, and {', '.join(readers)} may still need it"
+        )
+        self._ledger.require(
+            event.version in self.published, _READERS, f"policy {event.version} is removed, which was not there"
+        )
+        self._ledger.require(event.version < self._newest, _READERS, f"policy {event.version} is removed, which is the newest")
+        self.published.pop(event.version, None)
+        self.retired.add(event.version)
+
+    def _check_digest(self, name: str, found: str, expected: str | None) -> None:
+        self._ledger.require(
+            found == expected,
+            _VERSIONS,
+            f"{name} with digest {_short(found)}; what was published under it has {_short(expected)}",
+        )
+
+
+def _short(digest: str | None) -> str:
+    return digest[:12] if digest else "none"

@@ -1,0 +1,156 @@
+"""Reads events one after the other and hands each to the parts of the checker that it concerns. No files, no clock."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from trivet.history.breaches import Invariant, Ledger
+from trivet.history.groups import GroupHistory, Owed
+from trivet.history.policies import PolicyHistory
+from trivet.history.steps import StepHistory
+from trivet.wire.events import (
+    AnyEvent,
+    BatchFormed,
+    Commit,
+    Dispatch,
+    Drop,
+    Filter,
+    Finish,
+    Load,
+    Publish,
+    Retire,
+    ServerDown,
+    ServerUp,
+    Start,
+    Stop,
+    Train,
+)
+
+ORCHESTRATOR, TRAINER, SFT = "orchestrator", "trainer", "sft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What must be known of a history before it is read."""
+
+    start_steps: frozenset[int]
+    """Every step that an attempt started from."""
+    has_orchestrator: bool
+    """False for supervised fine-tuning and for batches that are fed again from disk."""
+
+
+class Replay:
+    """
+    >>> replay = Replay(outline, max_off_policy_steps=8)
+    >>> for line, event in enumerate(events, start=1):
+    ...     replay.read(event, line=line)
+    >>> replay.ledger.breaches
+    []
+    """
+
+    def __init__(
+        self,
+        outline: Outline,
+        *,
+        max_off_policy_steps: int,
+        remembered: Collection[int] = (),
+        inherited: Owed | None = None,
+    ) -> None:
+        """
+        Args:
+            remembered: steps, besides those of starts, whose owed groups will be asked for.
+            inherited: for a history that begins at another run's checkpoint: the groups in it.
+        """
+        self.ledger = Ledger()
+        self.groups = GroupHistory(
+            self.ledger, max_off_policy_steps=max_off_policy_steps, remembered={*outline.start_steps, *remembered}
+        )
+        self.policies = PolicyHistory(self.ledger)
+        self.steps = StepHistory(self.ledger)
+        self.starts: dict[str, int] = {}
+        """How often each role started."""
+        self.last_stop: Stop | None = None
+        """How the trainer ended, None while it has not."""
+        self.run_id = ""
+        self.num_events = 0
+        self._outline = outline
+        self._inherited = inherited
+        self._from_step: dict[str, int] = {}
+
+    def read(self, event: AnyEvent, *, line: int) -> None:
+        self.ledger.line = line
+        self.num_events += 1
+        if isinstance(event, Start):
+            self._start(event)
+        elif event.role == ORCHESTRATOR:
+            self._read_orchestrator(event)
+        elif event.role in (TRAINER, SFT):
+            self._read_trainer(event)
+
+    def _start(self, event: Start) -> None:
+        self.ledger.require(
+            self.run_id in ("", event.run_id),
+            Invariant.EXACTLY_ONCE,
+            f"{event.role} of run {event.run_id!r} writes into the history of run {self.run_id!r}",
+        )
+        self.run_id = self.run_id or event.run_id
+        self.starts[event.role] = self.starts.get(event.role, 0) + 1
+        self._from_step[event.role] = event.from_step
+        if event.role == ORCHESTRATOR:
+            if self.starts[ORCHESTRATOR] == 1 and self._inherited is not None:
+                self.groups.adopt(event.from_step, self._inherited)
+            self.groups.start(event.from_step)
+            self.policies.start_orchestrator()
+        elif event.role in (TRAINER, SFT):
+            self.steps.start(event)
+            self.policies.start_trainer(event.from_step)
+            self.last_stop = None
+
+    def _read_orchestrator(self, event: AnyEvent) -> None:
+        match event:
+            case Dispatch():
+                self.policies.dispatch(event)
+                self.groups.dispatch(event)
+            case Finish():
+                self.groups.finish(event, newest_published=self.policies.newest_published)
+            case Filter():
+                self.groups.filter(event)
+            case Drop():
+                self.groups.drop(event)
+            case BatchFormed():
+                self.groups.batch(event)
+            case Load():
+                self.policies.load(event)
+            case ServerDown():
+                self.policies.server_down(event)
+            case ServerUp():
+                self.policies.server_up(event)
+            case _:
+                pass
+
+    def _read_trainer(self, event: AnyEvent) -> None:
+        match event:
+            case Train():
+                self._train(event)
+            case Publish():
+                if event.role == SFT:
+                    self.steps.reach(event.version)
+                self.policies.publish(event, last_step=self.steps.last_step)
+            case Retire():
+                self.policies.retire(event)
+            case Commit():
+                self.steps.commit(event)
+            case Stop():
+                self.steps.has_stopped = True
+                self.last_stop = event
+            case _:
+                pass
+
+    def _train(self, event: Train) -> None:
+        formed = self.groups.take_batch(event.step) if self._outline.has_orchestrator else event.group_ids
+        starts = self._from_step.get(ORCHESTRATOR), self._from_step[TRAINER]
+        self.ledger.require(
+            not self._outline.has_orchestrator or starts[0] == starts[1],
+            Invariant.ONE_COMMIT,
+            f"the trainer went back to step {starts[1]} and the orchestrator to step {starts[0]}",
+        )
+        self.steps.train(event, formed=formed)
