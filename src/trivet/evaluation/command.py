@@ -18,9 +18,10 @@ from trivet.config.layout import STABLE, RunLayout, parse_step
 from trivet.config.shared import DEFAULT_OUTPUT_DIR
 from trivet.environments.load import load_host
 from trivet.environments.local_pool import LocalPool
+from trivet.environments.sampling import sampling_arguments
 from trivet.environments.settings import host_settings
 from trivet.errors import ConfigError
-from trivet.evaluation.evaluate import choose_examples, evaluate
+from trivet.evaluation.evaluate import evaluate, make_task
 from trivet.evaluation.scores import Summary
 from trivet.telemetry.logs import setup_logging
 from trivet.wire.versions import START_VERSION
@@ -83,20 +84,26 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
         for target in targets:
             status = await (server.reload_weights() if target.directory is None else server.update_weights(target.directory))
             held = status.version
-            for label, info in pool.infos.items():
+            for env in config.env:
+                task = make_task(
+                    env,
+                    pool.infos[env.label],
+                    step=target.step,
+                    digest=status.digest,
+                    num_examples=config.num_examples,
+                    rollouts_per_example=config.rollouts_per_example,
+                    sampling=sampling_arguments(config.sampling, temperature=config.sampling.temperature),
+                )
                 with Progress(console=console, transient=True) as bar:
-                    task = bar.add_task(
-                        f"step {target.step} {label}", total=choose_examples(info, num_examples=config.num_examples)[1]
-                    )
+                    shown = bar.add_task(f"step {target.step} {env.label}", total=task.num_examples)
                     summary = await evaluate(
-                        config,
-                        pool,
-                        label,
-                        base_url=base_url,
-                        step=target.step,
-                        digest=status.digest,
-                        layout=RunLayout(output_dir),
-                        on_progress=lambda bar=bar, task=task: bar.advance(task),
+                        task,
+                        run_group=pool.run_group,
+                        base_url_of=lambda _: base_url,
+                        slots=asyncio.Semaphore(max(config.max_concurrent // config.rollouts_per_example, 1)),
+                        directory=RunLayout(output_dir).evals_step(target.step, env.label),
+                        does_continue=False,
+                        on_progress=lambda bar=bar, shown=shown: bar.advance(shown),
                     )
                 summaries.append(summary)
     finally:

@@ -1,126 +1,151 @@
-"""Runs environments on one policy and writes what came out: evals/step_N/<env>/results.jsonl and summary.json."""
+"""Runs the examples of one environment on one policy. Called by the command `eval` and by the orchestrator during a run."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
+import numpy as np
 
-from trivet.config.evaluation import EvalConfig
-from trivet.config.layout import RunLayout
-from trivet.environments.port import EnvironmentPool
-from trivet.environments.sampling import sampling_arguments
-from trivet.evaluation.scores import Summary, average
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.config.environment import EnvConfig
+from trivet.errors import ConfigError
+from trivet.evaluation.results import ResultRecord, ResultsFile, TaskRecord, read_summary
+from trivet.evaluation.scores import Summary, mean_over_examples, pass_at
+from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments, Split
 from trivet.wire.rollouts import GroupId, Rollout
 
 logger = logging.getLogger(__name__)
 
+RunGroup = Callable[[GroupRequest], Awaitable[list[Rollout]]]
 
-class ResultRecord(msgspec.Struct, kw_only=True):
-    """One line of results.jsonl."""
 
-    example_id: int
-    index: int
-    reward: float
-    scores: dict[str, float]
-    num_turns: int
-    is_truncated: bool
-    prompt: list[dict[str, Any]]
-    completion: list[dict[str, Any]]
+def make_task(
+    env: EnvConfig,
+    info: EnvironmentInfo,
+    *,
+    step: int,
+    digest: str,
+    num_examples: int,
+    rollouts_per_example: int,
+    sampling: SamplingArguments,
+    skip_first: int = 0,
+) -> TaskRecord:
+    """
+    Args:
+        num_examples: at most; -1 is all. They come from the environment's evaluation data, or from what it trains on where
+            it has none of its own, as in verifiers.
+        digest: of the policy of `step`.
+
+    Raises:
+        ConfigError: nothing is left to evaluate.
+    """
+    split, available = (Split.EVAL, info.num_eval_examples) if info.num_eval_examples else (Split.TRAIN, info.num_examples)
+    left = available - skip_first
+    if left <= 0:
+        raise ConfigError(
+            f"environment {env.label!r} has nothing to evaluate on: {available} examples, skip_first = {skip_first}; "
+            "check its args, lower skip_first, or take it out"
+        )
+    return TaskRecord(
+        env=env.label,
+        env_id=env.id,
+        env_args=env.args,
+        split=split,
+        step=step,
+        digest=digest,
+        first_example=skip_first,
+        num_examples=left if num_examples < 0 else min(num_examples, left),
+        rollouts_per_example=rollouts_per_example,
+        sampling=sampling,
+    )
 
 
 async def evaluate(
-    config: EvalConfig,
-    pool: EnvironmentPool,
-    env: str,
+    task: TaskRecord,
     *,
-    base_url: str,
-    step: int,
-    digest: str,
-    layout: RunLayout,
+    run_group: RunGroup,
+    base_url_of: Callable[[GroupId], str],
+    slots: asyncio.Semaphore,
+    directory: Path,
+    does_continue: bool,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """Run the examples of `env` that `config` asks for and write the results.
+    """Run the task, or what an earlier run of it left to do, and write the results.
 
     Args:
-        base_url: of the server to ask.
-        step: version of the policy that the server holds.
+        base_url_of: the server for a group, which holds the policy of `task.step`.
+        slots: groups in flight, shared with other evaluations.
+        directory: evals/step_N/<env>.
+        does_continue: go on with results that are there already.
+        on_progress: called after each example.
     """
     started = time.monotonic()
-    split, num_examples = choose_examples(pool.infos[env], num_examples=config.num_examples)
-    sampling = sampling_arguments(config.sampling, temperature=config.sampling.temperature)
-    slots = asyncio.Semaphore(max(config.max_concurrent // config.rollouts_per_example, 1))
+    results = ResultsFile(directory, task, does_continue=does_continue)
+    if results.is_complete and (summary := read_summary(directory)) is not None:
+        results.close()
+        return summary
+    errors: dict[int, str] = {}
 
-    async def run_example(index: int) -> list[Rollout] | None:
+    async def run_example(example_id: int) -> None:
         async with slots:
             try:
-                return await pool.run_group(
-                    GroupRequest(
-                        group_id=GroupId(index),
-                        env=env,
-                        split=split,
-                        example_id=index,
-                        num_rollouts=config.rollouts_per_example,
-                        base_url=base_url,
-                        sampling=sampling,
-                    )
-                )
+                rollouts = await run_group(_request(task, example_id, base_url=base_url_of(GroupId(example_id))))
             except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this example only
-                logger.warning("example failed env=%s example=%s: %s", env, index, exc)
-                return None
-            finally:
-                on_progress()
+                errors[example_id] = f"{type(exc).__name__}: {exc}"
+                logger.warning("example failed env=%s example=%s: %s", task.env, example_id, exc)
+            else:
+                results.add(example_id, rollouts)
+        on_progress()
 
-    groups = await asyncio.gather(*(run_example(index) for index in range(num_examples)))
-    finished = [(index, group) for index, group in enumerate(groups) if group is not None]
-    rollouts = [rollout for _, group in finished for rollout in group]
-    avg, ci95, pass_at_k = average([[rollout.reward for rollout in group] for _, group in finished])
-    summary = Summary(
-        env=env,
-        step=step,
-        digest=digest,
-        num_examples=num_examples,
-        rollouts_per_example=config.rollouts_per_example,
-        num_failed=len(groups) - len(finished),
-        avg=avg,
-        ci95=ci95,
-        pass_at_k=pass_at_k,
-        truncated=sum(rollout.is_truncated for rollout in rollouts) / len(rollouts) if rollouts else None,
-        completion_tokens=sum(sample.num_loss_tokens for rollout in rollouts for sample in rollout.samples),
-        seconds=time.monotonic() - started,
-    )
-    _write(layout.evals_step(step, env), finished, summary)
+    try:
+        async with asyncio.TaskGroup() as examples:
+            for example_id in range(task.first_example, task.first_example + task.num_examples):
+                if example_id in results.finished:
+                    on_progress()
+                else:
+                    examples.create_task(run_example(example_id), name=f"eval-{task.env}-{example_id}")
+        summary = _summarize(task, list(results.finished.values()), errors=errors, seconds=time.monotonic() - started)
+        results.finish(summary)
+    finally:
+        results.close()
     return summary
 
 
-def choose_examples(info: EnvironmentInfo, *, num_examples: int) -> tuple[Split, int]:
-    """The split to measure on and how many of its first examples: its own evaluation data, else what it trains on.
+def _request(task: TaskRecord, example_id: int, *, base_url: str) -> GroupRequest:
+    return GroupRequest(
+        group_id=GroupId(example_id),
+        env=task.env,
+        split=task.split,
+        example_id=example_id,
+        num_rollouts=task.rollouts_per_example,
+        base_url=base_url,
+        sampling=task.sampling,
+    )
 
-    Args:
-        num_examples: at most; -1 is all.
-    """
-    split, available = (Split.EVAL, info.num_eval_examples) if info.num_eval_examples else (Split.TRAIN, info.num_examples)
-    return split, available if num_examples < 0 else min(num_examples, available)
 
-
-def _write(directory: Path, finished: list[tuple[int, list[Rollout]]], summary: Summary) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "results.jsonl").open("wb") as file:
-        for example_id, group in finished:
-            for rollout in group:
-                record = ResultRecord(
-                    example_id=example_id,
-                    index=rollout.index,
-                    reward=rollout.reward,
-                    scores=rollout.scores,
-                    num_turns=rollout.num_turns,
-                    is_truncated=rollout.is_truncated,
-                    prompt=rollout.prompt,
-                    completion=rollout.completion,
-                )
-                file.write(msgspec.json.encode(record) + b"\n")
-    (directory / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+def _summarize(
+    task: TaskRecord, groups: Sequence[Sequence[ResultRecord]], *, errors: dict[int, str], seconds: float
+) -> Summary:
+    records = [record for group in groups for record in group]
+    rewards = [[record.reward for record in group] for group in groups]
+    average = mean_over_examples([float(np.mean(row)) for row in rewards]) if rewards else None
+    passed = pass_at(rewards) if rewards else {}
+    names = sorted({name for record in records for name in record.scores})
+    return Summary(
+        env=task.env,
+        step=task.step,
+        digest=task.digest,
+        num_examples=task.num_examples,
+        rollouts_per_example=task.rollouts_per_example,
+        num_failed=task.num_examples - len(groups),
+        first_error=errors[min(errors)] if errors else None,
+        avg=average.value if average else None,
+        ci95=average.ci95 if average else None,
+        pass_at_k=passed[str(task.rollouts_per_example)].value if passed else None,
+        pass_at=passed,
+        truncated=float(np.mean([record.is_truncated for record in records])) if records else None,
+        completion_tokens=sum(record.completion_tokens for record in records),
+        scores={name: float(np.mean([record.scores[name] for record in records if name in record.scores])) for name in names},
+        seconds=seconds,
+    )

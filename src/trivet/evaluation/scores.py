@@ -1,6 +1,7 @@
 """What an evaluation says: scores of one environment under one policy. Pure."""
 
 from collections.abc import Sequence
+from math import comb
 
 import msgspec
 import numpy as np
@@ -8,8 +9,21 @@ import numpy as np
 _Z95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 
+_PASSED = 1.0
+"""Reward from which a rollout counts as a success."""
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean over examples."""
+
+    value: float
+    ci95: float | None
+    """Half-width of its 95 % confidence interval; None with fewer than two examples."""
+
 
 class Summary(msgspec.Struct, kw_only=True):
+    """The scores of one environment under one policy, as in summary.json."""
+
     env: str
     step: int
     """The policy's version; 0 is the base model."""
@@ -18,28 +32,52 @@ class Summary(msgspec.Struct, kw_only=True):
     rollouts_per_example: int
     num_failed: int
     """Examples whose rollouts could not be completed; they are in no score."""
+    first_error: str | None = None
+    """Of the first example that failed."""
     avg: float | None
     """avg@k: mean over examples of the mean reward of k rollouts. None when every example failed."""
     ci95: float | None
     """Half-width of the 95 % confidence interval of `avg`, over examples; None with fewer than two."""
     pass_at_k: float | None
     """Share of examples of which at least one of k rollouts got reward 1 or more."""
+    pass_at: dict[str, Estimate] = {}
+    """pass@j for j = 1, 2, 4, … up to k, by j: chance that at least one of j rollouts succeeds."""
     truncated: float | None
     """Share of rollouts cut at a length limit."""
     completion_tokens: int
+    scores: dict[str, float] = {}
+    """Mean of each reward function and metric of the rubric, by name."""
     seconds: float
 
 
-def average(rewards: Sequence[Sequence[float]]) -> tuple[float | None, float | None, float | None]:
-    """avg@k, half-width of its 95 % interval, pass@k.
+def mean_over_examples(values: Sequence[float]) -> Estimate:
+    """
+    Args:
+        values: one per example, at least one. Examples are independent, rollouts of one are not: the interval is over example
+            means.
+
+    Source: Miller 2024, arXiv 2411.00640, section 2.2.
+    """
+    column = np.asarray(values, dtype=np.float64)
+    half = float(_Z95 * column.std(ddof=1) / np.sqrt(len(column))) if len(column) > 1 else None
+    return Estimate(value=float(column.mean()), ci95=half)
+
+
+def pass_probability(num_rollouts: int, num_passed: int, *, j: int) -> float:
+    """Unbiased estimate of the chance that at least one of `j` rollouts succeeds, from a larger number of rollouts.
+
+    Source: Chen et al. 2021, arXiv 2107.03374, equation 1.
+    """
+    return 1.0 - comb(num_rollouts - num_passed, j) / comb(num_rollouts, j)
+
+
+def pass_at(rewards: Sequence[Sequence[float]]) -> dict[str, Estimate]:
+    """pass@j for the powers of two up to the number of rollouts k, and k itself.
 
     Args:
-        rewards: per example, the rewards of its rollouts. Examples are independent, rollouts of one are not: the interval is
-            over example means (Miller 2024, arXiv 2411.00640, section 2.2).
+        rewards: per example, the rewards of its k rollouts; at least one example.
     """
-    if not rewards:
-        return None, None, None
-    means = np.array([np.mean(row) for row in rewards])
-    passed = float(np.mean([max(row) >= 1.0 for row in rewards]))
-    half = float(_Z95 * means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None
-    return float(means.mean()), half, passed
+    k = len(rewards[0])
+    powers = {2**exponent for exponent in range(k.bit_length())} | {k}
+    passed = [sum(reward >= _PASSED for reward in row) for row in rewards]
+    return {str(j): mean_over_examples([pass_probability(k, count, j=j) for count in passed]) for j in sorted(powers) if j <= k}

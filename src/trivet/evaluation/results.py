@@ -1,0 +1,158 @@
+"""The files of one evaluation: evals/step_N/<env>/{task.json, results.jsonl, summary.json}.
+
+Results are appended as examples finish, so that an evaluation that was cut short goes on where it was; summary.json, written
+last, says that it is complete.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trivet.durable import write_atomically, write_json_atomically
+from trivet.errors import ConfigError
+from trivet.evaluation.scores import Summary
+from trivet.telemetry.events import drop_torn_line
+from trivet.wire.groups import SamplingArguments, Split
+from trivet.wire.rollouts import Rollout
+
+_TASK, _RESULTS, _SUMMARY = "task.json", "results.jsonl", "summary.json"
+
+
+class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is evaluated. Results of one task are never mixed with those of another."""
+
+    env: str
+    env_id: str
+    env_args: dict[str, Any]
+    split: Split
+    step: int
+    digest: str
+    """Of the policy's weights."""
+    first_example: int
+    num_examples: int
+    rollouts_per_example: int
+    sampling: SamplingArguments
+
+
+class ResultRecord(msgspec.Struct, kw_only=True):
+    """One rollout: a line of results.jsonl."""
+
+    example_id: int
+    index: int
+    reward: float
+    scores: dict[str, float]
+    num_turns: int
+    is_truncated: bool
+    completion_tokens: int
+    prompt: list[dict[str, Any]]
+    completion: list[dict[str, Any]]
+
+
+class ResultsFile:
+    """
+    >>> results = ResultsFile(directory, task, does_continue=True)
+    >>> results.add(example_id=3, rollouts=rollouts)
+    >>> results.finish(summary)
+    """
+
+    def __init__(self, directory: Path, task: TaskRecord, *, does_continue: bool) -> None:
+        """
+        Args:
+            does_continue: keep what an earlier run of the same task has finished; else it is written anew.
+
+        Raises:
+            ConfigError: the directory holds results of another task that were to be continued.
+        """
+        self._directory = directory
+        self._path = directory / _RESULTS
+        self.finished: dict[int, list[ResultRecord]] = {}
+        """Rollouts by example, of those that are complete."""
+        directory.mkdir(parents=True, exist_ok=True)
+        if does_continue and (directory / _TASK).exists():
+            _require_same(directory / _TASK, task)
+            drop_torn_line(self._path)
+            self.finished = _read_finished(self._path, rollouts_per_example=task.rollouts_per_example)
+        else:
+            for name in (_SUMMARY, _RESULTS):
+                (directory / name).unlink(missing_ok=True)
+            write_json_atomically(directory / _TASK, task)
+        self._file = self._path.open("ab", buffering=0)
+
+    @property
+    def is_complete(self) -> bool:
+        return (self._directory / _SUMMARY).exists()
+
+    def add(self, example_id: int, rollouts: Sequence[Rollout]) -> None:
+        """Keep the rollouts of a finished example; they are in the file when this returns."""
+        records = [_record(example_id, rollout) for rollout in rollouts]
+        self._file.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        self.finished[example_id] = records
+
+    def finish(self, summary: Summary) -> None:
+        """Put the results in the order of the examples and write the summary: the evaluation is complete."""
+        self._file.close()
+        lines = [msgspec.json.encode(record) + b"\n" for _, records in sorted(self.finished.items()) for record in records]
+        write_atomically(self._path, b"".join(lines))
+        write_json_atomically(self._directory / _SUMMARY, summary)
+
+    def close(self) -> None:
+        """May be called again."""
+        self._file.close()
+
+
+def read_summary(directory: Path) -> Summary | None:
+    """The summary of a complete evaluation; None when there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode((directory / _SUMMARY).read_bytes(), type=Summary)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{directory / _SUMMARY} cannot be read: {exc}; move the directory away to evaluate anew") from exc
+
+
+def _require_same(path: Path, task: TaskRecord) -> None:
+    try:
+        earlier = msgspec.json.decode(path.read_bytes(), type=TaskRecord)
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}; move the directory away to evaluate anew") from exc
+    for name in task.__struct_fields__:
+        before, now = getattr(earlier, name), getattr(task, name)
+        if before != now:
+            raise ConfigError(
+                f"{path.parent} holds results of another evaluation: {name} was {_short(before)} and is {_short(now)} now; "
+                "set it back to go on with them, or choose another output_dir"
+            )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:120]}…"
+
+
+def _read_finished(path: Path, *, rollouts_per_example: int) -> dict[int, list[ResultRecord]]:
+    by_example: dict[int, list[ResultRecord]] = {}
+    if path.exists():
+        decoder = msgspec.json.Decoder(ResultRecord)
+        for record in map(decoder.decode, path.read_bytes().splitlines()):
+            by_example.setdefault(record.example_id, []).append(record)
+    return {example_id: records for example_id, records in by_example.items() if len(records) == rollouts_per_example}
+
+
+def _record(example_id: int, rollout: Rollout) -> ResultRecord:
+    return ResultRecord(
+        example_id=example_id,
+        index=rollout.index,
+        reward=rollout.reward,
+        scores=rollout.scores,
+        num_turns=rollout.num_turns,
+        is_truncated=rollout.is_truncated,
+        completion_tokens=sum(sample.num_loss_tokens for sample in rollout.samples),
+        prompt=rollout.prompt,
+        completion=rollout.completion,
+    )

@@ -1,0 +1,111 @@
+"""An evaluation over a scripted environment: what is written, what fails, and what is done again after a break."""
+
+import asyncio
+import json
+
+import pytest
+
+from trivet.config.environment import EnvConfig
+from trivet.errors import ConfigError, RolloutFailed
+from trivet.evaluation.evaluate import evaluate, make_task
+from trivet.evaluation.results import read_summary
+from trivet.wire.groups import EnvironmentInfo, SamplingArguments, Split
+from trivet.wire.rollouts import Rollout
+
+SAMPLING = SamplingArguments(temperature=1.0)
+INFO = EnvironmentInfo(num_examples=100, num_eval_examples=6)
+
+
+def task(**changes):
+    arguments = {"step": 3, "digest": "d3", "num_examples": 4, "rollouts_per_example": 2, "sampling": SAMPLING} | changes
+    return make_task(EnvConfig(id="letters"), arguments.pop("info", INFO), **arguments)
+
+
+class Script:
+    """Rewards 1 and 0 for even examples, 0 and 0 for odd ones; `fails` raise; `stops_at` ends the evaluation."""
+
+    def __init__(self, *, fails=(), stops_at=None):
+        self.fails, self.stops_at, self.asked = fails, stops_at, []
+
+    async def __call__(self, request):
+        self.asked.append(request.example_id)
+        await asyncio.sleep(0)
+        if request.example_id == self.stops_at:
+            self.main.cancel()
+            await asyncio.sleep(10)
+        if request.example_id in self.fails:
+            raise RolloutFailed("boom")
+        rewards = [float(request.example_id % 2 == 0), 0.0]
+        return [Rollout(index=i, reward=reward, scores={"letters": reward}) for i, reward in enumerate(rewards)]
+
+
+def run(tmp_path, script, *, does_continue=False, **changes):
+    async def go():
+        script.main = asyncio.current_task()
+        return await evaluate(
+            task(**changes),
+            run_group=script,
+            base_url_of=lambda group_id: f"http://server-{group_id % 2}",
+            slots=asyncio.Semaphore(1),
+            directory=tmp_path,
+            does_continue=does_continue,
+        )
+
+    return asyncio.run(go())
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+
+
+def test_scores_and_results_are_written_in_the_order_of_the_examples(tmp_path):
+    summary = run(tmp_path, Script())
+    assert (summary.avg, summary.pass_at_k, summary.num_failed) == (0.25, 0.5, 0)
+    assert summary.scores == {"letters": 0.25}
+    assert [(line["example_id"], line["index"]) for line in lines(tmp_path)] == [(e, i) for e in range(4) for i in range(2)]
+    assert read_summary(tmp_path) == summary
+
+
+def test_an_example_that_fails_is_counted_named_and_in_no_score(tmp_path):
+    summary = run(tmp_path, Script(fails=(1, 3)))
+    assert (summary.num_failed, summary.first_error, summary.avg) == (2, "RolloutFailed: boom", 0.5)
+
+
+def test_when_all_fail_there_is_no_score(tmp_path):
+    summary = run(tmp_path, Script(fails=range(4)))
+    assert (summary.num_failed, summary.avg, summary.pass_at_k, summary.truncated) == (4, None, None, None)
+
+
+def test_an_evaluation_cut_short_goes_on_with_what_is_left(tmp_path):
+    with pytest.raises(asyncio.CancelledError):
+        run(tmp_path, Script(stops_at=2))
+    assert read_summary(tmp_path) is None
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"example_id": 2, "ind')
+    script = Script()
+    summary = run(tmp_path, script, does_continue=True)
+    assert script.asked == [2, 3]
+    assert summary.avg == 0.25
+    assert run(tmp_path, script, does_continue=True) == summary
+    assert script.asked == [2, 3], "a complete evaluation is not run again"
+
+
+def test_results_of_another_evaluation_are_not_continued(tmp_path):
+    run(tmp_path, Script())
+    with pytest.raises(ConfigError, match="digest was d3 and is d4 now"):
+        run(tmp_path, Script(), does_continue=True, digest="d4")
+    run(tmp_path, Script(), digest="d4")
+    assert json.loads((tmp_path / "task.json").read_text())["digest"] == "d4"
+
+
+def test_examples_come_from_the_evaluation_data_or_else_from_the_training_data():
+    assert (task(num_examples=-1).split, task(num_examples=-1).num_examples) == (Split.EVAL, 6)
+    only_train = task(info=EnvironmentInfo(num_examples=3))
+    assert (only_train.split, only_train.num_examples) == (Split.TRAIN, 3)
+    skipping = task(skip_first=5)
+    assert (skipping.first_example, skipping.num_examples) == (5, 1)
+
+
+def test_nothing_left_to_evaluate_is_refused_with_the_numbers():
+    with pytest.raises(ConfigError, match="'letters' has nothing to evaluate on: 6 examples, skip_first = 6"):
+        task(skip_first=6)
