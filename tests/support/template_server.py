@@ -1,0 +1,197 @@
+"""A server of chat completions that is exact about tokens: a real tokenizer, real chat templates, scripted answers.
+
+It writes conversations as vLLM does, keeps the tokens of known turns with the product's own rule, and samples the scripted text
+in tokens that its tokenizer would not have chosen. `turns` is what it read and sampled.
+
+server = TemplateServer("qwen3", answers=["<think>\nhm\n</think>\nyes<|im_end|>"], seed=1)
+client = server.client(keeps_tokens=True)
+"""
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from trivet.environments.model_client import ModelClient
+from trivet.inference.continuation import continue_tokens
+
+_TEMPLATES = Path(__file__).parent / "templates"
+BAR, SPACE = "\uff5c", "\u2581"
+"""As DeepSeek writes its special tokens."""
+SENTENCE_END = f"<{BAR}end{SPACE}of{SPACE}sentence{BAR}>"
+STOPS = ["<|im_end|>", "<|eot_id|>", SENTENCE_END]
+_SPECIAL = [
+    *STOPS,
+    "<|im_start|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    f"<{BAR}begin{SPACE}of{SPACE}sentence{BAR}>",
+    f"<{BAR}User{BAR}>",
+    f"<{BAR}Assistant{BAR}>",
+    "<think>",
+    "</think>",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTurn:
+    text: str
+    """The conversation as the template writes it."""
+    read: list[int]
+    sampled: list[int]
+
+
+class TemplateServer:
+    def __init__(
+        self,
+        template: str,
+        *,
+        answers: Sequence[str],
+        seed: int = 0,
+        parses_reasoning: bool = False,
+        max_model_len: int = 100_000,
+        template_arguments: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            answers: what is sampled in each turn; one that ends with no stop token was cut, and may end within a letter.
+            seed: of how the answers are split into tokens.
+            parses_reasoning: what is thought is answered in a field of its own.
+        """
+        self.tokenizer = make_tokenizer(template)
+        self.turns: list[ServedTurn] = []
+        self._answers = answers
+        self._random = random.Random(seed)
+        self._parses_reasoning = parses_reasoning
+        self._max_model_len = max_model_len
+        self._template_arguments = template_arguments or {}
+
+    def client(self, *, keeps_tokens: bool) -> ModelClient:
+        http = httpx.AsyncClient(transport=httpx.MockTransport(self._handle))
+        openai = AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=http, max_retries=0)
+        return ModelClient(openai, keeps_tokens=keeps_tokens)
+
+    def _handle(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        text = self._write(body)
+        read = self._read(text, body.get("known_token_ids"))
+        if len(read) > self._max_model_len:
+            return _refusal(f"This model's maximum context length is {self._max_model_len} tokens.")
+        if len(read) == self._max_model_len:
+            return _refusal("max_tokens must be at least 1, got 0.")
+        sampled = self._sample(self._answers[len(self.turns)])
+        self.turns.append(ServedTurn(text=text, read=read, sampled=sampled))
+        return httpx.Response(200, json=self._answer(read, sampled, version=len(self.turns)))
+
+    def _write(self, body: dict[str, Any]) -> str:
+        text = self.tokenizer.apply_chat_template(
+            [_as_vllm_passes(message) for message in body["messages"]],
+            tools=body.get("tools"),
+            add_generation_prompt=True,
+            tokenize=False,
+            **self._template_arguments,
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _read(self, text: str, known: list[int] | None) -> list[int]:
+        continued = continue_tokens(known, text=text, tokenizer=self.tokenizer) if known else None
+        return continued or self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _sample(self, text: str) -> list[int]:
+        """Its tokens when it is cut at random places first, but not within a special token."""
+        marks = "|".join(re.escape(special) for special in _SPECIAL)
+        token_ids: list[int] = []
+        for part in re.split(f"({marks})", text):
+            while part:
+                length = len(part) if part in _SPECIAL else self._random.randint(1, len(part))
+                token_ids += self.tokenizer.encode(part[:length], add_special_tokens=False)
+                part = part[length:]
+        ends_within_a_letter = not text.endswith(tuple(STOPS)) and not text[-1:].isascii()
+        return token_ids[:-1] if ends_within_a_letter else token_ids
+
+    def _answer(self, read: list[int], sampled: list[int], *, version: int) -> dict[str, Any]:
+        text = self.tokenizer.decode(sampled, skip_special_tokens=False).rstrip("\ufffd")
+        stop = next((stop for stop in STOPS if text.endswith(stop)), "")
+        message = self._message(text.removesuffix(stop))
+        choice = {
+            "index": 0,
+            "finish_reason": ("tool_calls" if message.get("tool_calls") else "stop") if stop else "length",
+            "message": message,
+            "token_ids": sampled,
+            "logprobs": {"content": [{"token": "", "logprob": _logprob(token), "top_logprobs": []} for token in sampled]},
+            "policy_versions": [[version, len(sampled)]] if sampled else [],
+        }
+        return {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "m",
+            "choices": [choice],
+            "prompt_token_ids": read,
+        }
+
+    def _message(self, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self._parses_reasoning:
+            thought, mark, said = text.partition("</think>")
+            if mark:
+                message |= {"reasoning": thought.removeprefix("<think>"), "content": said}
+        calls = re.findall(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", message["content"], re.DOTALL)
+        bare = re.fullmatch(r'\s*(\{\s*"name".*"parameters".*\})\s*', message["content"], re.DOTALL)
+        if calls or bare:
+            message["tool_calls"] = [_tool_call(index, call) for index, call in enumerate(calls or bare.groups())]
+            message["content"] = None if bare else message["content"].split("<tool_call>")[0].strip() or None
+        return message
+
+
+def _refusal(message: str) -> httpx.Response:
+    return httpx.Response(400, json={"error": {"message": message, "type": "BadRequestError", "code": 400}})
+
+
+def _logprob(token_id: int) -> float:
+    return -1.0 - token_id / 1024
+
+
+def _tool_call(index: int, text: str) -> dict[str, Any]:
+    call = json.loads(text)
+    arguments = json.dumps(call.get("arguments", call.get("parameters")))
+    return {"id": f"call-{index}", "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+def _as_vllm_passes(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates get the arguments of tool calls as objects, and no content as an empty one."""
+    passed = {**message, "content": message.get("content") or ""}
+    if message.get("tool_calls"):
+        passed["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return passed
+
+
+@cache
+def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that has learned some merges, with one of the chat templates beside this file."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=_SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([path.read_text() for path in sorted(_TEMPLATES.iterdir())], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=(_TEMPLATES / f"{template}.jinja").read_text(),
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,268 @@
+"""What is trained on is what the server read and sampled, token for token, whatever the chat template does."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import verifiers as vf
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.template_server import SENTENCE_END, TemplateServer
+from trivet.environments.runner import GroupRunner
+from trivet.wire.groups import SamplingArguments
+from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.versions import VersionRun
+
+STRATEGIES = ["interleaved", "branching"]
+QUESTION = {"role": "user", "content": "What is two and three?"}
+
+
+class Interview(vf.MultiTurnEnv):
+    """The user says the next of its lines until none is left."""
+
+    def __init__(self, lines: Sequence[str], **arguments: Any) -> None:
+        super().__init__(max_turns=len(lines) + 1, **arguments)
+        self.lines = lines
+
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": self.lines[len(state["trajectory"]) - 1]}]
+
+
+def add(a: int, b: int) -> str:
+    """Adds.
+
+    Args:
+        a: one number
+        b: the other
+    """
+    return f"{a} + {b} = {a + b}"
+
+
+MakeEnv = Callable[..., vf.Environment]
+
+
+def interview(*lines: str) -> MakeEnv:
+    return lambda **arguments: Interview(lines, **arguments)
+
+
+def with_tool(**arguments: Any) -> vf.Environment:
+    return vf.ToolEnv(tools=[add], **arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A conversation with one template, and into how many samples `interleaved` joins it."""
+
+    template: str
+    answers: list[str]
+    make_env: MakeEnv
+    num_samples: int
+    parses_reasoning: bool = False
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+PACKED_CALLS = 'I add.\n\n<tool_call>{"name":"add","arguments":{"a":2,"b":3}}</tool_call>\n' + CALL
+THOUGHT = "<think>\nhm, two and three\n</think>\n\n"
+CUT = "message.content, message"
+"""Text of which the tokenizer has learned long pieces."""
+
+CASES = {
+    "plain chat": Case(
+        template="chatml",
+        answers=["message.content<|im_end|>", " Sure. \n<|im_end|>", "<|im_end|>", "Bye<|im_end|>"],
+        make_env=interview("Sure?", "Really?", "Well then"),
+        num_samples=1,
+    ),
+    "plain chat, cut": Case(template="chatml", answers=[CUT, "say five<|im_end|>"], make_env=interview("Go on"), num_samples=1),
+    "trimmed content": Case(
+        template="llama3",
+        answers=["\n Five. \n<|eot_id|>", "Yes  <|eot_id|>", "\n\n" + CUT + " \n", "<|eot_id|>"],
+        make_env=interview("Sure?", "Really?", "Well then"),
+        num_samples=1,
+    ),
+    "bare tool call": Case(
+        template="llama3",
+        answers=['{"name":"add",  "parameters":{"a":2,"b":3}}<|eot_id|>', "Five<|eot_id|>"],
+        make_env=with_tool,
+        num_samples=1,
+    ),
+    "tool calls": Case(
+        template="hermes",
+        answers=[CALL + "<|im_end|>", PACKED_CALLS + "<|im_end|>", "Five<|im_end|>"],
+        make_env=with_tool,
+        num_samples=1,
+    ),
+    "tool call followed by words that its message does not keep": Case(
+        template="hermes", answers=[CALL + "\nSo?<|im_end|>", "Five<|im_end|>"], make_env=with_tool, num_samples=2
+    ),
+    "thinking between questions is left out later": Case(
+        template="qwen3",
+        answers=[THOUGHT + "Five<|im_end|>", THOUGHT + "Yes<|im_end|>", "Bye<|im_end|>", "!<|im_end|>"],
+        make_env=interview("Sure?", "Really?", "Well then"),
+        num_samples=3,
+    ),
+    "thinking between tool calls stays": Case(
+        template="qwen3",
+        answers=[THOUGHT + CALL + "<|im_end|>", THOUGHT + PACKED_CALLS + "<|im_end|>", THOUGHT + "Five<|im_end|>"],
+        make_env=with_tool,
+        num_samples=1,
+    ),
+    "parsed thinking between tool calls stays": Case(
+        template="qwen3",
+        answers=["<think>hm</think>" + CALL + "<|im_end|>", THOUGHT + PACKED_CALLS + "<|im_end|>", "Five<|im_end|>"],
+        make_env=with_tool,
+        num_samples=1,
+        parses_reasoning=True,
+    ),
+    "thinking that the template opens is left out later": Case(
+        template="deepseek_r1",
+        answers=["hm\n</think>\nFive" + SENTENCE_END, "so\n</think>\nYes" + SENTENCE_END],
+        make_env=interview("Sure?"),
+        num_samples=2,
+    ),
+}
+
+
+def run(
+    case: Case, *, strategy: str, seed: int = 0, keeps_tokens: bool = True, **server_arguments: Any
+) -> tuple[Rollout, TemplateServer]:
+    server = TemplateServer(
+        case.template, answers=case.answers, seed=seed, parses_reasoning=case.parses_reasoning, **server_arguments
+    )
+    env = case.make_env(dataset=Dataset.from_list([{"prompt": [QUESTION], "answer": ""}]), rubric=vf.Rubric())
+    runner = GroupRunner(env=env, label="toy", model_name="m", trajectory_strategy=strategy)
+
+    async def scenario() -> Rollout:
+        client = server.client(keeps_tokens=keeps_tokens and strategy == "interleaved")
+        try:
+            [rollout] = await runner.run(
+                env.get_dataset()[0],
+                group_id=GroupId(0),
+                num_rollouts=1,
+                sampling=SamplingArguments(temperature=1.0),
+                client=client,
+            )
+        finally:
+            await client.close()
+        return rollout
+
+    return asyncio.run(scenario()), server
+
+
+def visible(text: str) -> str:
+    return "".join(text.replace("\ufffd", "").split())
+
+
+def assert_trains_on_what_was_sampled(rollout: Rollout, server: TemplateServer) -> None:
+    """Every turn is once in a sample: after exactly what was read, as it was sampled, with its own versions and log-probs. And
+    what was read is what the template writes."""
+    turns = [(version, turn) for version, turn in enumerate(server.turns, start=1) if turn.sampled]
+    for sample in rollout.samples:
+        token_ids = sample.token_ids_T.tolist()
+        end, trained, versions = 0, np.zeros(len(token_ids), dtype=np.bool_), []
+        while end < len(token_ids):
+            version, turn = turns.pop(0)
+            start = len(turn.read)
+            assert visible(server.tokenizer.decode(turn.read, skip_special_tokens=False)) == visible(turn.text)
+            assert token_ids[:start] == turn.read
+            assert token_ids[start : start + len(turn.sampled)] == turn.sampled
+            end = start + len(turn.sampled)
+            trained[start:end] = True
+            versions.append(VersionRun(version, len(turn.sampled)))
+        assert sample.loss_mask_T.tolist() == trained.tolist()
+        assert sample.versions == versions
+        assert sample.logprobs_T[trained] == pytest.approx(-1.0 - sample.token_ids_T[trained] / 1024)
+        assert not sample.logprobs_T[~trained].any()
+    assert turns == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", CASES)
+def test_training_tokens_are_those_read_and_sampled(name: str, strategy: str):
+    case = CASES[name]
+    rollout, server = run(case, strategy=strategy)
+    assert len(server.turns) == rollout.num_turns == len(case.answers)
+    assert_trains_on_what_was_sampled(rollout, server)
+    assert len(rollout.samples) == (case.num_samples if strategy == "interleaved" else len(case.answers))
+    assert rollout.scores.get("broken_prefixes", 0) == (case.num_samples - 1 if strategy == "interleaved" else 0)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.num_samples == 1])
+def test_text_alone_would_become_other_tokens(name: str):
+    """The cases are worth something: without the tokens of earlier turns the same conversations break apart."""
+    rollout, server = run(CASES[name], strategy="interleaved", keeps_tokens=False)
+    assert_trains_on_what_was_sampled(rollout, server)
+    assert len(rollout.samples) > 1
+
+
+PIECES = ["a", "two and three", " ", "\n", "\n\n", "é", "日本", "🙂", "{", "<think>", "</think>", "</think>\n\n", "<|im"]
+texts = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+STOP_OF = {
+    "chatml": "<|im_end|>",
+    "hermes": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "deepseek_r1": SENTENCE_END,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=150, deadline=None)
+@given(
+    template=st.sampled_from(sorted(STOP_OF)),
+    turns=st.lists(st.tuples(texts, st.booleans(), texts), min_size=2, max_size=4),
+    seed=st.integers(0, 1000),
+    parses_reasoning=st.booleans(),
+)
+def test_any_conversation_trains_on_what_was_read_and_sampled(strategy, template, turns, seed, parses_reasoning):
+    answers = [answer + (STOP_OF[template] if is_complete else "") for answer, is_complete, _ in turns]
+    case = Case(
+        template=template,
+        answers=answers,
+        make_env=interview(*[line for _, _, line in turns[:-1]]),
+        num_samples=0,
+        parses_reasoning=parses_reasoning,
+    )
+    rollout, server = run(case, strategy=strategy, seed=seed)
+    assert_trains_on_what_was_sampled(rollout, server)
+    num_turns = sum(bool(turn.sampled) for turn in server.turns)
+    if strategy == "branching":
+        assert len(rollout.samples) == num_turns
+    elif template in ("chatml", "llama3") and not parses_reasoning:
+        assert len(rollout.samples) == bool(num_turns)
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_conversation_that_outgrows_the_context_ends_as_truncated_and_keeps_its_turns(room: int):
+    case = CASES["plain chat"]
+    _, whole = run(case, strategy="interleaved")
+    rollout, server = run(case, strategy="interleaved", max_model_len=len(whole.turns[2].read) - room)
+    assert len(server.turns) == rollout.num_turns == 2
+    assert rollout.ran_out_of_context
+    assert rollout.is_truncated
+    assert_trains_on_what_was_sampled(rollout, server)
+
+
+class Forgetful(Interview):
+    """Keeps only the last answer of a conversation."""
+
+    async def get_prompt_messages(self, state):
+        messages = await super().get_prompt_messages(state)
+        return [QUESTION, *messages[-2:]] if len(messages) > 3 else messages
+
+
+def test_a_conversation_that_the_environment_rewrites_goes_on_as_a_new_sample():
+    case = Case(
+        template="chatml",
+        answers=["Five<|im_end|>", "Yes<|im_end|>", "Bye<|im_end|>"],
+        make_env=lambda **arguments: Forgetful(["Sure?", "Really?"], **arguments),
+        num_samples=2,
+    )
+    rollout, server = run(case, strategy="interleaved")
+    assert_trains_on_what_was_sampled(rollout, server)
+    assert len(rollout.samples) == 2
