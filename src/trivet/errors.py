@@ -80,7 +80,13 @@ class ForeignPolicy(InferenceError):
 
 
 class RolloutFailed(TrivetError):
-    pass
+    def __init__(self, message: str, *, kind: str = "RolloutFailed") -> None:
+        """
+        Args:
+            kind: type of the error behind it, by which failures are counted.
+        """
+        super().__init__(message)
+        self.kind = kind
 
 
 class WorkerLost(TrivetError):

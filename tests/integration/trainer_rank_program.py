@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from trivet.config.trainer import AdamWConfig, ConstantSchedule, LossConfig, TrainerModelConfig
-from trivet.trainer.checkpoint import Progress, load_half, save_half
+from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
 from trivet.trainer.distributed import World, barrier, broadcast_bytes, open_world
 from trivet.trainer.export import gather_weights
 from trivet.trainer.losses import make_policy_loss
@@ -70,7 +70,7 @@ def train(model_dir: str, oracle: ModuleType, world: World, directory: Path, *, 
         if step == 3:
             half.mkdir(exist_ok=True)
             barrier(world)
-            save_half(half, learner, Progress(step=3))
+            write_state(half, state_of(learner, Progress(step=3)), world.control)
     weights = gather_weights(learner.model, dtype=torch.float32, keep=world.is_main)
     return {"losses": losses, "weights": weights}
 

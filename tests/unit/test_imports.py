@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
-    {"errors", "lifetime", "durable"},
+    {"errors", "lifetime", "loop_lag", "durable"},
     {"wire", "disk"},
     {"algorithms"},
     {"config"},

@@ -5,27 +5,18 @@ Only the trainer commits. A checkpoint exists once COMMITTED does; whatever lack
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Protocol
+from importlib.metadata import version
 
 import msgspec
 
 from trivet.checkpoints.halves import HALVES, is_half_done, read_listing, staging_directory
 from trivet.config.layout import COMMITTED, RunLayout, parse_step
-from trivet.config.shared import CkptConfig
 from trivet.durable import digest_of, explain_difference, remove_directory, sweep_removed, sync_directory, write_json_atomically
 from trivet.errors import CheckpointError, ResumeError
 from trivet.wire.versions import Step
 
-
-class Resumable(Protocol):
-    """A role's configuration that may name a step to resume from."""
-
-    @property
-    def output_dir(self) -> Path: ...
-
-    @property
-    def ckpt(self) -> CkptConfig: ...
+CHECKPOINT_SCHEMA = 2
+"""Raised whenever a half changes in a way that an older reader would misread."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +27,10 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds."""
     halves: dict[str, str]
     """Digest of each half's listing."""
+    schema: int = 1
+    """`CHECKPOINT_SCHEMA` of the writer."""
+    version: str = ""
+    """Version of this program that wrote it."""
 
 
 def commit(
@@ -58,7 +53,7 @@ def commit(
             f"checkpoint {step} cannot be committed: {staging} lacks the half of the {' and the '.join(missing)}"
         )
     digests = {name: read_listing(staging / name).digest for name in halves}
-    record = CommitRecord(step=step, time=clock(), halves=digests)
+    record = CommitRecord(step=step, time=clock(), halves=digests, schema=CHECKPOINT_SCHEMA, version=version("trivet"))
     remove_directory(final)
     sync_directory(staging)
     staging.rename(final)
@@ -98,16 +93,6 @@ def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
     return Step(requested)
 
 
-def require_resumable(config: Resumable) -> None:
-    """What a command checks before it starts anything.
-
-    Raises:
-        ResumeError: the step to resume from is not there.
-    """
-    if config.ckpt.resume_step is not None:
-        resolve_resume_step(RunLayout(config.output_dir), config.ckpt.resume_step)
-
-
 def discard_later(layout: RunLayout, step: Step) -> None:
     """Remove checkpoints of steps later than `step`, and what has their form but was never committed.
 
@@ -134,24 +119,47 @@ def discard_staging(layout: RunLayout) -> None:
             remove_directory(path)
 
 
+def read_record(layout: RunLayout, step: Step) -> CommitRecord:
+    """
+    Raises:
+        CheckpointError: the step is not committed, its record cannot be read, or it has another schema.
+    """
+    path = layout.checkpoint_step(step) / COMMITTED
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=CommitRecord)
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{path.parent} has no {COMMITTED}: it was never committed") from exc
+    except msgspec.DecodeError as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+    if record.schema != CHECKPOINT_SCHEMA:
+        raise CheckpointError(
+            f"{path.parent} has checkpoint schema {record.schema} (trivet {record.version or 'of an older version'}), this is "
+            f"trivet {version('trivet')}, which reads schema {CHECKPOINT_SCHEMA}; resume with the version that wrote it, or "
+            f"start a new run with model.name = {str(layout.weights_step(step))!r}"
+        )
+    return record
+
+
 def verify_checkpoint(layout: RunLayout, step: Step) -> CommitRecord:
     """Read every file of a committed checkpoint and compare it with what was committed.
 
     Raises:
-        CheckpointError: the step is not committed, or a file is missing, truncated or altered; names it.
+        CheckpointError: the step is not committed, has another schema, or a file is missing, truncated or altered; names it.
     """
-    directory = layout.checkpoint_step(step)
-    try:
-        record = msgspec.json.decode((directory / COMMITTED).read_bytes(), type=CommitRecord)
-    except FileNotFoundError as exc:
-        raise CheckpointError(f"{directory} has no {COMMITTED}: it was never committed") from exc
-    except msgspec.DecodeError as exc:
-        raise CheckpointError(f"{directory / COMMITTED} cannot be read: {exc}") from exc
-    for name, digest in record.halves.items():
-        half = directory / name
-        listing = read_listing(half)
-        if digest != listing.digest or listing.digest != digest_of(listing.files):
-            raise CheckpointError(f"{half} is not the half that was committed as step {step}: its listing was altered")
-        if difference := explain_difference(half, listing.files):
-            raise CheckpointError(f"checkpoint {step} cannot be resumed from: {difference}")
+    record = read_record(layout, step)
+    for name in record.halves:
+        verify_half(layout, record, name)
     return record
+
+
+def verify_half(layout: RunLayout, record: CommitRecord, name: str) -> None:
+    """
+    Raises:
+        CheckpointError: a file of the half is missing, truncated or altered; names it.
+    """
+    half = layout.checkpoint_step(record.step) / name
+    listing = read_listing(half)
+    if record.halves.get(name) != listing.digest or listing.digest != digest_of(listing.files):
+        raise CheckpointError(f"{half} is not the half that was committed as step {record.step}: its listing was altered")
+    if difference := explain_difference(half, listing.files):
+        raise CheckpointError(f"checkpoint {record.step} cannot be resumed from: {difference}")

@@ -10,7 +10,8 @@ from trivet.config.dump import to_toml
 from trivet.config.findings import Findings
 from trivet.config.load import SectionT, load_arguments
 from trivet.config.reference import help_text
-from trivet.errors import TrivetError
+from trivet.disk import describe_full_disk, is_full_disk
+from trivet.errors import DiskFull, TrivetError
 
 
 def run_command(
@@ -51,3 +52,8 @@ def run_command(
     except TrivetError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return exc.exit_code
+    except OSError as exc:
+        if not is_full_disk(exc):
+            raise
+        print(f"error: {describe_full_disk(exc)}", file=sys.stderr)
+        return DiskFull.exit_code

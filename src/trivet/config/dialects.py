@@ -67,7 +67,11 @@ REFUSED = {
     " or orchestrator.max_concurrent",
     "orchestrator.token_batch_size": "batches are counted in rollouts: set orchestrator.batch_size",
     "orchestrator.algo": "set orchestrator.advantage",
+    "orchestrator.buffer.skip_verification": "without rewards every advantage is 0 and nothing is learnt; it serves"
+    " distillation from a teacher, which is not supported",
     "run": "the launcher names the run; set output_dir to choose where it is kept",
+    "orchestrator.ckpt.wait_for_weights_timeout": "set orchestrator.rollout_transport.timeout_s",
+    "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
     "resume": "set ckpt.resume_step; -1 takes the newest committed checkpoint",
     "deployment": "set inference_gpu_ids and trainer_gpu_ids",
     "teacher_gpu_ids": "teacher models are not supported",
@@ -76,7 +80,8 @@ REFUSED = {
 """Old prefix to what replaced it."""
 
 IGNORED = {
-    "trainer.ckpt.weights": "weights are always published to weights/step_N",
+    "ckpt.weights.save_adapter_separately": "with LoRA the adapter's own files are what is published",
+    "trainer.ckpt.weights.save_adapter_separately": "with LoRA the adapter's own files are what is published",
     "orchestrator.num_train_workers": "packing does not depend on the number of trainer ranks",
     "orchestrator.model.trust_remote_code": "the orchestrator runs no model code",
 }
@@ -98,18 +103,10 @@ NOT_YET = (
     "trainer.memory_profiler_path",
     "trainer.trace_path",
     "trainer.metrics_server",
-    "orchestrator.eval",
-    "orchestrator.val",
     "orchestrator.mask_env_responses",
     "orchestrator.mask_truncated_completions",
     "orchestrator.zero_truncated_completions",
     "orchestrator.workers_per_env",
-    "orchestrator.sampling.temp_scheduler",
-    "orchestrator.buffer.easy_threshold",
-    "orchestrator.buffer.hard_threshold",
-    "orchestrator.buffer.easy_fraction",
-    "orchestrator.buffer.hard_fraction",
-    "orchestrator.buffer.env_ratios",
     "inference.enable_lora",
 )
 """Keys of the reference that this version does not build."""
@@ -122,6 +119,7 @@ SINGLE_VALUES = {
     "orchestrator.weight_broadcast.type": "filesystem",
     "inference.weight_broadcast.type": "filesystem",
     "orchestrator.mask_env_responses": "true",
+    "orchestrator.buffer.skip_verification": "false",
 }
 """Choices of the reference of which one alone exists here: naming it is right and changes nothing."""
 

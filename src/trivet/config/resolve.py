@@ -14,7 +14,15 @@ from trivet.config.findings import Findings
 from trivet.config.inference import ServerConfig
 from trivet.config.keys import as_list
 from trivet.config.origins import Draft, Sourced
-from trivet.config.shared import CkptConfig, LogConfig, LogExtrasConfig, RunIdentity, TransportConfig, WandbConfig
+from trivet.config.shared import (
+    CkptConfig,
+    CkptWeightsConfig,
+    LogConfig,
+    LogExtrasConfig,
+    RunIdentity,
+    TransportConfig,
+    WandbConfig,
+)
 from trivet.config.trainer import TrainerConfig, TrainerModelConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
@@ -35,7 +43,8 @@ def resolve(draft: Draft, findings: Findings) -> None:
     _fill_section(draft, "wandb.log_extras", ("orchestrator.wandb.log_extras",), LogExtrasConfig.model_fields)
     _fill_section(draft, "detectors", ("trainer.detectors", "orchestrator.detectors"), DetectorsConfig.model_fields)
     _fill_section(draft, "log", ("trainer.log", "orchestrator.log", "inference.log"), LogConfig.model_fields)
-    for name in CkptConfig.model_fields:
+    weights = (f"weights.{name}" for name in CkptWeightsConfig.model_fields)
+    for name in (*(name for name in CkptConfig.model_fields if name != "weights"), *weights):
         _agree(draft, findings, (f"ckpt.{name}", f"trainer.ckpt.{name}", f"orchestrator.ckpt.{name}"))
     for name in TransportConfig.model_fields:
         ends = (f"trainer.rollout_transport.{name}", f"orchestrator.rollout_transport.{name}")

@@ -42,15 +42,45 @@ class HeartbeatConfig(Section):
     """Gets a GET request after every step, for a monitoring service that raises the alarm when they stop."""
 
 
+class CkptWeightsConfig(Section):
+    """The policies in weights/: one for each step that the servers need, and those that stay."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Keep weights/step_N of every multiple of this for ever, besides those that checkpoints and servers need."""
+    save_sharded: bool = True
+    """Split the weights into files of at most 5 GB; false: one file, whatever its size."""
+    save_format: Literal["safetensors"] = "safetensors"
+    """The only format: torch's own runs code when it is loaded."""
+
+
 class CkptConfig(Section):
     interval: int | None = Field(default=None, ge=1)
     """Commit a checkpoint every this many steps; unset: only after the last step."""
     resume_step: int | None = Field(default=None, ge=-1)
     """Start from the checkpoint of this step; -1 takes the newest committed one."""
+    resume_from: Path | None = None
+    """Output directory of another run: start a new run from its checkpoint `resume_step` (unset: its newest) and leave it as it
+    is. Every key may differ from that run's."""
+    allow_changes: list[str] = []
+    """Keys that may differ from those of the checkpoint resumed from, as the role spells them, e.g. ["optim.lr"]. What has no
+    part in the results (paths, ports, limits on time, logs, max_steps) may always change."""
     keep_last: int | None = Field(default=None, ge=1)
     """Keep this many of the newest checkpoints; unset with keep_interval unset: keep all."""
     keep_interval: int | None = Field(default=None, ge=1)
     """Keep the checkpoints of every multiple of this for ever, besides keep_last."""
+    async_write: bool = True
+    """Copy the state and write it while the next step runs. Costs the memory of a copy; false: the step waits for the disk."""
+    weights: CkptWeightsConfig = CkptWeightsConfig()
+    skip_progress: bool = False
+    """On resume: totals of tokens, samples and problems start at 0 again. Steps go on."""
+    skip_scheduler: bool = False
+    """On resume: the learning-rate schedule starts anew, as if the first step were the next."""
+    skip_optimizer: bool = False
+    """On resume: the optimizer starts without moments of earlier steps."""
+    skip_dataloader: bool = False
+    """On resume: `sft` reads its data from the beginning. In a run with rollouts, skip_buffer is what starts the data anew."""
+    skip_buffer: bool = False
+    """On resume: finished groups that wait for a batch and groups that were in flight are dropped, with this reason."""
 
 
 class TransportConfig(Section):

@@ -135,6 +135,8 @@ class TrainingConfig(Section):
     detectors: DetectorsConfig = DetectorsConfig()
     dist_timeout_seconds: int = Field(default=600, ge=1)
     """Longest wait in a collective operation before the rank gives up."""
+    deterministic: bool = False
+    """The same bytes from the same batches, on the same machine and number of ranks. The run's own key sets it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA when there is a GPU."""
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from trivet.checkpoints.commit import require_resumable
+from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.trainer import SftConfig

@@ -7,15 +7,20 @@ half is on disk.
 import msgspec
 
 from trivet.checkpoints.halves import begin_half, finish_half
+from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
+from trivet.config.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError, MessageRefused
 from trivet.orchestrator.buffer import BufferState
+from trivet.orchestrator.sampler import SamplerState
 from trivet.wire.codec import decode, encode
 from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import Step
 
 HALF = "orchestrator"
 _STATE_FILE = "state.msgpack"
+SCHEMA = 2
+"""Raised whenever `OrchestratorHalf`, or a struct in it, changes in a way that an older reader would misread."""
 
 
 class Progress(msgspec.Struct, kw_only=True):
@@ -29,18 +34,26 @@ class Progress(msgspec.Struct, kw_only=True):
 
 
 class OrchestratorHalf(msgspec.Struct, kw_only=True):
+    schema: int = SCHEMA
     progress: Progress
-    next_group_id: GroupId
+    sampler: SamplerState
     buffer: BufferState
-    seed: int
     rollouts_per_example: int
-    sizes: dict[str, int]
-    """Examples by environment name: the sampler's order depends on them."""
+
+    @property
+    def next_group_id(self) -> GroupId:
+        return self.sampler.next_group_id
 
 
-def write_half(layout: RunLayout, half: OrchestratorHalf) -> None:
-    """Returns once the half is on disk."""
+class _SchemaOnly(msgspec.Struct):
+    schema: int = 1
+    """The first schema did not say so."""
+
+
+def write_half(layout: RunLayout, half: OrchestratorHalf, *, config: OrchestratorConfig) -> None:
+    """Returns once the half is on disk, with the configuration that made it."""
     directory = begin_half(layout, half.progress.step, HALF)
+    write_settings(directory, config)
     (directory / _STATE_FILE).write_bytes(encode(half))
     finish_half(layout, half.progress.step, HALF)
 
@@ -56,41 +69,42 @@ class OwedGroups(msgspec.Struct, frozen=True, kw_only=True):
 def read_owed(layout: RunLayout, step: Step) -> OwedGroups:
     """
     Raises:
-        CheckpointError: the half is missing or unreadable.
+        CheckpointError: the half is missing, unreadable or of another schema.
     """
-    path = layout.checkpoint_step(step) / HALF / _STATE_FILE
-    try:
-        half = decode(path.read_bytes(), OrchestratorHalf)
-    except (OSError, MessageRefused) as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+    half = _read(layout, step)
     return OwedGroups(
         next_group_id=half.next_group_id,
         ready=[group.group_id for group in half.buffer.ready],
-        in_flight=list(half.buffer.in_flight),
+        in_flight=half.buffer.in_flight_ids,
     )
 
 
-def read_half(
-    layout: RunLayout, step: Step, *, seed: int, rollouts_per_example: int, sizes: dict[str, int]
-) -> OrchestratorHalf:
+def read_half(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorHalf:
     """
     Raises:
-        CheckpointError: missing, unreadable, or made with another seed, group size or other data sets, which would change
-            what each group id stands for.
+        CheckpointError: missing, unreadable, of another schema, or made with another group size, which the groups that wait in
+            it have.
     """
+    half = _read(layout, step)
+    if half.rollouts_per_example != rollouts_per_example:
+        raise CheckpointError(
+            f"orchestrator.rollouts_per_example was {half.rollouts_per_example} when checkpoint step_{step} was made and is "
+            f"{rollouts_per_example} now; the groups that wait in it have that size: set it back, or start a new run from "
+            f"{layout.weights_step(step)}"
+        )
+    return half
+
+
+def _read(layout: RunLayout, step: Step) -> OrchestratorHalf:
     path = layout.checkpoint_step(step) / HALF / _STATE_FILE
     try:
-        half = decode(path.read_bytes(), OrchestratorHalf)
-    except OSError as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    for name, saved, now in (
-        ("orchestrator.seed", half.seed, seed),
-        ("orchestrator.rollouts_per_example", half.rollouts_per_example, rollouts_per_example),
-        ("the environments' sizes", half.sizes, sizes),
-    ):
-        if saved != now:
-            raise CheckpointError(
-                f"{name} was {saved} when checkpoint step_{step} was made and is {now} now; the groups that wait in it depend "
-                "on it: set it back, or start a new run from the weights"
-            )
-    return half
+        data = path.read_bytes()
+        schema = decode(data, _SchemaOnly).schema
+        if schema == SCHEMA:
+            return decode(data, OrchestratorHalf)
+    except (OSError, MessageRefused) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}; resume from another checkpoint") from exc
+    raise CheckpointError(
+        f"{path} has schema {schema}, this version reads schema {SCHEMA}; resume with the version that wrote it, or start a new "
+        f"run from {layout.weights_step(step)}"
+    )

@@ -1,6 +1,6 @@
 """The trainer's half of a checkpoint: model, optimizer, random state and progress, in shards that fit any number of ranks.
 
-Learning rates are a function of the step, so the schedule has no state of its own.
+Learning rates are a function of the step, so the schedule has no state but where it began.
 """
 
 from pathlib import Path
@@ -8,13 +8,18 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from trivet.config.shared import CkptConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.step import Learner
+
+State = dict[str, Any]
 
 
 class Progress(msgspec.Struct, kw_only=True):
@@ -23,21 +28,50 @@ class Progress(msgspec.Struct, kw_only=True):
     step: int = 0
     total_tokens: int = 0
     total_samples: int = 0
+    schedule_start: int = 0
+    """The step after which the learning-rate schedule began."""
+    data_start: int = 0
+    """The step after which supervised data was read from its beginning."""
 
 
-def save_half(directory: Path, learner: Learner, progress: Progress) -> None:
-    """Collective: every rank writes its shards into `directory`, which exists."""
-    state = _state(learner) | {"progress": msgspec.to_builtins(progress)}
-    save(state, checkpoint_id=directory, process_group=learner.world.control)
+def state_of(learner: Learner, progress: Progress) -> State:
+    """What makes the half of this moment. Tensors are the learner's own, not copies. Collective."""
+    model, optimizer = get_state_dict(learner.model, learner.optimizer)
+    # One random state for all ranks: they are seeded alike, and a resume may have another number of them.
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "random": torch.get_rng_state(),
+        "progress": msgspec.to_builtins(progress),
+    }
 
 
-def load_half(directory: Path, learner: Learner) -> Progress:
+def write_state(directory: Path, state: State, group: dist.ProcessGroup) -> None:
+    """Collective over `group`: every rank writes its shards into `directory`, which exists.
+
+    Raises:
+        CheckpointError: a rank could not write; says what each met.
+    """
+    try:
+        save(state, storage_writer=FileSystemWriter(directory), process_group=group)
+    except CheckpointException as exc:
+        causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in exc.failures.items())
+        raise CheckpointError(f"{directory} could not be written: {causes}") from exc
+
+
+def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> Progress:
     """Collective: bring model, optimizer and random state to where `directory` was written.
+
+    Args:
+        skip_optimizer: the optimizer stays as it is.
 
     Raises:
         CheckpointError: it does not fit this model, or a part is missing.
     """
-    state = _state(learner) | {"progress": msgspec.to_builtins(Progress())}
+    state = state_of(learner, Progress())
+    if skip_optimizer:
+        del state["optimizer"]
+        state["model"] = get_model_state_dict(learner.model)
     try:
         load(state, checkpoint_id=directory, process_group=learner.world.control)
     except (CheckpointException, OSError, RuntimeError, ValueError) as exc:
@@ -45,12 +79,21 @@ def load_half(directory: Path, learner: Learner) -> Progress:
             f"{directory} does not fit model.name and optim of this run, or is damaged: {exc}; resume with the configuration "
             "that wrote it, or from another step"
         ) from exc
-    set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if skip_optimizer:
+        set_model_state_dict(learner.model, state["model"])
+    else:
+        set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["random"])
     return msgspec.convert(state["progress"], Progress)
 
 
-def _state(learner: Learner) -> dict[str, Any]:
-    model, optimizer = get_state_dict(learner.model, learner.optimizer)
-    # One random state for all ranks: they are seeded alike, and a resume may have another number of them.
-    return {"model": model, "optimizer": optimizer, "random": torch.get_rng_state()}
+def begin_anew(progress: Progress, ckpt: CkptConfig) -> Progress:
+    """`progress` of the checkpoint resumed from without what `ckpt` says to leave behind."""
+    step = progress.step
+    return Progress(
+        step=step,
+        total_tokens=0 if ckpt.skip_progress else progress.total_tokens,
+        total_samples=0 if ckpt.skip_progress else progress.total_samples,
+        schedule_start=step if ckpt.skip_scheduler else progress.schedule_start,
+        data_start=step if ckpt.skip_dataloader else progress.data_start,
+    )

@@ -56,6 +56,8 @@ class Exporter:
     model: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
+    is_sharded: bool = True
+    """Split into files of at most 5 GB, what servers read in parallel."""
 
     def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
         return gather_weights(self.model, dtype=self.dtype, keep=keep)
@@ -67,5 +69,6 @@ class Exporter:
         with torch.device("meta"):
             twin = type(causal_lm)._from_config(causal_lm.config.__class__(**causal_lm.config.to_dict()), dtype=self.dtype)
         twin.generation_config = causal_lm.generation_config
-        twin.save_pretrained(directory, state_dict=weights)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        twin.save_pretrained(directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1)
         self.tokenizer.save_pretrained(directory)

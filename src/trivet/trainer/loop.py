@@ -34,7 +34,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[], Batc
             be answered, because it writes its halves of checkpoints after the first answer.
     """
     loss = make_policy_loss(config.loss)
-    with open_session(config, world, loss=loss, role="trainer") as session:
+    with open_session(config, world, loss=loss, role="trainer", keep_recent=config.max_async_level) as session:
         if session.from_step and not _is_published_whole(session, world):
             session.publish(session.from_step)
         receiver = make_receiver() if world.is_main else None
@@ -117,7 +117,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         session.publish(step)
         if batch.has_orchestrator_half:
             session.save(step, halves=HALVES)
-        session.remove_old(keep_recent=config.max_async_level)
+        session.settle()
     session.report(step, result, batch.micro_batches)
 
 

@@ -25,11 +25,13 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: AdamWConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """The schedule as a function of the step: nothing to save, nothing to restore."""
+    """The schedule as a function of the step: nothing to save but where it began."""
 
     peak: float
     schedule: ScheduleConfig
     max_steps: int | None
+    start: int = 0
+    """The step after which it began."""
 
     def __post_init__(self) -> None:
         if self.max_steps is None and not isinstance(self.schedule, ConstantSchedule):
@@ -40,9 +42,10 @@ class LearningRate:
 
     def at(self, step: int) -> float:
         """The rate of the optimizer step `step`, from 1."""
-        schedule, max_steps = self.schedule, self.max_steps
-        if isinstance(schedule, ConstantSchedule) or max_steps is None:
+        schedule = self.schedule
+        if isinstance(schedule, ConstantSchedule) or self.max_steps is None:
             return self.peak * constant_factor(step)
+        step, max_steps = step - self.start, self.max_steps - self.start
         min_factor = min(schedule.min_lr / self.peak, 1.0) if self.peak else 0.0
         if isinstance(schedule, LinearSchedule):
             return self.peak * linear_factor(

@@ -7,41 +7,48 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
+from trivet.checkpoints.budget import Sizes, estimate
 from trivet.checkpoints.commit import (
     commit,
     committed_steps,
     discard_later,
-    resolve_resume_step,
     verify_checkpoint,
 )
 from trivet.checkpoints.halves import TRAINER, begin_half, finish_half, staging_directory
+from trivet.checkpoints.resume import choose_resume_step
 from trivet.checkpoints.retention import removable_steps, remove_checkpoint
+from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.trainer import TrainingConfig
+from trivet.disk import explaining_full_disk, format_bytes, free_bytes, require_room
 from trivet.errors import ConfigError
 from trivet.telemetry.stats import summarize
 from trivet.telemetry.telemetry import Telemetry
-from trivet.trainer.checkpoint import Progress, load_half, save_half
+from trivet.trainer.checkpoint import Progress, begin_anew, load_half, state_of
 from trivet.trainer.distributed import World, barrier
 from trivet.trainer.export import Exporter, load_tokenizer
+from trivet.trainer.half_writer import HalfWriter
 from trivet.trainer.losses import Loss
-from trivet.trainer.model import load_policy
+from trivet.trainer.model import PolicyModel, load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.performance import ModelCost, model_cost, speed_metrics
 from trivet.trainer.step import Learner, StepResult
 from trivet.weights.catalog import discard_after, published_versions
 from trivet.weights.publish import publish
-from trivet.weights.retention import reader_versions, retirable, retire
+from trivet.weights.retention import needed_to_resume, reader_versions, retirable, retire
 from trivet.wire.batches import MicroBatch
 from trivet.wire.events import Commit, Publish, Retire, Start, Stop
 from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
+
+_WRITE_TIMEOUT_S = 1800.0
+"""A rank's disk may be slower than another's by this much."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +64,12 @@ class Session:
     """On rank 0."""
     from_step: Step
     """The step resumed from, 0 for a fresh run."""
+    keep_recent: int
+    """Policies that stay besides the newest, for servers that lag by design."""
+    writer: HalfWriter
+    sizes: Sizes
+    being_written: Step | None = None
+    """The newest step whose checkpoint was begun."""
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of the current step, by metric name."""
 
@@ -72,48 +85,85 @@ class Session:
             weights = self.exporter.gather(keep=self.world.is_main)
             if self.telemetry is None:
                 return
-            manifest = publish(
-                self.layout,
-                version=PolicyVersion(step),
-                run_id=self.config.run.id,
-                write=lambda directory: self.exporter.write(directory, weights),
-            )
+            num_bytes, what = self.sizes.weights, f"policy {step}"
+            require_room(self.layout.weights, num_bytes, what=what)
+            with explaining_full_disk(self.layout.weights, what=what, num_bytes=num_bytes):
+                manifest = publish(
+                    self.layout,
+                    version=PolicyVersion(step),
+                    run_id=self.config.run.id,
+                    write=lambda directory: self.exporter.write(directory, weights),
+                )
             self.telemetry.write_event(Publish(version=manifest.version, digest=manifest.digest))
         logger.info("policy published version=%s digest=%s", step, manifest.digest[:12])
 
     def save(self, step: Step, *, halves: Sequence[str]) -> None:
-        """Write the trainer's half of checkpoint `step` and commit it together with the other `halves`. Collective."""
-        with self.timed("save_ckpt"):
-            if self.world.is_main:
-                begin_half(self.layout, step, TRAINER)
-            barrier(self.world)
-            save_half(staging_directory(self.layout, step) / TRAINER, self.learner, self.progress)
-            barrier(self.world)
-            if self.telemetry is None:
-                return
-            finish_half(self.layout, step, TRAINER)
-            self.telemetry.sync_events()
-            commit(self.layout, step, halves=halves)
-            self.telemetry.write_event(Commit(step=step))
-        logger.info("checkpoint committed step=%s", step)
+        """Write the trainer's half of checkpoint `step` and commit it together with the other `halves`. Collective.
 
-    def remove_old(self, *, keep_recent: int) -> None:
-        """Apply retention to checkpoints, then to the policies that neither they nor readers need."""
+        Returns once the state is copied, unless ckpt.async_write is off; the commit follows while the next step runs.
+
+        Raises:
+            DiskFull: there is no room for it.
+            CheckpointError: the write before this one failed.
+        """
+        with self.timed("save_ckpt"):
+            self.writer.wait()
+            if self.world.is_main:
+                require_room(self.layout.checkpoints, self.sizes.checkpoint, what=f"the trainer's half of checkpoint {step}")
+                write_settings(begin_half(self.layout, step, TRAINER), self.config)
+            barrier(self.world)
+            self.being_written = step
+            with explaining_full_disk(self.layout.checkpoints, what=f"checkpoint {step}", num_bytes=self.sizes.checkpoint):
+                self.writer.start(
+                    staging_directory(self.layout, step) / TRAINER,
+                    state_of(self.learner, self.progress),
+                    then=lambda: self._commit(step, halves),
+                )
+
+    def settle(self, *, does_wait: bool = False) -> None:
+        """Learn whether the checkpoint being written is committed by now, and remove what nobody needs any more.
+
+        Raises:
+            DiskFull: there was no room for it.
+            CheckpointError: it could not be written.
+        """
+        with explaining_full_disk(self.layout.checkpoints, what="a checkpoint", num_bytes=self.sizes.checkpoint):
+            if does_wait:
+                self.writer.wait()
+            else:
+                self.writer.raise_failure()
+        if self.telemetry is not None:
+            self._remove_old(self.telemetry)
+
+    def _commit(self, step: Step, halves: Sequence[str]) -> None:
+        """Runs on the writer's thread once every rank's shards are written."""
         if self.telemetry is None:
             return
+        finish_half(self.layout, step, TRAINER)
+        self.telemetry.sync_events()
+        commit(self.layout, step, halves=halves)
+        self.telemetry.write_event(Commit(step=step))
+        logger.info("checkpoint committed step=%s", step)
+
+    def _remove_old(self, telemetry: Telemetry) -> None:
+        """Apply retention to checkpoints, then to the policies that neither they nor readers need."""
         ckpt = self.config.ckpt
-        for step in removable_steps(committed_steps(self.layout), keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval):
+        committed = committed_steps(self.layout)
+        for step in removable_steps(committed, keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval):
             remove_checkpoint(self.layout, step)
         published = published_versions(self.layout)
+        lag = self.keep_recent if self.config.deterministic else 0
+        targets = [*committed_steps(self.layout), self.from_step, self.being_written or self.from_step]
         for version in retirable(
             published,
-            latest=max(published),
-            keep_recent=keep_recent,
+            latest=max(published, default=PolicyVersion(0)),
+            keep_recent=self.keep_recent,
             in_use=list(reader_versions(self.layout).values()),
-            kept=[*committed_steps(self.layout), self.from_step],
+            kept=needed_to_resume(targets, lag=lag),
+            keep_interval=ckpt.weights.interval,
         ):
             retire(self.layout, version)
-            self.telemetry.write_event(Retire(version=version))
+            telemetry.write_event(Retire(version=version))
 
     def report(
         self, step: Step, result: StepResult, rows: Sequence[MicroBatch], *, extra: Mapping[str, float] | None = None
@@ -134,6 +184,8 @@ class Session:
             "progress/total_samples": self.progress.total_samples,
         }
         metrics |= self.times
+        if self.writer.last_write_s is not None:
+            metrics["time/write_ckpt"], self.writer.last_write_s = self.writer.last_write_s, None
         metrics |= speed_metrics(self.cost, rows, seconds=seconds, num_ranks=self.world.size, device=self.world.device)
         self.times.clear()
         if self.telemetry is not None:
@@ -141,12 +193,20 @@ class Session:
 
 
 @contextmanager
-def open_session(config: TrainingConfig, world: World, *, loss: Loss, role: Literal["trainer", "sft"]) -> Iterator[Session]:
+def open_session(
+    config: TrainingConfig, world: World, *, loss: Loss, role: Literal["trainer", "sft"], keep_recent: int
+) -> Iterator[Session]:
     """Load the model, go back to the checkpoint if one is asked for, and clear away what came after it. Collective.
+
+    Returns once the last checkpoint is committed.
+
+    Args:
+        keep_recent: policies that stay besides the newest.
 
     Raises:
         ConfigError: no such model; or a fresh start over committed checkpoints.
-        CheckpointError: the step to resume from is not there, or damaged.
+        CheckpointError: the step to resume from is not there, or damaged; or a checkpoint could not be written.
+        DiskFull: there is no room for what the run must write.
     """
     layout = RunLayout(config.output_dir)
     learning_rate = LearningRate(peak=config.optim.lr, schedule=config.scheduler, max_steps=config.max_steps)
@@ -161,11 +221,13 @@ def open_session(config: TrainingConfig, world: World, *, loss: Loss, role: Lite
         max_norm=config.optim.max_norm,
         world=world,
     )
-    progress = _resume(layout, learner, from_step) if from_step else Progress()
+    progress = _resume(config, layout, learner, from_step) if from_step else Progress()
+    sizes = _measure(model, served_dtype=getattr(torch, config.model.compute_dtype))
     telemetry = None
     if world.is_main:
         discard_later(layout, from_step)
         discard_after(layout, PolicyVersion(from_step))
+        _check_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
         telemetry = Telemetry(
             role,
             layout=layout,
@@ -182,42 +244,78 @@ def open_session(config: TrainingConfig, world: World, *, loss: Loss, role: Lite
         layout=layout,
         world=world,
         learner=learner,
-        exporter=Exporter(model=model, tokenizer=load_tokenizer(config), dtype=getattr(torch, config.model.compute_dtype)),
+        exporter=Exporter(
+            model=model,
+            tokenizer=load_tokenizer(config),
+            dtype=getattr(torch, config.model.compute_dtype),
+            is_sharded=config.ckpt.weights.save_sharded,
+        ),
         cost=model_cost(model),
         progress=progress,
         telemetry=telemetry,
         from_step=from_step,
+        keep_recent=keep_recent,
+        writer=HalfWriter(
+            world, is_async=config.ckpt.async_write, timeout_s=max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
+        ),
+        sizes=sizes,
     )
     reason = "failed"
     try:
         yield session
+        session.settle(does_wait=True)
         reason = "done"
     finally:
+        session.writer.close()
         if telemetry is not None:
             telemetry.write_event(Stop(step=Step(session.progress.step), reason=reason))
             telemetry.close()
 
 
 def _choose_start(config: TrainingConfig, layout: RunLayout) -> Step:
-    if config.ckpt.resume_step is None:
-        if committed := committed_steps(layout):
-            raise ConfigError(
-                f"{layout.checkpoints} holds the committed checkpoints {', '.join(map(str, committed))}, which a fresh start "
-                "would remove; set ckpt.resume_step = -1 to go on from the newest, or choose another output_dir"
-            )
-        return Step(0)
-    step = resolve_resume_step(layout, config.ckpt.resume_step)
-    if config.max_steps is not None and config.max_steps <= step:
+    step = choose_resume_step(config, is_whole_verified=True)
+    if step is not None:
+        return step
+    if committed := committed_steps(layout):
         raise ConfigError(
-            f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
+            f"{layout.checkpoints} holds the committed checkpoints {', '.join(map(str, committed))}, which a fresh start "
+            "would remove; set ckpt.resume_step = -1 to go on from the newest, or choose another output_dir"
         )
-    return step
+    return Step(0)
 
 
-def _resume(layout: RunLayout, learner: Learner, step: Step) -> Progress:
+def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> Progress:
     if learner.world.is_main:
         verify_checkpoint(layout, step)
     barrier(learner.world)
-    progress = load_half(layout.checkpoint_step(step) / TRAINER, learner)
+    saved = load_half(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
+    progress = begin_anew(saved, config.ckpt)
+    learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
     logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
     return progress
+
+
+def _measure(model: PolicyModel, *, served_dtype: torch.dtype) -> Sizes:
+    """Over all ranks. A half holds the parameters and their two moments."""
+    parameters = list(model.parameters())
+    return Sizes(
+        checkpoint=3 * sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        weights=sum(parameter.numel() for parameter in parameters) * served_dtype.itemsize,
+    )
+
+
+def _check_budget(config: TrainingConfig, layout: RunLayout, sizes: Sizes, *, from_step: int, keep_recent: int) -> None:
+    needed = estimate(config.ckpt, sizes, from_step=from_step, max_steps=config.max_steps, keep_recent=keep_recent)
+    require_room(layout.root, needed.minimum, what="the first checkpoint and the weights beside it")
+    free = free_bytes(layout.root)
+    if needed.total is None or needed.total <= free:
+        return
+    logger.warning(
+        "the run will write %s of checkpoints (%s each) and weights (%s each), and %s are free in %s: it will stop when they "
+        "are used up; set ckpt.keep_last, or a larger ckpt.interval",
+        format_bytes(needed.total),
+        format_bytes(sizes.checkpoint),
+        format_bytes(sizes.weights),
+        format_bytes(free),
+        layout.root,
+    )

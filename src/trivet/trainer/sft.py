@@ -44,7 +44,7 @@ def run(config: SftConfig, world: World) -> None:
     if config.max_steps is None:
         config = config.model_copy(update={"max_steps": -(-len(data) // config.data.batch_size)})
     assert config.max_steps is not None
-    with open_session(config, world, loss=make_cross_entropy(), role="sft") as session:
+    with open_session(config, world, loss=make_cross_entropy(), role="sft", keep_recent=0) as session:
         logger.info("data loaded rows=%s steps=%s batch_size=%s", len(data), config.max_steps, config.data.batch_size)
         for step in range(session.from_step + 1, config.max_steps + 1):
             _take_step(session, config, data, Step(step))
@@ -54,7 +54,7 @@ def _take_step(session: Session, config: SftConfig, data: Sequence[Mapping[str, 
     with session.timed("step"):
         with session.timed("load_data"):
             indices = step_indices(
-                step,
+                step - session.progress.data_start,
                 batch_size=config.data.batch_size,
                 num_rows=len(data),
                 seed=config.seed,
@@ -72,8 +72,8 @@ def _take_step(session: Session, config: SftConfig, data: Sequence[Mapping[str, 
         if _is_checkpoint_due(config, step):
             session.publish(step)
             session.save(step, halves=(TRAINER,))
-            session.remove_old(keep_recent=0)
-    epoch = (step * config.data.batch_size - 1) // len(data)
+        session.settle()
+    epoch = ((step - session.progress.data_start) * config.data.batch_size - 1) // len(data)
     session.report(step, result, rows, extra={"data/epoch": epoch, "data/num_truncated": num_cut})
 
 

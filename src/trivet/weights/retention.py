@@ -60,6 +60,7 @@ def retirable(
     keep_recent: int,
     in_use: Collection[PolicyVersion],
     kept: Collection[int],
+    keep_interval: int | None = None,
 ) -> list[PolicyVersion]:
     """Versions that nobody needs, oldest first.
 
@@ -69,10 +70,25 @@ def retirable(
         latest: newest published policy; it always stays.
         keep_recent: the newest policies that stay besides, for readers that lag by design: max_async_level.
         in_use: what readers acknowledged last.
-        kept: steps of committed checkpoints, and the resume target.
+        kept: what resumes start from (`needed_to_resume`).
+        keep_interval: every multiple stays for ever.
     """
     oldest_needed = min([latest - keep_recent, *in_use])
-    return [version for version in sorted(published) if version < oldest_needed and version not in kept]
+    return [
+        version
+        for version in sorted(published)
+        if version < oldest_needed and version not in kept and not (keep_interval and version % keep_interval == 0)
+    ]
+
+
+def needed_to_resume(steps: Sequence[int], *, lag: int) -> set[int]:
+    """Policies that a run needs which goes back to one of `steps`.
+
+    Args:
+        lag: how many policies behind a resumed run samples its first batch: max_async_level when the run is deterministic,
+            else 0, because it then starts from the newest.
+    """
+    return {max(step - behind, 0) for step in steps for behind in range(lag + 1)}
 
 
 def retire(layout: RunLayout, version: PolicyVersion) -> None:

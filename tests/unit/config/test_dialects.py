@@ -129,8 +129,8 @@ def test_what_was_replaced_is_refused_with_its_replacement() -> None:
 
 
 def test_a_key_without_meaning_here_is_said_and_left_out() -> None:
-    (notice,) = load("--trainer.ckpt.weights.save-sharded", "true").notices
-    assert "has no effect: weights are always published" in notice
+    (notice,) = load("--trainer.ckpt.weights.save-adapter-separately", "true").notices
+    assert "has no effect: with LoRA the adapter's own files are" in notice
 
 
 def test_advantage_none_means_raw_rewards(tmp_path: Path) -> None:

@@ -5,10 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from trivet.config.shared import CkptConfig
 from trivet.config.trainer import LossConfig
 from trivet.errors import CheckpointError
-from trivet.trainer.checkpoint import Progress, load_half, save_half
+from trivet.trainer.checkpoint import Progress, begin_anew, load_half, state_of, write_state
 from trivet.trainer.step import Learner, train_step
+
+
+def save_half(directory: Path, learner: Learner, progress: Progress) -> None:
+    write_state(directory, state_of(learner, progress), learner.world.control)
 
 
 def train(learner: Learner, oracle, steps: range) -> list[float]:
@@ -54,3 +59,22 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_models: dict[str, Path], 
 def test_a_checkpoint_without_its_files_is_refused(tiny_model: Path, make_learner, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         load_half(tmp_path, make_learner(tiny_model))
+
+
+def test_an_optimizer_that_is_skipped_starts_without_moments(tiny_model: Path, make_learner, oracle, tmp_path: Path) -> None:
+    first = make_learner(tiny_model, loss=LossConfig(), lr=1e-2)
+    train(first, oracle, range(1, 4))
+    save_half(tmp_path, first, Progress(step=3))
+    second = make_learner(tiny_model, loss=LossConfig(), lr=1e-2)
+    assert load_half(tmp_path, second, skip_optimizer=True).step == 3
+    for ours, theirs in zip(second.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    moments = [value for state in second.optimizer.state.values() for name, value in state.items() if name != "step"]
+    assert all(not moment.full_tensor().any() for moment in moments)
+
+
+def test_what_is_to_be_left_behind_starts_anew_and_steps_go_on() -> None:
+    saved = Progress(step=7, total_tokens=70, total_samples=14, schedule_start=2, data_start=3)
+    assert begin_anew(saved, CkptConfig()) == saved
+    anew = begin_anew(saved, CkptConfig(skip_progress=True, skip_scheduler=True, skip_dataloader=True))
+    assert anew == Progress(step=7, schedule_start=7, data_start=7)

@@ -12,7 +12,7 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.halves import ORCHESTRATOR, begin_half, finish_half
 from trivet.config.layout import RunLayout
 from trivet.config.trainer import TrainerConfig
-from trivet.errors import BatchError, ConfigError, Diverged, TrivetError
+from trivet.errors import BatchError, ConfigError, Diverged, ResumeError, TrivetError
 from trivet.telemetry.events import read_events
 from trivet.trainer.loop import check_batch, run
 from trivet.trainer.rows import to_tensors
@@ -153,7 +153,7 @@ def test_a_fresh_start_does_not_remove_an_earlier_runs_checkpoints(
     run_loop(config, world, lambda: make_batches(layout, last=1, halves=(1,)))
     with pytest.raises(ConfigError, match=r"set ckpt\.resume_step = -1"):
         run_loop(config, world, lambda: make_batches(layout, last=1))
-    with pytest.raises(ConfigError, match="nothing is left to do"):
+    with pytest.raises(ResumeError, match="nothing is left to do"):
         run_loop(config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"resume_step": -1})}), world, dict)
     assert committed_steps(layout) == [1]
 

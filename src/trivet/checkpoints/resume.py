@@ -1,0 +1,74 @@
+"""What must hold before a run goes back to a checkpoint, checked before anything is started or removed."""
+
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from trivet.checkpoints.commit import read_record, resolve_resume_step, verify_checkpoint, verify_half
+from trivet.checkpoints.halves import ORCHESTRATOR, TRAINER
+from trivet.checkpoints.settings import require_same_settings
+from trivet.config.base import Section
+from trivet.config.layout import RunLayout
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.shared import CkptConfig
+from trivet.errors import CheckpointError, ResumeError
+from trivet.wire.versions import Step
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A role's configuration that may name a step to resume from."""
+
+    @property
+    def output_dir(self) -> Path: ...
+
+    @property
+    def max_steps(self) -> int | None: ...
+
+    @property
+    def ckpt(self) -> CkptConfig: ...
+
+
+def require_resumable(config: Resumable) -> None:
+    """`choose_resume_step` as a command's check, before it starts anything."""
+    choose_resume_step(config)
+
+
+def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) -> Step | None:
+    """The step that `config` resumes from, checked; an orchestrator reads its own half alone, a trainer every file.
+
+    Args:
+        config: a role's, with its own values of the keys.
+        is_whole_verified: every file was read already; only the settings are compared.
+
+    Returns:
+        The step, None for a fresh start.
+
+    Raises:
+        ResumeError: the step is not there, or settings that may not change did.
+        CheckpointError: the checkpoint is of another version, or damaged.
+    """
+    assert isinstance(config, Section)
+    if config.ckpt.resume_from is not None:
+        raise ResumeError(
+            f"ckpt.resume_from = {str(config.ckpt.resume_from)!r} starts a new run with all its roles: give it to `rl`, or to "
+            "`sft`; a role alone takes ckpt.resume_step"
+        )
+    if config.ckpt.resume_step is None:
+        return None
+    layout = RunLayout(config.output_dir)
+    step = resolve_resume_step(layout, config.ckpt.resume_step)
+    name = ORCHESTRATOR if isinstance(config, OrchestratorConfig) else TRAINER
+    record = read_record(layout, step)
+    if name not in record.halves:
+        raise CheckpointError(f"{layout.checkpoint_step(step)} has no half of the {name}: it was written without one")
+    if not is_whole_verified:
+        if name == ORCHESTRATOR:
+            verify_half(layout, record, name)
+        else:
+            verify_checkpoint(layout, step)
+    require_same_settings(layout.checkpoint_step(step) / name, config, ckpt=config.ckpt, step=step)
+    if config.max_steps is not None and config.max_steps <= step:
+        raise ResumeError(
+            f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
+        )
+    return step

@@ -1,0 +1,109 @@
+"""The configuration that a half was written under, kept in it, and which keys of it a resumed run may change.
+
+A key that is not listed here may have a part in the results: the same run goes on only with the same value.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trivet.config.base import Section
+from trivet.config.dump import literal, to_toml
+from trivet.config.shared import CkptConfig
+from trivet.errors import CheckpointError, ResumeError
+from trivet.wire.versions import Step
+
+CONFIG_FILE = "config.toml"
+
+MAY_CHANGE = (
+    "run",
+    "output_dir",
+    "max_steps",
+    "ckpt",
+    "log",
+    "wandb",
+    "heartbeat",
+    "detectors",
+    "rollout_transport",
+    "dist_timeout_seconds",
+    "device",
+    "num_ranks",
+    "max_mismatch_kl",
+    "model.attn",
+    "model.reshard_after_forward",
+    "model.fused_lm_head_chunk_size",
+    "model.trust_remote_code",
+    "client",
+    "concurrency",
+    "max_concurrent",
+    "max_fruitless_batches",
+    "self_check_rollouts",
+    "reload_weights_on_start",
+)
+"""Keys of any role, with all below them: paths, ports, limits on time and memory, what is logged, when to stop."""
+
+Values = Mapping[str, Any]
+"""By dotted key."""
+
+
+def write_settings(half: Path, config: Section) -> None:
+    """Put `config` beside the state in a half that was begun and is not finished."""
+    (half / CONFIG_FILE).write_text(to_toml(config))
+
+
+def require_same_settings(half: Path, config: Section, *, ckpt: CkptConfig, step: Step) -> None:
+    """
+    Args:
+        half: committed, of the role that `config` is of.
+
+    Raises:
+        ResumeError: a key that may not change did; names both values of each.
+        CheckpointError: the half carries no readable configuration.
+    """
+    path = half / CONFIG_FILE
+    try:
+        saved = flatten(tomllib.loads(path.read_text()))
+    except (OSError, tomllib.TOMLDecodeError) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+    now, defaults = (flatten(tomllib.loads(to_toml(section))) for section in (config, type(config)()))
+    changed = changes(saved, now, defaults=defaults, allowed=ckpt.allow_changes)
+    if changed:
+        lines = "".join(f"\n- {key} was {_show(old)} and is {_show(new)} now" for key, (old, new) in changed.items())
+        raise ResumeError(
+            f"checkpoint step_{step} was made by a {half.name} with other settings:{lines}\nSet them back, or name them in "
+            f"ckpt.allow_changes = {literal(list(changed))} to change them from step {step + 1} on"
+        )
+
+
+def changes(saved: Values, now: Values, *, defaults: Values, allowed: list[str]) -> dict[str, tuple[Any | None, Any | None]]:
+    """Keys that have another value now than when saved and may not, with both values; None is unset.
+
+    Args:
+        defaults: the value of a key that did not exist, or was null, when it was saved.
+    """
+    differing: dict[str, tuple[Any | None, Any | None]] = {}
+    for key in sorted({*saved, *now}):
+        if any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*MAY_CHANGE, *allowed)):
+            continue
+        old, new = saved.get(key, defaults.get(key)), now.get(key)
+        if old != new:
+            differing[key] = (old, new)
+    return differing
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; tables in a list get their position as a name."""
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            value = {str(index): item for index, item in enumerate(value)}
+        if isinstance(value, Mapping):
+            values |= flatten(value, f"{prefix}{name}.")
+        else:
+            values[f"{prefix}{name}"] = value
+    return values
+
+
+def _show(value: Any | None) -> str:
+    return "unset" if value is None else literal(value)

@@ -1,0 +1,94 @@
+"""Writes the trainer's half of a checkpoint while the next step computes, and then runs what makes it count.
+
+consumes: the learner's state of one step, copied before `start` returns
+produces: the half's files, then whatever `then` does (on the main rank: mark, commit)
+waits for: the write before it, in `start` and `wait`; its thread waits for the other ranks' threads
+unblocked by: the disk; the ranks' group gives up after `timeout_s`
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from trivet.trainer.checkpoint import State, write_state
+from trivet.trainer.distributed import World
+
+
+class HalfWriter:
+    """At most one half is being written.
+
+    >>> writer = HalfWriter(world, is_async=True, timeout_s=1800)
+    >>> writer.start(directory, state_of(learner, progress), then=commit_it)
+    >>> writer.raise_failure()  # between steps
+    >>> writer.wait()
+    >>> writer.close()
+    """
+
+    def __init__(self, world: World, *, is_async: bool, timeout_s: float) -> None:
+        """Collective.
+
+        Args:
+            is_async: copy the state and return; else `start` returns once all is done.
+            timeout_s: longest wait of one rank's thread for another's.
+        """
+        on_gpu = world.device.type == "cuda"
+        # The steps' own group must not carry a second conversation at the same time.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._is_async = is_async
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+            )
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
+        self._running: Future[None] | None = None
+        self.last_write_s: float | None = None
+        """Duration of the newest write that ended well."""
+
+    def start(self, directory: Path, state: State, *, then: Callable[[], None]) -> None:
+        """Collective.
+
+        Args:
+            directory: exists, empty.
+            then: runs on the writing thread once every rank's shards are written.
+
+        Raises:
+            CheckpointError: the write before this one failed, or, unless asynchronous, this one.
+        """
+        self.wait()
+        if self._is_async:
+            staged = self._stager.stage(state)
+            assert isinstance(staged, dict)
+            state = staged
+        self._running = self._thread.submit(self._write, directory, state, then)
+        if not self._is_async:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns once nothing is being written; raises what a failed write raised."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def raise_failure(self) -> None:
+        """Raise what a failed write raised, without waiting for one that is under way."""
+        if self._running is not None and self._running.done():
+            self.wait()
+
+    def close(self) -> None:
+        """Let a write that is under way end, without raising what it met. May be called again."""
+        self._thread.shutdown(wait=True)
+        self._stager.close()
+
+    def _write(self, directory: Path, state: State, then: Callable[[], None]) -> None:
+        started = time.monotonic()
+        write_state(directory, state, self._group)
+        then()
+        self.last_write_s = time.monotonic() - started
