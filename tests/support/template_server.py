@@ -11,7 +11,6 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,10 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from support.multi_turn import ServedTurn
 from trivet.environments.model_client import ModelClient
 from trivet.inference.continuation import continue_tokens
+from trivet.wire.versions import PolicyVersion, VersionRun
 
 _TEMPLATES = Path(__file__).parent / "templates"
 BAR, SPACE = "\uff5c", "\u2581"
@@ -43,14 +44,6 @@ _SPECIAL = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedTurn:
-    text: str
-    """The conversation as the template writes it."""
-    read: list[int]
-    sampled: list[int]
-
-
 class TemplateServer:
     def __init__(
         self,
@@ -60,7 +53,6 @@ class TemplateServer:
         seed: int = 0,
         parses_reasoning: bool = False,
         max_model_len: int = 100_000,
-        template_arguments: dict[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -74,7 +66,6 @@ class TemplateServer:
         self._random = random.Random(seed)
         self._parses_reasoning = parses_reasoning
         self._max_model_len = max_model_len
-        self._template_arguments = template_arguments or {}
 
     def client(self, *, keeps_tokens: bool) -> ModelClient:
         http = httpx.AsyncClient(transport=httpx.MockTransport(self._handle))
@@ -83,26 +74,23 @@ class TemplateServer:
 
     def _handle(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
-        text = self._write(body)
+        text = write_conversation(self.tokenizer, body["messages"], tools=body.get("tools"))
         read = self._read(text, body.get("known_token_ids"))
         if len(read) > self._max_model_len:
             return _refusal(f"This model's maximum context length is {self._max_model_len} tokens.")
         if len(read) == self._max_model_len:
             return _refusal("max_tokens must be at least 1, got 0.")
         sampled = self._sample(self._answers[len(self.turns)])
-        self.turns.append(ServedTurn(text=text, read=read, sampled=sampled))
-        return httpx.Response(200, json=self._answer(read, sampled, version=len(self.turns)))
-
-    def _write(self, body: dict[str, Any]) -> str:
-        text = self.tokenizer.apply_chat_template(
-            [_as_vllm_passes(message) for message in body["messages"]],
-            tools=body.get("tools"),
-            add_generation_prompt=True,
-            tokenize=False,
-            **self._template_arguments,
+        version = PolicyVersion(len(self.turns))
+        turn = ServedTurn(
+            text=text,
+            read=read,
+            sampled=sampled,
+            logprobs=[-1.0 - token_id / 1024 for token_id in sampled],
+            versions=[VersionRun(version, len(sampled))] if sampled else [],
         )
-        assert isinstance(text, str)
-        return text
+        self.turns.append(turn)
+        return httpx.Response(200, json=self._answer(turn))
 
     def _read(self, text: str, known: list[int] | None) -> list[int]:
         continued = continue_tokens(known, text=text, tokenizer=self.tokenizer) if known else None
@@ -120,17 +108,17 @@ class TemplateServer:
         ends_within_a_letter = not text.endswith(tuple(STOPS)) and not text[-1:].isascii()
         return token_ids[:-1] if ends_within_a_letter else token_ids
 
-    def _answer(self, read: list[int], sampled: list[int], *, version: int) -> dict[str, Any]:
-        text = self.tokenizer.decode(sampled, skip_special_tokens=False).rstrip("\ufffd")
+    def _answer(self, turn: ServedTurn) -> dict[str, Any]:
+        text = self.tokenizer.decode(turn.sampled, skip_special_tokens=False).rstrip("\ufffd")
         stop = next((stop for stop in STOPS if text.endswith(stop)), "")
         message = self._message(text.removesuffix(stop))
         choice = {
             "index": 0,
             "finish_reason": ("tool_calls" if message.get("tool_calls") else "stop") if stop else "length",
             "message": message,
-            "token_ids": sampled,
-            "logprobs": {"content": [{"token": "", "logprob": _logprob(token), "top_logprobs": []} for token in sampled]},
-            "policy_versions": [[version, len(sampled)]] if sampled else [],
+            "token_ids": turn.sampled,
+            "logprobs": {"content": [{"token": "", "logprob": logprob, "top_logprobs": []} for logprob in turn.logprobs]},
+            "policy_versions": [[run.version, run.length] for run in turn.versions],
         }
         return {
             "id": "chatcmpl-1",
@@ -138,7 +126,7 @@ class TemplateServer:
             "created": 0,
             "model": "m",
             "choices": [choice],
-            "prompt_token_ids": read,
+            "prompt_token_ids": turn.read,
         }
 
     def _message(self, text: str) -> dict[str, Any]:
@@ -159,14 +147,21 @@ def _refusal(message: str) -> httpx.Response:
     return httpx.Response(400, json={"error": {"message": message, "type": "BadRequestError", "code": 400}})
 
 
-def _logprob(token_id: int) -> float:
-    return -1.0 - token_id / 1024
-
-
 def _tool_call(index: int, text: str) -> dict[str, Any]:
     call = json.loads(text)
     arguments = json.dumps(call.get("arguments", call.get("parameters")))
     return {"id": f"call-{index}", "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+def write_conversation(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None
+) -> str:
+    """As vLLM does, up to where the model goes on."""
+    text = tokenizer.apply_chat_template(
+        [_as_vllm_passes(message) for message in messages], tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    assert isinstance(text, str)
+    return text
 
 
 def _as_vllm_passes(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,48 +1,23 @@
 """What is trained on is what the server read and sampled, token for token, whatever the chat template does."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import verifiers as vf
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.multi_turn import QUESTION, Interview, add, assert_trains_on_what_was_sampled
 from support.template_server import SENTENCE_END, TemplateServer
 from trivet.environments.runner import GroupRunner
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
-from trivet.wire.versions import VersionRun
 
 STRATEGIES = ["interleaved", "branching"]
-QUESTION = {"role": "user", "content": "What is two and three?"}
-
-
-class Interview(vf.MultiTurnEnv):
-    """The user says the next of its lines until none is left."""
-
-    def __init__(self, lines: Sequence[str], **arguments: Any) -> None:
-        super().__init__(max_turns=len(lines) + 1, **arguments)
-        self.lines = lines
-
-    async def env_response(self, messages, state, **kwargs):
-        return [{"role": "user", "content": self.lines[len(state["trajectory"]) - 1]}]
-
-
-def add(a: int, b: int) -> str:
-    """Adds.
-
-    Args:
-        a: one number
-        b: the other
-    """
-    return f"{a} + {b} = {a + b}"
-
-
 MakeEnv = Callable[..., vf.Environment]
 
 
@@ -154,40 +129,13 @@ def run(
     return asyncio.run(scenario()), server
 
 
-def visible(text: str) -> str:
-    return "".join(text.replace("\ufffd", "").split())
-
-
-def assert_trains_on_what_was_sampled(rollout: Rollout, server: TemplateServer) -> None:
-    """Every turn is once in a sample: after exactly what was read, as it was sampled, with its own versions and log-probs. And
-    what was read is what the template writes."""
-    turns = [(version, turn) for version, turn in enumerate(server.turns, start=1) if turn.sampled]
-    for sample in rollout.samples:
-        token_ids = sample.token_ids_T.tolist()
-        end, trained, versions = 0, np.zeros(len(token_ids), dtype=np.bool_), []
-        while end < len(token_ids):
-            version, turn = turns.pop(0)
-            start = len(turn.read)
-            assert visible(server.tokenizer.decode(turn.read, skip_special_tokens=False)) == visible(turn.text)
-            assert token_ids[:start] == turn.read
-            assert token_ids[start : start + len(turn.sampled)] == turn.sampled
-            end = start + len(turn.sampled)
-            trained[start:end] = True
-            versions.append(VersionRun(version, len(turn.sampled)))
-        assert sample.loss_mask_T.tolist() == trained.tolist()
-        assert sample.versions == versions
-        assert sample.logprobs_T[trained] == pytest.approx(-1.0 - sample.token_ids_T[trained] / 1024)
-        assert not sample.logprobs_T[~trained].any()
-    assert turns == []
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CASES)
 def test_training_tokens_are_those_read_and_sampled(name: str, strategy: str):
     case = CASES[name]
     rollout, server = run(case, strategy=strategy)
     assert len(server.turns) == rollout.num_turns == len(case.answers)
-    assert_trains_on_what_was_sampled(rollout, server)
+    assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) == (case.num_samples if strategy == "interleaved" else len(case.answers))
     assert rollout.scores.get("broken_prefixes", 0) == (case.num_samples - 1 if strategy == "interleaved" else 0)
 
@@ -196,7 +144,7 @@ def test_training_tokens_are_those_read_and_sampled(name: str, strategy: str):
 def test_text_alone_would_become_other_tokens(name: str):
     """The cases are worth something: without the tokens of earlier turns the same conversations break apart."""
     rollout, server = run(CASES[name], strategy="interleaved", keeps_tokens=False)
-    assert_trains_on_what_was_sampled(rollout, server)
+    assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) > 1
 
 
@@ -229,7 +177,7 @@ def test_any_conversation_trains_on_what_was_read_and_sampled(strategy, template
         parses_reasoning=parses_reasoning,
     )
     rollout, server = run(case, strategy=strategy, seed=seed)
-    assert_trains_on_what_was_sampled(rollout, server)
+    assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     num_turns = sum(bool(turn.sampled) for turn in server.turns)
     if strategy == "branching":
         assert len(rollout.samples) == num_turns
@@ -245,7 +193,7 @@ def test_a_conversation_that_outgrows_the_context_ends_as_truncated_and_keeps_it
     assert len(server.turns) == rollout.num_turns == 2
     assert rollout.ran_out_of_context
     assert rollout.is_truncated
-    assert_trains_on_what_was_sampled(rollout, server)
+    assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
 
 
 class Forgetful(Interview):
@@ -264,5 +212,5 @@ def test_a_conversation_that_the_environment_rewrites_goes_on_as_a_new_sample():
         num_samples=2,
     )
     rollout, server = run(case, strategy="interleaved")
-    assert_trains_on_what_was_sampled(rollout, server)
+    assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) == 2
