@@ -4,8 +4,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trivet.orchestrator.sampler import Draw
 from trivet.wire.rollouts import Group, GroupId, Rollout, Sample
-from trivet.wire.versions import PolicyVersion, VersionRun
+from trivet.wire.versions import PolicyVersion, Step, VersionRun
+
+
+def make_examples(**sizes: int) -> dict[str, list[str]]:
+    """Hashes of data sets of `sizes` rows, by environment."""
+    return {env: [f"{env}-{row}" for row in range(size)] for env, size in sizes.items()}
+
+
+def make_draw(group_id: int, *, env: str = "toy", example_id: int = 0, step: int = 1) -> Draw:
+    return Draw(group_id=GroupId(group_id), env=env, example_id=example_id, example_hash=f"{env}-{example_id}", step=Step(step))
 
 
 def make_sample(*, prompt: int = 3, completion: int = 4, version: int = 0, newest: int | None = None) -> Sample:

@@ -83,7 +83,7 @@ def assert_exactly_once(layout: RunLayout, *, max_steps: int, max_off_policy_ste
     assert history.trained == history.batches
     owed = decode((layout.checkpoint_step(max_steps) / "orchestrator" / "state.msgpack").read_bytes(), OrchestratorHalf)
     ready = {group.group_id for group in owed.buffer.ready}
-    in_flight = set(owed.buffer.in_flight)
+    in_flight = set(owed.buffer.in_flight_ids)
     assert history.dispatched - set(history.ended) == ready | in_flight
     assert ready <= history.finished
     assert history.dispatched == set(range(owed.next_group_id))

@@ -1,30 +1,92 @@
 """Advantages of a group's rollouts from their rewards.
 
-Computed on the complete group, before any filter, so that what is filtered never moves a baseline.
+Computed on the complete group, before any filter, so that what is filtered never moves a baseline. Each function takes the
+group's `AdvantageInputs` and returns one float64 per rollout. Legend: G rollouts of the group.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-AdvantageFunction = Callable[[np.ndarray], np.ndarray]
+from trivet.wire.rollouts import Group
+from trivet.wire.versions import count_tokens
 
 
-def mean_baseline(rewards: np.ndarray) -> np.ndarray:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInputs:
+    """What an advantage may depend on."""
+
+    rewards: np.ndarray
+    """float64 [G], finite."""
+    completion_lengths: np.ndarray
+    """int64 [G]: tokens that the policy sampled."""
+
+    @classmethod
+    def of(cls, group: Group) -> "AdvantageInputs":
+        lengths = [sum(count_tokens(sample.versions) for sample in rollout.samples) for rollout in group.rollouts]
+        return cls(rewards=group.rewards, completion_lengths=np.array(lengths, dtype=np.int64))
+
+
+AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]
+
+
+def mean_baseline(inputs: AdvantageInputs) -> np.ndarray:
     """A_i = R_i - mean(R), without division by the standard deviation.
-
-    Args:
-        rewards: float64 [rollouts] of one group.
 
     Source: Dr. GRPO (arXiv 2503.20783), section 3; the default of prime-rl.
     """
-    return rewards - rewards.mean()
+    return inputs.rewards - inputs.rewards.mean()
 
 
-def raw_rewards(rewards: np.ndarray) -> np.ndarray:
+def length_weighted_mean(inputs: AdvantageInputs) -> np.ndarray:
+    """A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), with l the completion lengths; the plain mean when all are empty.
+
+    The baseline of least variance when the gradient's squared norm grows with the length.
+    Source: OPO (arXiv 2505.23585), equation 7.
+    """
+    weights = inputs.completion_lengths
+    if not weights.any():
+        return mean_baseline(inputs)
+    return inputs.rewards - np.average(inputs.rewards, weights=weights)
+
+
+def leave_one_out(inputs: AdvantageInputs) -> np.ndarray:
+    """A_i = R_i - mean_{j != i}(R_j), which is G / (G - 1) times the default.
+
+    Source: RLOO (arXiv 2402.14740), equation 7. G is at least 2.
+    """
+    rewards = inputs.rewards
+    return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+
+
+def standardised(inputs: AdvantageInputs, *, eps: float) -> np.ndarray:
+    """A_i = (R_i - mean(R)) / (std(R) + eps), with the sample standard deviation (G - 1 in the denominator).
+
+    Zero throughout when all rewards are equal, whatever their rounding.
+    Source: GRPO (arXiv 2402.03300), section 4.1.2. G is at least 2.
+    """
+    rewards = inputs.rewards
+    if np.ptp(rewards) == 0.0:
+        return np.zeros_like(rewards)
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + eps)
+
+
+def mean_normalised(inputs: AdvantageInputs) -> np.ndarray:
+    """A_i = (R_i - mean(R)) / mean(R): the rarer a success, the more it counts. Zero throughout when no rollout has a reward.
+
+    Source: MaxRL, as prime-rl has it under `max_rl`.
+
+    Raises:
+        ValueError: a reward is negative, for which the division has no meaning.
+    """
+    rewards = inputs.rewards
+    if rewards.min() < 0:
+        raise ValueError(f"max_rl divides by the mean reward and needs rewards >= 0, got {rewards.min():g}")
+    mean = rewards.mean()
+    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
+
+
+def raw_rewards(inputs: AdvantageInputs) -> np.ndarray:
     """A_i = R_i: no baseline. For rewards that are already centred, or groups of one."""
-    return rewards.copy()
-
-
-ADVANTAGES: dict[str, AdvantageFunction] = {"default": mean_baseline, "none": raw_rewards}
-"""By the value of `orchestrator.advantage.type`."""
+    return inputs.rewards.copy()

@@ -1,26 +1,132 @@
-"""Which finished groups carry no learning signal."""
+"""What is left out of training, and why: whole groups that carry no signal, single rollouts that are broken.
 
+Both look at groups whose advantages are set, so nothing that is left out moves a baseline. A rollout that is left out stays in
+its group with its reward; only its loss mask is cleared. Called by the buffer when a group finishes.
+"""
+
+import math
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
+from trivet.wire.rollouts import Group, Rollout, Sample
+
 
 class FilterReason(StrEnum):
+    """Why a group is not trained on."""
+
     ZERO_SIGNAL = "zero_signal"
     """Every rollout has the same reward, so every advantage is zero."""
     NO_LOSS_TOKENS = "no_loss_tokens"
     """Nothing in the group was sampled by the policy, or all of it was cut at seq_len."""
+    ALL_MASKED = "all_masked"
+    """A filter that is enforced found something in every rollout."""
 
 
-def filter_reason(rewards: np.ndarray, *, num_loss_tokens: int, online_difficulty_filtering: bool) -> FilterReason | None:
+class RolloutFilter(StrEnum):
+    """What is looked for in a rollout; the first that fits is its reason."""
+
+    TRUNCATED = "truncated"
+    """A completion ended at a length limit."""
+    REPETITION = "repetition"
+    """A long run of tokens that the model was nearly certain of."""
+    GIBBERISH = "gibberish"
+    """A rare token that the model held for next to impossible."""
+    ZERO_ADVANTAGE = "zero_advantage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    window: int
+    """Consecutive sampled tokens."""
+    prob_threshold: float
+    """Each of them was sampled with a probability above this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gibberish:
+    token_id_threshold: int
+    """Greater ids are rare tokens."""
+    max_logprob: float
+    """Below this a token was next to impossible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFilters:
+    """What to look for, and which of it to leave out of training."""
+
+    repetition: Repetition | None = None
+    gibberish: Gibberish | None = None
+    is_measuring_zero_advantage: bool = False
+    enforced: frozenset[RolloutFilter] = frozenset()
+
+
+def filter_reason(group: Group, *, num_sampled: int, online_difficulty_filtering: bool) -> FilterReason | None:
     """Why a group is not trained on, or None when it is.
 
     Args:
-        rewards: float64 [rollouts].
-        num_loss_tokens: over all rollouts of the group.
+        group: after `mask_rollouts`.
+        num_sampled: loss tokens over all rollouts before it.
     """
-    if num_loss_tokens == 0:
+    if num_sampled == 0:
         return FilterReason.NO_LOSS_TOKENS
+    rewards = group.rewards
     if online_difficulty_filtering and len(rewards) > 1 and np.ptp(rewards) == 0.0:
         return FilterReason.ZERO_SIGNAL
+    if not any(sample.num_loss_tokens for rollout in group.rollouts for sample in rollout.samples):
+        return FilterReason.ALL_MASKED
     return None
+
+
+def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:
+    """What is wrong with the rollouts of `group`, one entry for each that has something; the loss mask of those whose filter is
+    enforced is cleared. What is enforced is looked for first."""
+    found: list[RolloutFilter] = []
+    for rollout in group.rollouts:
+        matches = [name for name in RolloutFilter if _matches(rollout, name, filters)]
+        matches.sort(key=lambda name: name not in filters.enforced)
+        if not matches:
+            continue
+        found.append(matches[0])
+        if matches[0] in filters.enforced:
+            for sample in rollout.samples:
+                sample.loss_mask_T = np.zeros_like(sample.loss_mask_T)
+                sample.logprobs_T = np.zeros_like(sample.logprobs_T)
+    return found
+
+
+def _matches(rollout: Rollout, name: RolloutFilter, filters: RolloutFilters) -> bool:
+    match name:
+        case RolloutFilter.TRUNCATED:
+            return rollout.is_truncated
+        case RolloutFilter.REPETITION:
+            rule = filters.repetition
+            return rule is not None and any(is_repetitive(sample, rule) for sample in rollout.samples)
+        case RolloutFilter.GIBBERISH:
+            rule = filters.gibberish
+            return rule is not None and any(is_gibberish(sample, rule) for sample in rollout.samples)
+        case RolloutFilter.ZERO_ADVANTAGE:
+            return filters.is_measuring_zero_advantage and rollout.advantage == 0.0
+
+
+def is_repetitive(sample: Sample, rule: Repetition) -> bool:
+    """Whether `rule.window` sampled tokens in a row were each sampled with a probability above the threshold.
+
+    Source: the repetition filter of prime-rl, after MiniMax-M1 (arXiv 2506.13585), section 4, which stops such generations.
+    """
+    logprobs = sample.logprobs_T[sample.loss_mask_T]
+    if len(logprobs) < rule.window:
+        return False
+    doubts = np.flatnonzero(logprobs <= math.log(rule.prob_threshold))
+    runs = np.diff(doubts, prepend=-1, append=len(logprobs)) - 1
+    return bool(runs.max() >= rule.window)
+
+
+def is_gibberish(sample: Sample, rule: Gibberish) -> bool:
+    """Whether a rare token was sampled that the model itself held for next to impossible.
+
+    Source: the gibberish filter of prime-rl.
+    """
+    is_rare = sample.loss_mask_T & (sample.token_ids_T > rule.token_id_threshold)
+    return bool(np.any(sample.logprobs_T[is_rare] < rule.max_logprob))

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step: a factor on the configured learning rate."""
+"""Schedules as pure functions of the step: factors on the configured learning rate, and values from a start to an end."""
 
 import math
 
@@ -32,3 +32,18 @@ def cosine_factor(step: int, *, max_steps: int, warmup_steps: int, min_factor: f
         return warmup_factor(step, warmup_steps=warmup_steps)
     progress = min((step - warmup_steps) / max(max_steps - warmup_steps, 1), 1.0)
     return min_factor + (1.0 - min_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def linear_value(step: int, *, start: float, end: float, num_steps: int) -> float:
+    """Straight from `start` at step 1 to `end` at `num_steps`, which stays."""
+    return start + (end - start) * _done(step, num_steps)
+
+
+def cosine_value(step: int, *, start: float, end: float, num_steps: int) -> float:
+    """Half a cosine from `start` at step 1 to `end` at `num_steps`, which stays."""
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * _done(step, num_steps)))
+
+
+def _done(step: int, num_steps: int) -> float:
+    """Share of the way behind at `step`, from 0 at step 1 to 1 at `num_steps`; a way of one step is all behind."""
+    return 1.0 if num_steps <= 1 else min(max((step - 1) / (num_steps - 1), 0.0), 1.0)

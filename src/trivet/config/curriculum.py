@@ -69,7 +69,7 @@ class AdvantageConfig(Section):
         owners = {"length_weighted_mean": "default", "eps": "std_norm", "import_path": "custom", "kwargs": "custom"}
         for name, owner in owners.items():
             if self.type != owner and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'{name} applies to type "{owner}" alone, got type "{self.type}"; remove it or change the type')
+                raise ValueError(f'{name} applies to type "{owner}", got type "{self.type}"; remove it or change the type')
         if self.type == "custom" and self.import_path is None:
             raise ValueError('type "custom" needs import_path, e.g. import_path = "my_package.my_module.my_function"')
         return self

@@ -1,18 +1,18 @@
 """What becomes of every group between dispatch and batch. The one owner of that state; each transition writes its event.
 
 States of a group: in flight -> ready -> in a batch, or out: filtered (finished, carries no signal), dropped (failed, stale).
-`snapshot` is the orchestrator's half of a checkpoint: what would otherwise be lost.
+`snapshot` is part of the orchestrator's half of a checkpoint: what would otherwise be lost.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
-from trivet.algorithms.filters import filter_reason
+from trivet.algorithms.filters import RolloutFilters, filter_reason, mask_rollouts
 from trivet.algorithms.staleness import is_stale
 from trivet.orchestrator.sampler import Draw
+from trivet.orchestrator.tally import FinishedGroup, Tally
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, GroupId
 from trivet.wire.versions import PolicyVersion, Step
@@ -23,19 +23,12 @@ logger = logging.getLogger(__name__)
 class BufferState(msgspec.Struct, kw_only=True):
     ready: list[Group] = []
     """Finished, waiting for a batch, oldest first."""
-    in_flight: list[GroupId] = []
+    in_flight: list[Draw] = []
     """Dispatched and not finished: a resumed run dispatches them again, first."""
 
-
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """What happened since the last batch."""
-
-    finished: int = 0
-    filtered: int = 0
-    filtered_solve_all: int = 0
-    failed: int = 0
-    stale: int = 0
+    @property
+    def in_flight_ids(self) -> list[GroupId]:
+        return [draw.group_id for draw in self.in_flight]
 
 
 class GroupBuffer:
@@ -51,17 +44,19 @@ class GroupBuffer:
         write_event: Callable[[Event], None],
         online_difficulty_filtering: bool,
         max_off_policy_steps: int,
+        filters: RolloutFilters | None = None,
         ready: Sequence[Group] = (),
     ) -> None:
         self._write_event = write_event
         self._is_filtering = online_difficulty_filtering
         self._max_off_policy_steps = max_off_policy_steps
+        self._filters = filters or RolloutFilters()
         self._ready = list(ready)
-        self._in_flight: dict[GroupId, PolicyVersion] = {}
+        self._in_flight: dict[GroupId, tuple[Draw, PolicyVersion]] = {}
         self.tally = Tally()
         self.fruitless_in_a_row = 0
         """Groups that failed or carried no signal since the last one that can be trained on."""
-        self.last_failure = ""
+        self._first_failure = self._first_filtered = ""
 
     @property
     def num_ready(self) -> int:
@@ -71,17 +66,24 @@ class GroupBuffer:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def dispatched(self, draw: Draw, *, version: PolicyVersion) -> None:
-        self._in_flight[draw.group_id] = version
-        self._write_event(Dispatch(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, version=version))
+    @property
+    def first_failure(self) -> str:
+        """What the present row of fruitless groups began with: its first error, or without one its first filtered group."""
+        return self._first_failure or self._first_filtered
+
+    def dispatched(self, draw: Draw, *, version: PolicyVersion, server: str = "") -> None:
+        """A group starts, or starts again because its last try was lost."""
+        self._in_flight[draw.group_id] = (draw, version)
+        self._write_event(
+            Dispatch(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, version=version, server=server)
+        )
 
     def finished(self, group: Group) -> None:
         """Advantages are set; the group becomes ready or is filtered."""
         del self._in_flight[group.group_id]
-        self.tally.finished += 1
         rewards = group.rewards
-        num_loss_tokens = sum(sample.num_loss_tokens for rollout in group.rollouts for sample in rollout.samples)
-        oldest, newest = (group.oldest_version, group.newest_version) if num_loss_tokens else (-1, -1)
+        num_sampled = sum(sample.num_loss_tokens for rollout in group.rollouts for sample in rollout.samples)
+        oldest, newest = (group.oldest_version, group.newest_version) if num_sampled else (-1, -1)
         self._write_event(
             Finish(
                 group_id=group.group_id,
@@ -90,31 +92,48 @@ class GroupBuffer:
                 newest_version=PolicyVersion(newest),
             )
         )
-        reason = filter_reason(rewards, num_loss_tokens=num_loss_tokens, online_difficulty_filtering=self._is_filtering)
+        found = mask_rollouts(group, self._filters)
+        reason = filter_reason(group, num_sampled=num_sampled, online_difficulty_filtering=self._is_filtering)
+        self.tally.finished.append(FinishedGroup.of(group, found=found, filtered=reason))
         if reason is None:
             self._ready.append(group)
             self.fruitless_in_a_row = 0
+            self._first_failure = self._first_filtered = ""
             return
-        self.tally.filtered += 1
-        self.tally.filtered_solve_all += int(rewards.min() > 0)
-        self._fruitless(f"group {group.group_id} was filtered ({reason}): every reward is {rewards[0]:g}")
+        said = _range(rewards.min(), rewards.max())
+        what = f"group {group.group_id} of {group.env} was filtered ({reason}): its rewards are {said}"
+        self._first_filtered = self._first_filtered or what
+        self._fruitless(what)
         self._write_event(Filter(group_id=group.group_id, reason=reason))
 
     def failed(self, group_id: GroupId, error: str) -> None:
-        del self._in_flight[group_id]
-        self.tally.failed += 1
-        self._fruitless(f"group {group_id} failed: {error}")
+        """
+        Args:
+            error: `ErrorType: message`.
+        """
+        draw, _ = self._in_flight.pop(group_id)
+        self.tally.add_failed(draw.env, error)
+        what = f"group {group_id} of {draw.env} failed: {error}"
+        self._first_failure = self._first_failure or what
+        self._fruitless(what)
         self._write_event(Drop(group_id=group_id, reason=f"failed: {error[:500]}"))
 
     def cancelled(self, group_id: GroupId, reason: str) -> None:
-        del self._in_flight[group_id]
+        draw, _ = self._in_flight.pop(group_id)
+        self.tally.add_dropped(draw.env, reason)
         self._write_event(Drop(group_id=group_id, reason=reason))
+
+    def gone(self, draws: Sequence[Draw]) -> None:
+        """Groups of a checkpoint whose examples the data sets no longer have."""
+        for draw in draws:
+            self.tally.add_dropped(draw.env, "example_gone")
+            self._write_event(Drop(group_id=draw.group_id, reason="example_gone"))
 
     def stale_in_flight(self, step: Step) -> list[GroupId]:
         """Groups whose first tokens are already too old for the batch being filled."""
         return [
             group_id
-            for group_id, version in self._in_flight.items()
+            for group_id, (_, version) in self._in_flight.items()
             if is_stale(step=step, oldest=version, max_off_policy_steps=self._max_off_policy_steps)
         ]
 
@@ -134,18 +153,19 @@ class GroupBuffer:
         )
         return groups
 
-    def snapshot(self, *, also_in_flight: Sequence[GroupId] = ()) -> BufferState:
+    def snapshot(self, *, also_in_flight: Sequence[Draw] = ()) -> BufferState:
         """
         Args:
             also_in_flight: groups of an earlier checkpoint that were not started again yet.
         """
-        return BufferState(ready=list(self._ready), in_flight=sorted({*self._in_flight, *also_in_flight}))
+        owed = {draw.group_id: draw for draw in (*also_in_flight, *(draw for draw, _ in self._in_flight.values()))}
+        return BufferState(ready=list(self._ready), in_flight=[owed[group_id] for group_id in sorted(owed)])
 
     def _drop_stale(self, step: Step) -> None:
         kept: list[Group] = []
         for group in self._ready:
             if is_stale(step=step, oldest=group.oldest_version, max_off_policy_steps=self._max_off_policy_steps):
-                self.tally.stale += 1
+                self.tally.add_dropped(group.env, "stale")
                 self._write_event(Drop(group_id=group.group_id, reason="stale"))
             else:
                 kept.append(group)
@@ -153,5 +173,8 @@ class GroupBuffer:
 
     def _fruitless(self, what: str) -> None:
         self.fruitless_in_a_row += 1
-        self.last_failure = what
         logger.debug(what)
+
+
+def _range(low: float, high: float) -> str:
+    return f"all {low:g}" if low == high else f"{low:g} to {high:g}"

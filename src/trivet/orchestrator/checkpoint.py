@@ -89,8 +89,8 @@ def read_half(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> Or
     if half.rollouts_per_example != rollouts_per_example:
         raise CheckpointError(
             f"orchestrator.rollouts_per_example was {half.rollouts_per_example} when checkpoint step_{step} was made and is "
-            f"{rollouts_per_example} now; the groups that wait in it have that size: set it back, or start a new run from "
-            f"{layout.weights_step(step)}"
+            f"{rollouts_per_example} now; the groups that wait in it have that size: set it back, or start a new run "
+            f"from {layout.weights_step(step)}"
         )
     return half
 
@@ -105,6 +105,6 @@ def _read(layout: RunLayout, step: Step) -> OrchestratorHalf:
     except (OSError, MessageRefused) as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}; resume from another checkpoint") from exc
     raise CheckpointError(
-        f"{path} has schema {schema}, this version reads schema {SCHEMA}; resume with the version that wrote it, or start a new "
-        f"run from {layout.weights_step(step)}"
+        f"{path} has schema {schema}, this version reads schema {SCHEMA}; resume with the version that wrote it, or start a "
+        f"new run from {layout.weights_step(step)}"
     )

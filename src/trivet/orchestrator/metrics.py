@@ -1,14 +1,30 @@
-"""The numbers of one step, from the groups of its batch and what happened since the last one."""
+"""The numbers of one step, from the groups of its batch and what happened since the last one.
 
-from collections.abc import Callable, Sequence
+With several environments each number is given over all of them and, with `/<env>` behind its name, for each. What does not
+exist in a step is absent.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.algorithms.staleness import staleness
-from trivet.orchestrator.buffer import Tally
 from trivet.orchestrator.checkpoint import Progress
+from trivet.orchestrator.tally import FinishedGroup, Tally
 from trivet.wire.rollouts import Group, Rollout
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.versions import PolicyVersion, Step, count_tokens
+
+_MEASURES: dict[str, Callable[[Rollout], float]] = {
+    "reward": lambda rollout: rollout.reward,
+    "seq_len": lambda rollout: float(sum(sample.num_tokens for sample in rollout.samples)),
+    "completion_len": lambda rollout: float(sum(count_tokens(sample.versions) for sample in rollout.samples)),
+    "is_truncated": lambda rollout: float(rollout.is_truncated),
+    "num_turns": lambda rollout: float(rollout.num_turns),
+    "generation_ms": lambda rollout: rollout.generation_s * 1e3,
+    "scoring_ms": lambda rollout: rollout.scoring_s * 1e3,
+}
 
 
 def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> dict[str, float]:
@@ -18,63 +34,38 @@ def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> di
         num_tokens: packed tokens of the batch.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    values = {"reward/mean": _mean(rollout.reward for rollout in rollouts)}
-    by_env: dict[str, list[Rollout]] = {}
-    for group in groups:
-        by_env.setdefault(group.env, []).extend(group.rollouts)
+    by_env = _rollouts_by_env(groups)
+    values = _rollout_metrics(rollouts)
     for env, members in by_env.items():
-        values[f"reward/{env}"] = _mean(rollout.reward for rollout in members)
         values[f"batch/{env}"] = len(members) / len(rollouts)
-    for name in sorted({name for rollout in rollouts for name in rollout.scores}):
-        values[f"metrics/{name}"] = _mean(rollout.scores[name] for rollout in rollouts if name in rollout.scores)
-    measures: dict[str, Callable[[Rollout], float]] = {
-        "reward": lambda rollout: rollout.reward,
-        "seq_len": lambda rollout: float(sum(sample.num_tokens for sample in rollout.samples)),
-        "completion_len": lambda rollout: float(sum(sample.num_loss_tokens for sample in rollout.samples)),
-        "is_truncated": lambda rollout: float(rollout.is_truncated),
-        "num_turns": lambda rollout: float(rollout.num_turns),
-        "generation_ms": lambda rollout: rollout.generation_s * 1e3,
-        "scoring_ms": lambda rollout: rollout.scoring_s * 1e3,
-    }
-    for name, measure in measures.items():
-        column = np.array([measure(rollout) for rollout in rollouts])
-        values |= {f"{name}/mean": column.mean(), f"{name}/max": column.max(), f"{name}/min": column.min()}
-    values["prompt_len/mean"] = values["seq_len/mean"] - values["completion_len/mean"]
-    age = np.array([staleness(step=step, oldest=group.oldest_version) for group in groups])
+        values[f"reward/{env}"] = _mean(rollout.reward for rollout in members)
+        if len(by_env) > 1:
+            values |= {f"{name}/{env}": value for name, value in _rollout_metrics(members).items()}
+    values |= _staleness_metrics(groups, step=step)
     values |= {
-        "batch/loss_tokens": sum(sample.num_loss_tokens for rollout in rollouts for sample in rollout.samples),
-        "batch/off_policy_level/mean": age.mean(),
-        "batch/off_policy_level/max": age.max(),
-        "batch/off_policy_level/min": age.min(),
-        "progress/tokens": num_tokens,
-        "progress/samples": len(rollouts),
-        "progress/problems": len(groups),
+        "batch/loss_tokens": float(sum(sample.num_loss_tokens for rollout in rollouts for sample in rollout.samples)),
+        "progress/tokens": float(num_tokens),
+        "progress/samples": float(len(rollouts)),
+        "progress/problems": float(len(groups)),
     }
-    return {name: float(value) for name, value in values.items()}
+    return values
 
 
 def flow_metrics(
     tally: Tally, groups: Sequence[Group], *, version: PolicyVersion, step: Step, num_in_flight: int, num_ready: int
 ) -> dict[str, float]:
     """What became of the groups that ended since the last batch, and what is under way."""
-    means = [group.rewards.mean() for group in groups]
-    zero = [np.ptp(group.rewards) == 0 for group in groups]
-    solve_none = sum(bool(flat) and mean == 0 for flat, mean in zip(zero, means, strict=True))
-    solve_all = sum(bool(flat) and mean > 0 for flat, mean in zip(zero, means, strict=True))
-    solve_all += tally.filtered_solve_all
-    solve_none += tally.filtered - tally.filtered_solve_all
-    judged = max(len(groups) + tally.filtered, 1)
-    ended = max(tally.finished + tally.failed, 1)
-    return {
-        "batch/solve_none": solve_none / judged,
-        "batch/solve_all": solve_all / judged,
-        "batch/effective_batch_size": 1.0 - (solve_none + solve_all) / judged,
-        "batch/filtered_groups": float(tally.filtered),
-        "batch/stale_groups": float(tally.stale),
+    filtered = [group for group in tally.finished if group.filtered is not None]
+    judged = [*(FinishedGroup.of(group) for group in groups), *filtered]
+    values = _judged_metrics(judged) | _finished_metrics(tally.finished) | _loss_metrics(tally)
+    envs = {group.env for group in judged}
+    for env in sorted(envs) if len(envs) > 1 else ():
+        values |= {f"{name}/{env}": value for name, value in _judged_metrics(_of(env, judged)).items()}
+        values |= {f"{name}/{env}": value for name, value in _finished_metrics(_of(env, tally.finished)).items()}
+    return values | {
         "batch/async_level": float(step - 1 - version),
         "batch/inflight_groups": float(num_in_flight),
         "batch/ready_groups": float(num_ready),
-        "error/mean": tally.failed / ended,
     }
 
 
@@ -87,5 +78,89 @@ def progress_metrics(progress: Progress, *, version: PolicyVersion) -> dict[str,
     }
 
 
-def _mean(values: object) -> float:
-    return float(np.mean(list(values)))  # type: ignore[call-overload]  # any iterable of numbers
+def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, measure in _MEASURES.items():
+        column = np.array([measure(rollout) for rollout in rollouts])
+        values |= {f"{name}/mean": float(column.mean()), f"{name}/max": float(column.max()), f"{name}/min": float(column.min())}
+    values["prompt_len/mean"] = values["seq_len/mean"] - values["completion_len/mean"]
+    for name in sorted({name for rollout in rollouts for name in rollout.scores}):
+        values[f"metrics/{name}"] = _mean(rollout.scores[name] for rollout in rollouts if name in rollout.scores)
+    if temperatures := [sample.temperature for rollout in rollouts for sample in rollout.samples]:
+        values["sampling/temperature"] = _mean(temperatures)
+    return values
+
+
+def _staleness_metrics(groups: Sequence[Group], *, step: Step) -> dict[str, float]:
+    """How far behind the groups are by their oldest token, and how many tokens are how far behind."""
+    age = np.array([staleness(step=step, oldest=group.oldest_version) for group in groups])
+    tokens: Counter[int] = Counter()
+    for group in groups:
+        for rollout in group.rollouts:
+            for run in (run for sample in rollout.samples for run in sample.versions):
+                tokens[staleness(step=step, oldest=run.version)] += run.length
+    return {
+        "batch/off_policy_level/mean": float(age.mean()),
+        "batch/off_policy_level/max": float(age.max()),
+        "batch/off_policy_level/min": float(age.min()),
+        **{f"batch/off_policy_tokens/{level}": float(tokens[level]) for level in sorted(tokens)},
+    }
+
+
+def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
+    """Of the groups that were weighed for the batch: those in it, and those that a filter kept out of it."""
+    if not judged:
+        return {}
+    solve_all = sum(group.is_flat and group.is_solved for group in judged) / len(judged)
+    solve_none = sum(group.is_flat and not group.is_solved for group in judged) / len(judged)
+    values = {
+        "batch/solve_none": solve_none,
+        "batch/solve_all": solve_all,
+        "batch/effective_batch_size": 1.0 - solve_none - solve_all,
+        "pass@1": _mean(group.num_passed / group.num_rollouts for group in judged),
+    }
+    size = judged[0].num_rollouts
+    return values | ({f"pass@{size}": _mean(group.num_passed > 0 for group in judged)} if size > 1 else {})
+
+
+def _finished_metrics(finished: Sequence[FinishedGroup]) -> dict[str, float]:
+    """`filtered_rollouts/*`: share of the rollouts that ended since the last batch, by what was wrong with them."""
+    filtered = [group for group in finished if group.filtered is not None]
+    values = {"batch/filtered_groups": float(len(filtered))}
+    num_rollouts = sum(group.num_rollouts for group in finished)
+    if not num_rollouts:
+        return values
+    flat = [group for group in filtered if group.filtered is FilterReason.ZERO_SIGNAL]
+    counts = {
+        "easy": sum(group.num_rollouts for group in flat if group.is_solved),
+        "hard": sum(group.num_rollouts for group in flat if not group.is_solved),
+        **{name.value: sum(group.found.count(name) for group in finished) for name in RolloutFilter},
+    }
+    return values | {f"filtered_rollouts/{name}": count / num_rollouts for name, count in counts.items()}
+
+
+def _loss_metrics(tally: Tally) -> dict[str, float]:
+    """`error/*`: share of the groups that ended since the last batch, by type of error and environment."""
+    values = {"batch/stale_groups": float(sum(group.reason == "stale" for group in tally.dropped))}
+    ended = len(tally.finished) + len(tally.failed)
+    if not ended:
+        return values
+    values["error/mean"] = len(tally.failed) / ended
+    values |= {f"error/{kind}": count / ended for kind, count in Counter(group.reason for group in tally.failed).items()}
+    by_env = Counter((group.env, group.reason) for group in tally.failed)
+    return values | {f"error/{env}/{kind}": count / ended for (env, kind), count in by_env.items()}
+
+
+def _rollouts_by_env(groups: Iterable[Group]) -> dict[str, list[Rollout]]:
+    by_env: dict[str, list[Rollout]] = {}
+    for group in groups:
+        by_env.setdefault(group.env, []).extend(group.rollouts)
+    return by_env
+
+
+def _of(env: str, groups: Sequence[FinishedGroup]) -> list[FinishedGroup]:
+    return [group for group in groups if group.env == env]
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

@@ -1,56 +1,244 @@
-"""Which example the next group is of: a pure function of the run's seed and the group's id.
+"""Which example the next group is of: a state machine whose state is in every checkpoint.
 
-Examples of all environments stand in one row, shuffled anew each epoch; group id g takes place g mod N of epoch g div N. The
-id alone therefore names the example: a resumed run dispatches a group again by its id.
+Examples of all environments stand in one row, shuffled anew each epoch; with `env_ratios` each environment has a row of its
+own and the rows take turns. A parked example (orchestrator.pools) is passed over. What was drawn is remembered in its `Draw`,
+so a group dispatched again is of the same example, sampled at the same temperature, whatever has changed since.
+Called by the dispatcher, and by the loop at the start of a step.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
+from trivet.algorithms.difficulty import Difficulty, FairTurns
 from trivet.algorithms.seeds import derive_seed
-from trivet.wire.rollouts import GroupId
+from trivet.config.curriculum import BufferConfig
+from trivet.orchestrator.pools import DifficultyPools, ParkedExample
+from trivet.wire.rollouts import Group, GroupId
+from trivet.wire.versions import Step
+
+logger = logging.getLogger(__name__)
+
+_ALL = "*"
+"""Name of the row that holds every environment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True, kw_only=True):
+    """A group to be run."""
+
     group_id: GroupId
     env: str
     example_id: int
     """Row in the environment's data set."""
+    example_hash: str
+    """Finds the row again in a data set that has changed."""
+    step: Step
+    """The batch that was being filled when the group first started: its temperature is that step's."""
+
+
+class RowState(msgspec.Struct, kw_only=True):
+    epoch: int = 0
+    position: int = 0
+    """Places of the epoch that are behind."""
+    fingerprint: str = ""
+    """Of seed and examples: with others the order is another, and a new epoch begins."""
+
+
+class SamplerState(msgspec.Struct, kw_only=True):
+    next_group_id: GroupId = GroupId(0)
+    rows: dict[str, RowState] = {}
+    credits: dict[str, float] = {}
+    """Of each row's turns."""
+    parked: dict[str, list[ParkedExample]] = {}
+    """By environment, longest parked first."""
 
 
 class ExampleSampler:
-    def __init__(self, sizes: Mapping[str, int], *, seed: int, next_group_id: int = 0) -> None:
+    """
+    >>> sampler = ExampleSampler({"math": hashes}, seed=42)
+    >>> draw = sampler.take(Step(1))
+    >>> sampler.finished(group, draw, step=Step(1))
+    >>> ExampleSampler({"math": hashes}, seed=42, state=sampler.snapshot())  # goes on exactly there
+    """
+
+    def __init__(
+        self,
+        examples: Mapping[str, Sequence[str]],
+        *,
+        seed: int,
+        rules: BufferConfig | None = None,
+        state: SamplerState | None = None,
+    ) -> None:
         """
         Args:
-            sizes: number of examples by environment name, each at least 1.
+            examples: hash of each row by environment name, at least one row each.
+            state: of the checkpoint that is resumed.
         """
-        self._offsets: list[tuple[int, str]] = []
-        total = 0
-        for env, size in sizes.items():
-            self._offsets.append((total, env))
-            total += size
-        self._total = total
-        self._seed = seed
-        self._order: tuple[int, np.ndarray] | None = None
-        self.next_group_id = GroupId(next_group_id)
+        self._examples = examples
+        self._rules = rules or BufferConfig()
+        self._seed = seed if self._rules.seed is None else self._rules.seed
+        state = state or SamplerState()
+        self.next_group_id = state.next_group_id
+        self._pools = DifficultyPools(examples, rules=self._rules, parked=state.parked)
+        ratios = self._rules.env_ratios
+        members = {_ALL: list(examples)} if ratios is None else {env: [env] for env in examples}
+        self._rows = {
+            name: _Row(name, envs, examples, seed=self._seed, state=state.rows.get(name)) for name, envs in members.items()
+        }
+        self._turns = FairTurns(dict(zip(members, ratios or [1.0], strict=True)), credits=state.credits)
+        self._empty: set[str] = set()
 
-    def take(self) -> Draw:
-        """The next group; its id is never handed out again."""
-        draw = self.draw(self.next_group_id)
+    @property
+    def is_drained(self) -> bool:
+        """No example is left to draw."""
+        return not any(self._pools.num_normal(env) for env in self._examples)
+
+    def begin_step(self, step: Step) -> None:
+        """Parked examples whose time has come are drawn again from now on."""
+        if returned := self._pools.release(step):
+            logger.info("examples returned to the normal pool count=%s step=%s", returned, step)
+
+    def take(self, step: Step) -> Draw | None:
+        """The next group, whose id is never handed out again; None when no example is left.
+
+        Args:
+            step: the batch being filled.
+        """
+        able = [name for name, row in self._rows.items() if any(self._pools.num_normal(env) for env in row.envs)]
+        self._report_empty()
+        if not able:
+            return None
+        env, example_id = self._rows[self._turns.take(able)].take(self._pools)
+        draw = Draw(
+            group_id=self.next_group_id,
+            env=env,
+            example_id=example_id,
+            example_hash=self._examples[env][example_id],
+            step=step,
+        )
         self.next_group_id = GroupId(self.next_group_id + 1)
         return draw
 
-    def draw(self, group_id: GroupId) -> Draw:
-        epoch, place = divmod(group_id, self._total)
-        row = int(self._permutation(epoch)[place])
-        offset, env = next((offset, env) for offset, env in reversed(self._offsets) if offset <= row)
-        return Draw(group_id=group_id, env=env, example_id=row - offset)
+    def finished(self, group: Group, draw: Draw, *, step: Step) -> None:
+        """Move the example of a finished group to the pool that its rewards say."""
+        self._pools.judge(draw.env, draw.example_hash, mean_reward=float(group.rewards.mean()), step=step)
 
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            rng = np.random.Generator(np.random.PCG64(derive_seed(self._seed, "examples", epoch)))
-            self._order = (epoch, rng.permutation(self._total))
-        return self._order[1]
+    def preview(self, count: int) -> list[Draw]:
+        """What a fresh run would start with; draws nothing."""
+        fresh = ExampleSampler(self._examples, seed=self._seed, rules=self._rules)
+        return [draw for _ in range(count) if (draw := fresh.take(Step(1)))]
+
+    def find_again(self, draws: Sequence[Draw]) -> tuple[list[Draw], list[Draw]]:
+        """Groups of a checkpoint in today's data sets: those to dispatch again, and those whose example is gone."""
+        rows = {env: {name: row for row, name in enumerate(hashes)} for env, hashes in self._examples.items()}
+        found: list[Draw] = []
+        gone: list[Draw] = []
+        for draw in draws:
+            hashes = self._examples.get(draw.env, ())
+            if draw.example_id < len(hashes) and hashes[draw.example_id] == draw.example_hash:
+                found.append(draw)
+            elif (row := rows.get(draw.env, {}).get(draw.example_hash)) is not None:
+                found.append(msgspec.structs.replace(draw, example_id=row))
+            else:
+                gone.append(draw)
+        return found, gone
+
+    def snapshot(self) -> SamplerState:
+        return SamplerState(
+            next_group_id=self.next_group_id,
+            rows={name: row.snapshot() for name, row in self._rows.items()},
+            credits=dict(self._turns.credits),
+            parked=self._pools.snapshot(),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """`pool/*` as shares of examples, `evicted_examples/*` as counts since the last call; nothing without thresholds."""
+        if self._rules.easy_threshold is None and self._rules.hard_threshold is None:
+            return {}
+        values: dict[str, float] = {}
+        sizes = {env: self._pools.sizes(env) for env in self._examples}
+        evicted, total = self._pools.evicted.copy(), sum(len(hashes) for hashes in self._examples.values())
+        self._pools.evicted.clear()
+        for pool in ("easy", "normal", "hard"):
+            counts = {env: getattr(size, pool) for env, size in sizes.items()}
+            values[f"pool/{pool}"] = sum(counts.values()) / total
+            values |= {f"pool/{pool}/{env}": count / len(self._examples[env]) for env, count in counts.items()}
+        for difficulty in (pool for pool in Difficulty if pool is not Difficulty.NORMAL):
+            values[f"evicted_examples/{difficulty}"] = sum(evicted[env, difficulty] for env in self._examples)
+            values |= {f"evicted_examples/{difficulty}/{env}": evicted[env, difficulty] for env in self._examples}
+        return values
+
+    def explain_drained(self) -> str:
+        """Where the examples have gone, and what brings them back."""
+        rules = self._rules
+        sizes = {env: self._pools.sizes(env) for env in self._examples}
+        pools = "; ".join(
+            f"{env}: {len(self._examples[env])} examples, {size.easy} easy, {size.hard} hard, {size.normal} normal"
+            for env, size in sizes.items()
+        )
+        return (
+            f"no example is left in a normal pool ({pools}; easy_threshold {rules.easy_threshold}, hard_threshold"
+            f" {rules.hard_threshold}, recheck_interval {rules.recheck_interval}): raise orchestrator.buffer.easy_threshold,"
+            " lower hard_threshold, set a shorter recheck_interval, resume with easy_fraction or hard_fraction above 0, or"
+            " take other examples"
+        )
+
+    def _report_empty(self) -> None:
+        empty = {env for env in self._examples if not self._pools.num_normal(env)}
+        for env in sorted(empty - self._empty):
+            size = self._pools.sizes(env)
+            logger.warning("no example is left to draw env=%s easy=%s hard=%s", env, size.easy, size.hard)
+        self._empty = empty
+
+
+class _Row:
+    """The examples of some environments in endless passes, each shuffled anew."""
+
+    def __init__(
+        self, name: str, envs: Sequence[str], examples: Mapping[str, Sequence[str]], *, seed: int, state: RowState | None
+    ) -> None:
+        self.envs = envs
+        self._path = ("examples",) if name == _ALL else ("examples", name)
+        self._examples = examples
+        self._seed = seed
+        self._ends = np.cumsum([len(examples[env]) for env in envs])
+        self._fingerprint = _fingerprint(seed, envs, examples)
+        self._epoch = self._position = 0
+        if state is not None and state.fingerprint == self._fingerprint:
+            self._epoch, self._position = state.epoch, state.position
+        elif state is not None:
+            self._epoch = state.epoch + 1
+        self._order = self._permutation()
+
+    def take(self, pools: DifficultyPools) -> tuple[str, int]:
+        """The next example that is not parked, by environment and row; there must be one."""
+        while True:
+            if self._position == len(self._order):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._permutation()
+            place = int(self._order[self._position])
+            self._position += 1
+            index = int(np.searchsorted(self._ends, place, side="right"))
+            env = self.envs[index]
+            example_id = place - (int(self._ends[index - 1]) if index else 0)
+            if not pools.is_parked(env, self._examples[env][example_id]):
+                return env, example_id
+
+    def snapshot(self) -> RowState:
+        return RowState(epoch=self._epoch, position=self._position, fingerprint=self._fingerprint)
+
+    def _permutation(self) -> np.ndarray:
+        rng = np.random.Generator(np.random.PCG64(derive_seed(self._seed, *self._path, self._epoch)))
+        return rng.permutation(int(self._ends[-1]))
+
+
+def _fingerprint(seed: int, envs: Sequence[str], examples: Mapping[str, Sequence[str]]) -> str:
+    digest = hashlib.sha256(str(seed).encode())
+    for env in envs:
+        digest.update(f"\n{env}\n".encode())
+        for example_hash in examples[env]:
+            digest.update(example_hash.encode())
+    return digest.hexdigest()

@@ -1,0 +1,56 @@
+"""How hard an example is for the policy, by the rewards of its last group; and proportions kept without chance."""
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+
+class Difficulty(StrEnum):
+    EASY = "easy"
+    NORMAL = "normal"
+    HARD = "hard"
+
+
+def difficulty_of(mean_reward: float, *, easy_threshold: float | None, hard_threshold: float | None) -> Difficulty:
+    """
+    Args:
+        mean_reward: over the group.
+        easy_threshold: this and above is easy; None: nothing is.
+        hard_threshold: this and below is hard; None: nothing is.
+    """
+    if easy_threshold is not None and mean_reward >= easy_threshold:
+        return Difficulty.EASY
+    if hard_threshold is not None and mean_reward <= hard_threshold:
+        return Difficulty.HARD
+    return Difficulty.NORMAL
+
+
+class FairTurns:
+    """Hands out turns in given proportions: after n turns each name has had its share of n to within a turn or so.
+
+    Without chance: the credits are the whole state.
+
+    >>> turns = FairTurns({"a": 2, "b": 1})
+    >>> [turns.take(["a", "b"]) for _ in range(6)]
+    ['a', 'b', 'a', 'a', 'b', 'a']
+
+    Source: smooth weighted round-robin, as in nginx's upstream balancing.
+    """
+
+    def __init__(self, ratios: Mapping[str, float], *, credits: Mapping[str, float] | None = None) -> None:
+        """
+        Args:
+            ratios: positive numbers of any sum.
+            credits: of an earlier state; a name that it does not have starts at 0.
+        """
+        self._ratios = dict(ratios)
+        self.credits = {name: (credits or {}).get(name, 0.0) for name in ratios}
+
+    def take(self, names: Iterable[str]) -> str:
+        """Whose turn it is among `names`, at least one; the others keep their credit and gain none."""
+        able = list(names)
+        total = sum(self._ratios[name] for name in able)
+        for name in able:
+            self.credits[name] += self._ratios[name] / total
+        chosen = max(able, key=lambda name: self.credits[name])
+        self.credits[chosen] -= 1.0
+        return chosen

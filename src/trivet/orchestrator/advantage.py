@@ -1,0 +1,102 @@
+"""From `[orchestrator.advantage]` to the function that the dispatcher calls on each finished group.
+
+Whatever the function, what it returns is checked: a wrong shape or a value that is not finite would otherwise reach the
+optimizer.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from trivet.algorithms.advantages import (
+    AdvantageFunction,
+    AdvantageInputs,
+    leave_one_out,
+    length_weighted_mean,
+    mean_baseline,
+    mean_normalised,
+    raw_rewards,
+    standardised,
+)
+from trivet.config.curriculum import AdvantageConfig
+from trivet.errors import BatchError, ConfigError
+
+_PROBES = (
+    AdvantageInputs(rewards=np.array([0.0, 0.25, 1.0, 1.0]), completion_lengths=np.array([3, 1, 40, 7])),
+    AdvantageInputs(rewards=np.array([1.0, 1.0]), completion_lengths=np.array([5, 5])),
+    AdvantageInputs(rewards=np.array([0.0, 0.0]), completion_lengths=np.array([0, 0])),
+)
+"""What a custom function is tried on before anything starts: an ordinary group, one all solved, one all failed and empty."""
+
+
+def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
+    """
+    Raises:
+        ConfigError: a custom function cannot be imported, refuses what it is given, or returns what cannot be trained on.
+    """
+    if config.type == "custom":
+        function = _load_custom(config)
+    else:
+        function = {
+            "default": length_weighted_mean if config.length_weighted_mean else mean_baseline,
+            "length_weighted_mean": length_weighted_mean,
+            "rloo": leave_one_out,
+            "std_norm": partial(standardised, eps=config.eps),
+            "max_rl": mean_normalised,
+            "none": raw_rewards,
+        }[config.type]
+
+    def checked(inputs: AdvantageInputs) -> np.ndarray:
+        try:
+            return _checked(function, inputs)
+        except Exception as exc:  # a custom function is the user's code: whatever it raises ends the run with its name
+            raise BatchError(f"{_name(config)} of rewards {inputs.rewards.tolist()} failed: {exc}") from exc
+
+    return checked
+
+
+def _load_custom(config: AdvantageConfig) -> AdvantageFunction:
+    path = config.import_path or ""
+    module_name, _, name = path.replace(":", ".").rpartition(".")
+    if not module_name:
+        raise ConfigError(f'{_name(config)} must be "module.function"; the module has to be installed, or on PYTHONPATH')
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    except Exception as exc:  # importing runs the user's code
+        raise ConfigError(
+            f"{_name(config)} cannot be imported ({type(exc).__name__}: {exc}); give module.function of a module that"
+            " is installed, or on PYTHONPATH"
+        ) from exc
+    bound = partial(function, **config.kwargs)
+    for probe in _PROBES:
+        try:
+            _checked(bound, probe)
+        except Exception as exc:  # the user's code
+            raise ConfigError(
+                f"{_name(config)} called with rewards {probe.rewards.tolist()}, completion_lengths"
+                f" {probe.completion_lengths.tolist()} and kwargs {config.kwargs} failed ({type(exc).__name__}: {exc});"
+                " it takes (inputs, **kwargs) and returns one finite number per rollout"
+            ) from exc
+    return bound
+
+
+def _checked(function: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs) -> np.ndarray:
+    """
+    Raises:
+        ValueError: the result is not one finite number per rollout.
+    """
+    advantages = np.asarray(function(inputs), dtype=np.float64)
+    if advantages.shape != inputs.rewards.shape:
+        raise ValueError(f"returned shape {advantages.shape}, must be {inputs.rewards.shape}: one advantage per rollout")
+    if not np.isfinite(advantages).all():
+        raise ValueError(f"returned {advantages.tolist()}, must be finite")
+    return advantages
+
+
+def _name(config: AdvantageConfig) -> str:
+    if config.type == "custom":
+        return f'orchestrator.advantage.import_path "{config.import_path}"'
+    return f'orchestrator.advantage "{config.type}"'

@@ -1,0 +1,41 @@
+"""What the configuration says of single groups and rollouts: how their tokens are sampled, what is looked for in them."""
+
+from collections.abc import Callable
+
+from trivet.algorithms.filters import Gibberish, Repetition, RolloutFilter, RolloutFilters
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.environments.sampling import sampling_arguments
+from trivet.orchestrator.sampler import Draw
+from trivet.wire.groups import SamplingArguments
+
+
+def sampling_plan(config: OrchestratorConfig) -> Callable[[Draw], SamplingArguments]:
+    """The run's sampling with what the draw's environment changes of it, at the temperature of the draw's step.
+
+    A function of the draw alone, so that a group dispatched again is sampled alike.
+    """
+    by_env = {env.label: env.sampling.over(config.sampling) for env in config.env}
+
+    def plan(draw: Draw) -> SamplingArguments:
+        sampling = by_env[draw.env]
+        return sampling_arguments(sampling, temperature=sampling.temperature_at(draw.step, max_steps=config.max_steps))
+
+    return plan
+
+
+def rollout_filters(config: OrchestratorConfig) -> RolloutFilters:
+    """What is looked for in each rollout, and which of it is left out of training."""
+    filters = config.filters
+    sections = {
+        RolloutFilter.REPETITION: filters.repetition,
+        RolloutFilter.GIBBERISH: filters.gibberish,
+        RolloutFilter.ZERO_ADVANTAGE: filters.zero_advantage,
+    }
+    repetition, gibberish = filters.repetition, filters.gibberish
+    return RolloutFilters(
+        repetition=repetition and Repetition(window=repetition.window, prob_threshold=repetition.prob_threshold),
+        gibberish=gibberish
+        and Gibberish(token_id_threshold=gibberish.token_id_threshold, max_logprob=gibberish.max_logprob),
+        is_measuring_zero_advantage=filters.zero_advantage is not None,
+        enforced=frozenset(name for name, section in sections.items() if section is not None and section.enforce),
+    )

@@ -1,0 +1,70 @@
+"""Remembers what became of groups since the last batch. Filled by the buffer, read by metrics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trivet.algorithms.filters import FilterReason, RolloutFilter
+from trivet.wire.rollouts import Group
+
+_PASSED = 1.0
+"""Reward from which a rollout counts as a success."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedGroup:
+    """What metrics need of a group, without its tokens."""
+
+    env: str
+    num_rollouts: int
+    num_passed: int
+    """Rollouts of reward 1 or more."""
+    is_flat: bool
+    """All rewards are equal."""
+    is_solved: bool
+    """All rewards are above 0."""
+    found: Sequence[RolloutFilter]
+    """What the filters found in its rollouts."""
+    filtered: FilterReason | None
+    """Why it is not trained on."""
+
+    @classmethod
+    def of(
+        cls, group: Group, *, found: Sequence[RolloutFilter] = (), filtered: FilterReason | None = None
+    ) -> "FinishedGroup":
+        rewards = group.rewards
+        return cls(
+            env=group.env,
+            num_rollouts=len(rewards),
+            num_passed=int((rewards >= _PASSED).sum()),
+            is_flat=bool(rewards.min() == rewards.max()),
+            is_solved=bool(rewards.min() > 0),
+            found=tuple(found),
+            filtered=filtered,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostGroup:
+    env: str
+    reason: str
+    """Type of the error of a failed group, or why it was dropped."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """The loop takes it when a batch is formed and puts a new one in its place."""
+
+    finished: list[FinishedGroup] = field(default_factory=list)
+    failed: list[LostGroup] = field(default_factory=list)
+    dropped: list[LostGroup] = field(default_factory=list)
+
+    def add_failed(self, env: str, error: str) -> None:
+        """
+        Args:
+            error: `ErrorType: message`; of a failed rollout, the type of what made it fail.
+        """
+        kind = error.removeprefix("RolloutFailed: ").split(":", 1)[0].strip()
+        self.failed.append(LostGroup(env=env, reason=kind if kind.isidentifier() else "RolloutFailed"))
+
+    def add_dropped(self, env: str, reason: str) -> None:
+        self.dropped.append(LostGroup(env=env, reason=reason.split(":", 1)[0]))

@@ -1,0 +1,48 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trivet.algorithms.difficulty import Difficulty, FairTurns, difficulty_of
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [(1.0, Difficulty.EASY), (0.8, Difficulty.EASY), (0.79, Difficulty.NORMAL), (0.2, Difficulty.HARD), (-1.0, Difficulty.HARD)],
+)
+def test_both_thresholds_belong_to_the_pool_that_they_bound(reward: float, expected: Difficulty) -> None:
+    assert difficulty_of(reward, easy_threshold=0.8, hard_threshold=0.2) is expected
+
+
+def test_without_thresholds_everything_is_normal() -> None:
+    assert difficulty_of(1.0, easy_threshold=None, hard_threshold=None) is Difficulty.NORMAL
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
+def test_turns_keep_their_proportions_at_every_moment(ratios: list[float]) -> None:
+    names = [str(index) for index in range(len(ratios))]
+    turns = FairTurns(dict(zip(names, ratios, strict=True)))
+    taken: Counter[str] = Counter()
+    for count in range(1, 120):
+        taken[turns.take(names)] += 1
+        for name, ratio in zip(names, ratios, strict=True):
+            # The name with the most credit has at least the mean, which is above 0: no credit falls to -1, and they add up to 0.
+            assert abs(taken[name] - count * ratio / sum(ratios)) < len(names)
+
+
+def test_a_name_that_sat_out_does_not_catch_up() -> None:
+    turns = FairTurns({"a": 1, "b": 1})
+    assert [turns.take(["a"]) for _ in range(50)] == ["a"] * 50
+    assert Counter(turns.take(["a", "b"]) for _ in range(10)) == {"a": 5, "b": 5}
+
+
+@given(st.lists(st.sampled_from(["ab", "a", "b", "abc"]), min_size=1, max_size=40), st.integers(0, 40))
+def test_turns_go_on_from_their_credits(history: list[str], cut: int) -> None:
+    ratios = {"a": 0.3, "b": 2.0, "c": 1.0}
+    unbroken = FairTurns(ratios)
+    expected = [unbroken.take(names) for names in history]
+    first = FairTurns(ratios)
+    taken = [first.take(names) for names in history[:cut]]
+    second = FairTurns(ratios, credits=dict(first.credits))
+    assert taken + [second.take(names) for names in history[cut:]] == expected
