@@ -4,7 +4,7 @@ Every check is a function of values. What looks at files is apart (`file_problem
 the model is not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trivet.config.base import Section
@@ -13,6 +13,7 @@ from trivet.config.evaluation import EvalConfig
 from trivet.config.findings import Findings
 from trivet.config.inference import InferenceConfig
 from trivet.config.keys import Shape, all_keys
+from trivet.config.online_eval import OnlineEvalConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.sampling import EvalSamplingConfig, RequestSamplingConfig, SamplingConfig
@@ -143,6 +144,21 @@ def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Itera
     yield from _name_problems(config.env, f"{prefix}env")
     yield from _ratio_problems(config, prefix)
     yield from _run_sampling_problems(config, prefix)
+    if config.eval is not None:
+        yield from _eval_problems(config, config.eval, f"{prefix}eval")
+
+
+def _eval_problems(config: OrchestratorConfig, evals: OnlineEvalConfig, name: str) -> Iterator[str]:
+    yield from _name_problems(evals.env, f"{name}.env")
+    yield from sampling_problems(evals.sampling, f"{name}.sampling")
+    trained = {env.label: env for env in config.env}
+    for index, env in enumerate(evals.env):
+        taken = trained.get(config.pool_name(env))
+        if taken is not None and (taken.id, taken.args) != (env.id, env.args):
+            yield (
+                f'the workers of {name}.env.{index} would be called "{taken.label}" like an environment that is trained on;'
+                f" set another name in {name}.env.{index}"
+            )
 
 
 def _ratio_problems(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
@@ -193,7 +209,7 @@ def inference_problems(config: InferenceConfig, prefix: str = "") -> Iterator[st
             yield f"{prefix}vllm_args.{name} ({value}) has a key of its own: set {prefix}{key} instead"
 
 
-def _name_problems(envs: list[EnvConfig], name: str) -> Iterator[str]:
+def _name_problems(envs: Sequence[EnvConfig], name: str) -> Iterator[str]:
     labels = [env.label for env in envs]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
         places = " and ".join(f"{name}.{index}" for index, env in enumerate(envs) if env.label == label)
@@ -244,9 +260,10 @@ def _orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
 
 def _sampling_notices(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
     default = SamplingConfig()
+    of_envs = ((f"env.{index}.sampling", env.sampling) for index, env in enumerate(config.env))
     biasing = [
         f"{prefix}{name}.{key} ({value})"
-        for name, section in (("sampling", config.sampling), *((f"env.{i}.sampling", e.sampling) for i, e in enumerate(config.env)))
+        for name, section in (("sampling", config.sampling), *of_envs)
         for key in BIASING_KEYS
         if (value := getattr(section, key)) not in (None, getattr(default, key)) and (key, value) != ("top_k", 0)
     ]

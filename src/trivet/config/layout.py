@@ -84,12 +84,20 @@ class RunLayout:
     def rollouts_step(self, step: int) -> Path:
         return self.root / "rollouts" / step_name(step)
 
+    @property
+    def evals(self) -> Path:
+        return self.root / "evals"
+
     def evals_step(self, step: int, env: str) -> Path:
-        return self.root / "evals" / step_name(step) / env
+        return self.evals / step_name(step) / env
 
     def log_file(self, name: str) -> Path:
         """`rl.log`, `inference.stdout`, `orchestrator.stdout`, `trainer.stdout`."""
         return self.logs / name
+
+    def env_worker_log(self, env: str) -> Path:
+        """Output of the workers of an environment; a hub id's slash does not make a folder."""
+        return self.logs / "env_workers" / f"{env.replace('/', '--')}.log"
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / "trainer" / f"rank_{rank}.stdout"

@@ -1,15 +1,16 @@
 """Sections of the orchestrator."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from trivet.config.base import Section
 from trivet.config.client import ClientConfig, ConcurrencyConfig
 from trivet.config.curriculum import AdvantageConfig, BufferConfig, FiltersConfig
-from trivet.config.environment import EnvConfig
 from trivet.config.detectors import DetectorsConfig
+from trivet.config.environment import EnvConfig
+from trivet.config.online_eval import OnlineEvalConfig, ValConfig
 from trivet.config.sampling import SamplingConfig
 from trivet.config.shared import (
     DEFAULT_MODEL,
@@ -93,3 +94,22 @@ class OrchestratorConfig(Section):
     detectors: DetectorsConfig = DetectorsConfig()
     shown_samples: ShownSamplesConfig | None = ShownSamplesConfig()
     """None: no rollouts on the console."""
+    eval: OnlineEvalConfig | None = None
+    """Measure policies during the run; unset: no."""
+    val: ValConfig | None = None
+    """Look at held-out examples during the run; unset: no."""
+
+    @property
+    def environments(self) -> dict[str, EnvConfig]:
+        """Every environment that the run loads, by the name of its workers: those trained on, then others to evaluate on."""
+        loaded: dict[str, EnvConfig] = {env.label: env for env in self.env}
+        for env in self.eval.env if self.eval is not None else []:
+            loaded.setdefault(self.pool_name(env), env)
+        return loaded
+
+    def pool_name(self, env: EnvConfig) -> str:
+        """Name of the workers that evaluate on `env`: those that train on it anyway, or others."""
+        for trained in self.env:
+            if (trained.id, trained.args) == (env.id, env.args):
+                return trained.label
+        return f"{env.label}-eval"

@@ -73,7 +73,7 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
     base_url = config.client.base_url[0]
     api_key = config.client.api_key(base_url, os.environ)
     output_dir = config.output_dir or (config.weights_dir.parent if config.weights_dir else DEFAULT_OUTPUT_DIR)
-    server = InferenceClient(base_url, timeout_s=config.client.timeout, api_key=api_key)
+    server = InferenceClient(base_url, timeout_s=config.client.timeout, api_key=api_key, headers=config.client.headers)
     summaries: list[Summary] = []
     held = START_VERSION
     pool: LocalPool | None = None
@@ -98,6 +98,7 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
                     shown = bar.add_task(f"step {target.step} {env.label}", total=task.num_examples)
                     summary = await evaluate(
                         task,
+                        env=env.label,
                         run_group=pool.run_group,
                         base_url_of=lambda _: base_url,
                         slots=asyncio.Semaphore(max(config.max_concurrent // config.rollouts_per_example, 1)),

@@ -64,6 +64,7 @@ def make_task(
 async def evaluate(
     task: TaskRecord,
     *,
+    env: str,
     run_group: RunGroup,
     base_url_of: Callable[[GroupId], str],
     slots: asyncio.Semaphore,
@@ -74,6 +75,7 @@ async def evaluate(
     """Run the task, or what an earlier run of it left to do, and write the results.
 
     Args:
+        env: what the environment is called in requests.
         base_url_of: the server for a group, which holds the policy of `task.step`.
         slots: groups in flight, shared with other evaluations.
         directory: evals/step_N/<env>.
@@ -90,7 +92,7 @@ async def evaluate(
     async def run_example(example_id: int) -> None:
         async with slots:
             try:
-                rollouts = await run_group(_request(task, example_id, base_url=base_url_of(GroupId(example_id))))
+                rollouts = await run_group(_request(task, example_id, env=env, base_url=base_url_of(GroupId(example_id))))
             except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this example only
                 errors[example_id] = f"{type(exc).__name__}: {exc}"
                 logger.warning("example failed env=%s example=%s: %s", task.env, example_id, exc)
@@ -112,10 +114,10 @@ async def evaluate(
     return summary
 
 
-def _request(task: TaskRecord, example_id: int, *, base_url: str) -> GroupRequest:
+def _request(task: TaskRecord, example_id: int, *, env: str, base_url: str) -> GroupRequest:
     return GroupRequest(
         group_id=GroupId(example_id),
-        env=task.env,
+        env=env,
         split=task.split,
         example_id=example_id,
         num_rollouts=task.rollouts_per_example,

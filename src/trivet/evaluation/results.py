@@ -102,6 +102,15 @@ class ResultsFile:
         self._file.close()
 
 
+def holds_task(directory: Path, task: TaskRecord) -> bool:
+    """Whether the results in `directory` are of this very task, so that they can be continued."""
+    try:
+        _require_same(directory / _TASK, task)
+    except (ConfigError, FileNotFoundError):
+        return False
+    return True
+
+
 def read_summary(directory: Path) -> Summary | None:
     """The summary of a complete evaluation; None when there is none.
 

@@ -8,7 +8,7 @@ from trivet.config.detectors import DetectorsConfig
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import ShownSamplesConfig
 from trivet.config.shared import HeartbeatConfig, RunIdentity, WandbConfig
-from trivet.telemetry.console import LINES, sample_lines
+from trivet.telemetry.console import LINES, eval_line, sample_lines
 from trivet.telemetry.events import EventWriter
 from trivet.telemetry.heartbeat import Heartbeat
 from trivet.telemetry.logs import SUCCESS
@@ -43,6 +43,7 @@ class Telemetry:
         self._make_line = LINES[role]
         self._events = EventWriter(layout.events, role=role, attempt=run.attempt)
         self._metrics = MetricsWriter(layout.metrics / f"{role}.jsonl", resume_step=resume_step)
+        self._evals = MetricsWriter(layout.metrics / "eval.jsonl", resume_step=resume_step) if role == "orchestrator" else None
         self._heartbeat = Heartbeat(heartbeat.url) if heartbeat is not None else None
         self._watch = Watch(detectors) if detectors is not None else None
         self._shown_samples = shown_samples
@@ -68,6 +69,14 @@ class Telemetry:
         if self._watch is not None:
             self._watch.look(step, values)
 
+    def write_eval(self, version: int, values: Mapping[str, float]) -> None:
+        """The scores of a policy, in metrics/eval.jsonl and on the console."""
+        assert self._evals is not None, "only the orchestrator evaluates during a run"
+        self._evals.write(version, values)
+        if self._wandb is not None:
+            self._wandb.write_eval(version, values)
+        logger.log(SUCCESS, "%s", eval_line(version, values))
+
     def show_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Some rollouts of a step on the console and in W&B, every so many steps."""
         shown = self._shown_samples
@@ -89,6 +98,8 @@ class Telemetry:
         """May be called again."""
         self._events.close()
         self._metrics.close()
+        if self._evals is not None:
+            self._evals.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None

@@ -53,6 +53,10 @@ class WandbSink:
         numbers = {f"{self._role}/{name}": value for name, value in values.items() if math.isfinite(value)}
         self._run.log({"step": step, **numbers})
 
+    def write_eval(self, version: int, values: Mapping[str, float]) -> None:
+        """Scores keep their own names: `eval/<env>/…`."""
+        self._run.log({"step": version, **values})
+
     def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """A table and histograms, in the steps that `log_extras.interval` names."""
         extras = self._extras

@@ -103,6 +103,18 @@ class Retire(Event):
     version: PolicyVersion
 
 
+class Evaluate(Event):
+    """An evaluation during the run ended. Its rollouts are not groups of the history."""
+
+    version: PolicyVersion
+    env: str
+    digest: str
+    avg: float | None
+    """Mean reward; None when every example failed."""
+    num_failed: int
+    """Examples without a score."""
+
+
 class Commit(Event):
     step: Step
 
@@ -110,6 +122,26 @@ class Commit(Event):
 class Stop(Event):
     step: Step
     reason: str
+    """`done`, `failed`, `interrupted`, or `preempted`: it committed and made room, because it was asked to."""
+
+
+class EnvRestart(Event):
+    """A worker of an environment ended and is started again. The groups it ran are dispatched again, or dropped as failed."""
+
+    env: str
+    worker: str
+    pid: int
+    """Of the one that ended."""
+    cause: str
+
+
+class Restart(Event):
+    """The launcher ended what was left of these roles and starts them again. What that voids is told by their next `start`."""
+
+    roles: list[str]
+    cause: str
+    from_step: Step | None
+    """The checkpoint that trainer and orchestrator go back to, 0 for the start; None when inference alone is restarted."""
 
 
 AnyEvent = (
@@ -125,6 +157,9 @@ AnyEvent = (
     | ServerDown
     | ServerUp
     | Retire
+    | Evaluate
     | Commit
     | Stop
+    | EnvRestart
+    | Restart
 )

@@ -44,6 +44,7 @@ def run(tmp_path, script, *, does_continue=False, **changes):
         script.main = asyncio.current_task()
         return await evaluate(
             task(**changes),
+            env="letters",
             run_group=script,
             base_url_of=lambda group_id: f"http://server-{group_id % 2}",
             slots=asyncio.Semaphore(1),

@@ -1,0 +1,294 @@
+"""Evaluations during a run: which are due, on which policy, and where their scores go.
+
+Consumes loaded policies. Produces evals/step_N/<env>/, metrics/eval.jsonl and Evaluate events. Waits on its waker, rung when a
+policy is loaded or the last batch was sent. While it runs, the servers keep the policy that it measures; training goes on as
+far as `max_async_level` lets it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from trivet.config.environment import EnvConfig
+from trivet.config.layout import RunLayout, parse_step
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.environments.port import EnvironmentPool
+from trivet.environments.sampling import sampling_arguments
+from trivet.evaluation.evaluate import RunGroup, evaluate, make_task
+from trivet.evaluation.results import holds_task, read_summary
+from trivet.evaluation.scores import Summary
+from trivet.orchestrator.waker import Waker
+from trivet.telemetry.telemetry import Telemetry
+from trivet.wire.events import Evaluate
+from trivet.wire.groups import EnvironmentInfo, SamplingArguments
+from trivet.wire.rollouts import GroupId
+from trivet.wire.versions import START_VERSION, PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+VAL = "val"
+"""Directory of validations inside evals/step_N/."""
+_IDLE_WAIT_S = 5.0
+
+
+def is_due(version: PolicyVersion, *, last: PolicyVersion | None, interval: int) -> bool:
+    """Whether a multiple of `interval` was reached or passed since the evaluation of `last`.
+
+    A policy that jumps over a multiple is evaluated at the version that it lands on.
+    """
+    return last is None or version // interval > last // interval
+
+
+@dataclass(slots=True, kw_only=True)
+class Series:
+    """The evaluations of one environment over a run."""
+
+    name: str
+    """Directory inside evals/step_N/, and part of metric names."""
+    env: EnvConfig
+    info: EnvironmentInfo
+    pool_name: str
+    """What the pool calls the environment."""
+    interval: int
+    num_examples: int
+    rollouts_per_example: int
+    skip_first: int
+    sampling: Callable[[PolicyVersion], SamplingArguments]
+    is_val: bool
+    last: PolicyVersion | None = None
+    """The newest version that was evaluated; None: none yet."""
+    repeats: PolicyVersion | None = None
+    """The version whose results on disk are made again."""
+
+
+def make_series(
+    config: OrchestratorConfig, pool: EnvironmentPool, *, layout: RunLayout, resumed_from: PolicyVersion
+) -> list[Series]:
+    """The evaluations that `config` asks for, those of earlier attempts counted as done.
+
+    Raises:
+        ConfigError: an environment has nothing to evaluate on.
+    """
+    series = [*_eval_series(config, pool), *_val_series(config, pool)]
+    for one in series:
+        make_task(  # refuses now what it would refuse at the first evaluation
+            one.env,
+            one.info,
+            step=0,
+            digest="",
+            num_examples=one.num_examples,
+            rollouts_per_example=one.rollouts_per_example,
+            sampling=SamplingArguments(temperature=None),
+            skip_first=one.skip_first,
+        )
+        one.last = _last_evaluated(layout, one.name, until=resumed_from)
+        if resumed_from == START_VERSION and (one.is_val or (config.eval is not None and not config.eval.eval_base_model)):
+            one.last = START_VERSION
+        elif config.eval is not None and not config.eval.skip_eval_on_resume and one.last == resumed_from:
+            one.last, one.repeats = None, resumed_from
+    return series
+
+
+def _eval_series(config: OrchestratorConfig, pool: EnvironmentPool) -> list[Series]:
+    if config.eval is None:
+        return []
+    sampling = sampling_arguments(config.eval.sampling, temperature=config.eval.sampling.temperature)
+    return [
+        Series(
+            name=env.label,
+            env=env,
+            info=pool.infos[config.pool_name(env)],
+            pool_name=config.pool_name(env),
+            interval=env.interval or config.eval.interval,
+            num_examples=config.eval.num_examples if env.num_examples is None else env.num_examples,
+            rollouts_per_example=env.rollouts_per_example or config.eval.rollouts_per_example,
+            skip_first=env.skip_first,
+            sampling=lambda version: sampling,
+            is_val=False,
+        )
+        for env in config.eval.env
+    ]
+
+
+def _val_series(config: OrchestratorConfig, pool: EnvironmentPool) -> list[Series]:
+    if config.val is None:
+        return []
+
+    def sampling_of(env: EnvConfig) -> Callable[[PolicyVersion], SamplingArguments]:
+        mine = env.sampling.over(config.sampling)
+        return lambda version: sampling_arguments(
+            mine, temperature=mine.temperature_at(version + 1, max_steps=config.max_steps)
+        )
+
+    return [
+        Series(
+            name=f"{VAL}/{env.label}",
+            env=env,
+            info=pool.infos[env.label],
+            pool_name=env.label,
+            interval=config.val.interval,
+            num_examples=config.val.num_examples,
+            rollouts_per_example=config.val.rollouts_per_example,
+            skip_first=0,
+            sampling=sampling_of(env),
+            is_val=True,
+        )
+        for env in config.env
+    ]
+
+
+def _last_evaluated(layout: RunLayout, name: str, *, until: PolicyVersion) -> PolicyVersion | None:
+    """The newest version, `until` at most, whose evaluation is complete on disk."""
+    found = [step for path in layout.evals.glob("step_*") if (step := parse_step(path.name)) is not None and step <= until]
+    done = [step for step in found if read_summary(layout.evals_step(step, name)) is not None]
+    return PolicyVersion(max(done)) if done else None
+
+
+class HeldPolicy(Protocol):
+    """What the servers hold. Adapter: `orchestrator.policy.PolicyWatcher`."""
+
+    version: PolicyVersion
+
+    def pinned(self) -> AbstractAsyncContextManager[PolicyVersion]: ...
+
+
+class OnlineEval:
+    """
+    >>> evaluating = tasks.create_task(evals.run())
+    >>> evals.waker.ring()
+    >>> evals.finish(PolicyVersion(max_steps))
+    >>> await evaluating
+    """
+
+    def __init__(
+        self,
+        series: Sequence[Series],
+        *,
+        policy: HeldPolicy,
+        digest: Callable[[], str],
+        run_group: RunGroup,
+        base_url_of: Callable[[GroupId], str],
+        max_concurrent: int,
+        layout: RunLayout,
+        telemetry: Telemetry,
+    ) -> None:
+        """
+        Args:
+            digest: of the policy that the servers hold.
+            run_group: runs it on the server named in the request.
+            base_url_of: the server for a group.
+            max_concurrent: rollouts in flight.
+        """
+        self._series = list(series)
+        self._policy = policy
+        self._digest = digest
+        self._run_group = run_group
+        self._base_url_of = base_url_of
+        self._max_concurrent = max_concurrent
+        self._layout = layout
+        self._telemetry = telemetry
+        self._final: PolicyVersion | None = None
+        self._val_reward: dict[str, float] = {}
+        self.waker = Waker()
+        """To be rung after every load."""
+
+    async def run(self) -> None:
+        """Until `finish` was called and the last policy is evaluated."""
+        while True:
+            version = self._policy.version
+            is_last = self._final is not None and version >= self._final
+            due = [one for one in self._series if self._is_due(one, version, is_last=is_last)]
+            if due:
+                await self._evaluate(due)
+            elif is_last:
+                return
+            else:
+                await self.waker.wait(_IDLE_WAIT_S)
+
+    def finish(self, version: PolicyVersion) -> None:
+        """No policy comes after `version`: evaluate it, whatever the interval, and end."""
+        self._final = version
+        self.waker.ring()
+
+    def take_val_metrics(self) -> dict[str, float]:
+        """`val_reward/mean` and `val_reward/<env>` of a validation that ended since the last call."""
+        values, self._val_reward = self._val_reward, {}
+        return values
+
+    @staticmethod
+    def _is_due(one: Series, version: PolicyVersion, *, is_last: bool) -> bool:
+        if is_last:
+            return one.last != version
+        return is_due(version, last=one.last, interval=one.interval)
+
+    async def _evaluate(self, due: Sequence[Series]) -> None:
+        async with self._policy.pinned() as version:
+            logger.info("evaluating version=%s envs=%s", version, ", ".join(one.name for one in due))
+            summaries = await asyncio.gather(*(self._evaluate_one(one, version) for one in due))
+        for one, summary in zip(due, summaries, strict=True):
+            one.last = version
+            self._telemetry.write_event(
+                Evaluate(version=version, env=one.name, digest=summary.digest, avg=summary.avg, num_failed=summary.num_failed)
+            )
+        evals = {one.name: summary for one, summary in zip(due, summaries, strict=True) if not one.is_val}
+        if evals:
+            self._telemetry.write_eval(version, eval_metrics(evals))
+        self._val_reward |= val_metrics(
+            {one.env.label: summary for one, summary in zip(due, summaries, strict=True) if one.is_val}
+        )
+
+    async def _evaluate_one(self, one: Series, version: PolicyVersion) -> Summary:
+        task = make_task(
+            one.env,
+            one.info,
+            step=version,
+            digest=self._digest(),
+            num_examples=one.num_examples,
+            rollouts_per_example=one.rollouts_per_example,
+            sampling=one.sampling(version),
+            skip_first=one.skip_first,
+        )
+        directory = self._layout.evals_step(version, one.name)
+        return await evaluate(
+            task,
+            env=one.pool_name,
+            run_group=self._run_group,
+            base_url_of=self._base_url_of,
+            slots=asyncio.Semaphore(max(self._max_concurrent // one.rollouts_per_example, 1)),
+            directory=directory,
+            does_continue=version != one.repeats and holds_task(directory, task),
+        )
+
+
+def eval_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
+    """`eval/<env>/…` of each environment; a score that does not exist is left out."""
+    values: dict[str, float] = {}
+    for name, summary in summaries.items():
+        prefix, k = f"eval/{name}", summary.rollouts_per_example
+        found = {
+            f"avg@{k}": summary.avg,
+            f"avg@{k}/ci95": summary.ci95,
+            **{f"pass@{j}": estimate.value for j, estimate in summary.pass_at.items()},
+            **{f"pass@{j}/ci95": estimate.ci95 for j, estimate in summary.pass_at.items()},
+            **{f"metrics/{score}": value for score, value in summary.scores.items()},
+            "is_truncated/mean": summary.truncated,
+            "completion_tokens": float(summary.completion_tokens),
+            "failed_examples": float(summary.num_failed),
+            "time": summary.seconds,
+        }
+        values |= {f"{prefix}/{metric}": value for metric, value in found.items() if value is not None}
+    return values
+
+
+def val_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
+    """Mean reward over the examples of all environments, and of each."""
+    scored = {env: summary for env, summary in summaries.items() if summary.avg is not None}
+    if not scored:
+        return {}
+    counts = {env: summary.num_examples - summary.num_failed for env, summary in scored.items()}
+    total = sum((summary.avg or 0.0) * counts[env] for env, summary in scored.items())
+    by_env = {f"val_reward/{env}": summary.avg or 0.0 for env, summary in scored.items()}
+    return {"val_reward/mean": total / sum(counts.values()), **by_env}

@@ -1,0 +1,200 @@
+"""Which evaluations are due, that one policy is measured as a whole, and what a resume does again."""
+
+import asyncio
+import json
+import shutil
+from contextlib import asynccontextmanager
+
+import pytest
+
+from trivet.config.layout import RunLayout
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.shared import RunIdentity
+from trivet.errors import ConfigError
+from trivet.evaluation.scores import Summary
+from trivet.orchestrator.online_eval import OnlineEval, is_due, make_series, val_metrics
+from trivet.telemetry.events import read_events
+from trivet.telemetry.telemetry import Telemetry
+from trivet.wire.events import Evaluate
+from trivet.wire.groups import EnvironmentInfo
+from trivet.wire.rollouts import Rollout
+
+CONFIG = {
+    "env": [{"id": "letters"}],
+    "eval": {"interval": 10, "env": [{"id": "letters"}, {"id": "words", "num_examples": 2, "rollouts_per_example": 2}]},
+}
+
+
+class Policy:
+    """Servers whose policy the test moves; `moves` are made whenever nothing is pinned."""
+
+    def __init__(self, version=0):
+        self.version, self.num_pins = version, 0
+
+    @asynccontextmanager
+    async def pinned(self):
+        self.num_pins += 1
+        yield self.version
+        self.num_pins -= 1
+
+
+class Pool:
+    def __init__(self, policy):
+        self.policy, self.requests = policy, []
+        self.infos = {
+            "letters": EnvironmentInfo(num_examples=9, num_eval_examples=3),
+            "words-eval": EnvironmentInfo(num_examples=9, num_eval_examples=5),
+        }
+
+    async def run_group(self, request):
+        assert self.policy.num_pins, "an evaluation measures one policy"
+        self.requests.append((self.policy.version, request.env, request.example_id))
+        await asyncio.sleep(0)
+        return [Rollout(index=index, reward=self.policy.version / 100) for index in range(request.num_rollouts)]
+
+
+class Bench:
+    """An orchestrator's evaluations without an orchestrator."""
+
+    def __init__(self, root, *, resumed_from=0, weights="a", **changes):
+        self.layout = RunLayout(root)
+        self.config = OrchestratorConfig.model_validate(CONFIG | changes)
+        self.policy = Policy(resumed_from)
+        self.pool = Pool(self.policy)
+        series = make_series(self.config, self.pool, layout=self.layout, resumed_from=resumed_from)
+        self.telemetry = Telemetry("orchestrator", layout=self.layout, run=RunIdentity(), resume_step=resumed_from)
+        self.evals = OnlineEval(
+            series,
+            policy=self.policy,
+            digest=lambda: f"{weights}-{self.policy.version}",
+            run_group=self.pool.run_group,
+            base_url_of=lambda group_id: "http://server",
+            max_concurrent=4,
+            layout=self.layout,
+            telemetry=self.telemetry,
+        )
+
+    def run(self, *versions):
+        """Load `versions`, each once the evaluations before it are done, and finish with the last."""
+
+        async def go():
+            async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(self.evals.run())
+                for version in versions:
+                    for _ in range(100):
+                        await asyncio.sleep(0)
+                    self.policy.version = version
+                    self.evals.waker.ring()
+                self.evals.finish(self.policy.version)
+                await running
+
+        asyncio.run(go())
+        self.telemetry.close()
+        return self.evaluated("letters"), self.evaluated("words")
+
+    def evaluated(self, name):
+        """Versions that were measured in this attempt."""
+        pool_name = "letters" if name == "letters" else "words-eval"
+        return sorted({version for version, env, _ in self.pool.requests if env == pool_name})
+
+
+@pytest.mark.parametrize(
+    ("version", "last", "expected"),
+    [(0, None, True), (9, 0, False), (10, 0, True), (11, 9, True), (11, 10, False), (25, 9, True)],
+)
+def test_an_evaluation_is_due_when_a_multiple_was_reached_or_passed(version, last, expected):
+    assert is_due(version, last=last, interval=10) is expected
+
+
+def test_base_model_crossed_multiples_and_the_last_policy_are_evaluated(tmp_path):
+    assert Bench(tmp_path).run(4, 9, 11, 19, 25) == ([0, 11, 25], [0, 11, 25])
+
+
+def test_the_last_policy_is_evaluated_whatever_the_interval(tmp_path):
+    assert Bench(tmp_path).run(4) == ([0, 4], [0, 4])
+
+
+def test_the_base_model_is_left_out_when_asked(tmp_path):
+    evals = CONFIG["eval"] | {"eval_base_model": False}
+    assert Bench(tmp_path, eval=evals).run(12, 13) == ([12, 13], [12, 13])
+
+
+def test_an_environment_may_have_its_own_interval_and_size(tmp_path):
+    words = {"id": "words", "interval": 20, "num_examples": 1, "skip_first": 4}
+    bench = Bench(tmp_path, eval={"interval": 10, "env": [{"id": "letters"}, words]})
+    assert bench.run(10, 21) == ([0, 10, 21], [0, 21])
+    assert {example for _, env, example in bench.pool.requests if env == "words-eval"} == {4}
+
+
+def test_scores_reach_the_disk_the_metrics_and_the_history(tmp_path):
+    bench = Bench(tmp_path)
+    bench.run(50)
+    summary = json.loads((bench.layout.evals_step(50, "words") / "summary.json").read_text())
+    assert (summary["avg"], summary["digest"], summary["num_examples"]) == (0.5, "a-50", 2)
+    lines = [json.loads(line) for line in (bench.layout.metrics / "eval.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 50]
+    assert lines[1]["eval/words/avg@2"] == 0.5
+    assert lines[1]["eval/words/pass@2"] == 0.0
+    events = [(event.version, event.env) for event in read_events(bench.layout.events) if isinstance(event, Evaluate)]
+    assert events == [(0, "letters"), (0, "words"), (50, "letters"), (50, "words")]
+
+
+def test_a_resumed_run_does_not_repeat_what_is_on_disk(tmp_path):
+    Bench(tmp_path).run(10, 20)
+    assert Bench(tmp_path, resumed_from=20).run(24, 31) == ([31], [31])
+
+
+def test_a_resumed_run_repeats_it_when_asked(tmp_path):
+    Bench(tmp_path).run(10, 20)
+    evals = CONFIG["eval"] | {"skip_eval_on_resume": False}
+    assert Bench(tmp_path, resumed_from=20, eval=evals).run(24) == ([20, 24], [20, 24])
+
+
+def test_an_evaluation_that_a_crash_cut_short_is_made_up_for(tmp_path):
+    Bench(tmp_path).run(10, 20)
+    shutil.rmtree(RunLayout(tmp_path).evals_step(20, "words"))
+    letters, words = Bench(tmp_path, resumed_from=20).run(21)
+    assert (letters, words) == ([21], [20, 21])
+
+
+def test_evaluations_after_the_step_resumed_from_are_made_again(tmp_path):
+    Bench(tmp_path).run(10, 20)
+    assert Bench(tmp_path, resumed_from=15, weights="b").run(20) == ([20], [20])
+    assert Bench(tmp_path, resumed_from=15, weights="b").run(20) == ([], []), "the same weights have the same scores"
+
+
+def test_validation_measures_what_is_trained_on_and_reaches_the_next_step(tmp_path):
+    bench = Bench(tmp_path, eval=None, val={"interval": 10, "num_examples": 2})
+    assert bench.run(5, 10)[0] == [10], "the start model is not validated"
+    assert bench.evals.take_val_metrics() == {"val_reward/mean": 0.1, "val_reward/letters": 0.1}
+    assert bench.evals.take_val_metrics() == {}
+    assert (bench.layout.evals_step(10, "val/letters") / "summary.json").exists()
+    assert not (bench.layout.metrics / "eval.jsonl").read_text()
+
+
+def test_validation_weighs_environments_by_their_examples():
+    def summary(avg, num_examples, num_failed=0):
+        return Summary(
+            env="e", step=1, digest="", num_examples=num_examples, rollouts_per_example=1, num_failed=num_failed,
+            avg=avg, ci95=None, pass_at_k=None, truncated=None, completion_tokens=0, seconds=0.0,
+        )  # fmt: skip
+
+    found = val_metrics({"a": summary(1.0, 4, num_failed=1), "b": summary(0.0, 1), "c": summary(None, 2, num_failed=2)})
+    assert found == {"val_reward/mean": 0.75, "val_reward/a": 1.0, "val_reward/b": 0.0}
+    assert val_metrics({"c": summary(None, 2, num_failed=2)}) == {}
+
+
+def test_an_evaluation_without_data_is_refused_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match="'words' has nothing to evaluate on: 5 examples, skip_first = 5"):
+        Bench(tmp_path, eval={"env": [{"id": "words", "skip_first": 5}]})
+
+
+def test_an_environment_that_is_trained_on_shares_its_workers():
+    config = OrchestratorConfig.model_validate(
+        {
+            "env": [{"id": "letters", "args": {"n": 1}}],
+            "eval": {"env": [{"id": "letters", "name": "same", "args": {"n": 1}}, {"id": "letters"}]},
+        }
+    )
+    assert [config.pool_name(env) for env in config.eval.env] == ["letters", "letters-eval"]
+    assert list(config.environments) == ["letters", "letters-eval"]
