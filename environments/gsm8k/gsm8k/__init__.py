@@ -1,0 +1,3 @@
+from gsm8k.environment import load_environment
+
+__all__ = ["load_environment"]

@@ -1,0 +1,103 @@
+"""Word problems with a number as answer, from a data set by name or from the problems bundled here."""
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+import verifiers as vf
+from datasets import Dataset, load_dataset
+
+logger = logging.getLogger(__name__)
+
+SYSTEM_PROMPT = "Solve the problem step by step. Give the final answer, a number alone, in \\boxed{}."
+BUNDLED = "bundled"
+NUM_BUNDLED_EVAL = 12
+
+MAX_ANSWER_CHARS = 40
+_BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+_ENDLESS = re.compile(r"\^|\*\*|!")
+
+
+def bundled_rows() -> list[dict[str, str]]:
+    """Question, working (an arithmetic expression) and answer of every bundled problem."""
+    text = Path(__file__).with_name("problems.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def final_answer(solution: str) -> str:
+    """The number behind `####`, as written in the solutions of the data set, without thousands separators.
+
+    Raises:
+        ValueError: there is none.
+    """
+    _, mark, answer = solution.rpartition("####")
+    if not mark:
+        raise ValueError(f"the solution has no final answer behind '####': {solution[-80:]!r}")
+    return answer.strip().replace(",", "")
+
+
+def extract_boxed(text: str) -> str:
+    """What stands in the last \\boxed{}, made ready to compare with a number; empty without one.
+
+    An answer that is no plain number or short expression is not worth comparing: powers and factorials are refused, since
+    evaluating one can take for ever.
+    """
+    boxes = _BOXED.findall(text)
+    answer = boxes[-1].replace("\\$", "").replace("$", "").replace(",", "").strip() if boxes else ""
+    return "" if len(answer) > MAX_ANSWER_CHARS or _ENDLESS.search(answer) else answer
+
+
+def load_split(name: str, split: str) -> Dataset:
+    """Question and answer of every row.
+
+    Raises:
+        ValueError: the data set cannot be loaded; says what to do.
+    """
+    if name == BUNDLED:
+        rows = bundled_rows()
+        rows = rows[:-NUM_BUNDLED_EVAL] if split == "train" else rows[-NUM_BUNDLED_EVAL:]
+        return Dataset.from_list([{"question": row["question"], "answer": row["answer"]} for row in rows])
+    try:
+        loaded = load_dataset(name, "main", split=split)
+    except (OSError, ValueError) as exc:
+        if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+            logger.warning("%s is not in the cache and HF_HUB_OFFLINE is set: using the bundled problems for %s", name, split)
+            return load_split(BUNDLED, split)
+        raise ValueError(
+            f"the data set {name!r} could not be loaded ({type(exc).__name__}: {exc}); set args = "
+            f'{{ dataset = "{BUNDLED}" }} for the problems that come with this package, or HF_HUB_OFFLINE=1 to work off-line'
+        ) from exc
+    return loaded.map(lambda row: {"answer": final_answer(row["answer"])})
+
+
+def choose(rows: Dataset, count: int, *, seed: int) -> Dataset:
+    """`count` rows in an order of their own; all of them for -1."""
+    shuffled = rows.shuffle(seed=seed)
+    return shuffled if count < 0 else shuffled.select(range(min(count, len(shuffled))))
+
+
+def load_environment(
+    dataset: str = "openai/gsm8k",
+    num_examples: int = -1,
+    num_eval_examples: int = -1,
+    seed: int = 0,
+    system_prompt: str = SYSTEM_PROMPT,
+) -> vf.Environment:
+    """A single-turn environment; reward 1 for an answer that math-verify finds equal to the right one.
+
+    Args:
+        dataset: name of a data set of GSM8K's form on the hub, or "bundled". With HF_HUB_OFFLINE set, a data set that is not in
+            the cache is replaced by the bundled one, with a warning.
+        num_examples, num_eval_examples: -1 takes all there are.
+        seed: of the order of problems, and of the choice where not all are taken.
+    """
+    parser = vf.MaybeThinkParser(extract_fn=extract_boxed)
+    return vf.SingleTurnEnv(
+        dataset=choose(load_split(dataset, "train"), num_examples, seed=seed),
+        eval_dataset=choose(load_split(dataset, "test"), num_eval_examples, seed=seed),
+        system_prompt=system_prompt or None,
+        parser=parser,
+        rubric=vf.MathRubric(parser=parser),
+    )

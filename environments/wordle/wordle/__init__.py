@@ -1,0 +1,3 @@
+from wordle.environment import load_environment
+
+__all__ = ["load_environment"]

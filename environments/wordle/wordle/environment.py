@@ -1,0 +1,120 @@
+"""The game as an environment: one guess a turn, and feedback from the rules in `game`."""
+
+import random
+from typing import Any
+
+import verifiers as vf
+from datasets import Dataset
+
+from wordle.game import WORD_LENGTH, Mark, load_words, mark_guess, progress_of, render_marks, why_invalid
+
+SYSTEM_PROMPT = f"""You play a game: find a secret English word of {WORD_LENGTH} letters.
+Each turn, guess one word in <guess> tags, for example <guess>crane</guess>.
+After each guess you are told about every letter: {Mark.HERE} it is in the right place, {Mark.ELSEWHERE} the word has it in
+another place, {Mark.ABSENT} the word does not have it (again)."""
+FIRST_MESSAGE = "The word is chosen. Your first guess?"
+
+
+class WordleEnv(vf.MultiTurnEnv):
+    """`state["guesses"]` holds the valid guesses so far. An answer without a valid guess costs its turn."""
+
+    async def setup_state(self, state: vf.State) -> vf.State:
+        state["guesses"] = []
+        return state
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+        feedback = self._judge(messages, state)
+        left = self.max_turns - len(state["trajectory"])
+        if state["guesses"] and state["guesses"][-1] == state["answer"]:
+            feedback = f"{feedback}\nThat is the word."
+        elif left <= 0:
+            feedback = f"{feedback}\nNo guesses left: the word was {state['answer']}."
+        else:
+            return [vf.UserMessage(content=f"{feedback}\n{left} {'guess' if left == 1 else 'guesses'} left.")]
+        state["final_env_response"] = [vf.UserMessage(content=feedback)]
+        return state["final_env_response"]
+
+    @vf.stop
+    async def max_turns_reached(self, state: vf.State) -> bool:
+        """Never by itself: the last guess is judged too, and then `final_env_response` ends the game."""
+        return False
+
+    def _judge(self, messages: vf.Messages, state: vf.State) -> str:
+        guess = (self.parser.parse_answer(messages[-1:]) or "").lower()
+        if not guess:
+            return "There was no guess in <guess> tags."
+        if problem := why_invalid(guess):
+            return f"{problem}."
+        state["guesses"].append(guess)
+        return render_marks(guess, mark_guess(guess, state["answer"]))
+
+
+def solved(state: vf.State, answer: str) -> float:
+    """1 when the word was found."""
+    return float(answer in state["guesses"])
+
+
+def speed(state: vf.State, answer: str) -> float:
+    """1 for a word found at the first turn, 1/2 at the second, and so on; 0 when it was not found."""
+    return solved(state, answer) / len(state["trajectory"])
+
+
+def progress(state: vf.State, answer: str) -> float:
+    """How much of the word the best guess had: letters in place count 1, letters of other places a half, over the length."""
+    return max((progress_of(mark_guess(guess, answer)) for guess in state["guesses"]), default=0.0)
+
+
+def valid_guesses(state: vf.State) -> float:
+    """Share of the turns that held a valid guess."""
+    return len(state["guesses"]) / max(len(state["trajectory"]), 1)
+
+
+def split_words(num_eval_words: int) -> tuple[list[str], list[str]]:
+    """Words to train on and to evaluate on, the same ones whatever the seed of a run.
+
+    Raises:
+        ValueError: nothing is left to train on.
+    """
+    words = load_words()
+    if not 1 <= num_eval_words < len(words):
+        raise ValueError(f"num_eval_words ({num_eval_words}) must be >= 1 and below the number of words ({len(words)})")
+    random.Random("wordle/split").shuffle(words)
+    return words[num_eval_words:], words[:num_eval_words]
+
+
+def make_dataset(words: list[str], count: int, *, seed: str) -> Dataset:
+    """`count` games, no word again before every word was drawn."""
+    generator = random.Random(seed)
+    secrets: list[str] = []
+    while len(secrets) < count:
+        secrets += generator.sample(words, min(len(words), count - len(secrets)))
+    return Dataset.from_dict({"question": [FIRST_MESSAGE] * count, "answer": secrets})
+
+
+def load_environment(
+    num_examples: int = 2000,
+    num_eval_examples: int = 100,
+    num_eval_words: int = 100,
+    max_turns: int = 6,
+    seed: int = 0,
+    system_prompt: str = SYSTEM_PROMPT,
+) -> vf.Environment:
+    """A multi-turn environment over the bundled words; no evaluation word is ever trained on.
+
+    Args:
+        num_eval_words: words that are kept for evaluation.
+        max_turns: guesses in a game.
+        seed: another seed gives another order of words.
+    """
+    if max_turns < 1:
+        raise ValueError(f"max_turns must be >= 1, got {max_turns}")
+    train_words, eval_words = split_words(num_eval_words)
+    parser = vf.XMLParser(fields=["guess"], answer_field="guess")
+    return WordleEnv(
+        dataset=make_dataset(train_words, num_examples, seed=f"{seed}/train"),
+        eval_dataset=make_dataset(eval_words, num_eval_examples, seed=f"{seed}/eval"),
+        system_prompt=system_prompt,
+        parser=parser,
+        rubric=vf.Rubric(funcs=[solved, speed, progress, valid_guesses], weights=[1.0, 0.5, 0.2, 0.1], parser=parser),
+        max_turns=max_turns,
+    )

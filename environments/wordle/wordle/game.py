@@ -1,0 +1,57 @@
+"""The rules of the game: what a guess reveals. Pure."""
+
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+
+WORD_LENGTH = 5
+
+
+class Mark(StrEnum):
+    HERE = "G"
+    """The secret word has this letter in this place."""
+    ELSEWHERE = "Y"
+    """The secret word has this letter in another place that no other letter of the guess accounts for."""
+    ABSENT = "X"
+
+
+def load_words() -> list[str]:
+    """The bundled secret words, sorted."""
+    return Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split()
+
+
+def mark_guess(guess: str, secret: str) -> list[Mark]:
+    """One mark per letter.
+
+    A letter that the guess has more often than the secret word is marked only as often as the secret word has it: letters in
+    their place first, then from the left.
+    """
+    marks = [Mark.HERE if letter == right else Mark.ABSENT for letter, right in zip(guess, secret, strict=True)]
+    unplaced = Counter(right for mark, right in zip(marks, secret, strict=True) if mark is not Mark.HERE)
+    for place, letter in enumerate(guess):
+        if marks[place] is Mark.ABSENT and unplaced[letter] > 0:
+            marks[place] = Mark.ELSEWHERE
+            unplaced[letter] -= 1
+    return marks
+
+
+def why_invalid(guess: str) -> str | None:
+    """What is wrong with a guess, for the player; None when it counts."""
+    if len(guess) != WORD_LENGTH or not (guess.isascii() and guess.isalpha()):
+        return f"{guess[:40]!r} is not a word of {WORD_LENGTH} letters"
+    return None
+
+
+def render_marks(guess: str, marks: list[Mark]) -> str:
+    """
+    >>> print(render_marks("crane", mark_guess("crane", "cabin")))
+    C R A N E
+    G X Y Y X
+    """
+    return f"{' '.join(guess.upper())}\n{' '.join(marks)}"
+
+
+def progress_of(marks: list[Mark]) -> float:
+    """From 0 to 1: a letter in its place counts 1, one that belongs elsewhere a half."""
+    points = {Mark.HERE: 1.0, Mark.ELSEWHERE: 0.5, Mark.ABSENT: 0.0}
+    return sum(points[mark] for mark in marks) / len(marks)
