@@ -8,35 +8,45 @@ import verifiers as vf
 from trivet.environments.host import EnvironmentHost
 from trivet.environments.installed import require_installed
 from trivet.environments.model_client import ModelClient, make_model_client
+from trivet.environments.reward_guard import guard_rewards
 from trivet.environments.runner import GroupRunner
-from trivet.environments.settings import HostSettings
+from trivet.environments.settings import client_config
+from trivet.environments.stages import StageBoard
 from trivet.errors import EnvironmentLoadError
+from trivet.wire.workers import HostSettings
 
 
-def load_host(settings: HostSettings, *, environ: Mapping[str, str]) -> EnvironmentHost:
+def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard | None = None) -> EnvironmentHost:
     """On the main thread: verifiers installs signal handlers.
 
     Args:
         environ: holds the servers' keys.
+        stages: where groups say what they are doing.
 
     Raises:
         EnvironmentLoadError: the package is not installed, or its load_environment raised.
     """
-    client = settings.client_config
+    client = client_config(settings)
 
     def make_client(base_url: str) -> ModelClient:
         return make_model_client(
             base_url,
             api_key=client.api_key(base_url, environ),
             timeout_s=client.timeout,
+            headers=client.headers,
             keeps_tokens=settings.trajectory_strategy == "interleaved",
         )
 
+    env = load_environment(settings.env_id, name=settings.name, args=settings.args)
+    guard_rewards(env)
     runner = GroupRunner(
-        env=load_environment(settings.env_id, name=settings.name, args=settings.args),
+        env=env,
         label=settings.name,
         model_name=settings.model_name,
         trajectory_strategy=settings.trajectory_strategy,
+        on_reward_error=settings.on_reward_error,
+        timeout_s=settings.rollout_timeout_s,
+        stages=stages or StageBoard(),
     )
     return EnvironmentHost(runner, make_client=make_client, hash_keys=tuple(settings.hash_keys))
 
@@ -49,7 +59,7 @@ def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.E
     require_installed(env_id)
     try:
         return vf.load_environment(env_id, **args)
-    except Exception as exc:  # an environment is the user's code: whatever it raises is reported with its name
+    except (Exception, SystemExit) as exc:  # an environment is the user's code: whatever it raises is reported with its name
         cause = exc.__cause__ or exc
         raise EnvironmentLoadError(
             f"load_environment of {env_id!r} with args {dict(args)} raised {type(cause).__name__}: {cause}; "

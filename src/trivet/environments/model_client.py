@@ -67,14 +67,24 @@ def known_tokens(prompt: vf.Messages, trajectory: Sequence[Mapping[str, Any]]) -
     return None
 
 
-def make_model_client(base_url: str, *, api_key: str | None, timeout_s: float, keeps_tokens: bool = False) -> ModelClient:
+def make_model_client(
+    base_url: str,
+    *,
+    api_key: str | None,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+    keeps_tokens: bool = False,
+) -> ModelClient:
     """
     Args:
         base_url: of the server, with `/v1` at its end or without.
+        headers: sent with every request.
         keeps_tokens: see `ModelClient`; for servers of ours.
     """
     root = base_url.rstrip("/").removesuffix("/v1")
-    openai = AsyncOpenAI(base_url=f"{root}/v1", api_key=api_key or "EMPTY", timeout=timeout_s, max_retries=0)
+    openai = AsyncOpenAI(
+        base_url=f"{root}/v1", api_key=api_key or "EMPTY", timeout=timeout_s, default_headers=headers, max_retries=0
+    )
     return ModelClient(openai, keeps_tokens=keeps_tokens)
 
 

@@ -1,23 +1,29 @@
-"""Keeps groups in flight: decides when one may start, runs it, and hands the result to the buffer.
+"""Keeps groups in flight: decides when one may start, on which server, runs it, and hands the result to the buffer.
 
 Consumes draws of the sampler. Produces finished groups in the buffer. Waits on its waker, rung when a group ends, a batch is
-formed or a policy is loaded. Each group is a task of its own; its failure costs that group only.
+formed, a policy is loaded or a server comes or goes, and for the moment at which a pause is over. Each group is a task of its
+own; its failure costs that group only. A try that was lost with its server or its worker is made again, under the same id.
 """
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from trivet.algorithms.advantages import AdvantageFunction
+from trivet.algorithms.advantages import AdvantageFunction, AdvantageInputs
+from trivet.algorithms.concurrency import TokenBucket
 from trivet.algorithms.packing import truncate
 from trivet.algorithms.staleness import may_dispatch
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
+from trivet.errors import WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.orchestrator.waker import Waker
+from trivet.orchestrator.waves import Waves
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Group, GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
@@ -26,12 +32,35 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 5.0
 """The dispatcher looks again at least this often, so that a missed ring costs seconds and not the run."""
+_STARTS_AT_ONCE = 64
+"""Groups started before everybody else has a turn."""
+_MAX_TRIES = 5
+_RETRY_PAUSE_S = 1.0
+"""Before the third try; doubles with each. The second follows at once, most likely on another server."""
+_BURST_S = 5.0
+"""Seconds' worth of `tasks_per_minute` that may start at once."""
 
 
 class RunGroup(Protocol):
-    """Runs the group of `draw` and returns its scored rollouts."""
+    """Runs the group of `draw` on one server and returns its scored rollouts."""
 
-    async def __call__(self, draw: Draw) -> list[Rollout]: ...
+    async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]: ...
+
+
+class Servers(Protocol):
+    """What the dispatcher needs of the servers. Adapter: `client.server_pool.ServerPool`."""
+
+    def pick(self, *, num_rollouts: int) -> str | None:
+        """The base URL of a server that gets `num_rollouts` more, None while there is none."""
+        ...
+
+    def release(self, root: str, *, num_rollouts: int) -> None:
+        """They have ended."""
+        ...
+
+    async def is_at_fault(self, root: str) -> bool:
+        """After a group failed on `root`: whether the server does not answer as it should."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +72,12 @@ class Limits:
     max_async_level: int
     seq_len: int
     """Longer samples are cut."""
+    is_truncated_worth_nothing: bool = False
+    """A rollout that was cut gets reward 0."""
+    tasks_per_minute: int | None = None
+    """Rollouts started per minute."""
+    groups_per_wave: int | None = None
+    """Of a deterministic run: the groups of a batch, which start together."""
 
     @classmethod
     def of(cls, config: OrchestratorConfig) -> "Limits":
@@ -53,20 +88,52 @@ class Limits:
             max_rollouts_in_flight=min(per_step, config.max_concurrent or per_step),
             max_async_level=config.max_async_level,
             seq_len=config.seq_len,
+            is_truncated_worth_nothing=config.zero_truncated_completions,
+            tasks_per_minute=config.tasks_per_minute,
+            groups_per_wave=config.batch_size // config.rollouts_per_example if config.deterministic else None,
         )
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Try:
+    """One attempt at a group."""
+
+    draw: Draw
+    number: int
+    server: str
+    version: PolicyVersion
+    """What the server held at least when it began."""
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Retry:
+    """A group whose last try was lost. It is still in flight, and keeps its place among those that are."""
+
+    draw: Draw
+    number: int
+    not_before: float
+
+
 class Dispatcher:
+    """
+    >>> dispatching = tasks.create_task(dispatcher.run())
+    >>> dispatcher.step, dispatcher.version = Step(2), PolicyVersion(1)
+    >>> dispatcher.waker.ring()
+    """
+
     def __init__(
         self,
         *,
         sampler: ExampleSampler,
         buffer: GroupBuffer,
         run_group: RunGroup,
+        servers: Servers,
         advantage: AdvantageFunction,
         limits: Limits,
         on_change: Callable[[], None],
-        again: Sequence[GroupId] = (),
+        again: Sequence[Draw] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -76,99 +143,225 @@ class Dispatcher:
         self._sampler = sampler
         self._buffer = buffer
         self._run_group = run_group
+        self._servers = servers
         self._advantage = advantage
         self._limits = limits
         self._on_change = on_change
-        self._again = list(again)
-        self._tasks: dict[GroupId, asyncio.Task[None]] = {}
+        self._clock = clock
+        self._again = deque(again)
+        self._retries: deque[_Retry] = deque()
+        self._tries: dict[GroupId, _Try] = {}
+        self._stale_checked_for = Step(0)
+        self._waves: Waves | None = None
+        if limits.groups_per_wave is not None:
+            self._waves = Waves(num_groups=limits.groups_per_wave, max_async_level=limits.max_async_level)
+        self._bucket: TokenBucket | None = None
+        if limits.tasks_per_minute is not None:
+            burst = max(limits.rollouts_per_example, limits.tasks_per_minute / 60 * _BURST_S)
+            self._bucket = TokenBucket(per_minute=limits.tasks_per_minute, burst=burst, now=clock())
         self.waker = Waker()
         self.step = Step(1)
         """The batch being filled."""
         self.version = PolicyVersion(0)
-        """What the servers hold."""
+        """What the servers hold at least."""
+        self.max_in_flight = limits.max_rollouts_in_flight
+        """Rollouts; adapted to the servers' load."""
 
     @property
-    def waiting_again(self) -> list[GroupId]:
+    def waiting_again(self) -> list[Draw]:
         """Groups of the checkpoint that were not started again yet: still owed, and part of the next checkpoint."""
         return list(self._again)
+
+    @property
+    def rollouts_in_flight(self) -> int:
+        num_ended = self._waves.num_held if self._waves else 0
+        return (self._buffer.num_in_flight - num_ended) * self._limits.rollouts_per_example
 
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._cancel_stale()
-                while self._may_start():
-                    draw = self._sampler.draw(self._again.pop(0)) if self._again else self._sampler.take()
-                    self._buffer.dispatched(draw, version=self.version)
-                    self._tasks[draw.group_id] = tasks.create_task(self._run(draw), name=f"group-{draw.group_id}")
-                await self.waker.wait(_IDLE_WAIT_S)
+                self._draw_wave()
+                num_started = 0
+                while (pause_s := self._pause_s()) == 0 and self._start_next(tasks):
+                    num_started += 1
+                    if num_started % _STARTS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                await self.waker.wait(min(pause_s or _IDLE_WAIT_S, _IDLE_WAIT_S))
 
-    def _may_start(self) -> bool:
+    def server_down(self, root: str) -> None:
+        """Every try on the server at `root` is lost."""
+        for attempt in [attempt for attempt in self._tries.values() if attempt.server == root]:
+            if attempt.task is not None:
+                attempt.task.cancel()
+            self._end(attempt)
+            self._lost(attempt, f"the server {root} was set aside")
+        self.waker.ring()
+
+    def _pause_s(self) -> float:
+        """Seconds until the next group may start; 0 when one may now."""
+        now = self._clock()
+        if self._retries:
+            return max(self._retries[0].not_before - now, self._bucket_wait_s(now))
         limits = self._limits
-        in_flight = self._buffer.num_in_flight * limits.rollouts_per_example
-        if in_flight + limits.rollouts_per_example > limits.max_rollouts_in_flight:
-            return False
+        in_flight = self.rollouts_in_flight
+        if in_flight + limits.rollouts_per_example > max(self.max_in_flight, limits.rollouts_per_example):
+            return _IDLE_WAIT_S
+        if not self._may_start(in_flight + self._buffer.num_ready * limits.rollouts_per_example):
+            return _IDLE_WAIT_S
+        return self._bucket_wait_s(now)
+
+    def _draw_wave(self) -> None:
+        """Of a deterministic run: draw what the batch still lacks, once every group drawn before has ended."""
+        if self._waves is None or self._again or self._buffer.num_in_flight:
+            return
+        num_ready = self._buffer.num_ready
+        for _ in range(self._waves.num_to_draw(step=self.step, version=self.version, num_ready=num_ready)):
+            if (draw := self._sampler.take(self.step)) is not None:
+                self._again.append(draw)
+
+    def _may_start(self, rollouts_ahead: int) -> bool:
+        if self._waves is not None:
+            return bool(self._again or self._retries)
         return may_dispatch(
             step=self.step,
             version=self.version,
-            rollouts_ahead=in_flight + self._buffer.num_ready * limits.rollouts_per_example,
-            rollouts_per_step=limits.rollouts_per_step,
-            max_async_level=limits.max_async_level,
+            rollouts_ahead=rollouts_ahead,
+            rollouts_per_step=self._limits.rollouts_per_step,
+            max_async_level=self._limits.max_async_level,
         )
 
+    def _bucket_wait_s(self, now: float) -> float:
+        return self._bucket.wait_s(self._limits.rollouts_per_example, now=now) if self._bucket else 0.0
+
+    def _start_next(self, tasks: asyncio.TaskGroup) -> bool:
+        """Start a lost group, else one of the checkpoint, else a new one; False when there is no group or no server for it."""
+        if self._retries and not self._may_start(0):
+            return False
+        num_rollouts = self._limits.rollouts_per_example
+        server = self._servers.pick(num_rollouts=num_rollouts)
+        if server is None:
+            return False
+        number = 1
+        if self._retries:
+            retry = self._retries.popleft()
+            draw, number = retry.draw, retry.number
+        else:
+            draw = self._again.popleft() if self._again else self._sampler.take(self.step)
+        if draw is None:
+            self._servers.release(server, num_rollouts=num_rollouts)
+            return False
+        if self._bucket:
+            self._bucket.take(num_rollouts)
+        self._buffer.dispatched(draw, version=self.version, server=server)
+        attempt = _Try(draw=draw, number=number, server=server, version=self.version)
+        self._tries[draw.group_id] = attempt
+        attempt.task = tasks.create_task(self._run(attempt), name=f"group-{draw.group_id}")
+        return True
+
     def _cancel_stale(self) -> None:
+        if self.step == self._stale_checked_for:
+            return  # a group in flight grows old with the step alone
+        self._stale_checked_for = self.step
         for group_id in self._buffer.stale_in_flight(self.step):
-            self._tasks.pop(group_id).cancel()
+            attempt = self._tries.get(group_id)
+            if attempt is None:
+                continue  # waits for its next try, which starts from a newer policy
+            if attempt.task is not None:
+                attempt.task.cancel()
+            self._end(attempt)
             self._buffer.cancelled(group_id, "stale")
 
-    async def _run(self, draw: Draw) -> None:
+    async def _run(self, attempt: _Try) -> None:
+        draw = attempt.draw
+        lost, error, rollouts = "", "", list[Rollout]()
         try:
-            rollouts = await self._run_group(draw)
+            rollouts = await self._run_group(draw, base_url=attempt.server)
+        except WorkerLost as exc:
+            lost = str(exc)
         except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this group only
-            logger.warning("group failed group=%s env=%s: %s", draw.group_id, draw.env, exc)
-            rollouts, error = [], f"{type(exc).__name__}: {exc}"
+            error = f"{type(exc).__name__}: {exc}"
+            if await self._servers.is_at_fault(attempt.server):
+                lost = f"the server {attempt.server} failed: {error}"
+        if self._tries.get(draw.group_id) is not attempt:
+            return  # ended meanwhile, and accounted for
+        self._end(attempt)
+        if not (lost or error) and _is_older(rollouts, attempt.version):
+            lost = f"the server {attempt.server} answered with an older policy than it held: it was started again"
+        if lost:
+            self._lost(attempt, lost)
+        elif error:
+            logger.warning("group failed group=%s env=%s: %s", draw.group_id, draw.env, error)
+            self._settle(draw.group_id, lambda: self._buffer.failed(draw.group_id, error))
         else:
-            error = ""
-        if self._tasks.pop(draw.group_id, None) is None:
-            return  # cancelled meanwhile, and accounted for
-        if error:
-            self._buffer.failed(draw.group_id, error)
-        else:
-            self._buffer.finished(self._make_group(draw, rollouts))
+            self._settle(draw.group_id, lambda: self._finish(draw, rollouts))
         self.waker.ring()
         self._on_change()
 
+    def _settle(self, group_id: GroupId, end: Callable[[], None]) -> None:
+        """Hand on how a group ended: at once, or, deterministic, when its whole wave has, in the order of their ids."""
+        if self._waves is None:
+            end()
+            return
+        self._waves.hold(group_id, end)
+        if not (self._again or self._retries or self._tries):
+            self._waves.release()
+
+    def _finish(self, draw: Draw, rollouts: list[Rollout]) -> None:
+        group = self._make_group(draw, rollouts)
+        self._buffer.finished(group)
+        self._sampler.finished(group, draw, step=self.step)
+
+    def _end(self, attempt: _Try) -> None:
+        del self._tries[attempt.draw.group_id]
+        self._servers.release(attempt.server, num_rollouts=self._limits.rollouts_per_example)
+
+    def _lost(self, attempt: _Try, reason: str) -> None:
+        """Nothing came of `attempt`: the group is tried again, after a pause that grows, or failed."""
+        group_id, number = attempt.draw.group_id, attempt.number
+        if number >= _MAX_TRIES:
+            error = f"WorkerLost: lost {number} times, the last time because {reason}"
+            self._settle(group_id, lambda: self._buffer.failed(group_id, error))
+            return
+        logger.info("group is dispatched again group=%s tries=%s: %s", group_id, number, reason)
+        pause_s = _RETRY_PAUSE_S * 2 ** (number - 2) if number > 1 else 0.0
+        self._retries.append(_Retry(draw=attempt.draw, number=number + 1, not_before=self._clock() + pause_s))
+
     def _make_group(self, draw: Draw, rollouts: list[Rollout]) -> Group:
         group = Group(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, rollouts=rollouts)
-        for rollout, advantage in zip(rollouts, self._advantage(group.rewards), strict=True):
-            rollout.advantage = float(advantage)
+        for rollout in rollouts:
             rollout.samples = [truncate(sample, seq_len=self._limits.seq_len) for sample in rollout.samples]
+            if self._limits.is_truncated_worth_nothing and rollout.is_truncated:
+                rollout.reward = 0.0
+        for rollout, advantage in zip(rollouts, self._advantage(AdvantageInputs.of(group)), strict=True):
+            rollout.advantage = float(advantage)
         return group
 
 
 def group_runner(
-    pool: EnvironmentPool,
-    base_urls: Sequence[str],
-    *,
-    sampling_of: Callable[[Draw], SamplingArguments],
-    rollouts_per_example: int,
+    pool: EnvironmentPool, *, sampling_of: Callable[[Draw], SamplingArguments], rollouts_per_example: int
 ) -> RunGroup:
-    """A `RunGroup` over a pool of environments; a group stays on one server, so that its prompt is computed once.
+    """A `RunGroup` over a pool of environments; all requests of a group go to one server, so that its prompt is computed once.
 
     Args:
         sampling_of: asked when the group starts.
     """
 
-    async def run(draw: Draw) -> list[Rollout]:
+    async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
         return await pool.run_group(
             GroupRequest(
                 group_id=draw.group_id,
                 env=draw.env,
                 example_id=draw.example_id,
                 num_rollouts=rollouts_per_example,
-                base_url=base_urls[draw.group_id % len(base_urls)],
+                base_url=base_url,
                 sampling=sampling_of(draw),
             )
         )
 
     return run
+
+
+def _is_older(rollouts: Sequence[Rollout], version: PolicyVersion) -> bool:
+    return any(run.version < version for rollout in rollouts for sample in rollout.samples for run in sample.versions)

@@ -1,22 +1,23 @@
 """Follows published policies: decides which one the servers should hold, has them load it, and tells who waits for it.
 
-Consumes `weights/step_N` with STABLE. Produces loads on every server, a reader's acknowledgement and a Load event. Waits by
-polling the shared directory, the one channel that works across machines.
+Consumes `weights/step_N` with STABLE. Produces loads on the servers and a reader's acknowledgement. Waits by polling the shared
+directory, the one channel that works across machines. While somebody pins the policy nothing is loaded.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
 
 from trivet.algorithms.staleness import required_version, target_version
-from trivet.client.inference_client import InferenceClient, PolicyStatus
+from trivet.client.server import Policy
 from trivet.config.layout import RunLayout
-from trivet.errors import InferenceError, WaitTimeout
+from trivet.errors import WaitTimeout
 from trivet.weights.catalog import latest_version, published_versions
 from trivet.weights.manifest import read_manifest
 from trivet.weights.retention import acknowledge
-from trivet.wire.events import Event, Load
 from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
@@ -25,36 +26,56 @@ READER = "orchestrator"
 _POLL_S = 0.1
 
 
+class PolicyHolders(Protocol):
+    """What the watcher needs of the servers. Adapter: `client.server_pool.ServerPool`."""
+
+    async def bring(self, policy: Policy, *, reset: bool = True) -> Policy:
+        """Have every server hold `policy`, before the first rollout; returns it with its digest."""
+        ...
+
+    async def load(self, policy: Policy) -> None:
+        """Returns once at least one server holds `policy` and no other takes rollouts."""
+        ...
+
+
 class PolicyWatcher:
+    """
+    >>> watching = tasks.create_task(watcher.run())
+    >>> async with watcher.pinned() as version:
+    ...     await evaluate(version)
+    """
+
     def __init__(
         self,
         *,
         layout: RunLayout,
-        servers: Sequence[InferenceClient],
+        servers: PolicyHolders,
         max_async_level: int,
         is_strict: bool,
         timeout_s: float,
-        write_event: Callable[[Event], None],
         on_load: Callable[[PolicyVersion], None],
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """
         Args:
             timeout_s: longest time without a policy that the batch being filled requires.
-            on_load: called once every server holds a new policy.
+            on_load: called once the servers hold a new policy.
         """
         self._layout = layout
         self._servers = servers
         self._max_async_level = max_async_level
         self._is_strict = is_strict
         self._timeout_s = timeout_s
-        self._write_event = write_event
         self._on_load = on_load
         self._clock = clock
+        self._sleep = sleep
+        self._num_pins = 0
+        self._loading = asyncio.Lock()
         self.step = Step(1)
         """The batch being filled."""
         self.version = START_VERSION
-        """What every server holds."""
+        """What every server that takes rollouts holds, or a newer one while a load is under way."""
         self.last_load_s = 0.0
 
     async def run(self) -> None:
@@ -62,31 +83,49 @@ class PolicyWatcher:
 
         Raises:
             WaitTimeout: the trainer published nothing that the batch being filled could start from.
-            InferenceError: a server refused or failed a load.
+            InferenceError: every server refused a policy, or none was left.
         """
-        waiting_since = self._clock()
+        waited_s, asked_at = 0.0, self._clock()
         while True:
-            latest = latest_version(self._layout) or START_VERSION
-            target = target_version(
-                step=self.step, latest=latest, max_async_level=self._max_async_level, is_strict=self._is_strict
-            )
-            if self.version < target <= latest:
-                await self.load(target)
             required = required_version(step=self.step, max_async_level=self._max_async_level)
+            latest = latest_version(self._layout) or START_VERSION
             if self.version >= required:
-                waiting_since = self._clock()
-            elif self._clock() - waiting_since > self._timeout_s:
+                waited_s = 0.0
+            elif latest < required:  # and not merely pinned
+                waited_s += self._clock() - asked_at
+            asked_at = self._clock()
+            if waited_s > self._timeout_s:
                 raise WaitTimeout(
                     f"orchestrator waited {self._timeout_s:.0f} s for policy {required} to fill batch {self.step}; the newest "
                     f"in {self._layout.weights} is {latest}: is the trainer alive (logs/trainer.stdout)?"
                 )
-            await asyncio.sleep(_POLL_S)
+            target = target_version(
+                step=self.step, latest=latest, max_async_level=self._max_async_level, is_strict=self._is_strict
+            )
+            if self.version < target <= latest and not self._num_pins:
+                await self.load(target)
+            await self._sleep(_POLL_S)
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[PolicyVersion]:
+        """The servers keep one policy for the time of the block, after a load in progress; yields its version.
+
+        Blocks may nest and overlap: loading goes on when the last has ended. A server that comes back meanwhile gets the pinned
+        policy. Rollouts for training go on as long as the pinned policy is recent enough for them.
+        """
+        async with self._loading:
+            self._num_pins += 1
+        try:
+            yield self.version
+        finally:
+            self._num_pins -= 1
 
     async def await_policy(self, version: PolicyVersion) -> None:
         """Wait until the trainer has published `version` (again, after a resume), then have every server load it.
 
         Raises:
             WaitTimeout: it did not appear.
+            InferenceError: a server failed to load it.
         """
         deadline = self._clock() + self._timeout_s
         while version not in published_versions(self._layout):
@@ -95,46 +134,38 @@ class PolicyWatcher:
                     f"orchestrator waited {self._timeout_s:.0f} s for {self._layout.weights_step(version)} to resume from: "
                     "is the trainer alive (logs/trainer.stdout)?"
                 )
-            await asyncio.sleep(_POLL_S)
-        await self.load(version)
-
-    async def load(self, version: PolicyVersion) -> None:
-        """Have every server load `version` and prove by its digest that it did."""
-        directory = self._layout.weights_step(version)
-        expected = read_manifest(directory)
-        started = self._clock()
-        statuses = await asyncio.gather(*(server.update_weights(directory) for server in self._servers))
-        for server, status in zip(self._servers, statuses, strict=True):
-            _check(server, status, version=version, digest=expected.digest)
-            self._write_event(Load(version=version, digest=status.digest, server=server.base_url))
-        self.last_load_s = self._clock() - started
-        acknowledge(self._layout, READER, version)
-        self.version = version
-        logger.info("policy loaded version=%s seconds=%.2f", version, self.last_load_s)
-        self._on_load(version)
+            await self._sleep(_POLL_S)
+        await self._servers.bring(self._published(version))
+        self._loaded(version)
 
     async def start_from_base(self, *, reload: bool) -> None:
         """Start from version 0.
 
         Args:
-            reload: have the servers go back to the start weights, whatever they hold; else they must hold them already.
+            reload: have servers that hold something else go back to the start weights; else they are refused.
+
+        Raises:
+            InferenceError: a server failed, or holds another policy.
         """
-        for server in self._servers:
-            status = await (server.reload_weights() if reload else server.policy())
-            if status.version != START_VERSION:
-                raise InferenceError(
-                    f"{server.base_url} holds policy {status.version} and the run starts from the base model; set "
-                    "orchestrator.reload_weights_on_start = true"
-                )
-            self._write_event(Load(version=status.version, digest=status.digest, server=server.base_url))
-        acknowledge(self._layout, READER, START_VERSION)
-        self.version = START_VERSION
-        self._on_load(START_VERSION)
+        await self._servers.bring(Policy(version=START_VERSION, digest=None, directory=None), reset=reload)
+        self._loaded(START_VERSION)
 
+    async def load(self, version: PolicyVersion) -> None:
+        """Have the servers hold the published `version`, unless somebody has pinned theirs meanwhile."""
+        async with self._loading:
+            if self._num_pins:
+                return
+            started = self._clock()
+            await self._servers.load(self._published(version))
+            self.last_load_s = self._clock() - started
+        self._loaded(version)
+        logger.info("policy loaded version=%s seconds=%.2f", version, self.last_load_s)
 
-def _check(server: InferenceClient, status: PolicyStatus, *, version: PolicyVersion, digest: str) -> None:
-    if status.version != version or status.digest != digest:
-        raise InferenceError(
-            f"{server.base_url} reports policy {status.version} with digest {status.digest[:12]} after loading policy "
-            f"{version} with digest {digest[:12]}: another run may use the same server"
-        )
+    def _published(self, version: PolicyVersion) -> Policy:
+        directory = self._layout.weights_step(version)
+        return Policy(version=version, digest=read_manifest(directory).digest, directory=directory)
+
+    def _loaded(self, version: PolicyVersion) -> None:
+        acknowledge(self._layout, READER, version)
+        self.version = version
+        self._on_load(version)

@@ -6,32 +6,35 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from trivet.algorithms.advantages import ADVANTAGES
+from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import resolve_resume_step
 from trivet.client.inference_client import InferenceClient
+from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.host import EnvironmentHost
 from trivet.environments.load import load_host
 from trivet.environments.local_pool import LocalPool
-from trivet.environments.model_client import ModelClient, make_model_client
+from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
-from trivet.environments.sampling import sampling_arguments
 from trivet.environments.settings import host_settings
 from trivet.errors import ConfigError, EnvironmentLoadError
+from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
+from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
+from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.sampler import Draw, ExampleSampler
+from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.waker import Waker
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
-from trivet.wire.events import Start, Stop
-from trivet.wire.groups import SamplingArguments, Split
+from trivet.wire.events import Drop, Start, Stop
+from trivet.wire.groups import Split
 from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -41,7 +44,8 @@ logger = logging.getLogger(__name__)
 async def run(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
     """From start to max_steps; every error of a task leaves as an exception group."""
     layout = RunLayout(config.output_dir)
-    half = _starting_point(config, layout, _sizes(pool))
+    _require_examples(config, pool)
+    half = _starting_point(config, layout)
     telemetry = Telemetry(
         "orchestrator",
         layout=layout,
@@ -56,10 +60,10 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
     reason = "failed"
     loop: Loop | None = None
     try:
-        async with _servers(config) as (servers, clients), _sender(config) as sender:
+        async with _servers(config, telemetry) as servers, _sender(config) as sender:
             loop = _make_loop(config, layout, half, pool, servers, sender, telemetry)
             await _bring_policy(loop, config)
-            await _send_self_check(loop, config, pool, clients)
+            await _send_self_check(loop, config, pool, servers)
             await loop.run()
             reason = "done"
     except asyncio.CancelledError:
@@ -79,42 +83,50 @@ def load_environments(config: OrchestratorConfig) -> LocalPool:
     hosts: dict[str, EnvironmentHost] = {}
     for env in config.env:
         settings = host_settings(
-            env, model_name=config.model.name, client=config.client, trajectory_strategy=config.trajectory_strategy
+            env,
+            model_name=config.model.name,
+            client=config.client,
+            trajectory_strategy=config.trajectory_strategy,
+            hash_keys=config.buffer.hash_keys,
         )
         hosts[env.label] = load_host(settings, environ=os.environ)
     return LocalPool(hosts)
 
 
-def _sizes(pool: EnvironmentPool) -> dict[str, int]:
+def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
     """
     Raises:
-        EnvironmentLoadError: an environment has no examples to train on.
+        EnvironmentLoadError: an environment has no examples to train on, or none of the columns that name them.
     """
     for name, info in pool.infos.items():
         if info.num_examples == 0:
             raise EnvironmentLoadError(
                 f"environment {name!r} has no examples to train on; check its args, or take it out of [[orchestrator.env]]"
             )
+        if len(info.example_hashes) != info.num_examples:
+            raise EnvironmentLoadError(
+                f"the data set of environment {name!r} has none of the columns orchestrator.buffer.hash_keys"
+                f" ({', '.join(config.buffer.hash_keys)}), which name its examples; set hash_keys to columns that it has"
+            )
         logger.info("environment loaded env=%s examples=%s", name, info.num_examples)
-    return {name: info.num_examples for name, info in pool.infos.items()}
 
 
-def _starting_point(config: OrchestratorConfig, layout: RunLayout, sizes: dict[str, int]) -> OrchestratorHalf:
+def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> OrchestratorHalf:
     if config.ckpt.resume_step is None:
         return OrchestratorHalf(
             progress=Progress(),
-            next_group_id=GroupId(0),
+            sampler=SamplerState(),
             buffer=BufferState(),
-            seed=config.seed,
             rollouts_per_example=config.rollouts_per_example,
-            sizes=sizes,
         )
     step = resolve_resume_step(layout, config.ckpt.resume_step)
-    half = read_half(layout, step, seed=config.seed, rollouts_per_example=config.rollouts_per_example, sizes=sizes)
+    half = read_half(layout, step, rollouts_per_example=config.rollouts_per_example)
     if config.max_steps is not None and config.max_steps <= step:
         raise ConfigError(
             f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
         )
+    if config.ckpt.skip_progress:
+        half.progress = Progress(step=step)
     logger.info(
         "resumed step=%s ready_groups=%s groups_dispatched_again=%s", step, len(half.buffer.ready), len(half.buffer.in_flight)
     )
@@ -122,19 +134,19 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout, sizes: dict[s
 
 
 @asynccontextmanager
-async def _servers(config: OrchestratorConfig) -> AsyncIterator[tuple[list[InferenceClient], list[ModelClient]]]:
-    keys = {url: config.client.api_key(url, os.environ) for url in config.client.base_url}
-    timeout_s = config.client.timeout
-    servers = [InferenceClient(url, timeout_s=timeout_s, api_key=key) for url, key in keys.items()]
-    clients = [make_model_client(url, api_key=key, timeout_s=timeout_s) for url, key in keys.items()]
+async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIterator[ServerPool]:
+    client = config.client
+
+    def make_client(url: str) -> InferenceClient:
+        key = client.api_key(url, os.environ)
+        return InferenceClient(url, timeout_s=client.admin_timeout, api_key=key, headers=client.headers)
+
+    servers = ServerPool(client, make_client=make_client, write_event=telemetry.write_event)
     try:
-        for server in servers:
-            await server.wait_ready(config.client.wait_for_ready_timeout)
-            logger.info("inference ready url=%s", server.base_url)
-        yield servers, clients
+        await servers.start()
+        yield servers
     finally:
-        for closing in (*(server.aclose() for server in servers), *(client.close() for client in clients)):
-            await closing
+        await servers.aclose()
 
 
 @asynccontextmanager
@@ -151,38 +163,40 @@ def _make_loop(
     layout: RunLayout,
     half: OrchestratorHalf,
     pool: EnvironmentPool,
-    servers: list[InferenceClient],
+    servers: ServerPool,
     sender: BatchSender,
     telemetry: Telemetry,
 ) -> Loop:
     changed = Waker()
-    sampler = ExampleSampler(half.sizes, seed=config.seed, next_group_id=half.next_group_id)
+    examples = {name: info.example_hashes for name, info in pool.infos.items()}
+    sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=half.sampler)
+    waiting, left_out = half.buffer, list[GroupId]()
+    if config.ckpt.skip_buffer:
+        left_out = [*(group.group_id for group in waiting.ready), *waiting.in_flight_ids]
+        waiting = BufferState()
     buffer = GroupBuffer(
         write_event=telemetry.write_event,
         online_difficulty_filtering=config.buffer.online_difficulty_filtering,
         max_off_policy_steps=config.max_off_policy_steps,
-        ready=half.buffer.ready,
+        filters=rollout_filters(config),
+        ready=waiting.ready,
     )
-    sampling = {env.label: env.sampling.over(config.sampling) for env in config.env}
-
-    def sampling_of(draw: Draw) -> SamplingArguments:
-        mine = sampling[draw.env]
-        return sampling_arguments(mine, temperature=mine.temperature_at(dispatcher.step, max_steps=config.max_steps))
-
+    for group_id in left_out:
+        telemetry.write_event(Drop(group_id=group_id, reason="ckpt.skip_buffer"))
+    again, gone = sampler.find_again(waiting.in_flight)
+    buffer.gone(gone)
     dispatcher = Dispatcher(
         sampler=sampler,
         buffer=buffer,
-        run_group=group_runner(
-            pool,
-            [server.base_url for server in servers],
-            sampling_of=sampling_of,
-            rollouts_per_example=config.rollouts_per_example,
-        ),
-        advantage=ADVANTAGES[config.advantage.type],
+        run_group=group_runner(pool, sampling_of=sampling_plan(config), rollouts_per_example=config.rollouts_per_example),
+        servers=servers,
+        advantage=make_advantage(config.advantage),
         limits=Limits.of(config),
         on_change=changed.ring,
-        again=half.buffer.in_flight,
+        again=again,
     )
+
+    servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.waker.ring
 
     def on_load(version: PolicyVersion) -> None:
         dispatcher.version = version
@@ -194,14 +208,13 @@ def _make_loop(
         max_async_level=config.max_async_level,
         is_strict=config.strict_async_level,
         timeout_s=config.rollout_transport.timeout_s,
-        write_event=telemetry.write_event,
         on_load=on_load,
     )
+    load_watcher = LoadWatcher(config.concurrency, servers=servers, dispatcher=dispatcher)
     return Loop(
         config=config,
         layout=layout,
         progress=half.progress,
-        sizes=half.sizes,
         sampler=sampler,
         buffer=buffer,
         dispatcher=dispatcher,
@@ -209,27 +222,47 @@ def _make_loop(
         sender=sender,
         telemetry=telemetry,
         changed=changed,
+        beside={"servers": servers.run, "load-watcher": load_watcher.run},
+        gauges=load_watcher.metrics,
     )
 
 
 async def _bring_policy(loop: Loop, config: OrchestratorConfig) -> None:
-    """Before the first rollout the servers hold the policy of the step that the run starts from."""
-    if loop.progress.step:
-        await loop.watcher.await_policy(PolicyVersion(loop.progress.step))
+    """Before the first rollout the servers hold the policy of the step that the run starts from.
+
+    A deterministic run goes back to the one that the next batch was sampled from when the run was not broken.
+    """
+    version = PolicyVersion(loop.progress.step)
+    if config.deterministic:
+        version = required_version(step=Step(loop.progress.step + 1), max_async_level=config.max_async_level)
+    if version:
+        await loop.watcher.await_policy(version)
     else:
-        await loop.watcher.start_from_base(reload=config.reload_weights_on_start)
+        await loop.watcher.start_from_base(reload=config.reload_weights_on_start or loop.progress.step > 0)
 
 
-async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, clients: list[ModelClient]) -> None:
+async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool) -> None:
     """Also an empty one: its acknowledgement says that the trainer has cleared away what an earlier attempt left."""
-    draws = [loop.sampler.draw(GroupId(index)) for index in range(config.self_check_rollouts)]
-    batch = await make_self_check(
-        [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws],
-        clients=clients,
-        model_name=config.model.name,
-        sampling=config.sampling,
-        temperature=config.sampling.temperature_at(1, max_steps=config.max_steps),
-        seq_len=config.seq_len,
-        step=Step(loop.progress.step),
-    )
+    is_comparable = loop.watcher.version == loop.progress.step
+    if not is_comparable:
+        logger.info("self-check left out: the servers hold policy %s as they did before", loop.watcher.version)
+    draws = loop.sampler.preview(config.self_check_rollouts if is_comparable else 0)
+    client = config.client
+    clients = [
+        make_model_client(root, api_key=client.api_key(root, os.environ), timeout_s=client.timeout, headers=client.headers)
+        for root in servers.roots
+    ]
+    try:
+        batch = await make_self_check(
+            [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws],
+            clients=clients,
+            model_name=config.model.name,
+            sampling=config.sampling,
+            temperature=config.sampling.temperature_at(1, max_steps=config.max_steps),
+            seq_len=config.seq_len,
+            step=Step(loop.progress.step),
+        )
+    finally:
+        for asked in clients:
+            await asked.close()
     await loop.sender.send(batch)
