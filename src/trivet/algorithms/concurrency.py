@@ -1,0 +1,81 @@
+"""How many rollouts may be in flight, and how many may start per minute. Decisions only; no clock of its own."""
+
+from dataclasses import dataclass
+
+_CUT_ON_PREEMPTION = 0.8
+_CUT_ON_QUEUE = 0.9
+_QUEUE_KEPT = 0.25
+"""Waiting requests as a share of running ones that are left alone: what ends is replaced at once."""
+_GROWTH = 0.05
+"""Of the ceiling, each time."""
+_IS_BINDING = 0.9
+"""The limit is what holds rollouts back when this share of it is in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSince:
+    """All servers together, since the last look."""
+
+    num_running: int
+    """Sequences being computed now."""
+    num_waiting: int
+    """Requests without a place now."""
+    num_preempted: int
+    """Sequences thrown out of a cache, to be computed again."""
+
+
+def next_limit(limit: int, load: LoadSince, *, in_flight: int, floor: int, ceiling: int) -> int:
+    """The limit of rollouts in flight from now on: additive increase, multiplicative decrease.
+
+    Sequences thrown out of the cache are work done twice: a cut. A queue longer than what runs makes rollouts old and none of
+    them faster: a softer cut, which takes from the queue only and leaves enough of it that no place stays empty. While the queue
+    is short and the limit is what holds rollouts back, it grows.
+
+    Args:
+        limit: so far.
+        in_flight: rollouts; some of them are in a tool or being scored, and no server knows of those.
+        floor: at most `ceiling`.
+    """
+    kept_queue = int(load.num_running * _QUEUE_KEPT)
+    busy = in_flight - load.num_waiting
+    if load.num_preempted:
+        wanted = int(min(limit, in_flight) * _CUT_ON_PREEMPTION)
+    elif load.num_waiting > load.num_running:
+        wanted = max(int(limit * _CUT_ON_QUEUE), min(limit, busy + kept_queue))
+    elif load.num_waiting <= kept_queue and in_flight >= limit * _IS_BINDING:
+        wanted = limit + max(1, int(ceiling * _GROWTH))
+    else:
+        wanted = limit
+    return max(floor, min(wanted, ceiling))
+
+
+class TokenBucket:
+    """Lets so many rollouts start per minute, a few seconds' worth at once.
+
+    >>> bucket = TokenBucket(per_minute=60, burst=5, now=0.0)
+    >>> bucket.wait_s(5, now=0.0)
+    0.0
+    >>> bucket.take(5)
+    >>> bucket.wait_s(5, now=1.0)
+    4.0
+    """
+
+    def __init__(self, *, per_minute: float, burst: float, now: float) -> None:
+        """
+        Args:
+            burst: most rollouts that may start at once, and at the very start; at least those of one group.
+        """
+        self._per_s = per_minute / 60.0
+        self._burst = burst
+        self._tokens = burst
+        self._at = now
+
+    def wait_s(self, num_rollouts: int, *, now: float) -> float:
+        """Seconds until `num_rollouts` may start; 0 when they may now."""
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
+        self._at = now
+        return max(0.0, (num_rollouts - self._tokens) / self._per_s)
+
+    def take(self, num_rollouts: int) -> None:
+        """They start."""
+        self._tokens -= num_rollouts

@@ -1,0 +1,84 @@
+"""Adapts how many rollouts are in flight to the servers' load.
+
+Consumes the servers' own metrics. Produces the dispatcher's `max_in_flight`. Waits `concurrency.interval` between two looks.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from trivet.algorithms.concurrency import LoadSince, next_limit
+from trivet.client.load import ServerLoad
+from trivet.config.client import ConcurrencyConfig
+from trivet.orchestrator.dispatcher import Dispatcher
+
+logger = logging.getLogger(__name__)
+
+
+class LoadReports(Protocol):
+    """What is needed of the servers. Adapter: `client.server_pool.ServerPool`."""
+
+    async def loads(self) -> list[ServerLoad]: ...
+
+
+class LoadWatcher:
+    def __init__(
+        self,
+        config: ConcurrencyConfig,
+        *,
+        servers: LoadReports,
+        dispatcher: Dispatcher,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._config = config
+        self._servers = servers
+        self._dispatcher = dispatcher
+        self._sleep = sleep
+        self._ceiling = dispatcher.max_in_flight
+        self._floor = min(config.min_inflight, self._ceiling)
+        self._num_preemptions = 0
+        self._last: LoadSince | None = None
+        if config.initial_inflight is not None:
+            dispatcher.max_in_flight = max(self._floor, min(config.initial_inflight, self._ceiling))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._sleep(self._config.interval)
+            self._look(await self._servers.loads())
+
+    def metrics(self) -> dict[str, float]:
+        values = {"concurrency/limit": float(self._dispatcher.max_in_flight)}
+        if self._last is not None:
+            values |= {
+                "concurrency/running": float(self._last.num_running),
+                "concurrency/waiting": float(self._last.num_waiting),
+                "concurrency/preempted": float(self._last.num_preempted),
+            }
+        return values
+
+    def _look(self, loads: list[ServerLoad]) -> None:
+        if not loads:
+            return
+        total = sum(load.num_preemptions for load in loads)
+        self._last = LoadSince(
+            num_running=sum(load.num_running for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
+            num_preempted=max(0, total - self._num_preemptions),  # a server started again counts from 0
+        )
+        self._num_preemptions = total
+        if not self._config.adaptive:
+            return
+        before = self._dispatcher.max_in_flight
+        limit = next_limit(
+            before,
+            self._last,
+            in_flight=self._dispatcher.rollouts_in_flight,
+            floor=self._floor,
+            ceiling=self._ceiling,
+        )
+        if limit != before:
+            logger.debug("rollouts in flight at most=%s before=%s load=%s", limit, before, self._last)
+            self._dispatcher.max_in_flight = limit
+            self._dispatcher.waker.ring()
