@@ -67,6 +67,8 @@ REFUSED = {
     " or orchestrator.max_concurrent",
     "orchestrator.token_batch_size": "batches are counted in rollouts: set orchestrator.batch_size",
     "orchestrator.algo": "set orchestrator.advantage",
+    "orchestrator.mask_env_responses": "what the environment says is always masked: the policy did not sample it, so there is no"
+    " log-probability to weigh it by; remove the key",
     "orchestrator.buffer.skip_verification": "without rewards every advantage is 0 and nothing is learnt; it serves"
     " distillation from a teacher, which is not supported",
     "run": "the launcher names the run; set output_dir to choose where it is kept",
@@ -103,9 +105,6 @@ NOT_YET = (
     "trainer.memory_profiler_path",
     "trainer.trace_path",
     "trainer.metrics_server",
-    "orchestrator.mask_env_responses",
-    "orchestrator.mask_truncated_completions",
-    "orchestrator.zero_truncated_completions",
     "orchestrator.workers_per_env",
     "inference.enable_lora",
 )

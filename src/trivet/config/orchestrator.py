@@ -63,6 +63,9 @@ class OrchestratorConfig(Section):
     strict_async_level: bool = False
     """Always lag exactly max_async_level: independent of timing, more idle time. A resumed run starts from the policy that it
     resumes, so its first batches lag less."""
+    deterministic: bool = False
+    """Form batches in the order of group ids, whatever the timing. Needs strict_async_level, a seed for sampling and no
+    oversampling. The run's own key sets all of it for every role."""
     max_off_policy_steps: int = Field(default=8, ge=0)
     """A group whose oldest token is older than this many steps is dropped, time in queues counted."""
     max_concurrent: int | None = Field(default=None, ge=1)
@@ -71,7 +74,12 @@ class OrchestratorConfig(Section):
     """Rollouts started per minute at most, for environments that ask a service with a limit; unset: as fast as they go."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
-    """Turns of one rollout as one sample while each continues the last token for token, or as a sample per turn."""
+    """Turns of one rollout as one sample while each continues the last token for token, or as a sample per turn. For
+    `interleaved` the server keeps the tokens of earlier turns wherever the chat template still says what they say."""
+    mask_truncated_completions: bool = False
+    """Train on no token of a rollout that was cut at a length limit; its reward stays in its group's baseline."""
+    zero_truncated_completions: bool = False
+    """Give a rollout that was cut at a length limit the reward 0, before its group is compared."""
     reload_weights_on_start: bool = True
     """A run that starts from step 0 resets the servers to the start weights."""
     max_fruitless_batches: int = Field(default=10, ge=1)

@@ -31,11 +31,14 @@ def rollout_filters(config: OrchestratorConfig) -> RolloutFilters:
         RolloutFilter.GIBBERISH: filters.gibberish,
         RolloutFilter.ZERO_ADVANTAGE: filters.zero_advantage,
     }
+    enforced = {name for name, section in sections.items() if section is not None and section.enforce}
+    if config.mask_truncated_completions:
+        enforced.add(RolloutFilter.TRUNCATED)
     repetition, gibberish = filters.repetition, filters.gibberish
     return RolloutFilters(
         repetition=repetition and Repetition(window=repetition.window, prob_threshold=repetition.prob_threshold),
         gibberish=gibberish
         and Gibberish(token_id_threshold=gibberish.token_id_threshold, max_logprob=gibberish.max_logprob),
         is_measuring_zero_advantage=filters.zero_advantage is not None,
-        enforced=frozenset(name for name, section in sections.items() if section is not None and section.enforce),
+        enforced=frozenset(enforced),
     )

@@ -125,6 +125,7 @@ def test_what_was_replaced_is_refused_with_its_replacement() -> None:
     assert "set ckpt.resume_step" in refusal("--resume")
     assert load("--resume.step", "5").config.trainer.ckpt.resume_step == 5
     assert "[[orchestrator.env]]" in refusal("--orchestrator.train.source", "[]")
+    assert "the policy did not sample it" in refusal("--orchestrator.mask-env-responses", "false")
     assert "scripts/bench" in refusal("--bench")
 
 
