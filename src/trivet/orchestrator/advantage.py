@@ -70,7 +70,10 @@ def _load_custom(config: AdvantageConfig) -> AdvantageFunction:
             f"{_name(config)} cannot be imported ({type(exc).__name__}: {exc}); give module.function of a module that"
             " is installed, or on PYTHONPATH"
         ) from exc
-    bound = partial(function, **config.kwargs)
+
+    def bound(inputs: AdvantageInputs) -> Any:
+        return function(inputs, **config.kwargs)
+
     for probe in _PROBES:
         try:
             _checked(bound, probe)

@@ -1,8 +1,8 @@
 import pytest
 
-from support.groups import make_group, make_sample
+from support.groups import make_draw, make_group, make_sample
+from trivet.algorithms.filters import FilterReason, RolloutFilter, RolloutFilters
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.sampler import Draw
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
@@ -19,7 +19,7 @@ def make_buffer(events: list[Event], **changes) -> GroupBuffer:
 
 
 def play(buffer: GroupBuffer, group: Group) -> None:
-    buffer.dispatched(Draw(group_id=group.group_id, env=group.env, example_id=group.example_id), version=PolicyVersion(0))
+    buffer.dispatched(make_draw(group.group_id, env=group.env, example_id=group.example_id), version=PolicyVersion(0))
     buffer.finished(group)
 
 
@@ -69,17 +69,17 @@ def test_late_group_is_dropped_at_max_off_policy_steps(events, oldest, is_kept):
 def test_groups_in_flight_too_long_are_named(events):
     buffer = make_buffer(events)
     for group_id, version in ((0, 1), (1, 3)):
-        buffer.dispatched(Draw(group_id=GroupId(group_id), env="toy", example_id=0), version=PolicyVersion(version))
+        buffer.dispatched(make_draw(group_id), version=PolicyVersion(version))
     assert buffer.stale_in_flight(Step(5)) == [0]
 
 
 def test_every_transition_writes_one_event(events):
     buffer = make_buffer(events)
     play(buffer, make_group(0))
-    buffer.dispatched(Draw(group_id=GroupId(1), env="toy", example_id=1), version=PolicyVersion(0))
+    buffer.dispatched(make_draw(1), version=PolicyVersion(0))
     buffer.failed(GroupId(1), "ValueError: no")
     assert [type(event) for event in events] == [Dispatch, Finish, Dispatch, Drop]
-    assert buffer.last_failure.endswith("ValueError: no")
+    assert buffer.first_failure == "group 1 of toy failed: ValueError: no"
 
 
 def test_fruitless_groups_are_counted_until_one_can_be_trained_on(events):
@@ -94,13 +94,64 @@ def test_fruitless_groups_are_counted_until_one_can_be_trained_on(events):
 def test_snapshot_holds_what_waits_and_what_is_in_flight(events):
     buffer = make_buffer(events)
     play(buffer, make_group(5))
-    buffer.dispatched(Draw(group_id=GroupId(8), env="toy", example_id=1), version=PolicyVersion(0))
-    state = buffer.snapshot()
+    buffer.dispatched(make_draw(8, example_id=1, step=3), version=PolicyVersion(0))
+    state = buffer.snapshot(also_in_flight=[make_draw(7), make_draw(9)])
     assert [group.group_id for group in state.ready] == [5]
-    assert state.in_flight == [8]
+    assert state.in_flight == [make_draw(7), make_draw(8, example_id=1, step=3), make_draw(9)]
 
 
 def test_versions_of_a_group_span_its_samples():
     group = make_group(0, version=2, newest=4)
     group.rollouts[0].samples.append(make_sample(version=3))
     assert (group.oldest_version, group.newest_version) == (2, 4)
+
+
+def test_the_first_error_of_a_fruitless_row_is_kept_and_forgotten_with_the_row(events):
+    buffer = make_buffer(events, online_difficulty_filtering=True)
+    play(buffer, make_group(0, rewards=(0.0, 0.0)))
+    assert buffer.first_failure == "group 0 of toy was filtered (zero_signal): its rewards are all 0"
+    for group_id, error in ((1, "ValueError: first"), (2, "ValueError: second")):
+        buffer.dispatched(make_draw(group_id), version=PolicyVersion(0))
+        buffer.failed(GroupId(group_id), error)
+    assert buffer.first_failure.endswith("ValueError: first")
+    play(buffer, make_group(3))
+    assert buffer.first_failure == ""
+
+
+def test_what_a_filter_masks_is_left_out_of_the_batch_and_keeps_the_baseline(events):
+    filters = RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED}))
+    buffer = make_buffer(events, filters=filters)
+    group = make_group(0, rewards=(1.0, 0.0, 0.5))
+    group.rollouts[1].samples[0].is_truncated = True
+    for rollout, advantage in zip(group.rollouts, (0.5, -0.5, 0.0), strict=True):
+        rollout.advantage = advantage
+    play(buffer, group)
+    [taken] = buffer.take_batch(Step(1), num_groups=1) or []
+    assert [rollout.samples[0].num_loss_tokens for rollout in taken.rollouts] == [4, 0, 4]
+    assert [rollout.advantage for rollout in taken.rollouts] == [0.5, -0.5, 0.0]
+    assert buffer.tally.finished[0].found == (RolloutFilter.TRUNCATED,)
+
+
+def test_a_group_that_is_all_masked_is_filtered_with_its_reason(events):
+    buffer = make_buffer(events, filters=RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED})))
+    group = make_group(0)
+    for rollout in group.rollouts:
+        rollout.samples[0].is_truncated = True
+    play(buffer, group)
+    assert events[-1] == Filter(group_id=GroupId(0), reason="all_masked")
+    assert buffer.tally.finished[0].filtered is FilterReason.ALL_MASKED
+
+
+def test_groups_whose_examples_are_gone_are_dropped_with_that_reason(events):
+    buffer = make_buffer(events)
+    buffer.gone([make_draw(4)])
+    assert events == [Drop(group_id=GroupId(4), reason="example_gone")]
+    assert buffer.num_in_flight == 0
+
+
+def test_failures_are_counted_by_the_error_behind_them(events):
+    buffer = make_buffer(events)
+    for group_id, error in enumerate(("RolloutFailed: ValueError: no", "WorkerLost: gone", "RolloutFailed: reward is nan")):
+        buffer.dispatched(make_draw(group_id), version=PolicyVersion(0))
+        buffer.failed(GroupId(group_id), error)
+    assert [lost.reason for lost in buffer.tally.failed] == ["ValueError", "WorkerLost", "RolloutFailed"]
