@@ -6,16 +6,17 @@ from pathlib import Path
 import msgspec
 
 from trivet.checkpoints.commit import committed_steps, verify_checkpoint
-from trivet.checkpoints.halves import HALVES, TRAINER
+from trivet.checkpoints.halves import HALVES, ORCHESTRATOR, TRAINER
 from trivet.config.layout import COMMITTED, STABLE, RunLayout, parse_step
-from trivet.errors import CheckpointError, WeightsError
+from trivet.errors import CheckpointError, MessageRefused, WeightsError
 from trivet.history.breaches import Invariant
 from trivet.history.groups import Owed
 from trivet.history.replay import Replay
 from trivet.history.steps import fingerprint
-from trivet.orchestrator.checkpoint import read_owed
+from trivet.orchestrator.checkpoint import OrchestratorHalf
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
+from trivet.wire.codec import decode
 from trivet.wire.versions import Step, VersionRun
 
 _COMMIT, _VERSIONS, _READERS, _ONCE = (
@@ -24,6 +25,8 @@ _COMMIT, _VERSIONS, _READERS, _ONCE = (
     Invariant.READERS_ARE_SAFE,
     Invariant.EXACTLY_ONCE,
 )
+
+_STATE_FILE = "state.msgpack"
 
 
 class _RolloutLine(msgspec.Struct):
@@ -51,8 +54,16 @@ class Files:
         Raises:
             CheckpointError: it cannot be read.
         """
-        found = read_owed(self.layout, step)
-        return Owed(next_group_id=found.next_group_id, ready=frozenset(found.ready), in_flight=frozenset(found.in_flight))
+        path = self.layout.checkpoint_step(step) / ORCHESTRATOR / _STATE_FILE
+        try:
+            half = decode(path.read_bytes(), OrchestratorHalf)
+        except (OSError, MessageRefused) as exc:
+            raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+        return Owed(
+            next_group_id=half.next_group_id,
+            ready=frozenset(group.group_id for group in half.buffer.ready),
+            in_flight=frozenset(half.buffer.in_flight_ids),
+        )
 
     def compare(self, replay: Replay) -> None:
         replay.ledger.line = None
