@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trivet.config.base import Section
+from trivet.config.dump import literal
 from trivet.config.environment import EnvConfig
 from trivet.config.evaluation import EvalConfig
 from trivet.config.findings import Findings
@@ -141,6 +142,16 @@ def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Itera
             f"{prefix}max_async_level ({config.max_async_level}) must be <= {prefix}max_off_policy_steps"
             f" ({config.max_off_policy_steps}): a rollout that lags as far as allowed would be dropped as stale"
         )
+    if config.deterministic:
+        needs = {
+            "strict_async_level": (config.strict_async_level, True),
+            "oversampling_factor": (config.oversampling_factor, 1.0),
+        }
+        for key, (value, needed) in needs.items():
+            if value != needed:
+                yield f"{prefix}deterministic = true needs {prefix}{key} = {literal(needed)}, got {literal(value)}; set it"
+        if config.sampling.seed is None:
+            yield f"{prefix}deterministic = true needs {prefix}sampling.seed, which is not set; set it to any whole number"
     yield from _name_problems(config.env, f"{prefix}env")
     yield from _ratio_problems(config, prefix)
     yield from _run_sampling_problems(config, prefix)

@@ -10,6 +10,7 @@ from trivet.environments.installed import require_installed
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import TrivetError
 from trivet.lifetime import die_with_parent
+from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.start import load_environments, run
 from trivet.telemetry.logs import setup_logging
 
@@ -24,6 +25,7 @@ def check(config: OrchestratorConfig) -> None:
     for env in config.env:
         require_installed(env.id)
     require_resumable(config)
+    make_advantage(config.advantage)
 
 
 def start(config: OrchestratorConfig) -> int:

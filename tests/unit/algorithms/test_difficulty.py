@@ -9,7 +9,13 @@ from trivet.algorithms.difficulty import Difficulty, FairTurns, difficulty_of
 
 @pytest.mark.parametrize(
     ("reward", "expected"),
-    [(1.0, Difficulty.EASY), (0.8, Difficulty.EASY), (0.79, Difficulty.NORMAL), (0.2, Difficulty.HARD), (-1.0, Difficulty.HARD)],
+    [
+        (1.0, Difficulty.EASY),
+        (0.8, Difficulty.EASY),
+        (0.79, Difficulty.NORMAL),
+        (0.2, Difficulty.HARD),
+        (-1.0, Difficulty.HARD),
+    ],
 )
 def test_both_thresholds_belong_to_the_pool_that_they_bound(reward: float, expected: Difficulty) -> None:
     assert difficulty_of(reward, easy_threshold=0.8, hard_threshold=0.2) is expected
@@ -27,7 +33,7 @@ def test_turns_keep_their_proportions_at_every_moment(ratios: list[float]) -> No
     for count in range(1, 120):
         taken[turns.take(names)] += 1
         for name, ratio in zip(names, ratios, strict=True):
-            # The name with the most credit has at least the mean, which is above 0: no credit falls to -1, and they add up to 0.
+            # The name with the most credit has at least the mean, above 0: none falls to -1, and they add up to 0.
             assert abs(taken[name] - count * ratio / sum(ratios)) < len(names)
 
 

@@ -4,7 +4,14 @@ from functools import partial
 
 import pytest
 
-from trivet.algorithms.schedules import constant_factor, cosine_factor, linear_factor, warmup_factor
+from trivet.algorithms.schedules import (
+    constant_factor,
+    cosine_factor,
+    cosine_value,
+    linear_factor,
+    linear_value,
+    warmup_factor,
+)
 
 LINEAR = partial(linear_factor, max_steps=20, warmup_steps=4, decay_steps=10, min_factor=0.1)
 COSINE = partial(cosine_factor, max_steps=20, warmup_steps=4, min_factor=0.1)
@@ -43,3 +50,10 @@ def test_degenerate_lengths_do_not_divide_by_zero():
     assert linear_factor(5, max_steps=5, warmup_steps=0, decay_steps=0, min_factor=0.0) == 1.0
     assert cosine_factor(5, max_steps=5, warmup_steps=5, min_factor=0.0) == 1.0
     assert cosine_factor(6, max_steps=5, warmup_steps=5, min_factor=0.0) == pytest.approx(0.0)
+
+
+def test_values_go_from_their_start_at_step_one_to_their_end():
+    assert [linear_value(step, start=2.0, end=1.0, num_steps=5) for step in (1, 3, 5, 9)] == [2.0, 1.5, 1.0, 1.0]
+    assert [cosine_value(step, start=2.0, end=1.0, num_steps=5) for step in (1, 3, 5, 9)] == pytest.approx([2.0, 1.5, 1.0, 1.0])
+    assert cosine_value(2, start=2.0, end=1.0, num_steps=5) > linear_value(2, start=2.0, end=1.0, num_steps=5)
+    assert linear_value(1, start=2.0, end=1.0, num_steps=1) == 1.0

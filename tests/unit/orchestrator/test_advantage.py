@@ -95,5 +95,5 @@ def test_an_error_during_the_run_ends_it_with_the_rewards(module: str) -> None:
     with pytest.raises(BatchError, match=r"picky\" of rewards \[1.0, 0.0, 0.5\] failed: three of them"):
         advantage(three)
     negative = AdvantageInputs(rewards=np.array([-1.0, 0.0]), completion_lengths=np.array([1, 1]))
-    with pytest.raises(BatchError, match='advantage "max_rl" of rewards .* needs rewards >= 0'):
+    with pytest.raises(BatchError, match=r'advantage "max_rl" of rewards .* needs rewards >= 0'):
         make_advantage(AdvantageConfig(type="max_rl"))(negative)
