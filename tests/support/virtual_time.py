@@ -1,0 +1,57 @@
+"""An event loop whose time passes only while everybody waits: hours of waiting take no time, in the same order each time."""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Selector(selectors.SelectSelector):
+    """Where a real loop would sleep until its next timer, time jumps there."""
+
+    advance: Callable[[float], None]
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if not events:
+            if timeout is None:
+                raise RuntimeError("everybody waits, and nobody for a time: a deadlock")
+            self.advance(timeout)
+        return events
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """What would go to a thread runs at once: no thread moves while time stands still."""
+
+    def __init__(self) -> None:
+        selector = _Selector()
+        selector.advance = self._advance
+        self._now = 0.0
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self._now
+
+    def _advance(self, seconds: float) -> None:
+        self._now += seconds
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> "asyncio.Future[T]":  # type: ignore[override]  # not awaited in between
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as exc:  # noqa: BLE001  it belongs to whoever waits for the future
+            future.set_exception(exc)
+        return future
+
+
+def run_virtually(main: Coroutine[Any, Any, T], *, limit_s: float) -> T:
+    """Run `main`; it fails with TimeoutError when it takes longer than `limit_s` of its own time."""
+
+    async def limited() -> T:
+        async with asyncio.timeout(limit_s):
+            return await main
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(limited())

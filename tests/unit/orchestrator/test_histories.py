@@ -1,0 +1,111 @@
+"""Random schedules of failures, crashes, time-outs, lost workers, slow groups, loads and pins; the history checker judges."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.simulated_run import Plan, SimulatedRun, publish_policies
+from support.virtual_time import run_virtually
+from trivet.history.replay import Outline, Replay
+from trivet.wire.events import BatchFormed, ServerDown
+
+LIMIT_S = 20_000.0
+"""Of virtual time: a run that takes longer hangs."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    return publish_policies(tmp_path_factory.mktemp("published"), count=8)
+
+
+def simulate(plan: Plan, published: Path) -> SimulatedRun:
+    async def play(directory: Path) -> SimulatedRun:
+        run = SimulatedRun(plan, directory=directory, published=published)
+        await run.run()
+        return run
+
+    with tempfile.TemporaryDirectory() as directory:
+        return run_virtually(play(Path(directory) / "run"), limit_s=LIMIT_S)
+
+
+def judge(run: SimulatedRun) -> Replay:
+    """The history keeps its invariants, and what lives at its end is what the last checkpoint would hold."""
+    outline = Outline(start_steps=frozenset({0}), has_orchestrator=True)
+    replay = Replay(outline, max_off_policy_steps=run.plan.max_off_policy_steps)
+    for line, event in enumerate(run.events, start=1):
+        replay.read(event, line=line)  # type: ignore[arg-type]  # every event that is written is of the union
+    assert replay.ledger.breaches == []
+    batches = [event for event in run.events if isinstance(event, BatchFormed)]
+    assert [batch.step for batch in batches] == list(range(1, run.plan.max_steps + 1))
+    owed = run.loop.buffer.snapshot(also_in_flight=run.loop.dispatcher.waiting_again)
+    assert replay.groups.live.in_flight == {draw.group_id for draw in owed.in_flight}
+    assert replay.groups.live.ready == {group.group_id for group in owed.ready}
+    return replay
+
+
+shares = st.sampled_from([0.0, 0.1, 0.4])
+plans = st.builds(
+    Plan,
+    seed=st.integers(0, 2**32),
+    num_servers=st.integers(1, 3),
+    max_async_level=st.integers(0, 3),
+    is_strict=st.booleans(),
+    max_off_policy_steps=st.integers(3, 8),
+    oversampling_factor=st.sampled_from([1.0, 1.5, 3.0]),
+    crash_every_s=st.sampled_from([None, 5.0, 30.0, 120.0]),
+    freeze_every_s=st.sampled_from([None, 20.0, 100.0]),
+    failed_share=shares,
+    lost_share=shares,
+    slow_share=shares,
+    pin_every_s=st.sampled_from([None, 5.0, 40.0]),
+    train_s=st.sampled_from([0.2, 3.0, 20.0]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans)
+def test_no_schedule_loses_or_doubles_a_group_or_breaks_a_version(plan, published):
+    judge(simulate(plan, published))
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None)
+@given(plan=plans)
+def test_no_schedule_of_thousands_loses_or_doubles_a_group_or_breaks_a_version(plan, published):
+    judge(simulate(plan, published))
+
+
+def test_a_run_whose_only_server_crashes_goes_on_under_the_same_ids(published):
+    run = simulate(Plan(seed=5, crash_every_s=8.0, max_steps=6), published)
+    replay = judge(run)
+    assert any(isinstance(event, ServerDown) for event in run.events)
+    assert replay.groups.counts.tried_again > 0
+
+
+def test_groups_of_lost_workers_are_dispatched_again(published):
+    run = simulate(Plan(seed=6, lost_share=0.5), published)
+    replay = judge(run)
+    assert replay.groups.counts.tried_again > 0
+    assert set(replay.groups.counts.dropped) <= {"failed"}
+
+
+def test_the_same_seed_gives_the_same_history(published):
+    plan = Plan(seed=11, num_servers=2, crash_every_s=20.0, lost_share=0.2, failed_share=0.1, slow_share=0.1)
+    first, second = simulate(plan, published), simulate(plan, published)
+    assert first.events == second.events
+
+
+@pytest.mark.parametrize(("train_s", "group_s"), [(20.0, 20.0), (30.0, 10.0), (10.0, 30.0)])
+def test_steps_take_the_longer_of_training_and_generating_at_async_level_one_and_the_sum_at_zero(train_s, group_s, published):
+    assert step_s(published, level=1, train_s=train_s, group_s=group_s) <= 1.1 * max(train_s, group_s)
+    assert step_s(published, level=0, train_s=train_s, group_s=group_s) >= train_s + group_s
+
+
+def step_s(published: Path, *, level: int, train_s: float, group_s: float) -> float:
+    """Mean time from batch to batch, once the run has settled."""
+    plan = Plan(seed=3, max_async_level=level, train_s=train_s, group_s=group_s, max_steps=8, is_even=True, poll_factor=1.0)
+    formed = [event.time for event in simulate(plan, published).events if isinstance(event, BatchFormed)]
+    return (formed[-1] - formed[2]) / (len(formed) - 3)
