@@ -33,7 +33,7 @@ def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int |
     if max_steps is None:
         return Estimate(minimum=minimum, total=None)
     steps = range(from_step + 1, max_steps + 1)
-    committed = [step for step in steps if step == max_steps or (ckpt.interval and step % ckpt.interval == 0)]
+    committed = [step for step in steps if ckpt.is_due(step, max_steps=max_steps)]
     if ckpt.keep_last is None and ckpt.keep_interval is None:
         kept = committed
     else:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from trivet.config.base import Section
+from trivet.config.faults import FaultsConfig
 from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, LogConfig, RunIdentity
 
 
@@ -59,6 +60,9 @@ class InferenceConfig(Section):
     """Sequences generated at one time; unset: vLLM's default."""
     seed: int = Field(default=0, ge=0)
     """Seeds sampling of requests that carry no seed."""
+    deterministic: bool = False
+    """One sequence at a time, and nothing computed for another request is reused: equal requests get equal bytes."""
+    faults: FaultsConfig = FaultsConfig()
     vllm_args: dict[str, Any] = {}
     """Further vLLM engine arguments by name, e.g. `{ swap_space = 4 }`; one that has a key above is refused."""
     log: LogConfig = LogConfig()

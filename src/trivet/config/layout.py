@@ -81,6 +81,13 @@ class RunLayout:
     def checkpoint_step(self, step: int) -> Path:
         return self.checkpoints / step_name(step)
 
+    @property
+    def batches(self) -> Path:
+        return self.root / "batches"
+
+    def recorded_batch(self, step: int) -> Path:
+        return self.batches / f"{step_name(step)}.msgpack"
+
     def rollouts_step(self, step: int) -> Path:
         return self.root / "rollouts" / step_name(step)
 

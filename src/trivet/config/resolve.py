@@ -10,9 +10,11 @@ from urllib.parse import urlsplit
 from pydantic.fields import FieldInfo
 
 from trivet.config.detectors import DetectorsConfig
+from trivet.config.dump import literal
 from trivet.config.findings import Findings
 from trivet.config.inference import ServerConfig
 from trivet.config.keys import as_list
+from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.origins import Draft, Sourced
 from trivet.config.shared import (
     CkptConfig,
@@ -30,13 +32,30 @@ CONNECTING = ("host", "port", "max_message_mib")
 """Transport keys that mean the same to both ends; how long each waits is its own affair."""
 
 
+DETERMINISTIC: dict[str, object] = {
+    "trainer.deterministic": True,
+    "trainer.model.compute_dtype": "float32",
+    "trainer.model.optimization_dtype": "float32",
+    "trainer.model.reduce_dtype": "float32",
+    "orchestrator.deterministic": True,
+    "orchestrator.strict_async_level": True,
+    "orchestrator.oversampling_factor": 1.0,
+    "inference.deterministic": True,
+    "inference.max_num_seqs": 1,
+    "inference.model.dtype": "float32",
+}
+"""What `deterministic = true` means in each role, besides seeds."""
+
+
 def resolve(draft: Draft, findings: Findings) -> None:
     """Fill the roles' sections of a run in `draft`."""
+    _make_deterministic(draft, findings)
     _agree(draft, findings, _model_names(draft))
     _fill(draft, "seq_len", ("trainer.model.seq_len", "orchestrator.seq_len"))
     _fill(draft, "max_model_len", ("inference.model.max_model_len",))
     _agree(draft, findings, ("max_steps", "trainer.max_steps", "orchestrator.max_steps"))
     _agree(draft, findings, ("max_async_level", "trainer.max_async_level", "orchestrator.max_async_level"))
+    _fill(draft, "faults.schedule", ("trainer.faults.schedule", "orchestrator.faults.schedule", "inference.faults.schedule"))
     _fill(draft, "seed", ("trainer.seed", "orchestrator.seed", "inference.seed"))
     _agree(draft, findings, ("output_dir", "trainer.output_dir", "orchestrator.output_dir", "inference.output_dir"))
     _fill_section(draft, "wandb", ("trainer.wandb", "orchestrator.wandb"), WandbConfig.model_fields)
@@ -60,6 +79,22 @@ def resolve(draft: Draft, findings: Findings) -> None:
         _point_client_at_server(draft, findings)
         compute_dtype = TrainerModelConfig.model_fields["compute_dtype"]
         _derive_default(draft, "inference.model.dtype", "trainer.model.compute_dtype", compute_dtype)
+
+
+def _make_deterministic(draft: Draft, findings: Findings) -> None:
+    wanted = draft.leaf("deterministic")
+    if wanted is None or _normal(wanted.value).lower() != "true":
+        return
+    for key, value in DETERMINISTIC.items():
+        leaf = draft.leaf(key)
+        if leaf is None and not draft.is_null(key):
+            draft.derive(key, value, _derived("deterministic", wanted))
+        elif leaf is not None and _normal(leaf.value).lower() not in (str(value).lower(), f"{value:g}" if value == 1 else ""):
+            findings.refuse(
+                f"deterministic = true ({wanted.origin}) needs {key} = {literal(value)}, got {leaf.value} ({leaf.origin});"
+                f" remove {key}"
+            )
+    _derive_default(draft, "orchestrator.sampling.seed", "seed", OrchestratorConfig.model_fields["seed"])
 
 
 def _model_names(draft: Draft) -> Sequence[str]:

@@ -6,9 +6,11 @@ from pydantic import Field
 
 from trivet.config.base import Section
 from trivet.config.detectors import DetectorsConfig
+from trivet.config.faults import FaultsConfig
 from trivet.config.inference import InferenceConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, CkptConfig, LogConfig, WandbConfig
+from trivet.config.supervision import RecoveryConfig
 from trivet.config.trainer import TrainerConfig
 
 
@@ -32,6 +34,9 @@ class RLConfig(Section):
     """Fills inference.model.max_model_len."""
     max_async_level: int | None = Field(default=None, ge=0)
     """Fills trainer.max_async_level and orchestrator.max_async_level."""
+    deterministic: bool = False
+    """Two runs give the same bytes, and a killed and resumed run those of an unbroken one: float32, one sequence at a time,
+    strict_async_level, seeded sampling, batches in the order of group ids. Slow; for debugging and for proofs."""
     seed: int | None = Field(default=None, ge=0)
     """Fills every role's seed."""
     inference_gpu_ids: list[int] = [0]
@@ -48,9 +53,13 @@ class RLConfig(Section):
     """Shared by trainer and orchestrator."""
     ckpt: CkptConfig = CkptConfig()
     """Shared by trainer and orchestrator."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """What the launcher does about a role that ends or hangs."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig | None = InferenceConfig()
     """None: the servers of orchestrator.client.base_url are started by someone else."""
+    faults: FaultsConfig = FaultsConfig()
+    """Shared by every role."""
     shutdown_timeout_s: float = Field(default=20.0, gt=0)
     """Time between the request to stop and the kill."""

@@ -82,6 +82,10 @@ class CkptConfig(Section):
     skip_buffer: bool = False
     """On resume: finished groups that wait for a batch and groups that were in flight are dropped, with this reason."""
 
+    def is_due(self, step: int, *, max_steps: int | None) -> bool:
+        """Whether the run commits a checkpoint of `step`."""
+        return step == max_steps or (self.interval is not None and step % self.interval == 0)
+
 
 class TransportConfig(Section):
     """ZeroMQ between orchestrator and trainer. The trainer listens, the orchestrator connects."""

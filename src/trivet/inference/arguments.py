@@ -84,6 +84,9 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
         arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if config.deterministic:
+        # Sums over a batch, or over what a cached prefix left to compute, round differently.
+        arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}
     return arguments | config.vllm_args
 
 

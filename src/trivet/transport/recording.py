@@ -1,0 +1,113 @@
+"""Batches kept on disk as they were trained, and fed to the trainer again without an orchestrator or servers.
+
+`batches/step_N.msgpack` holds the bytes that crossed to the trainer and nothing of which run or attempt they were of, so equal
+batches are equal files.
+"""
+
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from trivet.config.layout import RunLayout, parse_step
+from trivet.durable import write_atomically
+from trivet.errors import BatchError, MessageRefused
+from trivet.transport.port import BatchReceiver
+from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.codec import SCHEMA_VERSION, decode, encode
+from trivet.wire.versions import Step
+
+
+class RecordedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    schema: int
+    """`codec.SCHEMA_VERSION` of the writer."""
+    checksum: int
+    """CRC-32 of the payload."""
+    payload: bytes
+    """An encoded `wire.batches.Batch`."""
+
+
+def record_batch(layout: RunLayout, batch: Batch) -> None:
+    """Returns once the batch is on disk."""
+    payload = encode(batch)
+    recorded = RecordedBatch(schema=SCHEMA_VERSION, checksum=zlib.crc32(payload), payload=payload)
+    write_atomically(layout.recorded_batch(batch.step), encode(recorded))
+
+
+def recorded_steps(layout: RunLayout) -> list[Step]:
+    """Steps whose batches are on disk, oldest first."""
+    steps = (parse_step(path.stem) for path in layout.batches.glob("step_*.msgpack"))
+    return sorted(Step(step) for step in steps if step is not None)
+
+
+def discard_recorded_after(layout: RunLayout, step: Step) -> None:
+    """Remove batches that a run which goes back to `step` receives again."""
+    for later in recorded_steps(layout):
+        if later > step:
+            layout.recorded_batch(later).unlink(missing_ok=True)
+
+
+def read_recorded(layout: RunLayout, step: Step) -> Batch:
+    """
+    Raises:
+        BatchError: it was not recorded, by another schema, or is damaged.
+    """
+    path = layout.recorded_batch(step)
+    try:
+        recorded = decode(path.read_bytes(), RecordedBatch)
+        if recorded.schema != SCHEMA_VERSION:
+            raise BatchError(
+                f"{path} has schema {recorded.schema}, this version reads {SCHEMA_VERSION}: replay it with its own"
+            )
+        if zlib.crc32(recorded.payload) != recorded.checksum:
+            raise BatchError(f"{path} does not match its checksum: the file was altered")
+        return decode(recorded.payload, Batch)
+    except FileNotFoundError as exc:
+        raise BatchError(
+            f"batch {step} was not recorded in {layout.batches}, which holds {describe_steps(recorded_steps(layout))}; "
+            "lower max_steps"
+        ) from exc
+    except MessageRefused as exc:
+        raise BatchError(f"{path} cannot be read: {exc}") from exc
+
+
+def describe_steps(steps: list[Step]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if steps else "none"
+
+
+class RecordingReceiver:
+    """A BatchReceiver that keeps what another receives."""
+
+    def __init__(self, receiver: BatchReceiver, *, layout: RunLayout) -> None:
+        self._receiver = receiver
+        self._layout = layout
+
+    def receive(self, step: Step) -> Batch:
+        batch = self._receiver.receive(step)
+        if batch.purpose is BatchPurpose.TRAIN:
+            record_batch(self._layout, batch)
+        return batch
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+class ReplayReceiver:
+    """A BatchReceiver over the batches that the run in `root` recorded, after an empty self-check."""
+
+    def __init__(self, root: Path, *, from_step: Step) -> None:
+        """
+        Args:
+            from_step: the last step done; its batch is asked for first, and is the self-check's.
+        """
+        self._layout = RunLayout(root)
+        self._from_step = from_step
+
+    def receive(self, step: Step) -> Batch:
+        if step == self._from_step:
+            return Batch(step=step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
+        # The recorded run's orchestrator wrote its half of that run's checkpoint, not of this one's.
+        return msgspec.structs.replace(read_recorded(self._layout, step), has_orchestrator_half=False)
+
+    def close(self) -> None:
+        pass
