@@ -8,95 +8,27 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from support.processes import (
-    assert_all_gone,
-    assert_port_free,
-    descendants_of,
-    find_free_port,
-    heed_signals,
-    wait_until,
-)
-
-STAND_IN_RUN = Path(__file__).parents[1] / "support" / "stand_in_run.py"
-ROLES = ("inference", "orchestrator", "trainer")
-STARTED_WITHIN_S = 20.0
-ENDED_WITHIN_S = 30.0
-
-
-class Run:
-    """A launcher in a directory of its own, seen from outside."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.ports = [find_free_port() for _ in ROLES]
-        self.processes: list[psutil.Process] = []
-        self._out = directory / "rl.out"
-
-    def start(self, inference: str = "serve", orchestrator: str = "serve", trainer: str = "serve") -> "Run":
-        """Returns once every role listens."""
-        self.launch(inference, orchestrator, trainer)
-        wait_until(
-            lambda: all((self.directory / f"{name}.up").exists() for name in ROLES),
-            timeout_s=STARTED_WITHIN_S,
-            waiting_for="the roles to start",
-        )
-        self.processes = [psutil.Process(self.launcher.pid), *descendants_of(self.launcher.pid)]
-        return self
-
-    def launch(self, *behaviours: str) -> "subprocess.Popen[bytes]":
-        with self._out.open("wb") as out:
-            self.launcher = subprocess.Popen(
-                [sys.executable, str(STAND_IN_RUN), *behaviours, *map(str, self.ports)],
-                cwd=self.directory,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=heed_signals,
-            )
-        return self.launcher
-
-    def act(self, name: str) -> None:
-        """Let the role do what its behaviour says."""
-        (self.directory / f"{name}.go").touch()
-
-    def process_of(self, name: str) -> psutil.Process:
-        return next(child for child in psutil.Process(self.launcher.pid).children() if name in child.cmdline())
-
-    def wait(self) -> int:
-        return self.launcher.wait(ENDED_WITHIN_S)
-
-    @property
-    def output(self) -> str:
-        return self._out.read_text()
-
-    def assert_nothing_left(self) -> None:
-        assert_all_gone(self.processes)
-        for port in self.ports:
-            assert_port_free(port)
+from support.processes import wait_until
+from support.stand_in_launcher import ENDED_WITHIN_S, ROLES, STAND_IN_RUN, StandInRun
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
+def run(tmp_path: Path) -> Iterator[StandInRun]:
+    run = StandInRun(tmp_path)
     yield run
-    run.launcher.kill()
-    run.launcher.wait()
-    for process in run.processes:
-        if process.is_running():
-            process.kill()
+    run.close()
 
 
-def test_roles_have_sessions_and_children_of_their_own(run: Run) -> None:
+def test_roles_have_sessions_and_children_of_their_own(run: StandInRun) -> None:
     run.start()
     assert len(run.processes) == 1 + 2 * len(ROLES)
     assert len({os.getsid(process.pid) for process in run.processes}) == len(run.processes)
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_a_killed_role_ends_the_run_with_a_report_and_nothing_left(run: Run, name: str) -> None:
+def test_a_killed_role_ends_the_run_with_a_report_and_nothing_left(run: StandInRun, name: str) -> None:
     run.start()
     run.process_of(name).kill()
     assert run.wait() == 1
@@ -105,14 +37,14 @@ def test_a_killed_role_ends_the_run_with_a_report_and_nothing_left(run: Run, nam
     assert f"full log: {run.directory}/logs/{name}.stdout" in run.output
 
 
-def test_a_killed_launcher_takes_everything_with_it(run: Run) -> None:
+def test_a_killed_launcher_takes_everything_with_it(run: StandInRun) -> None:
     run.start()
     run.launcher.kill()
     run.launcher.wait()
     run.assert_nothing_left()
 
 
-def test_a_run_can_start_where_a_killed_launcher_ran(run: Run) -> None:
+def test_a_run_can_start_where_a_killed_launcher_ran(run: StandInRun) -> None:
     run.start()
     run.launcher.kill()
     run.launcher.wait()
@@ -125,7 +57,7 @@ def test_a_run_can_start_where_a_killed_launcher_ran(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_a_role_that_ends_early_with_0_ends_the_run_with_1(run: Run, name: str) -> None:
+def test_a_role_that_ends_early_with_0_ends_the_run_with_1(run: StandInRun, name: str) -> None:
     run.start()
     run.act(name)
     assert run.wait() == 1
@@ -138,14 +70,14 @@ def test_a_role_that_ends_early_with_0_ends_the_run_with_1(run: Run, name: str) 
 
 
 @pytest.mark.parametrize("code", [2, 3])
-def test_bad_configuration_and_divergence_of_a_role_are_the_exit_code_of_the_run(run: Run, code: int) -> None:
+def test_bad_configuration_and_divergence_of_a_role_are_the_exit_code_of_the_run(run: StandInRun, code: int) -> None:
     run.start(trainer=str(code))
     run.act("trainer")
     assert run.wait() == code
     run.assert_nothing_left()
 
 
-def test_a_run_is_done_when_trainer_and_orchestrator_finished(run: Run) -> None:
+def test_a_run_is_done_when_trainer_and_orchestrator_finished(run: StandInRun) -> None:
     run.start(orchestrator="finish", trainer="finish")
     run.act("orchestrator")
     wait_until(run.directory.joinpath("orchestrator.done").exists, timeout_s=5, waiting_for="the orchestrator to finish")
@@ -156,29 +88,29 @@ def test_a_run_is_done_when_trainer_and_orchestrator_finished(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_an_interrupt_stops_every_role(run: Run, number: signal.Signals, expected: int) -> None:
+def test_an_interrupt_stops_every_role(run: StandInRun, number: signal.Signals, expected: int) -> None:
     run.start()
     run.launcher.send_signal(number)
     assert run.wait() == expected
     run.assert_nothing_left()
 
 
-def test_a_role_that_ignores_sigterm_is_killed_after_the_deadline(run: Run) -> None:
+def test_a_role_that_ignores_sigterm_is_killed_after_the_deadline(run: StandInRun) -> None:
     run.start(trainer="stubborn")
-    run.launcher.send_signal(signal.SIGTERM)
-    assert run.wait() == 143
+    run.launcher.send_signal(signal.SIGINT)
+    assert run.wait() == 130
     run.assert_nothing_left()
     assert "trainer did not end within 2 s of SIGTERM and was killed" in run.output
 
 
-def test_a_child_that_left_its_group_and_ignores_sigterm_is_ended_too(run: Run) -> None:
+def test_a_child_that_left_its_group_and_ignores_sigterm_is_ended_too(run: StandInRun) -> None:
     run.start(inference="loose-child", trainer="loose-child")
     run.process_of("trainer").kill()
     assert run.wait() == 1
     run.assert_nothing_left()
 
 
-def test_a_stopped_role_is_ended(run: Run) -> None:
+def test_a_stopped_role_is_ended(run: StandInRun) -> None:
     run.start()
     run.process_of("trainer").suspend()
     run.launcher.send_signal(signal.SIGINT)
@@ -186,10 +118,10 @@ def test_a_stopped_role_is_ended(run: Run) -> None:
     run.assert_nothing_left()
 
 
-def test_a_second_launcher_in_the_directory_is_refused_and_the_first_goes_on(run: Run) -> None:
+def test_a_second_launcher_in_the_directory_is_refused_and_the_first_goes_on(run: StandInRun) -> None:
     run.start()
     second = subprocess.run(
-        [sys.executable, str(STAND_IN_RUN), *["serve"] * 3, *map(str, run.ports)],
+        [sys.executable, str(STAND_IN_RUN), "{}", *["serve"] * 3, *map(str, run.ports)],
         cwd=run.directory,
         capture_output=True,
         text=True,
@@ -201,7 +133,7 @@ def test_a_second_launcher_in_the_directory_is_refused_and_the_first_goes_on(run
     assert all(process.is_running() for process in run.processes)
 
 
-def test_step_lines_of_orchestrator_and_trainer_reach_the_terminal(run: Run) -> None:
+def test_step_lines_of_orchestrator_and_trainer_reach_the_terminal(run: StandInRun) -> None:
     run.start()
     wait_until(lambda: run.output.count("SUCCESS Step 1") == 2, timeout_s=5, waiting_for="the step lines")
     run.launcher.send_signal(signal.SIGTERM)
@@ -211,7 +143,7 @@ def test_step_lines_of_orchestrator_and_trainer_reach_the_terminal(run: Run) -> 
     assert (run.directory / "logs" / "rl.log").read_text() == run.output
 
 
-def test_a_failure_is_noticed_at_once(run: Run) -> None:
+def test_a_failure_is_noticed_at_once(run: StandInRun) -> None:
     run.start()
     killed_at = time.monotonic()
     run.process_of("inference").kill()

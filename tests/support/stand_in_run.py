@@ -1,56 +1,97 @@
-"""A launcher whose roles are stand-ins: `python stand_in_run.py BEHAVIOUR BEHAVIOUR BEHAVIOUR PORT PORT PORT`.
+"""A launcher whose roles are stand-ins: `python stand_in_run.py RECOVERY BEHAVIOUR BEHAVIOUR BEHAVIOUR PORT PORT PORT`.
 
-In the order inference, orchestrator, trainer. The working directory is the output directory.
+RECOVERY is the section `[recovery]` as JSON; the rest in the order inference, orchestrator, trainer. The working directory is
+the output directory. A file `last_step_committed` in it says that the last step's checkpoint is there.
 """
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.config.shared import RunIdentity
+from trivet.config.supervision import RecoveryConfig
 from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.run_directory import RunDirectory
-from trivet.launcher.supervisor import supervise
+from trivet.launcher.supervisor import Supervisor
+from trivet.telemetry.events import EventWriter
+from trivet.wire.events import Event
+from trivet.wire.versions import Step
 
 _ROLE = Path(__file__).with_name("stand_in_role.py")
 _NAMES = ("inference", "orchestrator", "trainer")
 
 
-def main(behaviours: list[str], ports: list[str]) -> int:
+@dataclass(kw_only=True)
+class StandInAttempts:
+    """Goes back to the start each time."""
+
+    layout: RunLayout
+    behaviours: Sequence[str]
+    ports: Sequence[str]
+    run: RunIdentity = field(default_factory=RunIdentity)
+    from_step: Step | None = None
+    max_steps: int | None = 3
+    last_commit: Step | None = None
+
+    @property
+    def is_last_step_committed(self) -> bool:
+        return (self.layout.root / "last_step_committed").exists()
+
+    def specs(self) -> Sequence[ProcessSpec]:
+        return [
+            ProcessSpec(
+                name=name,
+                argv=(sys.executable, str(_ROLE), name, behaviour, port, str(self.run.attempt)),
+                log=self.layout.log_file(f"{name}.stdout"),
+                env={},
+                env_defaults={},
+                does_finish=name != "inference",
+                are_children_watched=name != "orchestrator",
+            )
+            for name, behaviour, port in zip(_NAMES, self.behaviours, self.ports, strict=True)
+        ]
+
+    def base_urls(self) -> Sequence[str]:
+        return ()
+
+    def go_back(self, log: RunLog) -> None:
+        self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
+
+    def has_completed(self, role: str) -> bool:
+        return (self.layout.root / f"{role}.done").exists()
+
+    def record(self, event: Event) -> None:
+        writer = EventWriter(self.layout.events, role="launcher", attempt=self.run.attempt)
+        writer.write(event)
+        writer.close()
+
+
+def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
     layout = RunLayout(Path.cwd())
-    specs = [
-        ProcessSpec(
-            name=name,
-            argv=(sys.executable, str(_ROLE), name, behaviour, port),
-            log=layout.log_file(f"{name}.stdout"),
-            env={},
-            env_defaults={},
-            does_finish=name != "inference",
-        )
-        for name, behaviour, port in zip(_NAMES, behaviours, ports, strict=True)
-    ]
+    attempts = StandInAttempts(layout=layout, behaviours=behaviours, ports=ports)
     with RunDirectory(layout) as directory:
-        directory.begin(RunIdentity(), resumed_from=None)
+        directory.begin(attempts.run, resumed_from=None)
         layout.logs.mkdir()
         with layout.log_file("rl.log").open("a") as file:
-            return supervise(
-                specs,
+            return Supervisor(
+                attempts,
+                config=RecoveryConfig.model_validate_json(recovery),
                 python=sys.executable,
                 environ=os.environ,
                 log=RunLog(sys.stdout, file),
-                is_complete=lambda name: Path(f"{name}.done").exists(),
-                base_urls=(),
                 shutdown_timeout_s=2.0,
                 patience_s=30.0,
-            )
+            ).run()
 
 
 if __name__ == "__main__":
     try:
-        raise SystemExit(main(sys.argv[1:4], sys.argv[4:7]))
+        raise SystemExit(main(sys.argv[1], sys.argv[2:5], sys.argv[5:8]))
     except TrivetError as error:
         print(error, file=sys.stderr)
         raise SystemExit(error.exit_code) from error

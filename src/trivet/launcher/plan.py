@@ -47,6 +47,10 @@ class ProcessSpec:
     """Set unless the user's environment has the variable."""
     does_finish: bool
     """Ends by itself after the last step; a process that does not serves until it is stopped."""
+    num_reports: int = 1
+    """Processes of it that report what they do: the trainer's ranks."""
+    are_children_watched: bool = False
+    """It cannot do without any of its processes: one that is stopped makes the role stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +217,7 @@ def _orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resum
             "run": run,
             "client": orchestrator.client.model_copy(update={"base_url": urls}),
             "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
-            "ckpt": orchestrator.ckpt.model_copy(update={"resume_step": resume_step}),
+            "ckpt": orchestrator.ckpt.model_copy(update={"resume_step": resume_step, "resume_from": None}),
         }
     )
 
@@ -224,7 +228,7 @@ def _trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_ste
         update={
             "run": run,
             "rollout_transport": trainer.rollout_transport.model_copy(update={"port": ports.transport}),
-            "ckpt": trainer.ckpt.model_copy(update={"resume_step": resume_step}),
+            "ckpt": trainer.ckpt.model_copy(update={"resume_step": resume_step, "resume_from": None}),
         }
     )
 
@@ -245,6 +249,7 @@ def _inference_process(config: RLConfig, python: str, file: Path, shares: GpuSha
         env={"CUDA_VISIBLE_DEVICES": ",".join(shares.inference)} if shares.inference else {},
         env_defaults={"PYTHONUNBUFFERED": "1"} | ({} if shares.inference else _YIELD_CORES),
         does_finish=False,
+        are_children_watched=True,
     )
 
 
@@ -273,6 +278,8 @@ def _trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShare
             **rank_environment(num_ranks, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
         },
         does_finish=True,
+        num_reports=num_ranks,
+        are_children_watched=True,
     )
 
 

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trivet.launcher.plan import ProcessSpec
@@ -45,6 +45,11 @@ class Child:
             os.killpg(self.pid, number)
         except ProcessLookupError:
             return
+
+    def signal_leader(self, number: signal.Signals) -> None:
+        """Only the role itself, not what it started."""
+        if self.exit_code is None:
+            self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended after at most `timeout_s`."""
@@ -103,49 +108,57 @@ def stop(
     return killed
 
 
-def end_orphans(*, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
+def end_orphans(
+    *,
+    spared: Collection[int] = (),
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
     """Kill whatever still descends from this process: what left its group, or outlived the role that started it.
 
-    For a process that has called `lifetime.adopt_orphans` and whose own children have been waited for.
+    For a process that has called `lifetime.adopt_orphans`, when the roles that ended have been waited for.
+
+    Args:
+        spared: roles that go on, with all that descends from them.
     """
     deadline = clock() + _KILL_TIMEOUT_S
-    while (pids := descendants(os.getpid())) and clock() < deadline:
+    while (pids := descendants(os.getpid(), spared=spared)) and clock() < deadline:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
+                os.waitpid(pid, os.WNOHANG)
+            except (ProcessLookupError, ChildProcessError):  # it is gone, or its own parent has not ended yet
                 continue
-        while _reap_one():
-            pass
         sleep(_POLL_S)
 
 
-def descendants(pid: int) -> list[int]:
-    """Children of `pid`, their children and so on, as /proc shows them now."""
+def descendants(pid: int, *, spared: Collection[int] = ()) -> list[int]:
+    """Children of `pid`, their children and so on, as /proc shows them now; without those in `spared` and their children."""
     children_of: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (parent := _parent_of(entry)) is not None:
-            children_of.setdefault(parent, []).append(int(entry.name))
+    for child, (_, parent) in _all_processes():
+        children_of.setdefault(parent, []).append(child)
     found: list[int] = []
     waiting = [pid]
     while waiting:
-        children = children_of.get(waiting.pop(), [])
+        children = [child for child in children_of.get(waiting.pop(), []) if child not in spared]
         found += children
         waiting += children
     return found
 
 
-def _parent_of(entry: Path) -> int | None:
-    try:
-        stat = (entry / "stat").read_text(errors="replace")
-    except OSError:  # it ended while we looked
-        return None
-    return int(stat.rpartition(")")[2].split()[1])
+def stopped_by_signal(pids: Collection[int]) -> tuple[int, ...]:
+    """Those of `pids` that SIGSTOP or its like has stopped; one that a debugger holds is not among them."""
+    return tuple(sorted(pid for pid, (state, _) in _all_processes() if pid in pids and state == "T"))
 
 
-def _reap_one() -> bool:
-    try:
-        pid, _ = os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return False
-    return pid != 0
+def _all_processes() -> Iterator[tuple[int, tuple[str, int]]]:
+    """Pid, state and parent of each process that /proc shows."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text(errors="replace")
+        except OSError:  # it ended while we looked
+            continue
+        state, parent = stat.rpartition(")")[2].split()[:2]
+        yield int(entry.name), (state, int(parent))

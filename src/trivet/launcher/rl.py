@@ -2,25 +2,19 @@
 
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
-
-import msgspec
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.rl import RLConfig
-from trivet.config.shared import RunIdentity
 from trivet.environments.installed import require_installed
+from trivet.launcher.attempts import Attempts, role_environment
 from trivet.launcher.logs import RunLog
 from trivet.launcher.machine import inspect_machine
-from trivet.launcher.plan import Plan, Ports, plan, share_gpus
+from trivet.launcher.plan import Ports, share_gpus
 from trivet.launcher.ports import HeldPorts
-from trivet.launcher.run_directory import RunDirectory, write_configs
-from trivet.launcher.supervisor import supervise
-from trivet.telemetry.events import read_events
-from trivet.wire.events import Stop
-from trivet.wire.versions import Step
+from trivet.launcher.run_directory import RunDirectory
+from trivet.launcher.supervisor import Supervisor
 
 
 def main() -> int:
@@ -44,22 +38,31 @@ def start(config: RLConfig) -> int:
     layout = RunLayout(config.output_dir)
     with ExitStack() as held:
         directory = held.enter_context(RunDirectory(layout))
-        step = directory.choose_start(resume_step=config.trainer.ckpt.resume_step, does_clean=config.clean)
-        run = directory.identify(is_resumed=step is not None)
-        planned = plan(
-            config,
+        ckpt = config.trainer.ckpt
+        step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
+        attempts = Attempts(
+            config=config,
+            directory=directory,
+            run=directory.identify(is_resumed=step is not None and ckpt.resume_from is None),
+            from_step=step,
             machine=inspect_machine(),
             python=sys.executable,
-            run=run,
             ports=_take_ports(config, held.enter_context(HeldPorts())),
-            resume_step=step,
         )
-        directory.begin(run, resumed_from=step)
-        write_configs(planned.configs)
+        attempts.begin()
         layout.logs.mkdir(parents=True, exist_ok=True)
         log = RunLog(sys.stdout, held.enter_context(layout.log_file("rl.log").open("a")))
-        _introduce(run, layout, planned, step, log)
-        exit_code = _carry_out(planned, config, run, log)
+        _introduce(attempts, log)
+        supervisor = Supervisor(
+            attempts,
+            config=config.recovery,
+            python=sys.executable,
+            environ=role_environment(os.environ),
+            log=log,
+            shutdown_timeout_s=config.shutdown_timeout_s,
+            patience_s=config.trainer.rollout_transport.timeout_s,
+        )
+        exit_code = supervisor.run()
         if exit_code == 0:
             log.say(f"weights: {layout.weights}  metrics: {layout.metrics}  rollouts: {layout.root / 'rollouts'}")
         return exit_code
@@ -73,42 +76,12 @@ def _take_ports(config: RLConfig, held: HeldPorts) -> Ports:
     return Ports(inference=inference, transport=held.take(transport.host, preferred=transport.port))
 
 
-def _introduce(run: RunIdentity, layout: RunLayout, planned: Plan, step: Step | None, log: RunLog) -> None:
+def _introduce(attempts: Attempts, log: RunLog) -> None:
+    run, step, layout = attempts.run, attempts.from_step, attempts.layout
     origin = "from the start model" if step is None else f"from the checkpoint of step {step}"
     log.say(f"run {run.id} attempt {run.attempt} {origin}, output in {layout.root}, logs in {layout.logs}")
-    for notice in planned.notices:
+    for notice in attempts.planned.notices:
         log.say(f"notice: {notice}")
-
-
-def _carry_out(planned: Plan, config: RLConfig, run: RunIdentity, log: RunLog) -> int:
-    layout = RunLayout(config.output_dir)
-    return supervise(
-        planned.processes,
-        python=sys.executable,
-        environ=role_environment(os.environ),
-        log=log,
-        is_complete=lambda role: has_completed(layout, role, run=run, max_steps=config.trainer.max_steps),
-        base_urls=planned.base_urls,
-        shutdown_timeout_s=config.shutdown_timeout_s,
-        patience_s=config.trainer.rollout_transport.timeout_s,
-    )
-
-
-def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What roles inherit: not the keys that the environment sets, which their configuration files already hold."""
-    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_")}
-
-
-def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: int | None) -> bool:
-    """Whether `role` recorded in events.jsonl that this attempt reached the last step."""
-    if max_steps is None or not layout.events.exists():
-        return False
-    try:
-        stops = [event for event in read_events(layout.events) if isinstance(event, Stop)]
-    except msgspec.DecodeError:
-        return False
-    mine = [stop for stop in stops if stop.role == role and stop.attempt == run.attempt and stop.reason == "done"]
-    return any(stop.step >= max_steps for stop in mine)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from types import TracebackType
 import msgspec
 
 from trivet.checkpoints.commit import committed_steps, discard_staging, resolve_resume_step, verify_checkpoint
+from trivet.checkpoints.fork import adopt, choose_fork
 from trivet.config.base import Section
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
@@ -21,9 +22,9 @@ from trivet.errors import CheckpointError, ConfigError, RunDirectoryBusy
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
 
-RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "evals")
+RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "batches", "evals")
 """What a run is there for; a fresh run never writes over it."""
-ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json")
+ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports")
 """Everything that a run writes, besides its lock."""
 
 
@@ -86,20 +87,21 @@ class RunDirectory:
         """The program that replaces this process holds the directory on."""
         os.set_inheritable(self._lock, True)
 
-    def choose_start(self, *, resume_step: int | None, does_clean: bool) -> Step | None:
+    def choose_start(self, *, resume_step: int | None, does_clean: bool, resume_from: Path | None = None) -> Step | None:
         """Decide where the run starts, and make sure that nothing of another run is in the way. Changes nothing.
 
         Args:
             resume_step: as configured; -1 is the newest committed one.
+            resume_from: output directory of another run, whose checkpoint a new run here starts from.
 
         Returns:
-            The committed step to resume from, None for a fresh run.
+            The committed step to go on from, here or in `resume_from`; None for a start from the model.
 
         Raises:
             ConfigError: there are results and neither resume nor clean was asked for, or both were; there is nothing to
                 resume; the directory holds such names but was not written by a run.
         """
-        if resume_step is not None:
+        if resume_step is not None and resume_from is None:
             if does_clean:
                 raise ConfigError("--clean removes the checkpoints that ckpt.resume_step needs; use one of the two")
             try:
@@ -115,7 +117,7 @@ class RunDirectory:
         results = [name for name in RESULTS if name in found]
         if results and not does_clean:
             raise ConfigError(_describe_results(self.layout, results))
-        return None
+        return None if resume_from is None else choose_fork(self.layout, source=resume_from, resume_step=resume_step)
 
     def identify(self, *, is_resumed: bool) -> RunIdentity:
         """The same run's next attempt when resumed, else a new run."""
@@ -124,22 +126,38 @@ class RunDirectory:
             return RunIdentity(id=before.id, attempt=before.attempt + 1)
         return RunIdentity(id=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
 
-    def begin(self, run: RunIdentity, *, resumed_from: Step | None) -> None:
-        """Write run.json. A fresh run first removes what an earlier one left; a resumed run what was never committed.
+    def begin(self, run: RunIdentity, *, resumed_from: Step | None, resume_from: Path | None = None) -> None:
+        """Write run.json. A new run first removes what an earlier one left; a resumed run what was never committed.
+
+        Args:
+            resume_from: output directory of another run, whose checkpoint `resumed_from` becomes this new run's first.
 
         Raises:
             ConfigError: the checkpoint to resume from is damaged; nothing was removed.
         """
-        if resumed_from is None:
+        if resumed_from is None or resume_from is not None:
             for name in self._entries():
                 _remove(self.layout.root / name)
+            if resumed_from is not None and resume_from is not None:
+                adopt(resume_from, resumed_from, into=self.layout)
         else:
             try:
                 verify_checkpoint(self.layout, resumed_from)
             except CheckpointError as exc:
                 raise ConfigError(str(exc)) from exc
-            discard_staging(self.layout)
-            drop_torn_line(self.layout.events)
+            self._remove_uncommitted()
+        self._write_record(run)
+
+    def go_back(self, run: RunIdentity) -> None:
+        """Clear the way for the next attempt of the run that holds this directory: no role writes to it now."""
+        self._remove_uncommitted()
+        self._write_record(run)
+
+    def _remove_uncommitted(self) -> None:
+        discard_staging(self.layout)
+        drop_torn_line(self.layout.events)
+
+    def _write_record(self, run: RunIdentity) -> None:
         record = RunRecord(id=run.id, attempt=run.attempt, started=time.time(), pid=os.getpid())
         write_json_atomically(self.layout.run_file, record)
 

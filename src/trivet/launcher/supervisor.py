@@ -1,272 +1,325 @@
-"""Watches the roles of a run: decides when it is over and why, ends what is left, and says what happened.
+"""Runs the roles of a run to its end: starts them, watches them, restarts what `recovery` says, and leaves nothing behind.
 
-Consumes the roles' exits, logs and events. Produces the exit code. `decide` is pure; `supervise` carries it out.
+Consumes the roles' exits, logs and reports. Produces the exit code, status.json and Restart events. Decides nothing itself.
 """
 
-import http.client
+import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from types import FrameType, TracebackType
-from urllib.parse import urlsplit
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
+import msgspec
+
+from trivet.config.layout import RunLayout
+from trivet.config.shared import RunIdentity
+from trivet.config.supervision import RecoveryConfig
+from trivet.errors import TrivetError
 from trivet.launcher import processes
-from trivet.launcher.logs import LogFollower, RunLog, is_for_terminal, last_lines
-from trivet.launcher.plan import INFERENCE, ProcessSpec
-from trivet.launcher.processes import Child
+from trivet.launcher.crew import Member, forget_reports
+from trivet.launcher.interrupts import Interrupts
+from trivet.launcher.logs import RunLog, is_for_terminal
+from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TRAINER, ProcessSpec
+from trivet.launcher.readiness import ReadyProbe
+from trivet.launcher.recovery import (
+    UNIT_OF,
+    Announce,
+    AskForCommit,
+    Finish,
+    Outcome,
+    Recovery,
+    Seen,
+    Start,
+    Stop,
+    Unit,
+    Verdict,
+)
+from trivet.launcher.status import StatusFile, role_status
+from trivet.launcher.watchdog import Watchdog
+from trivet.launcher.words import quote_log, recount
 from trivet.lifetime import adopt_orphans
+from trivet.wire.events import Event, Restart
+from trivet.wire.status import RestartRecord, RunState, RunStatus
+from trivet.wire.versions import Step
 
 TICK_S = 0.2
-_READY_INTERVAL_S = 2.0
-_PROBE_TIMEOUT_S = 1.0
-_REPEATED_S = 1.0
-"""One Ctrl-C may arrive twice, from the terminal and from `uv run`; a signal after this long is a second one: kill now."""
-_PROPAGATED = frozenset({2, 3})
-"""Exit codes of a role that the run ends with: bad configuration, diverged."""
+_REPORTS_EVERY_S = 1.0
+_STATUS_EVERY_S = 2.0
+_PATIENT_S = 1.0
+"""While roles stop, a signal within this time is still the one that stopped the run; a later one says: kill now."""
 
 
-class Outcome(StrEnum):
-    DONE = "done"
-    FAILED = "failed"
-    INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleState:
-    """What is known of a role at one moment. Times are of one monotonic clock."""
-
-    name: str
-    does_finish: bool
-    exit_code: int | None = None
-    ended_at: float = 0.0
-    is_complete: bool = False
-    """It recorded that it reached the last step."""
-    last_output_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    outcome: Outcome
-    exit_code: int
-    role: str | None
-    """The role that failed first."""
-    reason: str
-
-
-def decide(roles: Sequence[RoleState], *, interrupted_by: int | None, now: float, patience_s: float) -> Verdict | None:
-    """Whether the run is over, and how; None while it goes on.
-
-    Done: every role that finishes has ended with 0 after its last step; one may be later than the other, as long as it
-    writes something every `patience_s`. Failed: any other exit, 0 included; the first one is the cause.
-    """
-    if interrupted_by is not None:
-        name = signal.Signals(interrupted_by).name
-        return Verdict(outcome=Outcome.INTERRUPTED, exit_code=128 + interrupted_by, role=None, reason=f"interrupted by {name}")
-    finishing = [role for role in roles if role.does_finish]
-    if all(_is_done(role) for role in finishing):
-        return Verdict(outcome=Outcome.DONE, exit_code=0, role=None, reason="every step is done")
-    failures = [role for role in roles if role.exit_code is not None and not _is_done(role)]
-    if failures:
-        first = min(failures, key=lambda role: role.ended_at)
-        return _failure(first, f"{describe_exit(first.exit_code)}{' before its last step' if first.exit_code == 0 else ''}")
-    waiting = [role for role in finishing if not _is_done(role)]
-    if len(waiting) == len(finishing):
-        return None
-    since = max(role.ended_at for role in finishing if _is_done(role))
-    for role in waiting:
-        silent_s = now - max(since, role.last_output_at)
-        if silent_s > patience_s:
-            others = ", ".join(other.name for other in finishing if _is_done(other))
-            return _failure(role, f"still running and silent for {silent_s:.0f} s after {others} finished")
-    return None
-
-
-def _is_done(role: RoleState) -> bool:
-    return role.does_finish and role.exit_code == 0 and role.is_complete
-
-
-def _failure(role: RoleState, reason: str) -> Verdict:
-    code = role.exit_code if role.exit_code in _PROPAGATED else 1
-    return Verdict(outcome=Outcome.FAILED, exit_code=code or 1, role=role.name, reason=reason)
-
-
-def describe_exit(code: int | None) -> str:
-    """`exit code 3`, `killed by SIGKILL`; a shell's 128 + N is named too."""
-    if code is None:
-        return "still running"
-    number = -code if code < 0 else code - 128
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"ended with exit code {code}"
-    return f"killed by {name}" if code < 0 else f"ended with exit code {code} ({name})"
-
-
-def failure_report(verdict: Verdict, child: Child) -> str:
-    """Role, exit code or signal, the last lines of its log and where the log is."""
-    lines = last_lines(child.spec.log, offset=child.log_offset)
-    quoted = "\n".join(f"  | {line}" for line in lines) if lines else "  (it wrote nothing)"
-    return f"{verdict.role} failed: {verdict.reason}\nlast lines of {child.spec.log}:\n{quoted}\nfull log: {child.spec.log}"
-
-
-class Interrupts:
-    """SIGINT, SIGTERM and SIGHUP as a value to look at; one that was ignored at the start (nohup) stays ignored.
-
-    >>> with Interrupts(clock=time.monotonic) as interrupts:
-    ...     interrupts.first
-    """
-
-    def __init__(self, *, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._received: list[tuple[int, float]] = []
-        self._previous: dict[signal.Signals, object] = {}
+class Attempts(Protocol):
+    """Where the processes of a run come from; `launcher.attempts` has the real one."""
 
     @property
-    def first(self) -> int | None:
-        return self._received[0][0] if self._received else None
-
-    def has_any_since(self, moment: float) -> bool:
-        return any(time > moment for _, time in self._received)
-
-    def __enter__(self) -> "Interrupts":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received.append((number, self._clock()))
+    def layout(self) -> RunLayout: ...
+    @property
+    def run(self) -> RunIdentity: ...
+    @property
+    def from_step(self) -> Step | None: ...
+    @property
+    def max_steps(self) -> int | None: ...
+    @property
+    def last_commit(self) -> Step | None: ...
+    @property
+    def is_last_step_committed(self) -> bool: ...
+    def specs(self) -> Sequence[ProcessSpec]: ...
+    def base_urls(self) -> Sequence[str]: ...
+    def go_back(self, log: RunLog) -> None: ...
+    def has_completed(self, role: str) -> bool: ...
+    def record(self, event: Event) -> None: ...
 
 
-class _Watched:
-    """A child with what the supervisor has seen of it."""
-
-    def __init__(self, child: Child, *, now: float) -> None:
-        self.child = child
-        self.follower = LogFollower(child.spec.log, offset=child.log_offset)
-        self.state = RoleState(name=child.spec.name, does_finish=child.spec.does_finish, last_output_at=now)
-
-    def look(self, *, now: float, is_complete: Callable[[str], bool]) -> list[str]:
-        """Bring `state` up to date; returns the lines that were added to the log."""
-        code = self.child.exit_code
-        lines = self.follower.read_lines()
-        old = self.state
-        has_ended = old.exit_code is None and code is not None
-        self.state = RoleState(
-            name=old.name,
-            does_finish=old.does_finish,
-            exit_code=code,
-            ended_at=now if has_ended else old.ended_at,
-            is_complete=is_complete(old.name) if has_ended and code == 0 else old.is_complete,
-            last_output_at=now if lines else old.last_output_at,
-        )
-        return lines
-
-
-def supervise(
-    specs: Iterable[ProcessSpec],
-    *,
-    python: str,
-    environ: Mapping[str, str],
-    log: RunLog,
-    is_complete: Callable[[str], bool],
-    base_urls: Sequence[str],
-    shutdown_timeout_s: float,
-    patience_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Start the roles, watch them to the end, leave nothing behind; returns the exit code of the run.
-
-    Args:
-        is_complete: whether the named role, which ended with 0, reached its last step.
-        base_urls: servers whose readiness is announced.
+class Supervisor:
     """
-    adopt_orphans()
-    started = clock()
-    watched: list[_Watched] = []
-    with Interrupts(clock=clock) as interrupts:
-        try:
-            for spec in specs:
-                child = processes.start(spec, python=python, environ=environ)
-                watched.append(_Watched(child, now=clock()))
-                log.say(f"started {spec.name} pid={child.pid} log={spec.log}")
-            probe = _ReadyProbe(base_urls if any(item.child.spec.name == INFERENCE for item in watched) else (), log=log)
-            while True:
-                verdict = _tick(watched, interrupts, log=log, is_complete=is_complete, now=clock(), patience_s=patience_s)
-                if verdict is not None:
-                    break
-                probe.look(now=clock(), started=started)
-                sleep(TICK_S)
-            _announce(verdict, watched, log=log, elapsed_s=clock() - started)
-        finally:
-            patient_until = clock() + _REPEATED_S
-            killed = processes.stop(
-                [item.child for item in watched],
-                timeout_s=shutdown_timeout_s,
-                is_hurried=lambda: interrupts.has_any_since(patient_until),
-            )
-            processes.end_orphans()
-            for child in killed:
-                log.say(f"{child.spec.name} did not end within {shutdown_timeout_s:g} s of SIGTERM and was killed")
-    return verdict.exit_code
+    >>> supervisor = Supervisor(attempts, config=config.recovery, python=sys.executable, environ=os.environ, log=log, ...)
+    >>> exit_code = supervisor.run()
+    """
 
-
-def _tick(
-    watched: Sequence[_Watched],
-    interrupts: Interrupts,
-    *,
-    log: RunLog,
-    is_complete: Callable[[str], bool],
-    now: float,
-    patience_s: float,
-) -> Verdict | None:
-    for item in watched:
-        lines = item.look(now=now, is_complete=is_complete)
-        if item.state.does_finish:
-            for line in filter(is_for_terminal, lines):
-                log.show(line)
-    return decide([item.state for item in watched], interrupted_by=interrupts.first, now=now, patience_s=patience_s)
-
-
-def _announce(verdict: Verdict, watched: Sequence[_Watched], *, log: RunLog, elapsed_s: float) -> None:
-    failed = next((item.child for item in watched if item.child.spec.name == verdict.role), None)
-    if failed is not None:
-        log.say(failure_report(verdict, failed))
-    log.say(f"{verdict.outcome} after {elapsed_s:.0f} s: {verdict.reason}; stopping what still runs")
-
-
-class _ReadyProbe:
-    """Says once when each inference server has become ready."""
-
-    def __init__(self, base_urls: Sequence[str], *, log: RunLog) -> None:
-        self._waiting = list(base_urls)
+    def __init__(
+        self,
+        attempts: Attempts,
+        *,
+        config: RecoveryConfig,
+        python: str,
+        environ: Mapping[str, str],
+        log: RunLog,
+        shutdown_timeout_s: float,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """
+        Args:
+            shutdown_timeout_s: between the request to stop and the kill.
+            patience_s: how long a role may write nothing after the other has finished.
+            clock: monotonic seconds; `wall`: Unix seconds, for people.
+        """
+        self._attempts = attempts
+        self._config = config
+        self._python = python
+        self._environ = environ
         self._log = log
-        self._next_at = 0.0
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._clock = clock
+        self._wall = wall
+        self._sleep = sleep
+        self._recovery = Recovery(config, stop_timeout_s=shutdown_timeout_s, patience_s=patience_s)
+        self._watchdog = Watchdog(timeout_s=config.watchdog_timeout_s)
+        self._probe = ReadyProbe(attempts.base_urls())
+        self._status = StatusFile(attempts.layout, log=log)
+        self._members: dict[str, Member] = {}
+        self._restarts: list[RestartRecord] = []
+        self._down: dict[Unit, tuple[int, float]] = {}
+        """Units that have not progressed since their restart: its place in `_restarts`, and when they failed."""
+        self._last_error = ""
+        self._reports_due = self._status_due = 0.0
+        self._started = 0.0
+        self._started_at = 0.0
 
-    def look(self, *, now: float, started: float) -> None:
-        if not self._waiting or now < self._next_at:
+    def run(self) -> int:
+        """Start the roles and watch them to the end; returns the exit code of the run."""
+        adopt_orphans()
+        self._started, self._started_at = self._clock(), self._wall()
+        verdict: Verdict | None = None
+        with Interrupts(clock=self._clock) as interrupts:
+            try:
+                for spec in self._attempts.specs():
+                    self._start(spec)
+                while verdict is None:
+                    verdict = self._tick(interrupts)
+                    if verdict is None:
+                        self._sleep(TICK_S)
+                self._announce(verdict)
+            finally:
+                self._end_all(interrupts)
+            self._conclude(verdict)
+        return verdict.exit_code
+
+    def _tick(self, interrupts: Interrupts) -> Verdict | None:
+        self._look()
+        try:
+            verdict = self._carry_out(interrupts)
+        except TrivetError as exc:
+            verdict = Verdict(
+                outcome=Outcome.FAILED, exit_code=exc.exit_code, role=None, reason=f"no restart is possible: {exc}"
+            )
+        if verdict is None and self._clock() >= self._status_due:
+            self._status_due = self._clock() + _STATUS_EVERY_S
+            self._write_status()
+        return verdict
+
+    def _look(self) -> None:
+        now = self._clock()
+        for member in self._members.values():
+            lines = member.look(now=now, is_complete=self._attempts.has_completed)
+            if member.child.spec.does_finish:
+                for line in filter(is_for_terminal, lines):
+                    self._log.show(line)
+        for url in self._probe.look(now=now):
+            self._log.say(f"inference ready url={url} after {now - self._started:.0f} s")
+        if now < self._reports_due:
             return
-        self._next_at = now + _READY_INTERVAL_S
-        for url in [url for url in self._waiting if answers(url)]:
-            self._waiting.remove(url)
-            self._log.say(f"inference ready url={url} after {now - started:.0f} s")
+        self._reports_due = now + _REPORTS_EVERY_S
+        self._watchdog.notice_time(now)
+        for member in self._members.values():
+            member.read_reports(self._attempts.layout)
+            self._watch(member, now=now)
+        for unit in [unit for unit in self._down if self._is_back(unit)]:
+            place, failed_at = self._down.pop(unit)
+            self._restarts[place] = msgspec.structs.replace(self._restarts[place], down_s=now - failed_at)
 
+    def _watch(self, member: Member, *, now: float) -> None:
+        before = member.stuck
+        member.watch(self._watchdog, now=now)
+        if member.stuck and not before:
+            child = member.child
+            self._last_error = f"{member.name} stuck: {member.stuck}"
+            self._log.say(
+                f"WARNING {self._last_error}; {quote_log(child.spec.log, offset=child.log_offset)}\n"
+                f"(recovery.watchdog_timeout_s = {self._config.watchdog_timeout_s:g}, "
+                f'recovery.on_stuck = "{self._config.on_stuck}")'
+            )
+        elif before and not member.stuck:
+            self._log.say(f"{member.name} reports again")
 
-def answers(base_url: str) -> bool:
-    """Whether GET /health of the server at `base_url` says 200."""
-    parts = urlsplit(base_url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_PROBE_TIMEOUT_S)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    def _carry_out(self, interrupts: Interrupts) -> Verdict | None:
+        for action in self._recovery.decide(self._seen(interrupts)):
+            match action:
+                case Finish():
+                    return action.verdict
+                case Stop():
+                    for name in action.roles:
+                        self._members[name].child.signal_group(signal.SIGKILL if action.by_kill else signal.SIGTERM)
+                case Announce():
+                    self._say_failure(action)
+                case Start():
+                    self._start_again(action.unit)
+                case AskForCommit():
+                    self._log.say(f"SIGTERM: {action.grace_s:g} s to finish the step and commit it; a second signal stops now")
+                    self._members[ORCHESTRATOR].child.signal_leader(signal.SIGUSR1)
+            self._status_due = 0.0
+        return None
+
+    def _seen(self, interrupts: Interrupts) -> Seen:
+        roles = {
+            name: member.seen(has_progressed=self._has_progressed(UNIT_OF[name])) for name, member in self._members.items()
+        }
+        has_trouble = any(role.exit_code is not None or role.stuck for role in roles.values())
+        return Seen(
+            now=self._clock(),
+            roles=roles,
+            interrupted_by=interrupts.first,
+            is_hurried=interrupts.is_hurried,
+            is_last_step_committed=has_trouble and self._attempts.is_last_step_committed,
+        )
+
+    def _has_progressed(self, unit: Unit) -> bool:
+        """Since the unit was started: a step was finished, or the servers have answered."""
+        if unit is Unit.INFERENCE:
+            return self._probe.are_all_ready
+        return self._last_step() > (self._attempts.from_step or 0)
+
+    def _is_back(self, unit: Unit) -> bool:
+        return self._recovery.is_running(unit) and self._has_progressed(unit)
+
+    def _last_step(self) -> int:
+        trainer = self._members.get(TRAINER)
+        return trainer.last_step(attempt=self._attempts.run.attempt) if trainer is not None else 0
+
+    def _start(self, spec: ProcessSpec) -> None:
+        forget_reports(self._attempts.layout, spec.name, count=spec.num_reports)
+        now = self._clock()
+        child = processes.start(spec, python=self._python, environ=self._environ)
+        self._members[spec.name] = Member(child, now=now)
+        self._watchdog.begin(spec.name, now=now)
+        self._log.say(f"started {spec.name} pid={child.pid} log={spec.log}")
+
+    def _say_failure(self, action: Announce) -> None:
+        child = self._members[action.role].child
+        self._last_error = f"{action.cause}; {quote_log(child.spec.log, offset=child.log_offset)}"
+        with_it = "" if action.unit is Unit.INFERENCE else "; orchestrator and trainer go back to the last checkpoint"
+        self._log.say(f"WARNING {self._last_error}\n{action.cause}{with_it}, restart in {action.delay_s:g} s")
+        is_training = action.unit is Unit.TRAINING
+        self._down.pop(action.unit, None)
+        self._restarts.append(
+            RestartRecord(
+                time=self._wall(),
+                roles=[INFERENCE] if not is_training else [ORCHESTRATOR, TRAINER],
+                cause=action.cause,
+                lost_steps=self._last_step() if is_training else 0,
+            )
+        )
+        self._down[action.unit] = (len(self._restarts) - 1, self._clock())
+
+    def _start_again(self, unit: Unit) -> None:
+        """Restart a unit whose processes have ended."""
+        alive = [member.child.pid for member in self._members.values() if member.child.exit_code is None]
+        processes.end_orphans(spared=alive)
+        place, _ = self._down[unit]
+        if unit is Unit.TRAINING:
+            self._attempts.go_back(self._log)
+            step = self._attempts.from_step or Step(0)
+            lost = max(0, self._restarts[place].lost_steps - step)
+            self._restarts[place] = msgspec.structs.replace(self._restarts[place], from_step=step, lost_steps=lost)
+            self._log.say(f"attempt {self._attempts.run.attempt} from {f'step {step}' if step else 'the start'}")
+        else:
+            self._probe.again()
+        record = self._restarts[place]
+        self._attempts.record(Restart(roles=record.roles, cause=record.cause, from_step=record.from_step))
+        for spec in self._attempts.specs():
+            if UNIT_OF[spec.name] is unit:
+                self._start(spec)
+
+    def _announce(self, verdict: Verdict) -> None:
+        member = self._members.get(verdict.role or "")
+        if verdict.outcome is Outcome.FAILED:
+            self._last_error = f"{verdict.role or 'run'} failed: {verdict.reason}"
+            if member is not None:
+                self._last_error += f"\n{quote_log(member.child.spec.log, offset=member.child.log_offset)}"
+            self._log.say(self._last_error)
+        self._log.say(
+            f"{verdict.outcome} after {self._clock() - self._started:.0f} s: {verdict.reason}; stopping what still runs"
+        )
+
+    def _end_all(self, interrupts: Interrupts) -> None:
+        patient_until = self._clock() + _PATIENT_S
+        killed = processes.stop(
+            [member.child for member in self._members.values()],
+            timeout_s=self._shutdown_timeout_s,
+            is_hurried=lambda: interrupts.has_any_since(patient_until),
+        )
+        processes.end_orphans()
+        for child in killed:
+            self._log.say(f"{child.spec.name} did not end within {self._shutdown_timeout_s:g} s of SIGTERM and was killed")
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """What happened in order, and how to go on; for people and for status.json."""
+        for line in recount(self._restarts):
+            self._log.say(line)
+        last = self._attempts.last_commit
+        if verdict.outcome is not Outcome.DONE and last is not None and not self._attempts.is_last_step_committed:
+            self._log.say(f"committed up to step {last}; go on from there with --ckpt.resume-step -1")
+        self._write_status(verdict)
+
+    def _write_status(self, verdict: Verdict | None = None) -> None:
+        running = RunState.PREEMPTED if self._recovery.is_preempted else RunState.RUNNING
+        self._status.write(
+            RunStatus(
+                run_id=self._attempts.run.id,
+                attempt=self._attempts.run.attempt,
+                pid=os.getpid(),
+                state=running if verdict is None else RunState(verdict.outcome.value),
+                started=self._started_at,
+                time=self._wall(),
+                max_steps=self._attempts.max_steps,
+                last_commit=self._attempts.last_commit,
+                roles=[role_status(member, phase=self._recovery.phase_of(name)) for name, member in self._members.items()],
+                restarts=list(self._restarts),
+                last_error=self._last_error,
+                exit_code=verdict.exit_code if verdict is not None else None,
+                reason=verdict.reason if verdict is not None else "",
+            )
+        )

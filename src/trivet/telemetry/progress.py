@@ -134,6 +134,18 @@ def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, 
     threading.Thread(target=write_for_ever, name="progress-reports", daemon=True).start()
 
 
+def read_report(path: Path) -> Report | None:
+    """What a process said last; None before it said anything.
+
+    Raises:
+        msgspec.DecodeError: the file is no report of this version.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Report)
+    except FileNotFoundError:
+        return None
+
+
 def _touch(path: Path) -> None:
     """A sign of life that needs no room on the disk: the watchdog looks for any change of the file."""
     try:

@@ -12,7 +12,9 @@ import msgspec
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
-from trivet.wire.status import Report, RestartRecord, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
+from trivet.launcher.words import describe_restart
+from trivet.telemetry.progress import read_report
+from trivet.wire.status import Report, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
 _OLD_S = 15.0
 """A launcher writes every two seconds, a role every second; what is older than this is said to be old."""
@@ -81,7 +83,8 @@ def read_status(layout: RunLayout) -> RunStatus:
 def read_reports(layout: RunLayout) -> list[Report]:
     """Of every process that has reported in this directory."""
     paths = sorted(layout.reports.glob("*.json")) if layout.reports.is_dir() else []
-    return [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths if not path.name.startswith(".")]
+    reports = (read_report(path) for path in paths if not path.name.startswith("."))
+    return [report for report in reports if report is not None]
 
 
 def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: Callable[[int], bool]) -> Iterator[str]:
@@ -128,15 +131,6 @@ def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
         if now - report.time > _OLD_S:
             line += f"; it has not reported for {_seconds(now - report.time)}"
         yield line + "".join(f"; {number}" for number in _numbers(report))
-
-
-def describe_restart(record: RestartRecord) -> str:
-    """`trainer was killed by SIGKILL: orchestrator, trainer went back to step 6 (3 steps again), back after 14 s`."""
-    did = f"{' and '.join(record.roles)} restarted"
-    if record.from_step is not None:
-        did += f" from {f'step {record.from_step}' if record.from_step else 'the start'} ({record.lost_steps} steps again)"
-    back = f"back after {_seconds(record.down_s)}" if record.down_s is not None else "not back yet"
-    return f"{record.cause}: {did}, {back}"
 
 
 def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> str:

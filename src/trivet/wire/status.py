@@ -79,7 +79,7 @@ class RestartRecord(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     roles: list[str]
     cause: str
-    """`trainer was killed by SIGKILL`."""
+    """`trainer killed by SIGKILL`."""
     from_step: Step | None = None
     """The step that trainer and orchestrator went back to, 0 for the start; None when inference alone was restarted."""
     lost_steps: int = 0

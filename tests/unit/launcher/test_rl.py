@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.layout import RunLayout
 from trivet.config.environment import EnvConfig
+from trivet.config.layout import RunLayout
 from trivet.config.rl import RLConfig
 from trivet.config.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError
-from trivet.launcher.rl import check, has_completed, role_environment
+from trivet.launcher.attempts import has_completed, role_environment
+from trivet.launcher.rl import check
 from trivet.telemetry.events import EventWriter
 from trivet.wire.events import Stop
 from trivet.wire.versions import Step

@@ -1,0 +1,24 @@
+"""What the launcher does about a role that ends or hangs, and when it is asked to make room."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from trivet.config.base import Section
+
+
+class RecoveryConfig(Section):
+    """Inference is restarted alone; trainer and orchestrator go back to the newest checkpoint together."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts of inference, and of trainer with orchestrator, within restart_window_s; one failure more ends the run. 0: none."""
+    restart_window_s: float = Field(default=600.0, gt=0)
+    """Restarts longer ago than this many seconds no longer count."""
+    backoff_s: float = Field(default=1.0, ge=0)
+    """Wait before the first restart within the window, seconds; it doubles with each further one, up to a minute."""
+    preemption_grace_s: float = Field(default=60.0, ge=0)
+    """After SIGTERM the roles have this many seconds to finish the step and commit a checkpoint. 0: stop at once."""
+    watchdog_timeout_s: float = Field(default=120.0, gt=2)
+    """A process that has not reported for this many seconds is named as stuck. Each reports every second, whatever it does."""
+    on_stuck: Literal["warn", "restart", "stop"] = "restart"
+    """What follows for a stuck role: a warning alone, a restart as if it had died, or the end of the run."""

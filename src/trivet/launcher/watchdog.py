@@ -1,0 +1,78 @@
+"""Decides which process is stuck: one whose report does not change any more, or that was stopped. Pure.
+
+A role that waits reports that it waits: it is not stuck, however long. Reports are compared with what they were, never with a
+clock of their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FIRST_REPORT_S = 300.0
+"""A process imports for seconds, on a loaded machine for minutes, before it can report."""
+_AWAY_S = 5.0
+"""Looks further apart than this say that the launcher itself was stopped: that time counts for nobody."""
+
+Mark = tuple[int, int] | None
+"""Of a report's file: its inode and when it was written last; None while there is none."""
+
+
+@dataclass(slots=True)
+class _Sight:
+    mark: Mark
+    changed_at: float
+
+
+class Watchdog:
+    """
+    >>> watchdog = Watchdog(timeout_s=120.0)
+    >>> watchdog.begin("trainer", now=0.0)
+    >>> watchdog.look("trainer", marks={"trainer": None}, stopped=(), now=1.0)
+    ''
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._sights: dict[str, dict[str, _Sight]] = {}
+        self._started: dict[str, float] = {}
+        self._stopped_at: dict[str, float] = {}
+        self._looked_at: float | None = None
+
+    def begin(self, role: str, *, now: float) -> None:
+        """`role` was started, again or for the first time."""
+        self._sights[role] = {}
+        self._started[role] = now
+        self._stopped_at.pop(role, None)
+
+    def notice_time(self, now: float) -> None:
+        """To be called before each round of looks."""
+        if self._looked_at is not None and (away_s := now - self._looked_at) > _AWAY_S:
+            for role in self._started:
+                self._started[role] += away_s
+                for sight in self._sights[role].values():
+                    sight.changed_at += away_s
+            self._stopped_at.clear()
+        self._looked_at = now
+
+    def look(self, role: str, *, marks: Mapping[str, Mark], stopped: tuple[int, ...], now: float) -> str:
+        """Why `role` is stuck, empty when it is not.
+
+        Args:
+            marks: by the name of each process of the role that reports.
+            stopped: pids of the role's processes that a signal has stopped.
+        """
+        reasons: list[str] = []
+        for name, mark in marks.items():
+            sight = self._sights[role].setdefault(name, _Sight(None, self._started[role]))
+            if mark != sight.mark:
+                sight.mark, sight.changed_at = mark, now
+            silent_s = now - sight.changed_at
+            if sight.mark is None and silent_s > max(self._timeout_s, FIRST_REPORT_S):
+                reasons.append(f"{name} has not reported since its start {silent_s:.0f} s ago")
+            elif sight.mark is not None and silent_s > self._timeout_s:
+                reasons.append(f"{name} has not reported for {silent_s:.0f} s")
+        if not stopped:
+            self._stopped_at.pop(role, None)
+        elif now - self._stopped_at.setdefault(role, now) > self._timeout_s:
+            pids = ", ".join(map(str, stopped))
+            reasons.append(f"pid {pids} stopped by a signal {now - self._stopped_at[role]:.0f} s ago")
+        return "; ".join(reasons)
