@@ -1,7 +1,8 @@
 """Conversations for supervised fine-tuning: read, rendered by the chat template, and dealt to steps.
 
 A line has `messages`, or `prompt` and `completion`: lists of messages, or strings, which stand for one user message and one
-assistant message. The loss falls on what the assistant writes, its end-of-turn token included.
+assistant message. A list of tool definitions beside them, `tools`, goes to the template too. The loss falls on what the assistant
+writes, its end-of-turn token included.
 """
 
 import json
@@ -64,10 +65,15 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
     raise ConfigError(f"a row of the data has {sorted(row)}; it needs `messages`, or `prompt` and `completion`")
 
 
-def to_sample(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> Sample:
+def to_sample(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Sample:
     """Token ids and loss mask of a conversation.
 
     Prompt and completion are tokenized apart, as they are when the model is asked.
+
+    Args:
+        tools: definitions of the tools that the model was offered.
 
     Raises:
         ConfigError: the template renders a message differently once another follows, so that there is no one token sequence.
@@ -79,8 +85,8 @@ def to_sample(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -
         if message["role"] != "assistant":
             continue
         for text, is_trained in (
-            (_render(messages[:index], tokenizer, with_prompt=True), False),
-            (_render(messages[: index + 1], tokenizer, with_prompt=False), True),
+            (_render(messages[:index], tokenizer, tools=tools, with_prompt=True), False),
+            (_render(messages[: index + 1], tokenizer, tools=tools, with_prompt=False), True),
         ):
             if not text.startswith(done):
                 raise ConfigError(
@@ -103,7 +109,7 @@ def to_sample(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -
 
 
 def to_items(rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[PackItem]:
-    return [PackItem(sample=to_sample(read_messages(row), tokenizer), advantage=0.0) for row in rows]
+    return [PackItem(sample=to_sample(read_messages(row), tokenizer, tools=row.get("tools")), advantage=0.0) for row in rows]
 
 
 def _completion_mask(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[bool]:
@@ -113,9 +119,16 @@ def _completion_mask(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> 
     return [index < length for index in range(len(ids))]
 
 
-def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, with_prompt: bool) -> str:
+def _render(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    with_prompt: bool,
+) -> str:
+    offered = [dict(tool) for tool in tools] if tools else None
     try:
-        text = tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=with_prompt)
+        text = tokenizer.apply_chat_template([*messages], tools=offered, tokenize=False, add_generation_prompt=with_prompt)
     except ValueError as exc:
         raise ConfigError(f"the tokenizer has no chat template: {exc}; set tokenizer.name to one that has") from exc
     assert isinstance(text, str)

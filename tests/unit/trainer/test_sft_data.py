@@ -47,6 +47,18 @@ def test_the_prompt_is_tokenized_as_the_server_would(tokenizer) -> None:
     assert not sample.loss_mask_T[: len(prompt)].any()
 
 
+def test_tools_are_offered_by_the_template_and_only_the_calls_are_trained_on(tokenizer) -> None:
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}:{{ m['content'] }}"
+        "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "search"}]}
+    sample = to_sample([USER, call, {"role": "tool", "content": "found"}, ANSWER], tokenizer, tools=[{"name": "search"}])
+    assert trained_text(sample, tokenizer) == '{"name": "search"}<|im_end|>cba<|im_end|>'
+    assert tokenizer.decode(sample.token_ids_T).startswith('[{"name": "search"}]<|im_start|>user:abc')
+
+
 def test_a_template_that_rewrites_history_is_refused(tokenizer) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}{% if loop.last %}!{% endif %}{{ m['content'] }}{% endfor %}"
