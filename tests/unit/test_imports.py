@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
     {"errors", "lifetime", "loop_lag", "durable"},
+    {"faults"},
     {"wire", "disk"},
     {"algorithms"},
     {"config"},

@@ -13,6 +13,7 @@ from trivet.checkpoints.halves import HALVES, is_half_done, read_listing, stagin
 from trivet.config.layout import COMMITTED, RunLayout, parse_step
 from trivet.durable import digest_of, explain_difference, remove_directory, sweep_removed, sync_directory, write_json_atomically
 from trivet.errors import CheckpointError, ResumeError
+from trivet.faults import reach
 from trivet.wire.versions import Step
 
 CHECKPOINT_SCHEMA = 2
@@ -54,11 +55,14 @@ def commit(
         )
     digests = {name: read_listing(staging / name).digest for name in halves}
     record = CommitRecord(step=step, time=clock(), halves=digests, schema=CHECKPOINT_SCHEMA, version=version("trivet"))
+    reach("commit.before", step=step)
     remove_directory(final)
     sync_directory(staging)
     staging.rename(final)
     sync_directory(layout.checkpoints)
+    reach("commit.during", step=step)
     write_json_atomically(final / COMMITTED, record)
+    reach("commit.after", step=step)
     return record
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from trivet.errors import InferenceError
+from trivet.faults import reach
 from trivet.inference.policy_ledger import PolicyLedger
 from trivet.weights.manifest import Manifest, describe_start_model, verify
 
@@ -85,7 +86,9 @@ class PolicyLoader:
         """
         async with self._lock:
             manifest = await asyncio.to_thread(verify, directory)
+            reach("reload.before", step=manifest.version)
             await self._switch(directory, manifest)
+            reach("reload.after", step=manifest.version)
             return manifest
 
     async def load_start(self) -> Manifest:
@@ -118,6 +121,7 @@ class PolicyLoader:
     async def _replace(self, directory: Path, manifest: Manifest) -> None:
         async with asyncio.timeout(self._timeout_s):
             await self._engine.load(directory)
+            reach("reload.during", step=manifest.version)
             self._engine.ledger.switch(manifest.version, at=self._clock())
             await self._engine.forget()
         self._directory, self._policy = directory, manifest

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from trivet.config.command import run_command
 from trivet.config.inference import InferenceConfig
 from trivet.errors import ConfigError, InferenceError
+from trivet.faults import arm
 from trivet.inference.arguments import COMMON_ENVIRONMENT, cpu_environment, refuse_unknown, vllm_arguments
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.lifetime import die_with_parent
@@ -40,6 +41,7 @@ def main() -> int:
 def serve(config: InferenceConfig) -> int:
     """Serve until a signal ends it; returns the exit code."""
     setup_logging("inference", level=config.log.level)
+    arm(config.faults.schedule)
     is_cpu = not _has_cuda_build()
     arguments = vllm_arguments(config, is_cpu=is_cpu)
     is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1

@@ -11,6 +11,7 @@ from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError, MessageRefused
+from trivet.faults import reach
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.sampler import SamplerState
 from trivet.wire.codec import decode, encode
@@ -52,10 +53,14 @@ class _SchemaOnly(msgspec.Struct):
 
 def write_half(layout: RunLayout, half: OrchestratorHalf, *, config: OrchestratorConfig) -> None:
     """Returns once the half is on disk, with the configuration that made it."""
-    directory = begin_half(layout, half.progress.step, HALF)
+    step = half.progress.step
+    reach("orchestrator_half.before", step=step)
+    directory = begin_half(layout, step, HALF)
     write_settings(directory, config)
     (directory / _STATE_FILE).write_bytes(encode(half))
-    finish_half(layout, half.progress.step, HALF)
+    reach("orchestrator_half.during", step=step, path=directory)
+    finish_half(layout, step, HALF)
+    reach("orchestrator_half.after", step=step)
 
 
 class OwedGroups(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from trivet.algorithms.staleness import may_dispatch
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import WorkerLost
+from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.orchestrator.waker import Waker
@@ -254,7 +255,9 @@ class Dispatcher:
             return False
         if self._bucket:
             self._bucket.take(num_rollouts)
+        reach("dispatch.before", step=self.step)
         self._buffer.dispatched(draw, version=self.version, server=server)
+        reach("dispatch.after", step=self.step)
         attempt = _Try(draw=draw, number=number, server=server, version=self.version)
         self._tries[draw.group_id] = attempt
         attempt.task = tasks.create_task(self._run(attempt), name=f"group-{draw.group_id}")

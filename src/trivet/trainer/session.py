@@ -27,18 +27,20 @@ from trivet.config.layout import RunLayout
 from trivet.config.trainer import TrainingConfig
 from trivet.disk import explaining_full_disk, format_bytes, free_bytes, require_room
 from trivet.errors import ConfigError
+from trivet.faults import reach
 from trivet.telemetry.stats import summarize
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.checkpoint import Progress, begin_anew, load_half, state_of
 from trivet.trainer.distributed import World, barrier
 from trivet.trainer.export import Exporter, load_tokenizer
 from trivet.trainer.half_writer import HalfWriter
-from trivet.trainer.losses import Loss
+from trivet.trainer.losses.terms import Loss
 from trivet.trainer.model import PolicyModel, load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.performance import ModelCost, model_cost, speed_metrics
 from trivet.trainer.step import Learner, StepResult
 from trivet.weights.catalog import discard_after, published_versions
+from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
 from trivet.weights.retention import needed_to_resume, reader_versions, retirable, retire
 from trivet.wire.batches import MicroBatch
@@ -90,12 +92,16 @@ class Session:
             with explaining_full_disk(self.layout.weights, what=what, num_bytes=num_bytes):
                 manifest = publish(
                     self.layout,
+                    announce=self._announce,
                     version=PolicyVersion(step),
                     run_id=self.config.run.id,
                     write=lambda directory: self.exporter.write(directory, weights),
                 )
-            self.telemetry.write_event(Publish(version=manifest.version, digest=manifest.digest))
         logger.info("policy published version=%s digest=%s", step, manifest.digest[:12])
+
+    def _announce(self, manifest: Manifest) -> None:
+        assert self.telemetry is not None
+        self.telemetry.write_event(Publish(version=manifest.version, digest=manifest.digest))
 
     def save(self, step: Step, *, halves: Sequence[str]) -> None:
         """Write the trainer's half of checkpoint `step` and commit it together with the other `halves`. Collective.
@@ -108,6 +114,7 @@ class Session:
         """
         with self.timed("save_ckpt"):
             self.writer.wait()
+            reach("trainer_half.before", step=step)
             if self.world.is_main:
                 require_room(self.layout.checkpoints, self.sizes.checkpoint, what=f"the trainer's half of checkpoint {step}")
                 write_settings(begin_half(self.layout, step, TRAINER), self.config)
@@ -119,6 +126,7 @@ class Session:
                     state_of(self.learner, self.progress),
                     then=lambda: self._commit(step, halves),
                 )
+            reach("trainer_half.during", step=step)
 
     def settle(self, *, does_wait: bool = False) -> None:
         """Learn whether the checkpoint being written is committed by now, and remove what nobody needs any more.
@@ -133,13 +141,16 @@ class Session:
             else:
                 self.writer.raise_failure()
         if self.telemetry is not None:
+            reach("clean_up.before", step=self.progress.step)
             self._remove_old(self.telemetry)
+            reach("clean_up.after", step=self.progress.step)
 
     def _commit(self, step: Step, halves: Sequence[str]) -> None:
         """Runs on the writer's thread once every rank's shards are written."""
         if self.telemetry is None:
             return
         finish_half(self.layout, step, TRAINER)
+        reach("trainer_half.after", step=step)
         self.telemetry.sync_events()
         commit(self.layout, step, halves=halves)
         self.telemetry.write_event(Commit(step=step))

@@ -56,6 +56,11 @@ class Inbox:
             self._last_arrival = (header.step, self._clock())
             return self._answer(header, frames[1])
 
+    @property
+    def wanted(self) -> Step | None:
+        """The step that `take` waits for, or waited for last."""
+        return self._wanted
+
     def take(self, step: Step) -> Batch:
         """
         Raises:

@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from trivet.config.shared import TransportConfig
 from trivet.errors import ConfigError
+from trivet.faults import reach
 from trivet.transport.frames import Message, RunKey, is_acknowledged, make_message, no_acknowledgement
 from trivet.transport.inbox import Inbox
 from trivet.wire.batches import Batch
@@ -54,10 +55,12 @@ class ZmqSender:
         message = make_message(batch, key=self._key, max_message_mib=self._config.max_message_mib)
         deadline = time.monotonic() + self._config.timeout_s
         num_sent = 0
+        reach("batch_send.before", step=batch.step)
         while (now := time.monotonic()) < deadline:
             if num_sent:
                 logger.info("batch sent again step=%d times=%d", batch.step, num_sent)
             if await self._exchange(message, until=min(now + self._config.resend_interval_s, deadline)):
+                reach("batch_send.after", step=batch.step)
                 return
             num_sent += 1
         raise no_acknowledgement(batch.step, config=self._config)
@@ -72,6 +75,7 @@ class ZmqSender:
             async with asyncio.timeout(until - time.monotonic()):
                 # pyzmq leaves the type of a frame open
                 await self._socket.send_multipart(message.frames, copy=False)  # pyright: ignore[reportUnknownMemberType]
+                reach("batch_send.during", step=message.header.step)
                 while True:
                     reply = await self._socket.recv()
                     if is_acknowledged(reply, message=message):
@@ -127,6 +131,10 @@ class ZmqReceiver:
 
     def _answer_one(self) -> None:
         sender, *frames = self._socket.recv_multipart(copy=False)
-        reply = self._inbox.accept([frame.buffer for frame in frames])
+        step = self._inbox.wanted or 0
+        reply = None
+        for _ in range(reach("batch_acknowledge.before", step=step)):
+            reply = self._inbox.accept([frame.buffer for frame in frames])
         if reply is not None:
-            self._socket.send_multipart([sender.bytes, reply])
+            for _ in range(reach("batch_acknowledge.after", step=step)):
+                self._socket.send_multipart([sender.bytes, reply])

@@ -6,32 +6,49 @@ from pathlib import Path
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
 from trivet.durable import remove_directory, sync_directory, sync_tree, write_atomically, write_json_atomically
 from trivet.errors import WeightsError
+from trivet.faults import reach
 from trivet.weights.manifest import Manifest, describe
 from trivet.wire.versions import PolicyVersion
 
 
-def publish(layout: RunLayout, *, version: PolicyVersion, run_id: str, write: Callable[[Path], None]) -> Manifest:
+def publish(
+    layout: RunLayout,
+    *,
+    version: PolicyVersion,
+    run_id: str,
+    write: Callable[[Path], None],
+    announce: Callable[[Manifest], None] = lambda _: None,
+) -> Manifest:
     """Publish what `write` puts into the directory it is given as policy `version`.
 
     A directory that an earlier attempt left under the same version is replaced. Readers see the new one only once its
     `STABLE` is there, after every byte of it is on disk.
+
+    Args:
+        announce: called when all is written and nobody can read it yet: no load comes before it.
 
     Raises:
         WeightsError: `write` left no file, or a directory inside, which the manifest would not cover.
     """
     final = layout.weights_step(version)
     staging = layout.weights / f".{final.name}.tmp"
+    reach("weight_write.before", step=version)
     remove_directory(staging)
     staging.mkdir(parents=True)
     write(staging)
+    reach("weight_write.during", step=version, path=staging)
     _refuse_what_no_manifest_covers(staging)
     sync_tree(staging)
     manifest = describe(staging, version=version, run_id=run_id)
     write_json_atomically(staging / MANIFEST, manifest)
+    reach("weight_write.after", step=version, path=staging)
+    announce(manifest)
     remove_directory(final, marker=STABLE)
     staging.rename(final)
     sync_directory(layout.weights)
+    reach("stable.before", step=version, path=final)
     write_atomically(final / STABLE, b"")
+    reach("stable.after", step=version, path=final)
     return manifest
 
 

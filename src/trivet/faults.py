@@ -1,0 +1,231 @@
+"""Faults at named points of the program, to prove that a run survives them. Does nothing unless a schedule is armed.
+
+A role calls `arm` at its start with the schedule that its configuration names; modules call `reach` where something may go
+wrong. Each fault of a schedule happens once per run: what has happened is in a directory beside the schedule, so that a
+restarted role does not meet it again. The points, in the order of a step:
+
+dispatch            .before .after            orchestrator: a group is drawn, its event is written
+orchestrator_half   .before .during .after    orchestrator: its half of a checkpoint
+batch_send          .before .during .after    orchestrator: before the first try, after a try, once acknowledged
+batch_acknowledge   .before .after            trainer: a message arrived, its reply goes out; messages can be lost or doubled
+optimizer_step      .before .during .after    trainer, every rank: during is between gradients and the step
+weight_write        .before .during .after    trainer: before, between files and manifest, after the manifest
+stable              .before .after            trainer: around the marker that makes a policy visible
+trainer_half        .before .during .after    trainer, every rank: during is while the shards are written
+commit              .before .during .after    trainer: during is between the renaming and COMMITTED
+clean_up            .before .after            trainer: around the removal of what nobody needs
+reload              .before .during .after    inference: during is while the engine is paused
+"""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from trivet.errors import ConfigError
+
+POINTS = frozenset(
+    f"{name}.{moment}"
+    for name, moments in {
+        "dispatch": "before after",
+        "orchestrator_half": "before during after",
+        "batch_send": "before during after",
+        "batch_acknowledge": "before after",
+        "optimizer_step": "before during after",
+        "weight_write": "before during after",
+        "stable": "before after",
+        "trainer_half": "before during after",
+        "commit": "before during after",
+        "clean_up": "before after",
+        "reload": "before during after",
+    }.items()
+    for moment in moments.split()
+)
+
+_real_time, _real_time_ns = time.time, time.time_ns
+
+
+class Action(StrEnum):
+    KILL = "kill"
+    """SIGKILL to this process."""
+    STOP = "stop"
+    """SIGSTOP to this process; whoever wrote the schedule lets it go on."""
+    DELAY = "delay"
+    """Sleep `seconds`; at batch_acknowledge a message or its answer is late by that."""
+    NO_SPACE = "no_space"
+    """The write fails as on a full disk."""
+    TRUNCATE = "truncate"
+    """The largest file of the directory just written loses its second half."""
+    FLIP = "flip"
+    """One bit in the middle of the largest file of the directory just written is another."""
+    LOSE = "lose"
+    """The message, or its answer, does not arrive. Only at batch_acknowledge."""
+    DUPLICATE = "duplicate"
+    """The message, or its answer, arrives twice. Only at batch_acknowledge."""
+    CLOCK_JUMP = "clock_jump"
+    """The wall clock of this process is off by `seconds` from now on; the monotonic clock is not."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    """Unique in the schedule."""
+    point: str
+    action: Action
+    step: int = 0
+    """It happens at the first arrival at the point in this step, or version, or a later one."""
+    rank: int = 0
+    """Trainer rank that it happens to."""
+    seconds: float = 0.0
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    seed: int
+    """What it was drawn from."""
+    faults: list[Fault]
+
+
+class Happened(msgspec.Struct, frozen=True, kw_only=True):
+    """Written just before a fault happens."""
+
+    name: str
+    time: float
+    """Unix seconds, by the true clock."""
+    pid: int
+    step: int
+
+
+class Injector:
+    """
+    >>> injector = Injector(Path("faults.json"), rank=0)
+    >>> injector.reach("commit.before", step=6)
+    """
+
+    def __init__(self, schedule: Path, *, rank: int = 0, sleep: Callable[[float], None] = time.sleep) -> None:
+        """
+        Raises:
+            ConfigError: the schedule cannot be read, or names a point that does not exist.
+        """
+        self._happened = happened_directory(schedule)
+        self._sleep = sleep
+        self._by_point: dict[str, list[Fault]] = {}
+        for fault in read_schedule(schedule).faults:
+            if fault.rank == rank:
+                self._by_point.setdefault(fault.point, []).append(fault)
+
+    def reach(self, point: str, *, step: int, path: Path | None = None) -> int:
+        """Let what is due at `point` happen; returns how often the message at hand is delivered."""
+        copies = 1
+        for fault in self._by_point.get(point, ()):
+            if step >= fault.step and self._claim(fault, step):
+                copies = self._happen(fault, path, copies)
+        return copies
+
+    def _claim(self, fault: Fault, step: int) -> bool:
+        """Whether this process is the one that the fault happens to: the first that gets here."""
+        self._happened.mkdir(parents=True, exist_ok=True)
+        record = Happened(name=fault.name, time=_real_time(), pid=os.getpid(), step=step)
+        try:
+            fd = os.open(self._happened / f"{fault.name}.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(fd, "wb") as file:
+            file.write(msgspec.json.encode(record))
+            file.flush()
+            os.fsync(fd)
+        return True
+
+    def _happen(self, fault: Fault, path: Path | None, copies: int) -> int:
+        match fault.action:
+            case Action.KILL | Action.STOP:
+                os.kill(os.getpid(), signal.SIGKILL if fault.action is Action.KILL else signal.SIGSTOP)
+            case Action.DELAY:
+                self._sleep(fault.seconds)
+            case Action.NO_SPACE:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path or ""))
+            case Action.TRUNCATE | Action.FLIP:
+                assert path is not None, f"no directory was just written at {fault.point}"
+                damage(_largest_file(path), is_truncated=fault.action is Action.TRUNCATE)
+            case Action.LOSE:
+                return 0
+            case Action.DUPLICATE:
+                return copies + 1
+            case Action.CLOCK_JUMP:
+                shift_wall_clock(fault.seconds)
+        return copies
+
+
+_injector: Injector | None = None
+
+
+def arm(schedule: Path | None, *, rank: int = 0) -> None:
+    """Called once by each role at its start; None arms nothing.
+
+    Raises:
+        ConfigError: the schedule cannot be read.
+    """
+    global _injector
+    _injector = Injector(schedule, rank=rank) if schedule is not None else None
+
+
+def reach(point: str, *, step: int, path: Path | None = None) -> int:
+    """Say that the program is at `point`.
+
+    Args:
+        step: the step, or policy version, that it is about.
+        path: the directory that was just written.
+
+    Returns:
+        How often the message at hand is delivered: 1, unless it is lost or doubled.
+    """
+    return 1 if _injector is None else _injector.reach(point, step=step, path=path)
+
+
+def happened_directory(schedule: Path) -> Path:
+    """Holds a file for each fault of `schedule` that has happened."""
+    return schedule.with_name(f"{schedule.name}.happened")
+
+
+def read_schedule(path: Path) -> Schedule:
+    """
+    Raises:
+        ConfigError: it cannot be read, or names a point that does not exist.
+    """
+    try:
+        schedule = msgspec.json.decode(path.read_bytes(), type=Schedule)
+    except (OSError, msgspec.DecodeError) as exc:
+        raise ConfigError(f"faults.schedule = {str(path)!r} cannot be read: {exc}") from exc
+    for fault in schedule.faults:
+        if fault.point not in POINTS:
+            raise ConfigError(
+                f"faults.schedule = {str(path)!r}: fault {fault.name!r} is at {fault.point!r}; the points are "
+                + ", ".join(sorted(POINTS))
+            )
+    return schedule
+
+
+def damage(file: Path, *, is_truncated: bool) -> None:
+    """Cut `file` in half, or change one bit in the middle of it."""
+    middle = file.stat().st_size // 2
+    with file.open("r+b") as opened:
+        if is_truncated:
+            opened.truncate(middle)
+            return
+        opened.seek(middle)
+        byte = opened.read(1)[0]
+        opened.seek(middle)
+        opened.write(bytes([byte ^ 1]))
+
+
+def shift_wall_clock(seconds: float) -> None:
+    """Set the wall clock of this process off by `seconds`, for all code in it that asks the module `time`."""
+    time.time = lambda: _real_time() + seconds
+    time.time_ns = lambda: _real_time_ns() + int(seconds * 1e9)
+
+
+def _largest_file(directory: Path) -> Path:
+    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
