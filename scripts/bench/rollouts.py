@@ -32,7 +32,7 @@ from trivet.config.shared import CkptConfig, TransportConfig
 from trivet.environments.load import load_environment
 from trivet.environments.model_client import make_model_client
 from trivet.environments.sampling import request_arguments, sampling_arguments
-from trivet.orchestrator.start import load_environments, run
+from trivet.orchestrator.start import open_environments, run
 from trivet.transport.zeromq import ZmqReceiver
 from trivet.wire.versions import Step
 
@@ -90,6 +90,11 @@ def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: li
         receiver.close()
 
 
+async def run_orchestrator(config: OrchestratorConfig) -> None:
+    async with open_environments(config) as pool:
+        await run(config, pool)
+
+
 async def run_verifiers(config: OrchestratorConfig) -> float:
     """Sampled tokens per second of verifiers' own loop over as many rollouts as one batch."""
     env = load_environment(config.env[0].id, name=config.env[0].label, args=config.env[0].args)
@@ -129,7 +134,7 @@ def main() -> None:
             is_over = threading.Event()
             trainer = threading.Thread(target=acknowledge_batches, args=(config, tokens, times, is_over), daemon=True)
             trainer.start()
-            asyncio.run(run(config, load_environments(config)))
+            asyncio.run(run_orchestrator(config))
             is_over.set()
             trainer.join(timeout=30)
             verifiers_rate = asyncio.run(run_verifiers(config))

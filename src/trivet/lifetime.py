@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from multiprocessing import parent_process
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -33,6 +34,32 @@ def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None =
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent ends, so that it can find and end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_session(leader: int) -> int:
+    """Kill every process of the session that `leader` leads or led: what it forked and left is found too.
+
+    Returns:
+        How many there were.
+    """
+    members = [pid for pid in _all_pids() if _session_of(pid) == leader]
+    for pid in members:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return len(members)
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
 
 
 def _exists(pid: int | None) -> bool:

@@ -88,7 +88,12 @@ class FakeInference:
             "index": 0,
             "finish_reason": "stop",
             "token_ids": [token_id for token_id, _ in sampled],
-            "logprobs": {"content": [{"token": str(token_id), "logprob": logprob} for token_id, logprob in sampled]},
+            "logprobs": {
+                "content": [
+                    {"token": str(token_id), "logprob": logprob, "top_logprobs": [], "bytes": None}
+                    for token_id, logprob in sampled
+                ]
+            },
             "policy_versions": [[self.version, len(sampled)]] if sampled else [],
         }
 

@@ -105,7 +105,6 @@ NOT_YET = (
     "trainer.memory_profiler_path",
     "trainer.trace_path",
     "trainer.metrics_server",
-    "orchestrator.workers_per_env",
     "inference.enable_lora",
 )
 """Keys of the reference that this version does not build."""

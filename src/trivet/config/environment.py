@@ -1,6 +1,6 @@
 """Section of one environment: `[[orchestrator.env]]`, `[[env]]` of `eval`."""
 
-from typing import Any
+from typing import Any, Literal
 
 from trivet.config.base import Section
 from trivet.config.sampling import EnvSamplingConfig
@@ -13,6 +13,9 @@ class EnvConfig(Section):
     """Name in logs and metrics; defaults to the id. Unique."""
     args: dict[str, Any] = {}
     """Passed to load_environment."""
+    on_reward_error: Literal["drop", "zero"] = "drop"
+    """A reward function that raises, or returns None: `drop` fails the group with that error, so that no bug is trained on;
+    `zero` takes 0 for it, as verifiers does."""
     sampling: EnvSamplingConfig = EnvSamplingConfig()
 
     @property

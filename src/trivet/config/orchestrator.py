@@ -10,6 +10,7 @@ from trivet.config.client import ClientConfig, ConcurrencyConfig
 from trivet.config.curriculum import AdvantageConfig, BufferConfig, FiltersConfig
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.environment import EnvConfig
+from trivet.config.faults import FaultsConfig
 from trivet.config.online_eval import OnlineEvalConfig, ValConfig
 from trivet.config.sampling import SamplingConfig
 from trivet.config.shared import (
@@ -91,9 +92,21 @@ class OrchestratorConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     env: list[EnvConfig] = Field(default=[EnvConfig()], min_length=1)
     """Environments to train on."""
+    workers_per_env: int = Field(default=1, ge=1)
+    """Processes that run each environment. One runs many rollouts at a time; more help where its own Python is slow."""
+    max_env_worker_restarts: int = Field(default=5, ge=-1)
+    """A worker that ended this often in a row, without finishing a group in between, ends the run; -1: never."""
+    env_start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest time for load_environment, downloads of data included, seconds."""
+    env_worker_timeout_s: float = Field(default=600.0, gt=0)
+    """A worker whose event loop is blocked for longer, by synchronous code of its environment, is ended and started again,
+    seconds."""
+    rollout_timeout_s: float | None = Field(default=3600.0, gt=0)
+    """Longest time for the rollouts of one example and their scores, seconds; a group that needs longer fails. None: any."""
     buffer: BufferConfig = BufferConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     filters: FiltersConfig = FiltersConfig()
+    faults: FaultsConfig = FaultsConfig()
     rollout_transport: TransportConfig = TransportConfig()
     ckpt: CkptConfig = CkptConfig()
     log: LogConfig = LogConfig()

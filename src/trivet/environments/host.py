@@ -33,6 +33,7 @@ class EnvironmentHost:
         self._runner = runner
         self._make_client = make_client
         self._clients: dict[str, ModelClient] = {}
+        self.name = runner.label
         self._rows: dict[Split, Any] = {Split.TRAIN: runner.env.build_dataset(), Split.EVAL: runner.env.build_eval_dataset()}
         train, held_out = self._rows[Split.TRAIN], self._rows[Split.EVAL]
         self.info = EnvironmentInfo(

@@ -1,11 +1,14 @@
 """The port to environments inside this process, for tests and short tools: a hanging environment holds up its caller."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trivet.environments.host import EnvironmentHost
+from trivet.wire.events import Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
+from trivet.wire.status import WorkerStatus
 
 
 class LocalPool:
@@ -27,6 +30,18 @@ class LocalPool:
 
     async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
         return self._hosts[env].prompt(split=split, example_id=example_id)
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()  # nothing can end without its caller
+
+    def status(self) -> Sequence[WorkerStatus]:
+        return []
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def report_to(self, write_event: Callable[[Event], None]) -> None:
+        """Nothing is ever restarted."""
 
     async def aclose(self) -> None:
         for host in self._hosts.values():

@@ -4,18 +4,20 @@
 suite.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from trivet.wire.events import Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
+from trivet.wire.status import WorkerStatus
 
 
 class EnvironmentPool(Protocol):
     """
-    >>> pool = await open_worker_pool(...)
     >>> rollouts = await pool.run_group(request)
-    >>> await pool.aclose()
+    >>> pool.metrics()
+    {'worker/reverse-text-0/pending': 0.0, …}
     """
 
     @property
@@ -34,6 +36,26 @@ class EnvironmentPool(Protocol):
 
     async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
         """The messages that an example starts with."""
+        ...
+
+    async def run(self) -> None:
+        """Keep it whole, until cancelled.
+
+        Raises:
+            RoleFailed: a worker ended too often.
+        """
+        ...
+
+    def status(self) -> Sequence[WorkerStatus]:
+        """What each worker is doing; may be asked from another thread."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Since the last call: workers' load, lag and restarts, and failures by environment and type of error."""
+        ...
+
+    def report_to(self, write_event: Callable[[Event], None]) -> None:
+        """Tell of restarts from now on."""
         ...
 
     async def aclose(self) -> None:

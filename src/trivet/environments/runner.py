@@ -3,15 +3,18 @@
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import verifiers as vf
 
 from trivet.algorithms.seeds import derive_seed
 from trivet.environments.model_client import ModelClient, response_versions
+from trivet.environments.reward_guard import collect_reward_errors
 from trivet.environments.sampling import request_arguments
+from trivet.environments.stages import Stage, StageBoard
 from trivet.environments.trajectories import Turn, to_samples
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import SamplingArguments
@@ -22,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _RETRY_DELAY_S = 1.0
+_MAX_ERROR_CHARS = 2_000
+_MAX_TEXT_CHARS = 200_000
+"""Longer messages are cut where they are kept for a human to read. What is trained on is tokens, which are never cut here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,10 @@ class GroupRunner:
     label: str
     model_name: str
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
+    on_reward_error: Literal["drop", "zero"] = "drop"
+    timeout_s: float | None = None
+    """Longest time for a group, from its first request to its last score."""
+    stages: StageBoard = field(default_factory=StageBoard)
 
     async def run(
         self,
@@ -50,6 +60,28 @@ class GroupRunner:
             RolloutFailed: one of the rollouts could not be completed or scored.
         """
         try:
+            async with asyncio.timeout(self.timeout_s):
+                with self.stages.stage(Stage.GENERATING, num_rollouts=num_rollouts):
+                    states = await self._generate(example, group_id, num_rollouts, sampling, client)
+                with self.stages.stage(Stage.SCORING, num_rollouts=num_rollouts):
+                    await self._score(states)
+        except TimeoutError as exc:
+            raise RolloutFailed(
+                f"group {group_id} of environment {self.label!r} was not done after rollout_timeout_s ({self.timeout_s:g} s); "
+                "raise it if rollouts may take longer",
+                kind="TimeoutError",
+            ) from exc
+        return [self._to_rollout(state, index, temperature=sampling.temperature) for index, state in enumerate(states)]
+
+    async def _generate(
+        self,
+        example: Mapping[str, Any],
+        group_id: GroupId,
+        num_rollouts: int,
+        sampling: SamplingArguments,
+        client: ModelClient,
+    ) -> list[vf.State]:
+        try:
             async with asyncio.TaskGroup() as attempts:
                 running = [
                     attempts.create_task(
@@ -59,54 +91,75 @@ class GroupRunner:
                 ]
         except ExceptionGroup as failed:  # the first failure has ended the others
             raise failed.exceptions[0] from None
-        states = [attempt.result() for attempt in running]
-        try:
-            await self.env.rubric.score_group(states)
-        finally:
-            for state in states:
-                await self.env.rubric.cleanup(state)
-        return [self._to_rollout(state, index, temperature=sampling.temperature) for index, state in enumerate(states)]
+        return [attempt.result() for attempt in running]
 
     async def _attempt(
         self, example: Mapping[str, Any], arguments: dict[str, Any], *, name: tuple[GroupId, int], client: ModelClient
     ) -> vf.State:
-        first_error = ""
+        first: BaseException | None = None
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_RETRY_DELAY_S * 2 ** (attempt - 1))
             try:
                 state = await self.env.rollout(cast(Any, dict(example)), client, self.model_name, arguments)
                 error = state.get("error")
-            except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this rollout only
+            except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  the user's code: it costs this rollout
                 state, error = None, exc
             if state is not None and error is None:
                 return state
             cause = error.__cause__ if isinstance(error, BaseException) and error.__cause__ else error
-            message = f"{type(cause).__name__}: {cause}"
-            first_error = first_error or message
-            logger.warning("rollout failed env=%s group=%s index=%s attempt=%s: %s", self.label, *name, attempt + 1, message)
-        raise RolloutFailed(first_error)
+            first = first or (cause if isinstance(cause, BaseException) else RolloutFailed(str(cause)))
+            logger.warning(
+                "rollout failed env=%s group=%s index=%s attempt=%s: %s", self.label, *name, attempt + 1, describe(first)
+            )
+        assert first is not None
+        raise RolloutFailed(describe(first), kind=type(first).__name__) from first
+
+    async def _score(self, states: list[vf.State]) -> None:
+        started = time.time()
+        with collect_reward_errors() as errors:
+            try:
+                if self.env.score_rollouts:
+                    await self.env.rubric.score_group(states)
+                else:
+                    await self.env.rubric.dummy_score_group(states)
+            except Exception as exc:  # the user's code
+                raise RolloutFailed(f"scoring failed: {describe(exc)}", kind=type(exc).__name__) from exc
+            finally:
+                for state in states:
+                    await self.env.rubric.cleanup(state)
+        if errors and self.on_reward_error == "drop":
+            first = errors[0]
+            raise RolloutFailed(
+                f"reward function {first.function} of environment {self.label!r}: {first.kind}: {cut(first.message)}",
+                kind=first.kind,
+            )
+        for state in states:
+            state["timing"].scoring.start, state["timing"].scoring.end = started, time.time()
 
     def _to_rollout(self, state: vf.State, index: int, *, temperature: float | None) -> Rollout:
         reward = state.get("reward")
         if reward is None or not math.isfinite(reward):
-            raise RolloutFailed(f"reward of environment {self.label!r} is {reward}, not a finite number")
+            raise RolloutFailed(
+                f"reward of environment {self.label!r} is {reward}, not a finite number", kind="RewardNotFinite"
+            )
         timing = state["timing"]
         trajectory = to_samples(
             [to_turn(step["response"], is_truncated=step["is_truncated"]) for step in state["trajectory"]],
             temperature=1.0 if temperature is None else temperature,
             strategy=self.trajectory_strategy,
         )
-        scores = {name: float(value) for name, value in (state.get("metrics") or {}).items() if value is not None}
-        if trajectory.num_broken_prefixes:
+        metrics: dict[str, Any] = state.get("metrics") or {}
+        scores = {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        if self.trajectory_strategy == "interleaved" and len(state["trajectory"]) > 1:
             scores["broken_prefixes"] = float(trajectory.num_broken_prefixes)
         return Rollout(
             index=index,
             reward=float(reward),
             samples=trajectory.samples,
             scores=scores,
-            prompt=to_messages(state["prompt"]),
-            completion=to_messages(state.get("completion") or []),
+            prompt=readable(state["prompt"]),
+            completion=readable(state.get("completion") or []),
             num_turns=len(state["trajectory"]),
             ran_out_of_context=bool(state.get("prompt_too_long")),
             generation_s=timing.generation.duration,
@@ -147,3 +200,19 @@ def to_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
         message.model_dump(exclude_none=True, mode="json") if hasattr(message, "model_dump") else dict(message)
         for message in messages
     ]
+
+
+def readable(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """As `to_messages`, without the rest of texts that nobody reads to their end."""
+    return [
+        {name: cut(value, _MAX_TEXT_CHARS) if isinstance(value, str) else value for name, value in message.items()}
+        for message in to_messages(messages)
+    ]
+
+
+def describe(error: BaseException) -> str:
+    return cut(f"{type(error).__name__}: {error}")
+
+
+def cut(text: str, max_chars: int = _MAX_ERROR_CHARS) -> str:
+    return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"

@@ -7,11 +7,11 @@ from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.installed import require_installed
-from trivet.environments.port import EnvironmentPool
 from trivet.errors import TrivetError
+from trivet.faults import arm
 from trivet.lifetime import die_with_parent
 from trivet.orchestrator.advantage import make_advantage
-from trivet.orchestrator.start import load_environments, run
+from trivet.orchestrator.start import open_environments, run
 from trivet.telemetry.logs import setup_logging
 
 
@@ -30,10 +30,11 @@ def check(config: OrchestratorConfig) -> None:
 
 def start(config: OrchestratorConfig) -> int:
     setup_logging("orchestrator", level=config.log.level, file=None)
-    return asyncio.run(_run_until_signalled(config, load_environments(config)))
+    arm(config.faults.schedule)
+    return asyncio.run(_run_until_signalled(config))
 
 
-async def _run_until_signalled(config: OrchestratorConfig, pool: EnvironmentPool) -> int:
+async def _run_until_signalled(config: OrchestratorConfig) -> int:
     """Exit code: 0 done, 130 or 143 when a signal ended the run."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -47,7 +48,8 @@ async def _run_until_signalled(config: OrchestratorConfig, pool: EnvironmentPool
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     try:
-        await run(config, pool)
+        async with open_environments(config) as pool:
+            await run(config, pool)
     except asyncio.CancelledError:
         if not received:
             raise

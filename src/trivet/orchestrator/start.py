@@ -12,13 +12,12 @@ from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
-from trivet.environments.host import EnvironmentHost
-from trivet.environments.load import load_host
-from trivet.environments.local_pool import LocalPool
 from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import host_settings
+from trivet.environments.worker_pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.errors import ConfigError, EnvironmentLoadError
+from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
@@ -30,6 +29,7 @@ from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.waker import Waker
+from trivet.telemetry.progress import ask_workers
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
@@ -57,6 +57,8 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
         resume_step=half.progress.step,
     )
     telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
+    pool.report_to(telemetry.write_event)
+    ask_workers(pool.status)
     reason = "failed"
     loop: Loop | None = None
     try:
@@ -74,23 +76,34 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
         telemetry.close()
 
 
-def load_environments(config: OrchestratorConfig) -> LocalPool:
-    """To be called on the main thread, before signal handlers of ours: verifiers installs its own.
+@asynccontextmanager
+async def open_environments(config: OrchestratorConfig) -> AsyncIterator[WorkerPool]:
+    """Every environment of the run, loaded in worker processes.
 
     Raises:
         EnvironmentLoadError: one cannot be loaded.
     """
-    hosts: dict[str, EnvironmentHost] = {}
-    for env in config.env:
-        settings = host_settings(
+    settings = [
+        host_settings(
             env,
+            name=name,
             model_name=config.model.name,
             client=config.client,
             trajectory_strategy=config.trajectory_strategy,
             hash_keys=config.buffer.hash_keys,
+            rollout_timeout_s=config.rollout_timeout_s,
+            log_level=config.log.level,
         )
-        hosts[env.label] = load_host(settings, environ=os.environ)
-    return LocalPool(hosts)
+        for name, env in config.environments.items()
+    ]
+    limits = PoolLimits(
+        workers_per_env=config.workers_per_env,
+        max_restarts=config.max_env_worker_restarts,
+        blocked_timeout_s=config.env_worker_timeout_s,
+        start_timeout_s=config.env_start_timeout_s,
+    )
+    async with open_worker_pool(settings, log_of=RunLayout(config.output_dir).env_worker_log, limits=limits) as pool:
+        yield pool
 
 
 def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
@@ -98,7 +111,8 @@ def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None
     Raises:
         EnvironmentLoadError: an environment has no examples to train on, or none of the columns that name them.
     """
-    for name, info in pool.infos.items():
+    for name in (env.label for env in config.env):
+        info = pool.infos[name]
         if info.num_examples == 0:
             raise EnvironmentLoadError(
                 f"environment {name!r} has no examples to train on; check its args, or take it out of [[orchestrator.env]]"
@@ -210,6 +224,7 @@ def _make_loop(
         timeout_s=config.rollout_transport.timeout_s,
         on_load=on_load,
     )
+    lag = LoopLag()
     load_watcher = LoadWatcher(config.concurrency, servers=servers, dispatcher=dispatcher)
     return Loop(
         config=config,
@@ -222,8 +237,12 @@ def _make_loop(
         sender=sender,
         telemetry=telemetry,
         changed=changed,
-        beside={"servers": servers.run, "load-watcher": load_watcher.run},
-        gauges=load_watcher.metrics,
+        beside={"servers": servers.run, "load-watcher": load_watcher.run, "environments": pool.run, "loop-lag": lag.run},
+        gauges=lambda: {
+            **load_watcher.metrics(),
+            **pool.metrics(),
+            **lag_metrics("event_loop_lag", lag.take(), ("min", "mean", "med", "p90", "max")),
+        },
     )
 
 

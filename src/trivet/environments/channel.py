@@ -1,0 +1,107 @@
+"""Messages between a pool and a worker, over a socket pair: a length of eight bytes, then an encoded struct.
+
+A socket pair has no name that another process could find, and its end is seen at once when the other side is gone.
+"""
+
+import asyncio
+import socket
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from trivet.errors import MessageRefused
+from trivet.wire.codec import decode, encode
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+_LENGTH = struct.Struct("<Q")
+_BUFFER_BYTES = 2**20
+
+
+class Channel:
+    """
+    >>> channel = await Channel.open(sock)
+    >>> await channel.send(Order(body=Cancel(call_id=3)))
+    >>> answer = await channel.receive(Answer)  # None when the other side is gone
+    >>> await channel.aclose()
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> "Channel":
+        """Takes `sock` over."""
+        return cls(*await asyncio.open_unix_connection(sock=sock, limit=_BUFFER_BYTES))
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """
+        Raises:
+            MessageRefused: it is too large.
+            ConnectionError: the other side is gone.
+        """
+        self._writer.write(pack_message(message))
+        await self._writer.drain()
+
+    def post(self, message: msgspec.Struct) -> None:
+        """As `send`, without waiting: for small messages to a side that may be gone, whose end `receive` tells."""
+        if not self._writer.is_closing():
+            self._writer.write(pack_message(message))
+
+    async def receive(self, kind: type[StructT]) -> StructT | None:
+        """The next message; None when the other side is gone. Arrays in it are views of its bytes.
+
+        Raises:
+            MessageRefused: the bytes are not a `kind`.
+        """
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            data = await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return decode(data, kind)
+
+    async def aclose(self) -> None:
+        """The other side sees the end. May be called again."""
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:
+            return
+
+
+def pack_message(message: msgspec.Struct) -> bytes:
+    """
+    Raises:
+        MessageRefused: it is too large.
+    """
+    data = encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageRefused(
+            f"a message of {len(data) / 2**20:.0f} MiB is larger than what fits between a worker and its pool "
+            f"({MAX_MESSAGE_BYTES // 2**20} MiB)"
+        )
+    return _LENGTH.pack(len(data)) + data
+
+
+def receive_blocking(sock: socket.socket, kind: type[StructT]) -> StructT | None:
+    """As `Channel.receive`, before there is an event loop."""
+    header = _receive_exactly(sock, _LENGTH.size)
+    if header is None:
+        return None
+    data = _receive_exactly(sock, _LENGTH.unpack(header)[0])
+    return None if data is None else decode(data, kind)
+
+
+def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < num_bytes:
+        part = sock.recv(num_bytes - len(data))
+        if not part:
+            return None
+        data += part
+    return bytes(data)

@@ -1,0 +1,202 @@
+"""A worker process: one environment, many groups at a time on its own event loop.
+
+Started by `worker_process` as `python -m trivet.environments.worker --channel FD --pulse FD`, tied to the pool's process.
+Orders come in and answers go out over the channel; a thread sends pulses over another socket, which go on while the loop is
+blocked. It ends when the pool closes the channel.
+"""
+
+import argparse
+import asyncio
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+
+from trivet.environments.channel import Channel, pack_message, receive_blocking
+from trivet.environments.host import EnvironmentHost
+from trivet.environments.load import load_host
+from trivet.environments.stages import StageBoard
+from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
+from trivet.loop_lag import LoopLag
+from trivet.wire.codec import encode
+from trivet.wire.workers import (
+    PULSE_INTERVAL_S,
+    TRACEBACK_SIGNAL,
+    Answer,
+    AskPrompt,
+    CallFailed,
+    Cancel,
+    GroupDone,
+    HostSettings,
+    Load,
+    Loaded,
+    LoadFailed,
+    Order,
+    PromptFound,
+    Pulse,
+    RunGroup,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_PULSE_LAGS = 100
+_TRACEBACK_LINES = 8
+
+
+class Worker:
+    """Answers orders until the channel ends."""
+
+    def __init__(self, host: EnvironmentHost, *, lag: LoopLag) -> None:
+        self._host = host
+        self._lag = lag
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, sock: socket.socket) -> None:
+        channel = await Channel.open(sock)
+        await channel.send(Answer(body=Loaded(info=self._host.info)))
+        async with asyncio.TaskGroup() as tasks:
+            measuring = tasks.create_task(self._lag.run(), name="loop-lag")
+            while (order := await channel.receive(Order)) is not None:
+                match order.body:
+                    case RunGroup() | AskPrompt() as asked:
+                        task = tasks.create_task(self._answer(asked, channel), name=f"call-{asked.call_id}")
+                        self._running[asked.call_id] = task
+                        task.add_done_callback(lambda _, call_id=asked.call_id: self._running.pop(call_id))
+                    case Cancel(call_id=call_id):
+                        if (task := self._running.get(call_id)) is not None:
+                            task.cancel()
+                    case Load():
+                        raise MessageRefused("a second environment was sent to a worker that has one")
+            for task in [measuring, *self._running.values()]:
+                task.cancel()
+        await self._host.aclose()
+
+    async def _answer(self, asked: RunGroup | AskPrompt, channel: Channel) -> None:
+        try:
+            answer = await self._carry_out(asked)
+            try:
+                await channel.send(answer)
+            except MessageRefused as exc:
+                await channel.send(_failure(asked.call_id, exc))
+        except ConnectionError:
+            return  # the pool is gone, and `serve` is about to see it
+
+    async def _carry_out(self, asked: RunGroup | AskPrompt) -> Answer:
+        try:
+            if isinstance(asked, AskPrompt):
+                messages = self._host.prompt(split=asked.split, example_id=asked.example_id)
+                return Answer(body=PromptFound(call_id=asked.call_id, messages=messages))
+            return Answer(body=GroupDone(call_id=asked.call_id, rollouts=await self._host.run_group(asked.request)))
+        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # the user's code costs its own group alone
+            if not isinstance(exc, RolloutFailed):
+                logger.exception("call failed env=%s", self._host.name)
+            return _failure(asked.call_id, exc)
+
+
+def _failure(call_id: int, error: BaseException) -> Answer:
+    if isinstance(error, RolloutFailed):
+        return Answer(body=CallFailed(call_id=call_id, kind=error.kind, message=str(error)))
+    kind = type(error).__name__
+    return Answer(body=CallFailed(call_id=call_id, kind=kind, message=f"{kind}: {error}"))
+
+
+def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
+    """Until the pool is gone. Runs in a thread of its own."""
+    while True:
+        counts = stages.counts()
+        pulse = Pulse(
+            loop_age_s=time.monotonic() - lag.last_turn,
+            num_generating=counts.num_generating,
+            num_scoring=counts.num_scoring,
+            scoring_for_s=counts.scoring_for_s,
+            lags_s=lag.take()[-_MAX_PULSE_LAGS:],
+        )
+        try:
+            sock.send(encode(pulse), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass  # the pool is behind; the next one says the same
+        except OSError:
+            return
+        time.sleep(PULSE_INTERVAL_S)
+
+
+def detach_on_fork(*descriptors: int) -> None:
+    """A child that the environment forks must not speak for the worker: in it, `descriptors` lead nowhere.
+
+    They are replaced, not closed: closing them would take them out of the event loop's poll set, which both processes share.
+    """
+
+    def detach() -> None:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in descriptors:
+            os.dup2(nowhere, descriptor, inheritable=False)
+        os.close(nowhere)
+
+    os.register_at_fork(after_in_child=detach)
+
+
+def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
+    order = receive_blocking(sock, Order)
+    if order is None:
+        return 0
+    if not isinstance(order.body, Load):
+        raise MessageRefused(f"the first order to a worker is to load an environment, not {type(order.body).__name__}")
+    settings = order.body.settings
+    _set_up_logging(settings)
+    stages = StageBoard()
+    try:
+        host = load_host(settings, environ=os.environ, stages=stages)
+    except EnvironmentLoadError as exc:
+        traceback.print_exc()
+        sock.sendall(pack_message(Answer(body=LoadFailed(message=f"{exc}{traceback_tail(exc)}"))))
+        return exc.exit_code
+    logger.info("environment loaded env=%s examples=%s pid=%s", settings.name, host.info.num_examples, os.getpid())
+    lag = LoopLag()
+    threading.Thread(
+        target=send_pulses, args=(pulse_sock,), kwargs={"lag": lag, "stages": stages}, name="pulses", daemon=True
+    ).start()
+    asyncio.run(Worker(host, lag=lag).serve(sock))
+    return 0
+
+
+def traceback_tail(error: EnvironmentLoadError) -> str:
+    """The last lines of where the user's own code was, for the end of a message."""
+    cause = error.__cause__
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is None:
+        return ""
+    lines = "".join(traceback.format_exception(cause)).rstrip().splitlines()
+    return "\n  " + "\n  ".join(lines[-_TRACEBACK_LINES:])
+
+
+def _set_up_logging(settings: HostSettings) -> None:
+    logging.basicConfig(
+        stream=sys.stdout,
+        level=settings.log_level.upper(),
+        format=f"%(asctime)s {settings.name.replace('%', '%%')} %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    for noisy in ("httpx", "httpcore", "openai", "asyncio", "datasets", "filelock"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--pulse", type=int, required=True)
+    descriptors = parser.parse_args()
+    faulthandler.register(TRACEBACK_SIGNAL, all_threads=True)
+    detach_on_fork(descriptors.channel, descriptors.pulse)
+    sock, pulse_sock = socket.socket(fileno=descriptors.channel), socket.socket(fileno=descriptors.pulse)
+    for each in (sock, pulse_sock):
+        each.set_inheritable(False)
+    return run(sock, pulse_sock)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,102 @@
+"""What travels between a pool of environment workers and one worker: orders to it, answers and pulses from it."""
+
+import signal
+from typing import Any, Literal
+
+import msgspec
+
+from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.rollouts import Rollout
+
+PULSE_INTERVAL_S = 1.0
+TRACEBACK_SIGNAL = signal.SIGUSR1
+"""Has a worker write where each of its threads is, even while its event loop is blocked."""
+
+
+class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the host of one environment needs to know."""
+
+    env_id: str
+    name: str
+    """In logs, metrics and requests."""
+    args: dict[str, Any]
+    model_name: str
+    client: dict[str, Any]
+    """A `ClientConfig` as plain data: the names of variables that hold keys, never the keys."""
+    trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
+    hash_keys: list[str] = []
+    """Fields that an example's hash covers; empty: hashes are not needed."""
+    on_reward_error: Literal["drop", "zero"] = "drop"
+    rollout_timeout_s: float | None = None
+    """Longest time for a group, from its first request to its last score."""
+    log_level: str = "info"
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """The first order: load the environment."""
+
+    settings: HostSettings
+
+
+class RunGroup(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    """Handed out by the pool; names the answer."""
+    request: GroupRequest
+
+
+class AskPrompt(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    split: Split
+    example_id: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """The answer is not wanted any more."""
+
+    call_id: int
+
+
+class Order(msgspec.Struct, frozen=True):
+    body: Load | RunGroup | AskPrompt | Cancel
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    info: EnvironmentInfo
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    message: str
+
+
+class GroupDone(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    rollouts: list[Rollout]
+
+
+class PromptFound(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    messages: list[dict[str, Any]]
+
+
+class CallFailed(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    kind: str
+    """Name of the error's type."""
+    message: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    body: Loaded | LoadFailed | GroupDone | PromptFound | CallFailed
+
+
+class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent by a thread of the worker, about once a second, whatever its event loop does."""
+
+    loop_age_s: float
+    """Since the event loop last turned."""
+    num_generating: int
+    num_scoring: int
+    scoring_for_s: float
+    """Age of the oldest group that is being scored."""
+    lags_s: list[float]
+    """How late the event loop was, for each time it was measured since the last pulse."""
