@@ -30,10 +30,11 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from trivet.algorithms.packing import PackItem, pack
-from trivet.config.trainer import AdamWConfig, ConstantSchedule, LossConfig, TrainerModelConfig
+from trivet.config.losses import DefaultLossConfig
+from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
 from trivet.launcher.plan import rank_environment
 from trivet.trainer.distributed import World, open_world
-from trivet.trainer.losses import make_policy_loss
+from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model import load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.performance import ModelCost, model_cost, peak_memory_gib
@@ -136,7 +137,7 @@ def measure_packed(model_dir: Path, args: argparse.Namespace, world: World) -> P
         model=model,
         optimizer=make_optimizer(model.parameters(), AdamWConfig()),
         learning_rate=LearningRate(peak=1e-6, schedule=ConstantSchedule(), max_steps=None),
-        loss=make_policy_loss(LossConfig()),
+        loss=make_policy_loss(DefaultLossConfig()),
         max_norm=1.0,
         world=world,
     )

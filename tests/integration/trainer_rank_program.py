@@ -11,16 +11,17 @@ from types import ModuleType
 
 import torch
 
-from trivet.config.trainer import AdamWConfig, ConstantSchedule, LossConfig, TrainerModelConfig
+from trivet.config.losses import DefaultLossConfig
+from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
 from trivet.trainer.distributed import World, barrier, broadcast_bytes, open_world
 from trivet.trainer.export import gather_weights
-from trivet.trainer.losses import make_policy_loss
+from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model import load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.step import Learner, train_step
 
-LOSSES = {"token": LossConfig(kl_tau=0.1), "sequence": LossConfig(ratio_type="sequence", kl_tau=0.1)}
+LOSSES = {"token": DefaultLossConfig(kl_tau=0.1), "sequence": DefaultLossConfig(ratio_type="sequence", kl_tau=0.1)}
 
 
 def load_oracle(path: str) -> ModuleType:
@@ -33,7 +34,7 @@ def load_oracle(path: str) -> ModuleType:
     return module
 
 
-def make_learner(model_dir: str, world: World, *, lr: float, loss: LossConfig) -> Learner:
+def make_learner(model_dir: str, world: World, *, lr: float, loss: DefaultLossConfig) -> Learner:
     model = load_policy(TrainerModelConfig(name=model_dir, compute_dtype="float32", fused_lm_head_chunk_size=7), world)
     return Learner(
         model=model,

@@ -14,6 +14,8 @@ from trivet.config.evaluation import EvalConfig
 from trivet.config.findings import Findings
 from trivet.config.inference import InferenceConfig
 from trivet.config.keys import Shape, all_keys
+from trivet.config.layout import RunLayout
+from trivet.config.losses import DefaultLossConfig
 from trivet.config.online_eval import OnlineEvalConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
@@ -71,6 +73,11 @@ def _extend(findings: Findings, problems: Iterator[str], notices: Iterator[str])
 
 def _rl_problems(config: RLConfig) -> Iterator[str]:
     yield from training_problems(config.trainer, "trainer.")
+    if config.trainer.data.replay is not None:
+        yield (
+            f"trainer.data.replay ({config.trainer.data.replay}) trains without orchestrator and servers: give it to"
+            " `uv run trainer` as data.replay"
+        )
     yield from orchestrator_problems(config.orchestrator, "orchestrator.")
     if config.inference is not None:
         yield from inference_problems(config.inference, "inference.")
@@ -108,7 +115,7 @@ def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]
             yield f'{prefix}scheduler.type "{schedule.type}" decays until the last step: set {_shared(prefix)}max_steps'
         if schedule.min_lr > config.optim.lr:
             yield f"{prefix}scheduler.min_lr ({schedule.min_lr}) must be <= {prefix}optim.lr ({config.optim.lr})"
-    if isinstance(config, TrainerConfig):
+    if isinstance(config, TrainerConfig) and isinstance(config.loss, DefaultLossConfig):
         loss = config.loss
         for name in ("token_mask", "geo_mask", "sequence_mask"):
             low, high = getattr(loss, f"{name}_low"), getattr(loss, f"{name}_high")
@@ -293,6 +300,11 @@ def file_problems(config: Section) -> Iterator[str]:
         if config.weights_dir is not None and not config.weights_dir.is_dir():
             yield f"weights_dir ({config.weights_dir}) is not a directory"
         return
+    if isinstance(config, TrainerConfig) and (replay := config.data.replay) is not None:
+        if not RunLayout(replay).batches.is_dir():
+            yield f"data.replay ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
+        elif replay.resolve() == config.output_dir.resolve():
+            yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
     if isinstance(config, SftConfig) and not Path(config.data.name).expanduser().exists():
         yield f"data.name ({config.data.name}) does not exist: give a JSONL file or a data set directory"
     seen: set[str] = set()

@@ -7,6 +7,8 @@ from pydantic import Field
 
 from trivet.config.base import Section
 from trivet.config.detectors import DetectorsConfig
+from trivet.config.faults import FaultsConfig
+from trivet.config.losses import DefaultLossConfig, LossConfig
 from trivet.config.shared import (
     DEFAULT_MODEL,
     DEFAULT_OUTPUT_DIR,
@@ -88,32 +90,6 @@ class CosineSchedule(Section):
 ScheduleConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="type")]
 
 
-class LossConfig(Section):
-    """Masked, detached importance sampling, as prime-rl had it by default from December 2025 to March 2026."""
-
-    type: Literal["default"] = "default"
-    ratio_type: Literal["token", "sequence"] = "token"
-    """Importance ratio of each token, or of its whole sample."""
-    token_mask_low: float = Field(default=0.125, ge=0)
-    """Tokens with a smaller ratio carry no gradient."""
-    token_mask_high: float = Field(default=8.0, gt=0)
-    """Tokens with a larger ratio carry no gradient."""
-    sequence_clip_high: float = Field(default=10.0, gt=0)
-    """Upper clip of the sequence ratio."""
-    geo_mask_low: float = Field(default=0.1, ge=0)
-    """Samples whose geometric mean ratio is smaller carry no gradient."""
-    geo_mask_high: float = Field(default=10.0, gt=0)
-    """Samples whose geometric mean ratio is larger carry no gradient."""
-    sequence_mask_low: float = Field(default=0.0, ge=0)
-    """Samples with any token ratio below this carry no gradient."""
-    sequence_mask_high: float = Field(default=100.0, gt=0)
-    """Samples with any token ratio above this carry no gradient."""
-    adv_tau: float = Field(default=1.0, ge=0)
-    """Weight of the advantage."""
-    kl_tau: float = Field(default=0.0, ge=0)
-    """Weight of the log-ratio penalty against the sampling policy."""
-
-
 class TrainingConfig(Section):
     """What the trainer and `sft` share."""
 
@@ -133,6 +109,7 @@ class TrainingConfig(Section):
     wandb: WandbConfig | None = None
     heartbeat: HeartbeatConfig | None = None
     detectors: DetectorsConfig = DetectorsConfig()
+    faults: FaultsConfig = FaultsConfig()
     dist_timeout_seconds: int = Field(default=600, ge=1)
     """Longest wait in a collective operation before the rank gives up."""
     deterministic: bool = False
@@ -141,10 +118,21 @@ class TrainingConfig(Section):
     """`auto` takes CUDA when there is a GPU."""
 
 
+class TrainerDataConfig(Section):
+    """Batches kept, and trained on again."""
+
+    record: bool = False
+    """Keep every batch in batches/step_N.msgpack: a few bytes per token and number, in all some MB a step."""
+    replay: Path | None = None
+    """Output directory of a run that recorded its batches: `uv run trainer` trains on them again, without orchestrator and
+    servers. Its own output_dir must be another."""
+
+
 class TrainerConfig(TrainingConfig):
     """`uv run trainer @ trainer.toml`."""
 
-    loss: LossConfig = LossConfig()
+    data: TrainerDataConfig = TrainerDataConfig()
+    loss: LossConfig = DefaultLossConfig()
     rollout_transport: TransportConfig = TransportConfig()
     max_async_level: int = Field(default=1, ge=0)
     """How many policies the servers may lag behind; that many published weights are kept, besides what readers hold."""

@@ -12,7 +12,7 @@ class TokenScores(NamedTuple):
     logprobs_N: torch.Tensor
     """float32: log-probability of each target, temperature applied."""
     entropies_N: torch.Tensor
-    """float32, nats, of the same distribution; carries no gradient."""
+    """float32, nats, of the same distribution; costs nothing in the backward pass unless the loss uses it."""
 
 
 def score_tokens(
@@ -53,21 +53,30 @@ class _ChunkedHead(torch.autograd.Function):
             logprobs.append(logits_CV.gather(1, targets_C[:, None])[:, 0] - log_totals[-1])
             logits_CV -= log_totals[-1][:, None]
             entropies.append(-(logits_CV.exp().mul_(logits_CV)).sum(dim=-1))
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, torch.cat(log_totals))
-        ctx.chunk_size = chunk_size
         entropies_N = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropies_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, torch.cat(log_totals), entropies_N)
+        ctx.chunk_size = chunk_size
+        ctx.set_materialize_grads(False)
         return torch.cat(logprobs), entropies_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        hidden_NH, weight_VH, targets_N, temperatures_N, log_totals_N = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        hidden_NH, weight_VH, targets_N, temperatures_N, log_totals_N, entropies_N = ctx.saved_tensors
+        grad_logprobs_N = torch.zeros_like(log_totals_N) if grads[0] is None else grads[0]
+        grad_entropies_N = grads[1]
         grad_weight_VH: torch.Tensor | None = None
         grad_hidden = []
-        chunks = _chunks(hidden_NH, targets_N, temperatures_N, log_totals_N, grads[0], chunk_size=ctx.chunk_size)
+        place = 0
+        chunks = _chunks(hidden_NH, targets_N, temperatures_N, log_totals_N, grad_logprobs_N, chunk_size=ctx.chunk_size)
         for hidden_CH, targets_C, temperatures_C, log_totals_C, grad_C in chunks:
             scale_C1 = (grad_C / temperatures_C)[:, None]
-            grad_logits_CV = _logits(hidden_CH, weight_VH, temperatures_C).sub_(log_totals_C[:, None]).exp_().mul_(-scale_C1)
+            logprobs_CV = _logits(hidden_CH, weight_VH, temperatures_C).sub_(log_totals_C[:, None])
+            if grad_entropies_N is None:
+                grad_logits_CV = logprobs_CV.exp_().mul_(-scale_C1)
+            else:
+                chunk = slice(place, place := place + len(grad_C))
+                bonus_C1 = (grad_entropies_N[chunk] / temperatures_C)[:, None]
+                grad_logits_CV = _mix(logprobs_CV, entropies_N[chunk], scale_C1=scale_C1, bonus_C1=bonus_C1)
             grad_logits_CV.scatter_add_(1, targets_C[:, None], scale_C1)
             grad_logits_CV = grad_logits_CV.to(weight_VH.dtype)
             grad_hidden.append(grad_logits_CV @ weight_VH)
@@ -75,6 +84,14 @@ class _ChunkedHead(torch.autograd.Function):
             grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
         assert grad_weight_VH is not None
         return torch.cat(grad_hidden), grad_weight_VH.to(weight_VH.dtype), None, None, None
+
+
+def _mix(
+    logprobs_CV: torch.Tensor, entropies_C: torch.Tensor, *, scale_C1: torch.Tensor, bonus_C1: torch.Tensor
+) -> torch.Tensor:
+    """-p * (scale + bonus * (log p + H)): the gradients of -logsumexp and of the entropy with respect to the logits."""
+    probabilities_CV = logprobs_CV.exp()
+    return logprobs_CV.add_(entropies_C[:, None]).mul_(bonus_C1).add_(scale_C1).mul_(probabilities_CV).neg_()
 
 
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:

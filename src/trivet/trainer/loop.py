@@ -6,13 +6,15 @@ Unblocked by: the orchestrator, which acts on each published policy.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from trivet.checkpoints.halves import HALVES
+from trivet.checkpoints.halves import HALVES, TRAINER
 from trivet.config.trainer import TrainerConfig
 from trivet.errors import BatchError, WeightsError
+from trivet.faults import reach
+from trivet.telemetry import progress
 from trivet.trainer.distributed import World, broadcast_bytes
-from trivet.trainer.losses import make_policy_loss
+from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.self_check import measure_mismatch, require_agreement
 from trivet.trainer.session import Session, open_session
 from trivet.trainer.step import train_step
@@ -26,23 +28,24 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 
-def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[], BatchReceiver]) -> None:
+def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], BatchReceiver]) -> None:
     """Train to max_steps, or for ever without one.
 
     Args:
-        make_receiver: called on rank 0 once what an earlier attempt left is cleared away: only then may the orchestrator
-            be answered, because it writes its halves of checkpoints after the first answer.
+        make_receiver: called on rank 0, with the step that the run starts from, once what an earlier attempt left is cleared
+            away: only then may the orchestrator be answered, because it writes its halves of checkpoints after the first answer.
     """
     loss = make_policy_loss(config.loss)
     with open_session(config, world, loss=loss, role="trainer", keep_recent=config.max_async_level) as session:
         if session.from_step and not _is_published_whole(session, world):
             session.publish(session.from_step)
-        receiver = make_receiver() if world.is_main else None
+        receiver = make_receiver(session.from_step) if world.is_main else None
         try:
             _check_agreement(session, config, receiver)
             step = Step(session.from_step + 1)
             while config.max_steps is None or step <= config.max_steps:
-                _take_step(session, config, receiver, step)
+                if not _take_step(session, config, receiver, step):
+                    break
                 step = Step(step + 1)
         finally:
             if receiver is not None:
@@ -97,28 +100,54 @@ def _check_agreement(session: Session, config: TrainerConfig, receiver: BatchRec
     _check(session, config, batch)
     mismatch = measure_mismatch(session.learner.model, batch.micro_batches, session.world)
     if mismatch is None:
-        logger.warning("self-check skipped: orchestrator.self_check_rollouts is 0")
+        logger.warning("self-check skipped: it came without completions")
         return
     logger.info("self-check mismatch_kl=%.3g tokens=%s limit=%s", mismatch, batch.num_loss_tokens, config.max_mismatch_kl)
     require_agreement(mismatch, limit=config.max_mismatch_kl)
 
 
-def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver | None, step: Step) -> None:
+def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver | None, step: Step) -> bool:
+    """Returns False when there is no batch because the run makes room."""
     with session.timed("step"):
-        with session.timed("wait_for_batch"):
+        with session.timed("wait_for_batch"), progress.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
+        if batch.purpose is BatchPurpose.STOP:
+            _make_room(session, batch)
+            return False
+        progress.doing(f"training step {step}")
         _check(session, config, batch)
+        reach("optimizer_step.before", step=step)
         result = train_step(session.learner, batch.micro_batches, step=step)
+        reach("optimizer_step.after", step=step)
         session.progress.step = step
         session.progress.total_tokens += batch.num_tokens
         session.progress.total_samples += batch.num_rollouts
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=batch.group_ids))
         session.publish(step)
-        if batch.has_orchestrator_half:
-            session.save(step, halves=HALVES)
+        if halves := _halves_due(config, batch):
+            session.save(step, halves=halves)
         session.settle()
+    progress.note(step=step)
     session.report(step, result, batch.micro_batches)
+    return True
+
+
+def _make_room(session: Session, batch: Batch) -> None:
+    """Commit the last step, unless it is committed already, and record why the run ends here."""
+    last = Step(batch.step - 1)
+    logger.info("asked to make room after step=%s commits=%s", last, batch.has_orchestrator_half)
+    progress.doing(f"committing step {last}")
+    if batch.has_orchestrator_half:
+        session.save(last, halves=HALVES)
+    session.ending = "preempted"
+
+
+def _halves_due(config: TrainerConfig, batch: Batch) -> Sequence[str]:
+    """What the checkpoint of `batch` consists of, nothing when none is due: the orchestrator decides, in a replay the key."""
+    if config.data.replay is None:
+        return HALVES if batch.has_orchestrator_half else ()
+    return (TRAINER,) if config.ckpt.is_due(batch.step, max_steps=config.max_steps) else ()
 
 
 def _check(session: Session, config: TrainerConfig, batch: Batch) -> None:

@@ -26,6 +26,8 @@ class RowTensors:
     temperatures_N: torch.Tensor
     sampler_logprobs_N: torch.Tensor
     advantages_N: torch.Tensor
+    reference_logprobs_N: torch.Tensor | None = None
+    """Of the reference policy, where the loss needs them."""
     samples_N: torch.Tensor
     """int64 [N]: each loss token's sample, numbered from 0 among the samples that have one."""
     num_samples: int

@@ -7,7 +7,7 @@ import torch
 
 from trivet.errors import TrivetError
 from trivet.trainer.distributed import World, sum_over_ranks
-from trivet.trainer.losses import mismatch_kl
+from trivet.trainer.losses.terms import mismatch_kl
 from trivet.trainer.model import PolicyModel, free_gathered
 from trivet.trainer.rows import rows_of_rank
 from trivet.wire.batches import MicroBatch

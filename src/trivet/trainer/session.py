@@ -70,6 +70,8 @@ class Session:
     """Policies that stay besides the newest, for servers that lag by design."""
     writer: HalfWriter
     sizes: Sizes
+    ending: str = "done"
+    """What the Stop event says when no error ended the session."""
     being_written: Step | None = None
     """The newest step whose checkpoint was begun."""
     times: dict[str, float] = field(default_factory=dict)
@@ -275,7 +277,7 @@ def open_session(
     try:
         yield session
         session.settle(does_wait=True)
-        reason = "done"
+        reason = session.ending
     finally:
         session.writer.close()
         if telemetry is not None:

@@ -14,8 +14,9 @@ from trivet.checkpoints.halves import TRAINER
 from trivet.config.command import run_command
 from trivet.config.trainer import SftConfig
 from trivet.lifetime import die_with_parent
+from trivet.telemetry import progress
 from trivet.trainer.distributed import World, open_world
-from trivet.trainer.losses import make_cross_entropy
+from trivet.trainer.losses.select import cross_entropy
 from trivet.trainer.main import set_up_rank
 from trivet.trainer.session import Session, open_session
 from trivet.trainer.sft_data import load_data, step_indices, to_items
@@ -44,7 +45,7 @@ def run(config: SftConfig, world: World) -> None:
     if config.max_steps is None:
         config = config.model_copy(update={"max_steps": -(-len(data) // config.data.batch_size)})
     assert config.max_steps is not None
-    with open_session(config, world, loss=make_cross_entropy(), role="sft", keep_recent=0) as session:
+    with open_session(config, world, loss=cross_entropy, role="sft", keep_recent=0) as session:
         logger.info("data loaded rows=%s steps=%s batch_size=%s", len(data), config.max_steps, config.data.batch_size)
         for step in range(session.from_step + 1, config.max_steps + 1):
             _take_step(session, config, data, Step(step))
@@ -63,23 +64,20 @@ def _take_step(session: Session, config: SftConfig, data: Sequence[Mapping[str, 
             items = to_items([data[index] for index in indices], session.exporter.tokenizer)
             num_cut = sum(item.sample.num_tokens > config.model.seq_len for item in items)
             rows = pack(items, seq_len=config.model.seq_len)
+        progress.doing(f"training step {step}")
         result = train_step(session.learner, rows, step=step)
         session.progress.step = step
         session.progress.total_tokens += sum(row.num_tokens for row in rows)
         session.progress.total_samples += len(items)
+        progress.note(step=step)
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=[]))
-        if _is_checkpoint_due(config, step):
+        if config.ckpt.is_due(step, max_steps=config.max_steps):
             session.publish(step)
             session.save(step, halves=(TRAINER,))
         session.settle()
     epoch = ((step - session.progress.data_start) * config.data.batch_size - 1) // len(data)
     session.report(step, result, rows, extra={"data/epoch": epoch, "data/num_truncated": num_cut})
-
-
-def _is_checkpoint_due(config: SftConfig, step: Step) -> bool:
-    interval = config.ckpt.interval
-    return step == config.max_steps or (interval is not None and step % interval == 0)
 
 
 if __name__ == "__main__":

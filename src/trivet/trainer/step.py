@@ -4,15 +4,16 @@ Loss and gradient do not depend on packing, row order or the number of ranks: th
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from trivet.errors import BatchError, Diverged
+from trivet.faults import reach
 from trivet.trainer.distributed import World, gather_values, join_values, sum_over_ranks
-from trivet.trainer.losses import Loss, Unit
+from trivet.trainer.losses.terms import Loss, Unit
 from trivet.trainer.model import PolicyModel, set_last_row
 from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
 from trivet.trainer.rows import rows_of_rank
@@ -56,7 +57,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     """
     started = time.monotonic()
     learner.optimizer.zero_grad(set_to_none=True)
-    loss, parts = _accumulate(learner, rows, num_units=_count_units(rows, learner.loss.unit, step=step))
+    loss, parts = _accumulate(learner, rows, counts=_count_units(rows, step=step))
     computed = time.monotonic()
     _require_finite(loss, "loss", step=step)
     gradients = local_gradients(learner.model.parameters())
@@ -66,6 +67,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     lr = learner.learning_rate.at(step)
     for group in learner.optimizer.param_groups:
         group["lr"] = lr
+    reach("optimizer_step.during", step=step)
     learner.optimizer.step()
     return StepResult(
         loss=loss,
@@ -77,7 +79,9 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     )
 
 
-def _accumulate(learner: Learner, rows: Sequence[MicroBatch], *, num_units: int) -> tuple[float, list[dict[str, np.ndarray]]]:
+def _accumulate(
+    learner: Learner, rows: Sequence[MicroBatch], *, counts: Mapping[Unit, int]
+) -> tuple[float, list[dict[str, np.ndarray]]]:
     """Gradients of the step's loss into the parameters; returns the loss and each row's values."""
     world, model = learner.world, learner.model
     mine = rows_of_rank(rows, rank=world.rank, num_ranks=world.size, device=world.device)
@@ -89,21 +93,22 @@ def _accumulate(learner: Learner, rows: Sequence[MicroBatch], *, num_units: int)
         if row.is_dummy:
             (scores.logprobs_N.sum() * 0.0).backward()
             continue
-        row_loss = learner.loss.compute(scores, row)
-        (row_loss.total / num_units).backward()
-        total += row_loss.total.detach()
+        row_loss = learner.loss(scores, row)
+        share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
+        share.backward()
+        total += share.detach()
         parts.append({name: values.cpu().numpy() for name, values in row_loss.values.items()})
-    return float(sum_over_ranks(world, total)) / num_units, parts
+    return float(sum_over_ranks(world, total)), parts
 
 
-def _count_units(rows: Sequence[MicroBatch], unit: Unit, *, step: Step) -> int:
+def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[Unit, int]:
     num_tokens = sum(int(np.count_nonzero(row.loss_mask_T)) for row in rows)
     if num_tokens == 0:
         raise BatchError(
             f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at seq_len; "
             "look at rollouts/ and raise seq_len or sampling.max_tokens"
         )
-    return num_tokens if unit is Unit.TOKEN else sum(_count_samples(row) for row in rows)
+    return {Unit.TOKEN: num_tokens, Unit.SAMPLE: sum(_count_samples(row) for row in rows)}
 
 
 def _count_samples(row: MicroBatch) -> int:

@@ -9,9 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from trivet.config.trainer import AdamWConfig, ConstantSchedule, LossConfig, TrainerModelConfig
+from trivet.config.losses import DefaultLossConfig
+from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
 from trivet.trainer.distributed import World, open_world
-from trivet.trainer.losses import make_cross_entropy, make_policy_loss
+from trivet.trainer.losses.select import cross_entropy, make_policy_loss
 from trivet.trainer.model import load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.step import Learner
@@ -70,7 +71,7 @@ def make_learner(world: World) -> MakeLearner:
     def make(
         directory: Path,
         *,
-        loss: LossConfig | None = None,
+        loss: DefaultLossConfig | None = None,
         lr: float = 0.0,
         compute_dtype: str = "float32",
         chunk_size: int = 7,
@@ -84,7 +85,7 @@ def make_learner(world: World) -> MakeLearner:
             model=model,
             optimizer=make_optimizer(model.parameters(), AdamWConfig(lr=lr)),
             learning_rate=LearningRate(peak=lr, schedule=ConstantSchedule(), max_steps=None),
-            loss=make_cross_entropy() if loss is None else make_policy_loss(loss),
+            loss=cross_entropy if loss is None else make_policy_loss(loss),
             max_norm=max_norm,
             world=world,
         )

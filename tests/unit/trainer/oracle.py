@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from trivet.config.trainer import LossConfig
+from trivet.config.losses import DefaultLossConfig
 from trivet.wire.batches import MicroBatch
 
 
@@ -66,7 +66,7 @@ def layouts(examples: list[Example]) -> dict[str, list[MicroBatch]]:
 
 
 def loss_and_gradients(
-    model_dir: Path, examples: list[Example], config: LossConfig | None
+    model_dir: Path, examples: list[Example], config: DefaultLossConfig | None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The policy loss of `config`, or the mean cross-entropy without one, and its gradients by parameter name."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager")
@@ -85,7 +85,7 @@ def loss_and_gradients(
     return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _policy_loss(chosen: dict[int, torch.Tensor], example: Example, config: LossConfig) -> torch.Tensor:
+def _policy_loss(chosen: dict[int, torch.Tensor], example: Example, config: DefaultLossConfig) -> torch.Tensor:
     log_ratios = {t: logprob.item() - example.sampler_logprobs[t] for t, logprob in chosen.items()}
     ratios = {t: math.exp(d) for t, d in log_ratios.items()}
     geometric = math.exp(sum(log_ratios.values()) / len(log_ratios))

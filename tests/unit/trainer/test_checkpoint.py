@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trivet.config.losses import DefaultLossConfig
 from trivet.config.shared import CkptConfig
-from trivet.config.trainer import LossConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint import Progress, begin_anew, load_half, state_of, write_state
 from trivet.trainer.step import Learner, train_step
@@ -22,12 +22,12 @@ def train(learner: Learner, oracle, steps: range) -> list[float]:
 
 
 def test_three_steps_a_reload_and_three_more_equal_six(any_model: Path, make_learner, oracle, tmp_path: Path) -> None:
-    unbroken = make_learner(any_model, loss=LossConfig(), lr=1e-2, max_norm=1.0)
+    unbroken = make_learner(any_model, loss=DefaultLossConfig(), lr=1e-2, max_norm=1.0)
     expected = train(unbroken, oracle, range(1, 7))
-    first = make_learner(any_model, loss=LossConfig(), lr=1e-2, max_norm=1.0)
+    first = make_learner(any_model, loss=DefaultLossConfig(), lr=1e-2, max_norm=1.0)
     losses = train(first, oracle, range(1, 4))
     save_half(tmp_path, first, Progress(step=3, total_tokens=123, total_samples=12))
-    second = make_learner(any_model, loss=LossConfig(), lr=1e-2, max_norm=1.0)
+    second = make_learner(any_model, loss=DefaultLossConfig(), lr=1e-2, max_norm=1.0)
     assert load_half(tmp_path, second) == Progress(step=3, total_tokens=123, total_samples=12)
     losses += train(second, oracle, range(4, 7))
     assert losses == expected
@@ -36,7 +36,7 @@ def test_three_steps_a_reload_and_three_more_equal_six(any_model: Path, make_lea
 
 
 def test_saving_changes_nothing(tiny_model: Path, make_learner, oracle, tmp_path: Path) -> None:
-    disturbed, undisturbed = (make_learner(tiny_model, loss=LossConfig(), lr=1e-2) for _ in range(2))
+    disturbed, undisturbed = (make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2) for _ in range(2))
     losses = train(disturbed, oracle, range(1, 2))
     save_half(tmp_path, disturbed, Progress(step=1))
     assert losses + train(disturbed, oracle, range(2, 4)) == train(undisturbed, oracle, range(1, 4))
@@ -62,10 +62,10 @@ def test_a_checkpoint_without_its_files_is_refused(tiny_model: Path, make_learne
 
 
 def test_an_optimizer_that_is_skipped_starts_without_moments(tiny_model: Path, make_learner, oracle, tmp_path: Path) -> None:
-    first = make_learner(tiny_model, loss=LossConfig(), lr=1e-2)
+    first = make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2)
     train(first, oracle, range(1, 4))
     save_half(tmp_path, first, Progress(step=3))
-    second = make_learner(tiny_model, loss=LossConfig(), lr=1e-2)
+    second = make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2)
     assert load_half(tmp_path, second, skip_optimizer=True).step == 3
     for ours, theirs in zip(second.model.parameters(), first.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)

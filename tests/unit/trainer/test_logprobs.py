@@ -77,8 +77,20 @@ def test_head_gradient_is_summed_over_chunks_in_float32() -> None:
     assert weight_VH.grad[0, 0].item() == 256.0
 
 
-def test_entropy_carries_no_gradient() -> None:
-    hidden_NH, weight_VH, targets_N, temperatures_N = make_inputs(torch.float32)
-    scores = score_tokens(hidden_NH, weight_VH, targets_N=targets_N, temperatures_N=temperatures_N, chunk_size=5)
-    assert scores.logprobs_N.requires_grad
-    assert not scores.entropies_N.requires_grad
+@pytest.mark.parametrize("chunk_size", [1, 7, 100])
+def test_gradient_of_the_entropy_equals_that_of_plain_logits(chunk_size: int) -> None:
+    hidden_NH, weight_VH, targets_N, temperatures_N = make_inputs(torch.float64)
+    found = score_tokens(hidden_NH, weight_VH, targets_N=targets_N, temperatures_N=temperatures_N, chunk_size=chunk_size)
+    expected = at_once(hidden_NH, weight_VH, targets_N, temperatures_N)
+    mix = torch.linspace(-1.0, 2.0, len(targets_N), dtype=torch.float64)
+    for weights in ((mix, mix.flip(0)), (0.0 * mix, mix)):
+        gradients = [
+            torch.autograd.grad(
+                (weights[0] * scores.logprobs_N + weights[1] * scores.entropies_N).sum(),
+                (hidden_NH, weight_VH),
+                retain_graph=True,
+            )
+            for scores in (found, expected)
+        ]
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -82,7 +82,7 @@ def make_config(model_dir: Path, output_dir: Path, **changes: object) -> Trainer
 def run_loop(config: TrainerConfig, world, make) -> PreparedBatches:
     made: list[PreparedBatches] = []
 
-    def make_receiver() -> PreparedBatches:
+    def make_receiver(from_step: Step) -> PreparedBatches:
         made.append(PreparedBatches(make()))
         return made[0]
 

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from trivet.config.trainer import LossConfig
+from trivet.config.losses import DefaultLossConfig
 from trivet.trainer.attention import Segments
 from trivet.trainer.logprobs import TokenScores
-from trivet.trainer.losses import mismatch_kl, policy_loss
+from trivet.trainer.losses.default import default_loss
+from trivet.trainer.losses.terms import mismatch_kl
 from trivet.trainer.rows import RowTensors
 
 CPU = torch.device("cpu")
@@ -33,8 +34,8 @@ def score(ratios: list[list[float]], *, advantages: list[float] | None = None, *
         samples_N=torch.arange(len(ratios)).repeat_interleave(counts),
         num_samples=len(ratios),
     )
-    loss = policy_loss(TokenScores(logprobs_N, torch.zeros(len(flat))), row, config=LossConfig.model_validate(config))
-    loss.total.backward()
+    loss = default_loss(TokenScores(logprobs_N, torch.zeros(len(flat))), row, config=DefaultLossConfig.model_validate(config))
+    torch.stack(list(loss.terms.values())).sum().backward()
     assert logprobs_N.grad is not None
     return loss, (-logprobs_N.grad).tolist()
 
@@ -80,7 +81,7 @@ def test_the_penalty_pulls_towards_the_sampling_policy() -> None:
 
 def test_an_overflowing_ratio_is_masked_and_stays_finite() -> None:
     loss, coefficients = score([[1e30 * 1e8, 1.0, 1.0]], sequence_mask_high=1e38)
-    assert math.isfinite(loss.total.item())
+    assert all(math.isfinite(term.item()) for term in loss.terms.values())
     assert coefficients[0] == 0.0
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trivet.config.trainer import LossConfig
+from trivet.config.losses import DefaultLossConfig
 from trivet.errors import BatchError, Diverged
 from trivet.trainer.step import train_step
 
@@ -17,8 +17,8 @@ PARAMETER_TOLERANCE = 5e-6
 """A query projection's gradient is a small difference of large numbers, so float32 alone costs it 1.2e-6 here."""
 
 LOSSES = {
-    "token": LossConfig(kl_tau=0.1),
-    "sequence": LossConfig(ratio_type="sequence", kl_tau=0.1, adv_tau=0.7),
+    "token": DefaultLossConfig(kl_tau=0.1),
+    "sequence": DefaultLossConfig(ratio_type="sequence", kl_tau=0.1, adv_tau=0.7),
     "cross-entropy": None,
 }
 
@@ -49,7 +49,7 @@ def test_mean_of_the_loss_values_is_the_loss_of_the_step(tiny_model: Path, make_
 
 def test_gradient_norm_is_reported_before_clipping_and_clipped_to_the_limit(tiny_model: Path, make_learner, oracle) -> None:
     rows = [oracle.make_row(oracle.make_examples(count=4, vocab_size=100))]
-    learner = make_learner(tiny_model, loss=LossConfig(), max_norm=1e-3)
+    learner = make_learner(tiny_model, loss=DefaultLossConfig(), max_norm=1e-3)
     result = train_step(learner, rows, step=1)
     assert result.grad_norm > 1e-2
     clipped = torch.stack([gradient.norm() for gradient in full_gradients(learner.model).values()]).norm()
@@ -68,7 +68,7 @@ def test_rows_without_loss_tokens_change_nothing(tiny_model: Path, make_learner,
     row = oracle.make_row(oracle.make_examples(count=3, vocab_size=100))
     empty = oracle.make_row(oracle.make_examples(count=2, vocab_size=100, seed=5))
     empty.loss_mask_T = np.zeros_like(empty.loss_mask_T)
-    learner = make_learner(tiny_model, loss=LossConfig())
+    learner = make_learner(tiny_model, loss=DefaultLossConfig())
     assert train_step(learner, [empty, row], step=1).loss == train_step(learner, [row], step=1).loss
 
 
@@ -76,13 +76,13 @@ def test_a_batch_without_loss_tokens_is_refused(tiny_model: Path, make_learner, 
     row = oracle.make_row(oracle.make_examples(count=1, vocab_size=100))
     row.loss_mask_T = np.zeros_like(row.loss_mask_T)
     with pytest.raises(BatchError, match="batch 7 has 1 rows and no token to train on"):
-        train_step(make_learner(tiny_model, loss=LossConfig()), [row], step=7)
+        train_step(make_learner(tiny_model, loss=DefaultLossConfig()), [row], step=7)
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_leaves_the_weights(tiny_model: Path, make_learner, oracle) -> None:
     row = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
     row.advantages_T = np.full_like(row.advantages_T, np.nan)
-    learner = make_learner(tiny_model, loss=LossConfig(token_mask_high=1e9, geo_mask_high=1e9), lr=1.0)
+    learner = make_learner(tiny_model, loss=DefaultLossConfig(token_mask_high=1e9, geo_mask_high=1e9), lr=1.0)
     before = [parameter.detach().clone() for parameter in learner.model.parameters()]
     with pytest.raises(Diverged, match="the loss of step 3 is nan"):
         train_step(learner, [row], step=3)

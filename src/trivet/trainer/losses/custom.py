@@ -1,0 +1,107 @@
+"""A loss of the user's own: a function of one sample, found by its import path."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from trivet.config.losses import CustomLossConfig
+from trivet.errors import ConfigError
+from trivet.trainer.logprobs import TokenScores
+from trivet.trainer.losses.terms import Loss, RowLoss, Unit, common_values, make_ratios
+from trivet.trainer.rows import RowTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleInputs:
+    """What the function gets: the loss tokens of one sample, in order. Legend: L loss tokens."""
+
+    trainer_logprobs_L: torch.Tensor
+    """float32, with gradient."""
+    sampler_logprobs_L: torch.Tensor
+    """float32: as sampled."""
+    entropies_L: torch.Tensor
+    """float32, nats."""
+    advantages_L: torch.Tensor
+    """float32: the rollout's advantage at every token."""
+
+
+class SampleLoss(NamedTuple):
+    """What the function returns."""
+
+    loss: torch.Tensor
+    """Scalar: the sample's sum. The step divides the sum of all samples by `trainer.loss.unit`."""
+    metrics: dict[str, torch.Tensor] = {}
+    """Values of any shape by metric name; detached."""
+
+
+SampleFunction = Callable[..., SampleLoss]
+"""Called as function(inputs, **kwargs)."""
+
+
+def load_custom_loss(config: CustomLossConfig) -> Loss:
+    """
+    Raises:
+        ConfigError: the function cannot be imported, or does not take the keyword arguments.
+    """
+    function = _import(config.import_path)
+    try:
+        inspect.signature(function).bind(None, **config.kwargs)
+    except TypeError as exc:
+        raise ConfigError(
+            f"trainer.loss.import_path {config.import_path!r} is called with the inputs of a sample and the keyword arguments "
+            f"{sorted(config.kwargs)}: {exc}; change trainer.loss.kwargs or the function"
+        ) from exc
+
+    def compute(scores: TokenScores, row: RowTensors) -> RowLoss:
+        results = [_call(function, config, inputs) for inputs in _by_sample(scores, row)]
+        losses_S = torch.stack([result.loss for result in results])
+        ratios = make_ratios(scores, row)
+        none_N = torch.zeros_like(ratios.d_N, dtype=torch.bool)
+        names = sorted({name for result in results for name in result.metrics})
+        values = {
+            "loss": losses_S.detach() / (ratios.lengths_S if config.unit == "token" else 1.0),
+            **common_values(scores, row, ratios, low_N=none_N, high_N=none_N, masked_N=none_N),
+            **{
+                name: torch.cat([result.metrics[name].detach().reshape(-1) for result in results if name in result.metrics])
+                for name in names
+            },
+        }
+        return RowLoss({Unit(config.unit): losses_S.sum()}, values)
+
+    return compute
+
+
+def _by_sample(scores: TokenScores, row: RowTensors) -> list[SampleInputs]:
+    lengths = torch.bincount(row.samples_N, minlength=row.num_samples).tolist()
+    columns = (scores.logprobs_N, row.sampler_logprobs_N, scores.entropies_N.detach(), row.advantages_N)
+    return [
+        SampleInputs(trainer_logprobs_L=mine, sampler_logprobs_L=theirs, entropies_L=entropies, advantages_L=advantages)
+        for mine, theirs, entropies, advantages in zip(*(column.split(lengths) for column in columns), strict=True)
+    ]
+
+
+def _call(function: SampleFunction, config: CustomLossConfig, inputs: SampleInputs) -> SampleLoss:
+    result = function(inputs, **config.kwargs)
+    if not isinstance(result, tuple) or not isinstance(result[0], torch.Tensor) or result[0].ndim != 0:
+        raise ConfigError(
+            f"trainer.loss.import_path {config.import_path!r} returned {type(result).__name__}; it must return "
+            "trivet.trainer.losses.custom.SampleLoss(loss, metrics) with a scalar tensor as loss"
+        )
+    return SampleLoss(*result)
+
+
+def _import(path: str) -> SampleFunction:
+    module_name, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(
+            f"trainer.loss.import_path {path!r} cannot be imported: {exc}; is the module on PYTHONPATH or installed?"
+        ) from exc
+    if not callable(found):
+        raise ConfigError(f"trainer.loss.import_path {path!r} is {type(found).__name__}, not a function")
+    return cast("SampleFunction", found)

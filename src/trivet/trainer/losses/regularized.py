@@ -1,0 +1,38 @@
+"""What can be added to any policy loss: a pull towards a reference policy, a bonus for entropy."""
+
+import torch
+
+from trivet.config.losses import PolicyLossConfig
+from trivet.trainer.logprobs import TokenScores
+from trivet.trainer.losses.terms import Loss, RowLoss, Unit
+from trivet.trainer.rows import RowTensors
+
+
+def regularized(loss: Loss, config: PolicyLossConfig) -> Loss:
+    """`loss` plus beta * KL(policy || reference) minus entropy_coef * entropy, both per loss token of the step.
+
+    The divergence is estimated on the sampled tokens by k3, exp(q) - q - 1 with q = reference - trainer log-probability: on
+    policy its mean is KL(policy || reference) of the next token. As in GRPO it is differentiated as it stands, which on policy
+    gives the gradient of KL(reference || policy) instead, equal to the other to first order in q; what earlier tokens do to
+    later states is left out. The entropy is exact for each next token, with the same omission.
+
+    Source: GRPO, arXiv 2402.03300, equation 4.
+    """
+    if not config.beta and not config.entropy_coef:
+        return loss
+
+    def compute(scores: TokenScores, row: RowTensors) -> RowLoss:
+        terms, values = loss(scores, row)
+        added = torch.zeros_like(scores.logprobs_N)
+        if config.beta:
+            assert row.reference_logprobs_N is not None, "the step scores the reference when beta is set"
+            q_N = row.reference_logprobs_N - scores.logprobs_N
+            kl_N = torch.expm1(q_N) - q_N
+            added = added + config.beta * kl_N
+            values = {**values, "ref_kl": kl_N.detach()}
+        if config.entropy_coef:
+            added = added - config.entropy_coef * scores.entropies_N
+        token_term = terms.get(Unit.TOKEN, torch.zeros((), device=added.device)) + added.sum()
+        return RowLoss({**terms, Unit.TOKEN: token_term}, values)
+
+    return compute

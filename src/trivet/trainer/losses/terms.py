@@ -1,0 +1,110 @@
+"""What every loss is made of and gives back. Pure tensors; the step sums rows, divides by global counts and takes gradients.
+
+Legend: N loss tokens of a row, S samples with loss tokens in it. d = trainer - sampler log-probability, r = exp(d).
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+
+from trivet.trainer.logprobs import TokenScores
+from trivet.trainer.rows import RowTensors
+
+
+class Unit(StrEnum):
+    """What a sum over the step is divided by: a count over all rows and ranks, so that layout does not matter."""
+
+    TOKEN = "token"
+    """Loss tokens."""
+    SAMPLE = "sample"
+    """Samples with a loss token."""
+
+
+class RowLoss(NamedTuple):
+    terms: dict[Unit, torch.Tensor]
+    """Scalars with gradient, by what the step divides each by; the step's loss is the sum of the quotients."""
+    values: dict[str, torch.Tensor]
+    """Detached per-token [N] or per-sample [S] values by metric name."""
+
+
+Loss = Callable[[TokenScores, RowTensors], RowLoss]
+
+
+class Ratios(NamedTuple):
+    """How far the trainer's policy is from the one that sampled. No gradient."""
+
+    d_N: torch.Tensor
+    ratio_N: torch.Tensor
+    """exp(d), may overflow to infinity."""
+    lengths_S: torch.Tensor
+    """Loss tokens of each sample, as float."""
+    sums_S: torch.Tensor
+    """Sum of d over each sample."""
+
+
+def make_ratios(scores: TokenScores, row: RowTensors) -> Ratios:
+    d_N = (scores.logprobs_N - row.sampler_logprobs_N).detach()
+    return Ratios(
+        d_N=d_N,
+        ratio_N=d_N.exp(),
+        lengths_S=sum_by_sample(torch.ones_like(d_N), row),
+        sums_S=sum_by_sample(d_N, row),
+    )
+
+
+def mismatch_kl(log_ratio: torch.Tensor) -> torch.Tensor:
+    """r - d - 1 per token: a non-negative estimate of the KL divergence from sampler to trainer.
+
+    Source: the k3 estimator, http://joschu.net/blog/kl-approx.html.
+    """
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def common_values(
+    scores: TokenScores, row: RowTensors, ratios: Ratios, *, low_N: torch.Tensor, high_N: torch.Tensor, masked_N: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The metrics that every policy loss has.
+
+    Args:
+        low_N: tokens at the lower bound, whose pull downwards is cut off.
+        high_N: tokens at the upper bound.
+        masked_N: tokens without any gradient.
+    """
+    kl_N = mismatch_kl(ratios.d_N)
+    return {
+        "entropy": scores.entropies_N.detach(),
+        "mismatch_kl": kl_N,
+        "masked_mismatch_kl": kl_N[masked_N],
+        "unmasked_mismatch_kl": kl_N[~masked_N],
+        "is_masked": masked_N,
+        "is_masked_low": low_N,
+        "is_masked_high": high_N,
+        "effective_sample_share": effective_sample_share(ratios, row),
+    }
+
+
+def effective_sample_share(ratios: Ratios, row: RowTensors) -> torch.Tensor:
+    """Per sample, (sum r)^2 / (n sum r^2) of its n tokens: 1 when all weigh the same, 1/n when one outweighs the rest.
+
+    Source: Kish's effective sample size over n, as in importance sampling (Owen 2013, Monte Carlo theory, section 9.3).
+    """
+    scaled_N = (ratios.d_N - max_by_sample(ratios.d_N, row)[row.samples_N]).exp()  # the scale cancels; nothing overflows
+    return sum_by_sample(scaled_N, row).square() / (ratios.lengths_S * sum_by_sample(scaled_N.square(), row))
+
+
+def sum_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
+    return values_N.new_zeros(row.num_samples).index_add_(0, row.samples_N, values_N)
+
+
+def max_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
+    return _reduce_by_sample(values_N, row, "amax")
+
+
+def min_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
+    return _reduce_by_sample(values_N, row, "amin")
+
+
+def _reduce_by_sample(values_N: torch.Tensor, row: RowTensors, how: str) -> torch.Tensor:
+    return values_N.new_zeros(row.num_samples).scatter_reduce_(0, row.samples_N, values_N, how, include_self=False)

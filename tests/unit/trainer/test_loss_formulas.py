@@ -1,0 +1,297 @@
+"""Every loss against its formula in float64, and against exact expectations over a policy small enough to enumerate."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from trivet.config.losses import LossConfig
+from trivet.errors import ConfigError
+from trivet.trainer.attention import Segments
+from trivet.trainer.logprobs import TokenScores
+from trivet.trainer.losses.custom import SampleInputs, SampleLoss
+from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.losses.terms import Unit
+from trivet.trainer.rows import RowTensors
+
+CPU = torch.device("cpu")
+parse = TypeAdapter(LossConfig).validate_python
+
+
+def make_row(sampler, advantages, reference=None) -> RowTensors:
+    """A row of samples, each given by the sampler's log-probabilities of its loss tokens."""
+    lengths = [len(sample) for sample in sampler]
+    index = torch.zeros(sum(lengths), dtype=torch.int64)
+
+    def flat(samples):
+        return torch.tensor([value for sample in samples for value in sample], dtype=torch.float64)
+
+    return RowTensors(
+        token_ids_1T=index[None],
+        position_ids_1T=index[None],
+        segments=Segments.of([len(index)], device=CPU),
+        predictors_N=index,
+        targets_N=index,
+        temperatures_N=torch.ones(len(index)),
+        sampler_logprobs_N=flat(sampler),
+        advantages_N=flat([[advantage] * length for advantage, length in zip(advantages, lengths, strict=True)]),
+        reference_logprobs_N=None if reference is None else flat(reference),
+        samples_N=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        num_samples=len(lengths),
+    )
+
+
+def total(row_loss, *, num_tokens, num_samples) -> torch.Tensor:
+    counts = {Unit.TOKEN: num_tokens, Unit.SAMPLE: num_samples}
+    return torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
+
+
+def reinforce(inputs: SampleInputs, *, scale: float) -> SampleLoss:
+    """A custom loss as a user would write it."""
+    ratio = (inputs.trainer_logprobs_L - inputs.sampler_logprobs_L).detach().exp()
+    return SampleLoss(-(scale * ratio * inputs.advantages_L * inputs.trainer_logprobs_L).sum(), {"ratio": ratio})
+
+
+def no_tensor(inputs: SampleInputs) -> float:
+    return 0.0
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------------
+# Each takes one sample's log-probabilities of the trainer (float64 scalars with gradient) and of the sampler, and its advantage,
+# and returns what the sample adds to the loss, given the numbers of tokens and samples in the step.
+
+
+def by_token(term):
+    def formula(trainer, sampler, advantage, num_tokens, num_samples):
+        return sum(term(lp, q, advantage) for lp, q in zip(trainer, sampler, strict=True)) / num_tokens
+
+    return formula
+
+
+def stop(value: torch.Tensor) -> float:
+    return value.item()
+
+
+def ppo(low, high, divide):
+    def formula(trainer, sampler, advantage, num_tokens, num_samples):
+        result = 0.0
+        for lp, q in zip(trainer, sampler, strict=True):
+            ratio = torch.exp(lp - q)
+            bounded = min(max(ratio.item(), 1 - low), 1 + high)
+            worst = ratio * advantage if ratio.item() * advantage <= bounded * advantage else bounded * advantage
+            result = result - worst / divide(len(trainer), num_tokens, num_samples)
+        return result
+
+    return formula
+
+
+def gspo(trainer, sampler, advantage, num_tokens, num_samples):
+    ratio = torch.exp(sum(lp - q for lp, q in zip(trainer, sampler, strict=True)) / len(trainer))
+    bounded = min(max(ratio.item(), 0.7), 1.4)
+    worst = ratio * advantage if ratio.item() * advantage <= bounded * advantage else bounded * advantage
+    return -worst / num_samples
+
+
+def dppo(lp, q, advantage):
+    moved = math.exp(stop(lp)) - math.exp(q)
+    is_masked = moved > 0.2 if advantage > 0 else moved < -0.1
+    return -(not is_masked) * 0.5 * advantage * torch.exp(lp - q) + 0.01 * (lp - q) ** 2
+
+
+def ipo(lp, q, advantage):
+    keep = abs(math.exp(stop(lp)) - math.exp(q)) <= 0.15
+    return -keep * 2.0 * advantage * torch.exp(lp - q) + 0.03 * (lp - q) ** 2
+
+
+def sequence_default(trainer, sampler, advantage, num_tokens, num_samples):
+    log_ratios = [stop(lp) - q for lp, q in zip(trainer, sampler, strict=True)]
+    kept = [0.125 <= math.exp(d) <= 8.0 for d in log_ratios]
+    if not 0.1 <= math.exp(sum(log_ratios) / len(log_ratios)) <= 10 or max(map(math.exp, log_ratios)) > 100:
+        return torch.zeros((), dtype=torch.float64)
+    rho = min(math.exp(min(sum(log_ratios), 10.0)), 10.0)
+    terms = [-k * rho * (advantage - 0.1 * d) * lp for k, d, lp in zip(kept, log_ratios, trainer, strict=True)]
+    return sum(terms) / len(trainer) / num_samples
+
+
+FORMULAS = {
+    "default, sequence": ({"type": "default", "ratio_type": "sequence", "kl_tau": 0.1}, sequence_default),
+    "cispo": (
+        {"type": "cispo", "clip_low": 0.4, "clip_high": 0.5},
+        by_token(lambda lp, q, a: -min(max(math.exp(stop(lp) - q), 0.6), 1.5) * a * lp),
+    ),
+    "aipo": ({"type": "aipo", "clip_ratio": 1.3}, by_token(lambda lp, q, a: -min(math.exp(stop(lp) - q), 1.3) * a * lp)),
+    "grpo": ({"type": "grpo", "clip_high": 0.28}, ppo(0.2, 0.28, lambda length, tokens, samples: tokens)),
+    "grpo, sample": (
+        {"type": "grpo", "normalization": "sample"},
+        ppo(0.2, 0.2, lambda length, tokens, samples: length * samples),
+    ),
+    "grpo, constant": (
+        {"type": "grpo", "normalization": "constant", "normalization_length": 7},
+        ppo(0.2, 0.2, lambda length, tokens, samples: 7 * samples),
+    ),
+    "gspo": ({"type": "gspo", "clip_low": 0.3, "clip_high": 0.4}, gspo),
+    "dppo": ({"type": "dppo", "dppo_mask_low": 0.1, "adv_tau": 0.5, "kl_tau": 0.01}, by_token(dppo)),
+    "ipo": ({"type": "ipo", "ipo_threshold": 0.15, "adv_tau": 2.0, "kl_tau": 0.03}, by_token(ipo)),
+    "custom": (
+        {"type": "custom", "import_path": f"{__name__}.reinforce", "kwargs": {"scale": 0.5}},
+        by_token(lambda lp, q, a: -0.5 * math.exp(stop(lp) - q) * a * lp),
+    ),
+    "with a reference": (
+        {"type": "cispo", "beta": 0.2},
+        by_token(
+            lambda lp, q, a: (
+                -min(max(math.exp(stop(lp) - q), 0.0), 6.0) * a * lp + 0.2 * (torch.exp((q - 0.3) - lp) - ((q - 0.3) - lp) - 1)
+            )
+        ),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    """Custom losses are found by the name that pytest gave this module."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_value_and_gradient_equal_the_formula(name):
+    values, formula = FORMULAS[name]
+    generator = torch.Generator().manual_seed(3)
+    lengths, advantages = [1, 4, 2, 6, 3], [1.0, -0.7, 0.3, -1.5, 0.0]
+    sampler = [(-2.0 * torch.rand(n, generator=generator, dtype=torch.float64) - 0.05).tolist() for n in lengths]
+    moved = [[q + 0.8 * torch.randn((), generator=generator).item() for q in sample] for sample in sampler]
+    trainer = torch.tensor([min(lp, -1e-3) for sample in moved for lp in sample], dtype=torch.float64, requires_grad=True)
+    row = make_row(sampler, advantages, reference=[[q - 0.3 for q in sample] for sample in sampler])
+    scores = TokenScores(trainer, torch.zeros_like(trainer))
+    found = total(make_policy_loss(parse(values))(scores, row), num_tokens=40, num_samples=11)
+    expected = sum(
+        formula(list(mine), sample, advantage, 40, 11)
+        for mine, sample, advantage in zip(trainer.split(lengths), sampler, advantages, strict=True)
+    )
+    assert found.item() == pytest.approx(expected.item(), rel=1e-11)
+    gradients = [torch.autograd.grad(loss, trainer, retain_graph=True)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-14)
+    assert gradients[0].abs().sum() > 0
+
+
+# --- expectations ----------------------------------------------------------------------------------------------------------
+
+VOCABULARY, HORIZON = 3, 2
+SEQUENCES = list(product(range(VOCABULARY), repeat=HORIZON))
+NUM_STATES = 1 + VOCABULARY
+REWARDS = dict(zip(SEQUENCES, torch.randn(len(SEQUENCES), generator=torch.Generator().manual_seed(1)).tolist(), strict=True))
+
+
+def random_policy(seed: int) -> torch.Tensor:
+    return torch.randn(NUM_STATES, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def token_logprobs(logits: torch.Tensor, sequence: tuple[int, int]) -> torch.Tensor:
+    """The second token's state is the first token."""
+    table = torch.log_softmax(logits, dim=-1)
+    return torch.stack([table[0, sequence[0]], table[1 + sequence[0], sequence[1]]])
+
+
+def exact_gradient(theta: torch.Tensor) -> torch.Tensor:
+    """Of minus the expected reward per token."""
+    expected = sum(token_logprobs(theta, y).sum().exp() * REWARDS[y] for y in SEQUENCES)
+    return torch.autograd.grad(-expected / HORIZON, theta)[0]
+
+
+def mean_gradient(values: dict, theta: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
+    """The estimator's mean over everything that the sampler can say; a baseline of 0.3 is subtracted."""
+    loss = make_policy_loss(parse(values))
+    mean = torch.zeros_like(theta)
+    for sequence in SEQUENCES:
+        sampled = token_logprobs(sampler, sequence).detach()
+        logprobs = token_logprobs(theta, sequence)
+        row = make_row([sampled.tolist()], [REWARDS[sequence] - 0.3])
+        estimate = total(loss(TokenScores(logprobs, torch.zeros_like(logprobs)), row), num_tokens=HORIZON, num_samples=1)
+        mean += sampled.sum().exp() * torch.autograd.grad(estimate, theta)[0]
+    return mean
+
+
+ON_POLICY = {
+    "default": {"type": "default"},
+    "default, sequence": {"type": "default", "ratio_type": "sequence"},
+    "cispo": {"type": "cispo"},
+    "aipo": {"type": "aipo"},
+    "grpo": {"type": "grpo"},
+    "grpo, sample": {"type": "grpo", "normalization": "sample"},
+    "grpo, constant": {"type": "grpo", "normalization": "constant", "normalization_length": HORIZON},
+    "gspo": {"type": "gspo"},
+    "dppo": {"type": "dppo"},
+    "ipo": {"type": "ipo"},
+}
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_on_policy_every_loss_has_the_gradient_of_the_expected_reward(name):
+    theta = random_policy(0).requires_grad_()
+    found = mean_gradient(ON_POLICY[name], theta, theta.detach())
+    torch.testing.assert_close(found, exact_gradient(theta), rtol=1e-10, atol=1e-12)
+
+
+WIDE = {"token_mask_low": 0.0, "token_mask_high": 1e9, "geo_mask_low": 0.0, "geo_mask_high": 1e9}
+OPEN = {"sequence_clip_high": 1e9, "sequence_mask_high": 1e9} | WIDE
+
+
+def test_off_policy_the_sequence_ratio_is_exact_as_long_as_nothing_is_clipped():
+    theta, sampler = random_policy(0).requires_grad_(), random_policy(0) + 0.5 * random_policy(7)
+    found = mean_gradient({"type": "default", "ratio_type": "sequence"} | OPEN, theta, sampler)
+    torch.testing.assert_close(found, exact_gradient(theta), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ON_POLICY if name != "default, sequence"])
+def test_off_policy_the_others_are_biased_as_their_docstrings_say(name):
+    theta, sampler = random_policy(0).requires_grad_(), random_policy(0) + 0.5 * random_policy(7)
+    distance = (mean_gradient(ON_POLICY[name], theta, sampler) - exact_gradient(theta)).norm()
+    assert distance > 0.01 * exact_gradient(theta).norm()
+
+
+def test_the_pull_towards_a_reference_has_the_gradient_of_its_forward_divergence():
+    theta, reference = random_policy(0).requires_grad_(), random_policy(5)
+    loss = make_policy_loss(parse({"type": "grpo", "beta": 1.0}))
+    mean = torch.zeros_like(theta)
+    for sequence in SEQUENCES:
+        logprobs = token_logprobs(theta, sequence)
+        sampled = logprobs.detach()
+        row = make_row([sampled.tolist()], [0.0], reference=[token_logprobs(reference, sequence).tolist()])
+        estimate = total(loss(TokenScores(logprobs, torch.zeros_like(logprobs)), row), num_tokens=HORIZON, num_samples=1)
+        mean += sampled.sum().exp() * torch.autograd.grad(estimate, theta)[0]
+    reached = torch.cat([torch.ones(1, dtype=torch.float64), theta.detach()[0].softmax(0)])
+    divergence = (reference.softmax(-1) * (reference.log_softmax(-1) - theta.log_softmax(-1))).sum(-1)
+    expected = torch.autograd.grad((reached * divergence).sum() / HORIZON, theta)[0]
+    torch.testing.assert_close(mean, expected, rtol=1e-10, atol=1e-12)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "said"),
+    [
+        ("no_such_module.loss", {}, "cannot be imported"),
+        ("math.pi", {}, "is float, not a function"),
+        (f"{__name__}.reinforce", {}, "scale"),
+        (f"{__name__}.reinforce", {"scale": 1.0, "other": 2}, "other"),
+    ],
+)
+def test_a_custom_loss_that_cannot_be_called_is_refused_before_training(path, kwargs, said):
+    with pytest.raises(ConfigError, match=said):
+        make_policy_loss(parse({"type": "custom", "import_path": path, "kwargs": kwargs}))
+
+
+def test_a_custom_loss_that_returns_no_tensor_says_what_it_must_return():
+    loss = make_policy_loss(parse({"type": "custom", "import_path": f"{__name__}.no_tensor"}))
+    logprobs = torch.zeros(1, requires_grad=True)
+    with pytest.raises(ConfigError, match="returned float; it must return"):
+        loss(TokenScores(logprobs, logprobs.detach()), make_row([[0.0]], [1.0]))
+
+
+def test_a_table_without_a_type_is_the_default_loss():
+    assert parse({"kl_tau": 0.1}).type == "default"
