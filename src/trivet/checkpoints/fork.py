@@ -5,10 +5,11 @@ Files of a checkpoint are never written again, so the new run shares their bytes
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from trivet.checkpoints.commit import committed_steps, resolve_resume_step, verify_checkpoint
-from trivet.config.layout import COMMITTED, RunLayout
+from trivet.config.layout import COMMITTED, STABLE, RunLayout
 from trivet.durable import list_files, remove_directory, sync_directory, sync_tree
 from trivet.errors import ResumeError
 from trivet.wire.versions import Step
@@ -32,28 +33,39 @@ def choose_fork(layout: RunLayout, *, source: Path, resume_step: int | None) -> 
     return step
 
 
-def adopt(source_dir: Path, step: Step, *, into: RunLayout) -> None:
+def adopt(source_dir: Path, step: Step, *, into: RunLayout, versions: Iterable[int] = ()) -> None:
     """Make checkpoint `step` of the run in `source_dir` the first of the run in `into`, which has none.
+
+    Args:
+        versions: published policies that come along, if they are still there; that of `step` itself is published anew.
 
     Raises:
         CheckpointError: what arrived is not what was committed.
     """
     assert not committed_steps(into), f"{into.root} has checkpoints of its own"
-    source, final = RunLayout(source_dir).checkpoint_step(step), into.checkpoint_step(step)
+    source = RunLayout(source_dir)
+    for version in versions:
+        if (source.weights_step(version) / STABLE).exists():
+            _share_directory(source.weights_step(version), into.weights_step(version), marker=STABLE)
+    _share_directory(source.checkpoint_step(step), into.checkpoint_step(step), marker=COMMITTED)
+    verify_checkpoint(into, step)
+
+
+def _share_directory(source: Path, final: Path, *, marker: str) -> None:
+    """Make `final` equal to `source`; its marker comes last, when all else is on disk."""
     staging = final.with_name(f".{final.name}.tmp")
     remove_directory(staging)
     for name in list_files(source):
-        if name != COMMITTED:
+        if name != marker:
             target = staging / name
             target.parent.mkdir(parents=True, exist_ok=True)
             _share(source / name, target)
     sync_tree(staging)
     remove_directory(final)
     staging.rename(final)
-    sync_directory(into.checkpoints)
-    _share(source / COMMITTED, final / COMMITTED)
-    sync_tree(final)
-    verify_checkpoint(into, step)
+    sync_directory(final.parent)
+    _share(source / marker, final / marker)
+    sync_directory(final)
 
 
 def _share(source: Path, target: Path) -> None:

@@ -1,0 +1,70 @@
+"""Which keys a resumed run may change, and how the others are named."""
+
+from pathlib import Path
+
+import pytest
+
+from trivet.checkpoints.settings import MAY_CHANGE, changes, flatten, require_same_settings, write_settings
+from trivet.config.keys import find_key
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.shared import CkptConfig
+from trivet.config.trainer import SftConfig, TrainerConfig
+from trivet.errors import CheckpointError, ResumeError
+from trivet.wire.versions import Step
+
+BASE = {"model": {"name": "m"}, "optim": {"lr": 0.01}}
+
+
+def trainer(**values: object) -> TrainerConfig:
+    return TrainerConfig.model_validate(BASE | values)
+
+
+def compare(half: Path, saved: TrainerConfig, now: TrainerConfig) -> None:
+    write_settings(half, saved)
+    require_same_settings(half, now, ckpt=now.ckpt, step=Step(6))
+
+
+@pytest.mark.parametrize("prefix", MAY_CHANGE)
+def test_every_key_that_may_change_exists_in_some_role(prefix: str) -> None:
+    assert any(find_key(kind, tuple(prefix.split("."))) for kind in (TrainerConfig, SftConfig, OrchestratorConfig))
+
+
+def test_paths_limits_logs_and_the_last_step_may_change(tmp_path: Path) -> None:
+    saved = trainer(max_steps=6, output_dir="a", wandb={"project": "p"})
+    now = trainer(max_steps=12, output_dir="b", ckpt={"resume_step": -1}, log={"level": "debug"}, device="cpu")
+    compare(tmp_path, saved, now)
+
+
+def test_another_value_is_refused_with_both_and_the_way_to_change_it(tmp_path: Path) -> None:
+    half = tmp_path / "trainer"
+    half.mkdir()
+    with pytest.raises(ResumeError) as caught:
+        compare(half, trainer(), trainer(optim={"lr": 0.5}, scheduler={"type": "linear", "warmup_steps": 3}, max_steps=9))
+    text = str(caught.value)
+    assert "checkpoint step_6 was made by a trainer with other settings" in text
+    assert "- optim.lr was 0.01 and is 0.5 now" in text
+    assert '- scheduler.type was "constant" and is "linear" now' in text
+    assert "- scheduler.warmup_steps was unset and is 3 now" in text
+    assert 'ckpt.allow_changes = ["optim.lr", "scheduler.decay_steps", "scheduler.min_lr", "scheduler.type"' in text
+    assert "from step 7 on" in text
+
+
+def test_a_key_that_is_named_may_change_with_all_below_it(tmp_path: Path) -> None:
+    compare(tmp_path, trainer(), trainer(optim={"lr": 0.5, "eps": 1e-6}, ckpt={"allow_changes": ["optim"]}))
+
+
+def test_a_key_that_did_not_exist_yet_counts_as_its_default() -> None:
+    assert changes({}, {"new": 1}, defaults={"new": 1}, allowed=[]) == {}
+    assert changes({}, {"new": 2}, defaults={"new": 1}, allowed=[]) == {"new": (1, 2)}
+    assert changes({"gone": 3}, {}, defaults={}, allowed=[]) == {"gone": (3, None)}
+    assert changes({"optimal": 1}, {"optimal": 2}, defaults={}, allowed=["optim"]) == {"optimal": (1, 2)}
+
+
+def test_tables_in_a_list_are_told_apart_by_their_place() -> None:
+    table = {"env": [{"id": "a"}, {"id": "b", "args": {"n": 1}}], "plain": [1, 2]}
+    assert flatten(table) == {"env.0.id": "a", "env.1.id": "b", "env.1.args.n": 1, "plain": [1, 2]}
+
+
+def test_a_half_without_its_settings_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.toml cannot be read"):
+        require_same_settings(tmp_path, trainer(), ckpt=CkptConfig(), step=Step(6))
