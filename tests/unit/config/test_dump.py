@@ -7,12 +7,13 @@ import pytest
 
 from trivet.config.base import Section
 from trivet.config.dump import literal, to_toml
+from trivet.config.environment import EnvConfig
 from trivet.config.evaluation import EvalConfig
 from trivet.config.inference import InferenceConfig
 from trivet.config.load import load_config
-from trivet.config.environment import EnvConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
+from trivet.config.sampling import SamplingConfig
 from trivet.config.shared import WandbConfig
 from trivet.config.trainer import AdamWConfig, CosineSchedule, SftConfig, TrainerConfig
 
