@@ -62,6 +62,8 @@ class TemplateServer:
         """
         self.tokenizer = make_tokenizer(template)
         self.turns: list[ServedTurn] = []
+        self.seeds: list[int | None] = []
+        """Of each request."""
         self._answers = answers
         self._random = random.Random(seed)
         self._parses_reasoning = parses_reasoning
@@ -74,6 +76,7 @@ class TemplateServer:
 
     def _handle(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
+        self.seeds.append(body.get("seed"))
         text = write_conversation(self.tokenizer, body["messages"], tools=body.get("tools"))
         read = self._read(text, body.get("known_token_ids"))
         if len(read) > self._max_model_len:

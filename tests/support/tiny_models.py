@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from trivet.config.layout import RunLayout
 from trivet.weights.manifest import Manifest
@@ -32,6 +33,16 @@ def tiny_model_writer(*, tied: bool = True, seed: int = 0) -> Callable[[Path], N
         tokenizer.save_pretrained(directory)
 
     return write
+
+
+def write_tiny_model(directory: Path, *, tokenizer: Any, seed: int = 0) -> None:
+    """Such a model for a tokenizer that is not its own.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers that knows `<|im_end|>`.
+    """
+    _script().make_model(tokenizer, hidden_size=64, layers=2, seed=seed, tied=True).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def publish_tiny_model(layout: RunLayout, *, version: int, tied: bool = True) -> Manifest:

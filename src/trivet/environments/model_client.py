@@ -7,6 +7,7 @@ from typing import Any
 import verifiers as vf
 from openai import AsyncOpenAI, BadRequestError
 
+from trivet.algorithms.seeds import derive_seed
 from trivet.wire.versions import PolicyVersion, VersionRun
 
 
@@ -25,10 +26,13 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
         self, prompt: vf.Messages, model: str, sampling_args: vf.SamplingArgs, tools: list[vf.Tool] | None = None, **kwargs: Any
     ) -> vf.Response:
         state = kwargs.get("state")
-        known = known_tokens(prompt, state["trajectory"]) if self._keeps_tokens and state is not None else None
-        if known:
-            extra_body = {**sampling_args.get("extra_body", {}), "known_token_ids": known}
-            sampling_args = {**sampling_args, "extra_body": extra_body}
+        trajectory = state["trajectory"] if state is not None else []
+        sampling_args = dict(sampling_args)
+        if trajectory and sampling_args.get("seed") is not None:
+            # With one seed for all turns, each would draw the same luck again.
+            sampling_args["seed"] = derive_seed(sampling_args["seed"], "turn", len(trajectory)) % 2**31
+        if self._keeps_tokens and (known := known_tokens(prompt, trajectory)):
+            sampling_args["extra_body"] = {**sampling_args.get("extra_body", {}), "known_token_ids": known}
         return await super().get_response(prompt, model, sampling_args, tools, **kwargs)
 
     async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:

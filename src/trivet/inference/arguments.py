@@ -122,5 +122,6 @@ def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
     }
 
 
-COMMON_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-"""Nothing is reported to anyone."""
+COMMON_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
+"""Nothing is reported to anyone. No grammar corrects the policy's tool calls, though verifiers marks tools as strict: under a
+grammar, probabilities are not those that the trainer computes, and nobody learns from mistakes that cannot be made."""

@@ -104,7 +104,13 @@ CASES = {
 
 
 def run(
-    case: Case, *, strategy: str, seed: int = 0, keeps_tokens: bool = True, **server_arguments: Any
+    case: Case,
+    *,
+    strategy: str,
+    seed: int = 0,
+    keeps_tokens: bool = True,
+    sampling_seed: int | None = None,
+    **server_arguments: Any,
 ) -> tuple[Rollout, TemplateServer]:
     server = TemplateServer(
         case.template, answers=case.answers, seed=seed, parses_reasoning=case.parses_reasoning, **server_arguments
@@ -119,7 +125,7 @@ def run(
                 env.get_dataset()[0],
                 group_id=GroupId(0),
                 num_rollouts=1,
-                sampling=SamplingArguments(temperature=1.0),
+                sampling=SamplingArguments(temperature=1.0, seed=sampling_seed),
                 client=client,
             )
         finally:
@@ -214,3 +220,13 @@ def test_a_conversation_that_the_environment_rewrites_goes_on_as_a_new_sample():
     rollout, server = run(case, strategy="interleaved")
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) == 2
+
+
+def test_each_turn_has_a_seed_of_its_own_that_depends_on_the_rollout_s():
+    def seeds(seed: int) -> list[int]:
+        _, server = run(CASES["plain chat"], strategy="interleaved", sampling_seed=seed)
+        return server.seeds
+
+    assert len(set(seeds(1))) == 4
+    assert seeds(1) == seeds(1)
+    assert not set(seeds(1)) & set(seeds(2))

@@ -1,0 +1,184 @@
+"""The real vLLM over several turns: what is trained on is what it says it read and sampled, with every kind of chat template.
+
+The model is tiny and random, so its tokens are seldom those that the text would be split into; a grammar makes it call tools.
+"""
+
+import asyncio
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import verifiers as vf
+from datasets import Dataset
+from openai import AsyncOpenAI
+from transformers import PreTrainedTokenizerFast
+
+from support.multi_turn import QUESTION, Interview, ServedTurn, add, assert_trains_on_what_was_sampled
+from support.servers import run_server
+from support.template_server import STOPS, make_tokenizer, write_conversation
+from support.tiny_models import write_tiny_model
+from trivet.environments.model_client import ModelClient
+from trivet.environments.runner import GroupRunner
+from trivet.wire.groups import SamplingArguments
+from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.versions import PolicyVersion, VersionRun
+
+pytestmark = pytest.mark.vllm
+
+NUM_ROLLOUTS = 6
+NUM_TURNS = 4
+TEMPLATES = ["chatml", "hermes", "qwen3", "llama3", "deepseek_r1"]
+CALL = r'(I add\.\n\n)?<tool_call>\n?\{"name": ?"add", ?"arguments": ?\{"a": ?[1-9][0-9]?, ?"b": ?[0-9]\}\}\n?</tool_call>'
+THOUGHT = r"<think>\n[a-z ]{1,20}\n</think>\n\n"
+WORDS = r"(message|content|tool|[a-z]| ){3,12}"
+
+
+@pytest.fixture(scope="module")
+def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server whose tokenizer knows the special tokens of every template, and which takes the template from the request."""
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory, tokenizer=make_tokenizer("hermes"))
+    flags = {
+        "model.enable-auto-tool-choice": "true",
+        "model.tool-call-parser": "hermes",
+        "vllm-args": '{"trust_request_chat_template": true}',
+    }
+    with run_server(directory, log=tmp_path_factory.mktemp("server") / "inference.stdout", **flags) as server:
+        yield server.base_url
+
+
+class Recorder(ModelClient):
+    """Keeps what the server says that it read and sampled."""
+
+    def __init__(self, base_url: str, *, template: str, keeps_tokens: bool) -> None:
+        super().__init__(
+            AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=300, max_retries=0), keeps_tokens=keeps_tokens
+        )
+        self.tokenizer = make_model_tokenizer(template)
+        self.turns: list[ServedTurn] = []
+
+    async def get_native_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any) -> Any:
+        response = await super().get_native_response(prompt, model, sampling_args, tools, **kwargs)
+        choice = response.choices[0]
+        self.turns.append(
+            ServedTurn(
+                text=write_conversation(self.tokenizer, prompt, tools=tools),
+                read=response.prompt_token_ids,
+                sampled=choice.token_ids,
+                logprobs=[token.logprob for token in choice.logprobs.content],
+                versions=[VersionRun(PolicyVersion(version), length) for version, length in choice.policy_versions],
+            )
+        )
+        return response
+
+
+def run(
+    base_url: str, env: vf.Environment, *, template: str, strategy: str, keeps_tokens: bool = True, **fields: Any
+) -> list[tuple[Rollout, Recorder]]:
+    """Some rollouts at the same time, each with a client of its own."""
+    runner = GroupRunner(env=env, label="toy", model_name=model_name(base_url), trajectory_strategy=strategy)
+    chat_template = make_model_tokenizer(template).chat_template
+
+    async def rollout(number: int) -> tuple[Rollout, Recorder]:
+        client = Recorder(base_url, template=template, keeps_tokens=keeps_tokens and strategy == "interleaved")
+        sampling = SamplingArguments(
+            temperature=1.0,
+            seed=1,
+            fields={"chat_template": chat_template, "max_tokens": 120, **fields},
+        )
+        try:
+            [rollout] = await runner.run(
+                env.get_dataset()[0], group_id=GroupId(number), num_rollouts=1, sampling=sampling, client=client
+            )
+        finally:
+            await client.close()
+        return rollout, client
+
+    async def scenario() -> list[tuple[Rollout, Recorder]]:
+        return list(await asyncio.gather(*(rollout(number) for number in range(NUM_ROLLOUTS))))
+
+    return asyncio.run(scenario())
+
+
+def make_model_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """With a template that ends turns as the model does."""
+    tokenizer = copy.copy(make_tokenizer(template))
+    for stop in STOPS:
+        tokenizer.chat_template = tokenizer.chat_template.replace(stop, STOPS[0])
+    return tokenizer
+
+
+def model_name(base_url: str) -> str:
+    return httpx.get(f"{base_url}/v1/models", timeout=60).json()["data"][0]["id"]
+
+
+def interview(*lines: str) -> vf.Environment:
+    return Interview(lines, dataset=dataset(), rubric=vf.Rubric())
+
+
+def tool_env() -> vf.Environment:
+    """verifiers marks its tools as strict, of which vLLM would make a grammar in place of the test's."""
+    return vf.ToolEnv(tools=[add], max_turns=NUM_TURNS, dataset=dataset(), rubric=vf.Rubric())
+
+
+def dataset() -> Dataset:
+    return Dataset.from_list([{"prompt": [QUESTION], "answer": ""}])
+
+
+def grammar(pattern: str) -> dict[str, Any]:
+    return {"structured_outputs": {"regex": pattern}}
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+@pytest.mark.parametrize("template", ["hermes", "qwen3"])
+def test_tool_calls_train_on_what_was_read_and_sampled(base_url: str, template: str, strategy: str) -> None:
+    thought = THOUGHT if template == "qwen3" else ""
+    rollouts = run(base_url, tool_env(), template=template, strategy=strategy, **grammar(thought + CALL))
+    for rollout, client in rollouts:
+        assert_trains_on_what_was_sampled(rollout, client.turns, tokenizer=client.tokenizer)
+        assert len(rollout.samples) == (1 if strategy == "interleaved" else rollout.num_turns)
+        assert rollout.scores["add_calls"] == NUM_TURNS
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "branching"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_conversations_train_on_what_was_read_and_sampled(base_url: str, template: str, strategy: str) -> None:
+    thought = {"qwen3": THOUGHT, "deepseek_r1": THOUGHT.removeprefix(r"<think>\n")}.get(template, "")
+    env = interview("Sure?", "Really?")
+    rollouts = run(base_url, env, template=template, strategy=strategy, **grammar(thought + WORDS))
+    for rollout, client in rollouts:
+        assert_trains_on_what_was_sampled(rollout, client.turns, tokenizer=client.tokenizer)
+        assert len(rollout.samples) == (1 if strategy == "interleaved" and not thought else 3)
+
+
+def test_text_alone_would_become_other_tokens(base_url: str) -> None:
+    """The conversations above are worth something: without the tokens of earlier turns they break apart."""
+    env = interview("Sure?", "Really?")
+    rollouts = run(base_url, env, template="chatml", strategy="interleaved", keeps_tokens=False, **grammar(WORDS))
+    assert sum(rollout.scores.get("broken_prefixes", 0) for rollout, _ in rollouts) >= NUM_ROLLOUTS // 2
+
+
+def test_whatever_a_random_model_says_it_is_trained_on_as_sampled(base_url: str) -> None:
+    """Half letters, special tokens in the middle of a turn, turns that are cut."""
+    rollouts = run(base_url, interview("Sure?", "Really?"), template="chatml", strategy="interleaved")
+    for rollout, client in rollouts:
+        assert_trains_on_what_was_sampled(rollout, client.turns, tokenizer=client.tokenizer)
+
+
+def test_a_conversation_that_outgrows_the_context_ends_as_truncated_and_keeps_its_turns(base_url: str) -> None:
+    env = interview(*["Go on, and tell me more of it. " * 4] * 20)
+    rollouts = run(base_url, env, template="chatml", strategy="interleaved", **grammar(WORDS))
+    for rollout, client in rollouts:
+        assert rollout.ran_out_of_context
+        assert rollout.num_turns == len(client.turns) > 2
+        assert_trains_on_what_was_sampled(rollout, client.turns, tokenizer=client.tokenizer)
+
+
+@pytest.mark.parametrize("known", [[], "12", [1, -2], [1, "2"]])
+def test_known_tokens_that_are_none_are_refused(base_url: str, known: Any) -> None:
+    body = {"model": model_name(base_url), "messages": [QUESTION], "known_token_ids": known}
+    answer = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "known_token_ids must be a list of token ids" in answer.text
