@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 
 from trivet.config.command import run_command
 from trivet.config.inference import InferenceConfig
+from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
 from trivet.inference.arguments import COMMON_ENVIRONMENT, cpu_environment, refuse_unknown, vllm_arguments
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.lifetime import die_with_parent
+from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ def main() -> int:
 def serve(config: InferenceConfig) -> int:
     """Serve until a signal ends it; returns the exit code."""
     setup_logging("inference", level=config.log.level)
+    progress.start_reports(RunLayout(config.output_dir), role="inference", attempt=config.run.attempt)
+    progress.doing("loading the model")
     arm(config.faults.schedule)
     is_cpu = not _has_cuda_build()
     arguments = vllm_arguments(config, is_cpu=is_cpu)
@@ -200,6 +204,7 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
     await asyncio.sleep(0)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end, 128 + number)
+    progress.doing("serving")
     await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():
         logger.error("the engine died; its own error is above")

@@ -5,13 +5,16 @@ import signal
 
 from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
+from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.installed import require_installed
 from trivet.errors import TrivetError
 from trivet.faults import arm
 from trivet.lifetime import die_with_parent
 from trivet.orchestrator.advantage import make_advantage
+from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.start import open_environments, run
+from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
 
 
@@ -22,7 +25,7 @@ def main() -> int:
 
 def check(config: OrchestratorConfig) -> None:
     """Refuse what cannot start, before anything does."""
-    for env in config.env:
+    for env in config.environments.values():
         require_installed(env.id)
     require_resumable(config)
     make_advantage(config.advantage)
@@ -31,11 +34,13 @@ def check(config: OrchestratorConfig) -> None:
 def start(config: OrchestratorConfig) -> int:
     setup_logging("orchestrator", level=config.log.level, file=None)
     arm(config.faults.schedule)
+    progress.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
+    progress.doing("loading environments")
     return asyncio.run(_run_until_signalled(config))
 
 
 async def _run_until_signalled(config: OrchestratorConfig) -> int:
-    """Exit code: 0 done, 130 or 143 when a signal ended the run."""
+    """Exit code: 0 done, or committed as SIGUSR1 asks; 130 or 143 when a signal ended the run, 138 for SIGUSR1 too early."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     received: list[signal.Signals] = []
@@ -45,11 +50,19 @@ async def _run_until_signalled(config: OrchestratorConfig) -> int:
         if task is not None:
             task.cancel()
 
+    def make_room() -> None:
+        if running:
+            running[0].make_room()
+        else:
+            stop(signal.SIGUSR1)
+
+    running: list[Loop] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
+    loop.add_signal_handler(signal.SIGUSR1, make_room)
     try:
         async with open_environments(config) as pool:
-            await run(config, pool)
+            await run(config, pool, on_loop=running.append)
     except asyncio.CancelledError:
         if not received:
             raise

@@ -21,16 +21,18 @@ from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, write_half
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
+from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.tally import Tally
 from trivet.orchestrator.waker import Waker
+from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.rollouts import Group
-from trivet.wire.versions import Step
+from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +57,17 @@ class Loop:
     """Rung when a group ended."""
     beside: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
     """Further tasks by name, each until cancelled: what watches the servers and their load."""
+    evals: OnlineEval | None = None
+    """Evaluations during the run."""
     gauges: Callable[[], Mapping[str, float]] = dict
     """Further metrics, read at the end of each step."""
+    is_making_room: bool = False
+    """Asked to commit what was trained and to end."""
+
+    def make_room(self) -> None:
+        """Fill no further batch: have the trainer commit the last one, and end."""
+        self.is_making_room = True
+        self.changed.ring()
 
     async def run(self) -> None:
         """Until max_steps, or for ever without one."""
@@ -64,18 +75,37 @@ class Loop:
             dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
             others = {"policy-watcher": self.watcher.run, **self.beside}
             running = [tasks.create_task(run(), name=name) for name, run in others.items()]
+            evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
             await self._run_steps(dispatching)
-            for task in (dispatching, *running):
+            dispatching.cancel()
+            if evaluating is not None:
+                await self._finish_evals(evaluating)
+            for task in running:
                 task.cancel()
+
+    async def _finish_evals(self, evaluating: asyncio.Task[None]) -> None:
+        """The last policy is evaluated whenever the run reached its end; one that makes room takes no time for it."""
+        assert self.evals is not None
+        if self.is_making_room:
+            evaluating.cancel()
+            return
+        self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)  # requires the policy of the last step
+        self.evals.finish(PolicyVersion(self.progress.step))
+        with progress.waiting("the evaluation of the last policy", on="trainer"):
+            await evaluating
 
     async def _run_steps(self, dispatching: asyncio.Task[None]) -> None:
         step = Step(self.progress.step + 1)
+        unwritten: OrchestratorHalf | None = None  # of the last batch, when it was not due
         self._begin(step)
         while self.config.max_steps is None or step <= self.config.max_steps:
             started = time.monotonic()
             groups = await self._fill(step)
+            if groups is None:
+                await self._send_stop(step, unwritten)
+                return
             # Until the next await this is the moment at which batch and checkpoint were formed.
-            half = self._half() if self._is_checkpoint_due(step) else None
+            half, is_due = self._half(), self._is_checkpoint_due(step)
             tally, self.buffer.tally = self.buffer.tally, Tally()
             values = flow_metrics(
                 tally,
@@ -93,39 +123,65 @@ class Loop:
             filled = time.monotonic()
             version = self.watcher.version
             values |= {"time/generate_completions": filled - started, "time/update_weights": self.watcher.last_load_s}
-            values |= await self._hand_over(step, groups, half)
+            values |= await self._hand_over(step, groups, half, is_due=is_due)
+            unwritten = None if is_due else half
             values |= {**progress_metrics(self.progress, version=version), **self.gauges()}
+            if self.evals is not None:
+                values |= self.evals.take_val_metrics()
             elapsed = time.monotonic() - started
             values |= {"time/step": elapsed, "perf/throughput": values["progress/tokens"] / elapsed}
             self.telemetry.show_rollouts(step, [rollout for group in groups for rollout in group.rollouts])
             self.telemetry.write_step(step, values)
             step = Step(step + 1)
 
-    async def _hand_over(self, step: Step, groups: list[Group], half: OrchestratorHalf | None) -> dict[str, float]:
+    async def _hand_over(self, step: Step, groups: list[Group], half: OrchestratorHalf, *, is_due: bool) -> dict[str, float]:
         """Pack and send batch `step`, its checkpoint half first; what is long happens in threads. Returns its metrics."""
-        batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_half=half is not None)
+        batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_half=is_due)
         self.progress = Progress(
             step=step,
             total_tokens=self.progress.total_tokens + batch.num_tokens,
             total_samples=self.progress.total_samples + batch.num_rollouts,
             total_problems=self.progress.total_problems + len(groups),
         )
-        if half is not None:
-            half.progress = self.progress
+        half.progress = self.progress
+        if is_due:
             await asyncio.to_thread(write_half, self.layout, half, config=self.config)
-        await self.sender.send(batch)
+        with progress.waiting(f"the receipt of batch {step}", on="trainer"):
+            await self.sender.send(batch)
+        progress.note(step=step)
         await asyncio.to_thread(write_rollouts, self.layout, step, groups)
         return await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
+    async def _send_stop(self, step: Step, half: OrchestratorHalf | None) -> None:
+        """Instead of batch `step`: the trainer commits the step before with `half`, if it is not committed, and ends."""
+        if half is not None:
+            await asyncio.to_thread(write_half, self.layout, half, config=self.config)
+        logger.info("making room after batch=%s commits=%s", step - 1, half is not None)
+        with progress.waiting(f"the end of step {step - 1}", on="trainer"):
+            await self.sender.send(
+                Batch(
+                    step=step,
+                    purpose=BatchPurpose.STOP,
+                    micro_batches=[],
+                    group_ids=[],
+                    num_rollouts=0,
+                    has_orchestrator_half=half is not None,
+                )
+            )
+
     def _begin(self, step: Step) -> None:
+        progress.doing(f"filling batch {step}")
         self.dispatcher.step = self.watcher.step = step
         self.sampler.begin_step(step)
         self.dispatcher.waker.ring()
 
-    async def _fill(self, step: Step) -> list[Group]:
+    async def _fill(self, step: Step) -> list[Group] | None:
+        """The groups of batch `step`; None when the run makes room instead."""
         num_groups = self.config.batch_size // self.config.rollouts_per_example
         limit = self.config.max_fruitless_batches * num_groups
         since = time.monotonic()
+        if self.is_making_room:
+            return None
         groups = self.buffer.take_batch(step, num_groups=num_groups)  # also drops what is too old for this step
         while groups is None:
             if self.buffer.fruitless_in_a_row >= limit:
@@ -149,6 +205,8 @@ class Loop:
                     num_groups,
                     self.watcher.version,
                 )
+            if self.is_making_room:
+                return None
             if self.buffer.num_ready >= num_groups:
                 groups = self.buffer.take_batch(step, num_groups=num_groups)
         return groups

@@ -15,6 +15,7 @@ from trivet.algorithms.staleness import required_version, target_version
 from trivet.client.server import Policy
 from trivet.config.layout import RunLayout
 from trivet.errors import WaitTimeout
+from trivet.telemetry import progress
 from trivet.weights.catalog import latest_version, published_versions
 from trivet.weights.manifest import read_manifest
 from trivet.weights.retention import acknowledge
@@ -76,6 +77,8 @@ class PolicyWatcher:
         """The batch being filled."""
         self.version = START_VERSION
         """What every server that takes rollouts holds, or a newer one while a load is under way."""
+        self.digest = ""
+        """Of the weights of `version`."""
         self.last_load_s = 0.0
 
     async def run(self) -> None:
@@ -90,8 +93,12 @@ class PolicyWatcher:
             required = required_version(step=self.step, max_async_level=self._max_async_level)
             latest = latest_version(self._layout) or START_VERSION
             if self.version >= required:
+                if waited_s:
+                    progress.doing(f"filling batch {self.step}")
                 waited_s = 0.0
             elif latest < required:  # and not merely pinned
+                if not waited_s:
+                    progress.wait_for(f"policy {required}", on="trainer")
                 waited_s += self._clock() - asked_at
             asked_at = self._clock()
             if waited_s > self._timeout_s:
@@ -135,8 +142,7 @@ class PolicyWatcher:
                     "is the trainer alive (logs/trainer.stdout)?"
                 )
             await self._sleep(_POLL_S)
-        await self._servers.bring(self._published(version))
-        self._loaded(version)
+        self._loaded(await self._servers.bring(self._published(version)))
 
     async def start_from_base(self, *, reload: bool) -> None:
         """Start from version 0.
@@ -147,8 +153,8 @@ class PolicyWatcher:
         Raises:
             InferenceError: a server failed, or holds another policy.
         """
-        await self._servers.bring(Policy(version=START_VERSION, digest=None, directory=None), reset=reload)
-        self._loaded(START_VERSION)
+        start = Policy(version=START_VERSION, digest=None, directory=None)
+        self._loaded(await self._servers.bring(start, reset=reload))
 
     async def load(self, version: PolicyVersion) -> None:
         """Have the servers hold the published `version`, unless somebody has pinned theirs meanwhile."""
@@ -156,16 +162,17 @@ class PolicyWatcher:
             if self._num_pins:
                 return
             started = self._clock()
-            await self._servers.load(self._published(version))
+            policy = self._published(version)
+            await self._servers.load(policy)
             self.last_load_s = self._clock() - started
-        self._loaded(version)
+        self._loaded(policy)
         logger.info("policy loaded version=%s seconds=%.2f", version, self.last_load_s)
 
     def _published(self, version: PolicyVersion) -> Policy:
         directory = self._layout.weights_step(version)
         return Policy(version=version, digest=read_manifest(directory).digest, directory=directory)
 
-    def _loaded(self, version: PolicyVersion) -> None:
-        acknowledge(self._layout, READER, version)
-        self.version = version
-        self._on_load(version)
+    def _loaded(self, policy: Policy) -> None:
+        acknowledge(self._layout, READER, policy.version)
+        self.version, self.digest = policy.version, policy.digest or ""
+        self._on_load(policy.version)

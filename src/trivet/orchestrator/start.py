@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from trivet.algorithms.staleness import required_version
@@ -12,9 +12,10 @@ from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
+from trivet.environments.examples import training_problem
 from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
-from trivet.environments.settings import host_settings
+from trivet.environments.settings import run_settings
 from trivet.environments.worker_pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.loop_lag import LoopLag, lag_metrics
@@ -24,12 +25,13 @@ from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
+from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, make_series
 from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.waker import Waker
-from trivet.telemetry.progress import ask_workers
+from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
@@ -41,8 +43,12 @@ from trivet.wire.versions import PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 
-async def run(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
-    """From start to max_steps; every error of a task leaves as an exception group."""
+async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Callable[[Loop], None] = lambda _: None) -> None:
+    """From start to max_steps; every error of a task leaves as an exception group.
+
+    Args:
+        on_loop: gets the loop before it runs, to ask it to make room.
+    """
     layout = RunLayout(config.output_dir)
     _require_examples(config, pool)
     half = _starting_point(config, layout)
@@ -58,22 +64,37 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
     )
     telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
     pool.report_to(telemetry.write_event)
-    ask_workers(pool.status)
+    progress.ask_workers(pool.status)
     reason = "failed"
     loop: Loop | None = None
+    progress.wait_for("servers that answer", on="inference")
     try:
         async with _servers(config, telemetry) as servers, _sender(config) as sender:
             loop = _make_loop(config, layout, half, pool, servers, sender, telemetry)
+            on_loop(loop)
+            _report_numbers(loop)
+            progress.wait_for("a policy to start from", on="trainer")
             await _bring_policy(loop, config)
+            progress.wait_for("the self-check to be received", on="trainer")
             await _send_self_check(loop, config, pool, servers)
             await loop.run()
-            reason = "done"
+            reason = "preempted" if loop.is_making_room else "done"
     except asyncio.CancelledError:
         reason = "interrupted"
         raise
     finally:
         telemetry.write_event(Stop(step=loop.progress.step if loop else half.progress.step, reason=reason))
         telemetry.close()
+
+
+def _report_numbers(loop: Loop) -> None:
+    progress.ask_numbers(
+        lambda: {
+            "policy_version": loop.watcher.version,
+            "num_ready": loop.buffer.num_ready,
+            "num_in_flight": loop.buffer.num_in_flight,
+        }
+    )
 
 
 @asynccontextmanager
@@ -83,19 +104,7 @@ async def open_environments(config: OrchestratorConfig) -> AsyncIterator[WorkerP
     Raises:
         EnvironmentLoadError: one cannot be loaded.
     """
-    settings = [
-        host_settings(
-            env,
-            name=name,
-            model_name=config.model.name,
-            client=config.client,
-            trajectory_strategy=config.trajectory_strategy,
-            hash_keys=config.buffer.hash_keys,
-            rollout_timeout_s=config.rollout_timeout_s,
-            log_level=config.log.level,
-        )
-        for name, env in config.environments.items()
-    ]
+    settings = list(run_settings(config).values())
     limits = PoolLimits(
         workers_per_env=config.workers_per_env,
         max_restarts=config.max_env_worker_restarts,
@@ -113,15 +122,8 @@ def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None
     """
     for name in (env.label for env in config.env):
         info = pool.infos[name]
-        if info.num_examples == 0:
-            raise EnvironmentLoadError(
-                f"environment {name!r} has no examples to train on; check its args, or take it out of [[orchestrator.env]]"
-            )
-        if len(info.example_hashes) != info.num_examples:
-            raise EnvironmentLoadError(
-                f"the data set of environment {name!r} has none of the columns orchestrator.buffer.hash_keys"
-                f" ({', '.join(config.buffer.hash_keys)}), which name its examples; set hash_keys to columns that it has"
-            )
+        if problem := training_problem(name, info, hash_keys=config.buffer.hash_keys):
+            raise EnvironmentLoadError(problem)
         logger.info("environment loaded env=%s examples=%s", name, info.num_examples)
 
 
@@ -182,7 +184,7 @@ def _make_loop(
     telemetry: Telemetry,
 ) -> Loop:
     changed = Waker()
-    examples = {name: info.example_hashes for name, info in pool.infos.items()}
+    examples = {env.label: pool.infos[env.label].example_hashes for env in config.env}
     sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=half.sampler)
     waiting, left_out = half.buffer, list[GroupId]()
     if config.ckpt.skip_buffer:
@@ -215,6 +217,8 @@ def _make_loop(
     def on_load(version: PolicyVersion) -> None:
         dispatcher.version = version
         dispatcher.waker.ring()
+        if evals is not None:
+            evals.waker.ring()
 
     watcher = PolicyWatcher(
         layout=layout,
@@ -224,6 +228,7 @@ def _make_loop(
         timeout_s=config.rollout_transport.timeout_s,
         on_load=on_load,
     )
+    evals = _make_evals(config, layout, half, pool, servers, watcher, telemetry)
     lag = LoopLag()
     load_watcher = LoadWatcher(config.concurrency, servers=servers, dispatcher=dispatcher)
     return Loop(
@@ -237,12 +242,36 @@ def _make_loop(
         sender=sender,
         telemetry=telemetry,
         changed=changed,
+        evals=evals,
         beside={"servers": servers.run, "load-watcher": load_watcher.run, "environments": pool.run, "loop-lag": lag.run},
         gauges=lambda: {
             **load_watcher.metrics(),
             **pool.metrics(),
             **lag_metrics("event_loop_lag", lag.take(), ("min", "mean", "med", "p90", "max")),
         },
+    )
+
+
+def _make_evals(
+    config: OrchestratorConfig,
+    layout: RunLayout,
+    half: OrchestratorHalf,
+    pool: EnvironmentPool,
+    servers: ServerPool,
+    watcher: PolicyWatcher,
+    telemetry: Telemetry,
+) -> OnlineEval | None:
+    if config.eval is None and config.val is None:
+        return None
+    return OnlineEval(
+        make_series(config, pool, layout=layout, resumed_from=PolicyVersion(half.progress.step)),
+        policy=watcher,
+        digest=lambda: watcher.digest,
+        run_group=pool.run_group,
+        servers=servers,
+        max_concurrent=config.eval.max_concurrent if config.eval is not None else DEFAULT_MAX_CONCURRENT,
+        layout=layout,
+        telemetry=telemetry,
     )
 
 

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Progress:
         self._lock = threading.Lock()
         self._fields: dict[str, Any] = {"activity": "starting", "waits_for": "", "since": clock()}
         self._workers: Callable[[], Sequence[WorkerStatus]] | None = None
+        self._numbers: Callable[[], Mapping[str, int]] | None = None
 
     def begin(self, activity: str, *, waits_for: str = "") -> None:
         with self._lock:
@@ -52,15 +53,20 @@ class Progress:
 
     @contextmanager
     def waiting(self, activity: str, *, waits_for: str) -> Iterator[None]:
-        """Within it the process waits; afterwards it does again what it did before."""
-        with self._lock:
-            before = {name: self._fields[name] for name in ("activity", "waits_for", "since")}
+        """Within it the process waits; afterwards it does what it did before, unless it has begun something else."""
+        before = self._now()
         self.begin(activity, waits_for=waits_for)
+        mine = self._now()
         try:
             yield
         finally:
-            with self._lock:
-                self._fields |= before
+            if self._now() == mine:
+                with self._lock:
+                    self._fields |= before
+
+    def _now(self) -> dict[str, Any]:
+        with self._lock:
+            return {name: self._fields[name] for name in ("activity", "waits_for", "since")}
 
     def note(self, **fields: int) -> None:
         with self._lock:
@@ -69,8 +75,13 @@ class Progress:
     def ask_workers(self, source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
         self._workers = source
 
+    def ask_numbers(self, source: Callable[[], Mapping[str, int]] | None) -> None:
+        self._numbers = source
+
     def report(self, *, role: str, rank: int = 0, num_ranks: int = 1, attempt: int = 1) -> Report:
         workers = list(self._workers()) if self._workers is not None else []
+        if self._numbers is not None:
+            self.note(**self._numbers())
         with self._lock:
             return Report(
                 role=role,
@@ -92,6 +103,11 @@ def doing(activity: str) -> None:
     _progress.begin(activity)
 
 
+def wait_for(what: str, *, on: str) -> None:
+    """From now on this process waits for `what` ("policy 7") from the role `on`."""
+    _progress.begin(what, waits_for=on)
+
+
 @contextmanager
 def waiting(what: str, *, on: str) -> Iterator[None]:
     """Within it this process waits for `what` ("batch 12") from the role `on`."""
@@ -107,6 +123,11 @@ def note(**fields: int) -> None:
 def ask_workers(source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
     """Have each report carry what `source` says; it is called from the reports' thread. None ends it."""
     _progress.ask_workers(source)
+
+
+def ask_numbers(source: Callable[[], Mapping[str, int]] | None) -> None:
+    """Have each report carry the numbers that `source` says, as `note` takes them; called from the reports' thread."""
+    _progress.ask_numbers(source)
 
 
 def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, num_ranks: int = 1) -> None:

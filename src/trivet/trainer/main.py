@@ -1,15 +1,23 @@
 """Entry of one rank of the trainer: `python -m trivet.trainer.main @ trainer.toml`, alone or under torchrun."""
 
+import os
 import sys
+
+import torch
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.trainer import TrainerConfig, TrainingConfig
+from trivet.faults import arm
 from trivet.lifetime import die_with_parent
+from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.distributed import World, open_world
 from trivet.trainer.loop import run
+from trivet.transport.port import BatchReceiver
+from trivet.transport.recording import RecordingReceiver, ReplayReceiver, discard_recorded_after, recorded_steps
 from trivet.transport.zeromq import ZmqReceiver
+from trivet.wire.versions import Step
 
 
 def main() -> int:
@@ -21,12 +29,28 @@ def start(config: TrainerConfig) -> int:
     transport = config.rollout_transport
     with open_world(device=config.device, timeout_s=config.dist_timeout_seconds, wait_timeout_s=transport.timeout_s) as world:
         set_up_rank(config, world, role="trainer")
-        run(
-            config,
-            world,
-            make_receiver=lambda: ZmqReceiver(transport, run_id=config.run.id, attempt=config.run.attempt),
-        )
+        arm(config.faults.schedule, rank=world.rank)
+        run(with_end_of_replay(config), world, make_receiver=lambda from_step: open_receiver(config, from_step))
     return 0
+
+
+def open_receiver(config: TrainerConfig, from_step: Step) -> BatchReceiver:
+    """Where the batches after `from_step` come from."""
+    if config.data.replay is not None:
+        return ReplayReceiver(config.data.replay, from_step=from_step)
+    receiver = ZmqReceiver(config.rollout_transport, run_id=config.run.id, attempt=config.run.attempt)
+    if not config.data.record:
+        return receiver
+    layout = RunLayout(config.output_dir)
+    discard_recorded_after(layout, from_step)
+    return RecordingReceiver(receiver, layout=layout)
+
+
+def with_end_of_replay(config: TrainerConfig) -> TrainerConfig:
+    """A replay without max_steps ends with the last batch that was recorded."""
+    if config.data.replay is None or config.max_steps is not None:
+        return config
+    return config.model_copy(update={"max_steps": max(recorded_steps(RunLayout(config.data.replay)), default=None)})
 
 
 def set_up_rank(config: TrainingConfig, world: World, *, role: str) -> None:
@@ -36,6 +60,13 @@ def set_up_rank(config: TrainingConfig, world: World, *, role: str) -> None:
     name = role if world.is_main else f"{role}.{world.rank}"
     setup_logging(name, level=config.log.level, file=RunLayout(config.output_dir).rank_log(world.rank))
     disable_progress_bar()
+    layout = RunLayout(config.output_dir)
+    progress.start_reports(layout, role=role, attempt=config.run.attempt, rank=world.rank, num_ranks=world.size)
+    progress.doing("loading the model")
+    if config.deterministic:
+        # cuBLAS reads it when it is first used; without it the algorithms below are refused on a GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 if __name__ == "__main__":

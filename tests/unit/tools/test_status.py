@@ -75,7 +75,7 @@ def test_a_failed_run_is_told_with_its_restarts_its_error_and_how_to_go_on() -> 
     restart = RestartRecord(
         time=NOW,
         roles=["orchestrator", "trainer"],
-        cause="trainer was killed by SIGKILL",
+        cause="trainer killed by SIGKILL",
         from_step=Step(5),
         lost_steps=2,
         down_s=14.0,
@@ -92,7 +92,7 @@ def test_a_failed_run_is_told_with_its_restarts_its_error_and_how_to_go_on() -> 
     )
     assert "failed with exit code 1" in text
     assert (
-        "trainer was killed by SIGKILL: orchestrator and trainer restarted from step 5 (2 steps again), back after 14 s" in text
+        "trainer killed by SIGKILL: orchestrator and trainer restarted from step 5 (2 steps again), back after 14 s" in text
     )
     assert "  boom" in text
     assert "go on from step 5: the same command with --ckpt.resume-step -1 (output_dir out)" in text

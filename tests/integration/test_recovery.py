@@ -1,0 +1,121 @@
+"""Recovery by role with real roles, the real vLLM and the tiny model: the run goes on whatever is killed or stopped."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from support.processes import assert_all_gone, descendants_of, wait_until
+from support.rl_run import Run
+from trivet.config.layout import COMMITTED, STABLE, RunLayout
+from trivet.history.check import check_run
+from trivet.history.words import describe
+from trivet.telemetry.events import read_events
+from trivet.wire.events import Restart, Start, Stop
+from trivet.wire.status import RunState, RunStatus
+
+pytestmark = pytest.mark.vllm
+
+MAX_STEPS = 14
+WATCHDOG_S = 10.0
+BACK_WITHIN_S = 300.0
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
+    run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS)
+    yield run
+    run.stop()
+
+
+def status_of(layout: RunLayout) -> RunStatus:
+    return msgspec.json.decode(layout.status.read_bytes(), type=RunStatus)
+
+
+def wait_for_restart(run: Run, number: int) -> RunStatus:
+    """Until the run has made progress after its restart `number`."""
+    process = run.process
+    assert process is not None
+
+    def is_back() -> bool:
+        assert process.poll() is None, run.output[-4000:]
+        restarts = status_of(run.layout).restarts
+        return len(restarts) >= number and restarts[number - 1].down_s is not None
+
+    wait_until(is_back, timeout_s=BACK_WITHIN_S, waiting_for=f"restart {number}: {run.output[-4000:]}")
+    return status_of(run.layout)
+
+
+def assert_proven(layout: RunLayout) -> None:
+    report = check_run(layout)
+    assert not report.breaches, describe(report, events=layout.events)
+
+
+def test_a_run_completes_although_each_role_is_lost_once(run: Run) -> None:
+    launcher = run.start("--recovery.watchdog-timeout-s", str(WATCHDOG_S), "--recovery.max-restarts", "5")
+    run.wait_for(run.layout.weights_step(2) / STABLE)
+
+    trainer = run.role("trainer")
+    run.role("inference").kill()
+    first = wait_for_restart(run, 1)
+    assert first.restarts[0].roles == ["inference"]
+    assert trainer.is_running()
+
+    run.wait_for(run.layout.checkpoint_step(6) / COMMITTED)
+    inference = run.role("inference")
+    run.role("trainer").kill()
+    second = wait_for_restart(run, 2)
+    assert second.restarts[1].from_step == 6
+    assert second.attempt == 2
+
+    run.role("orchestrator").send_signal(signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    wait_until(lambda: "orchestrator stuck: " in run.output, timeout_s=WATCHDOG_S + 20, waiting_for="the watchdog")
+    assert time.monotonic() - stopped_at < WATCHDOG_S + 10
+    family = descendants_of(launcher.pid)
+
+    assert launcher.wait(BACK_WITHIN_S) == 0, run.output[-4000:]
+    assert_all_gone(family)
+    assert not inference.is_running() or inference.status() == psutil.STATUS_ZOMBIE
+    assert [restart.roles for restart in restarts_of(run.layout)] == [
+        ["inference"],
+        ["orchestrator", "trainer"],
+        ["orchestrator", "trainer"],
+    ]
+    assert run.output.count("started inference") == 2
+    assert "restarts: 3" in run.output
+    ended = status_of(run.layout)
+    assert (ended.state, ended.exit_code, ended.last_commit) == (RunState.DONE, 0, MAX_STEPS)
+    assert_proven(run.layout)
+
+
+def test_sigterm_commits_between_two_checkpoints_and_a_resume_goes_on_from_there(run: Run) -> None:
+    launcher = run.start()
+    run.wait_for(run.layout.weights_step(2) / STABLE)
+    family = descendants_of(launcher.pid)
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.wait(120) == 143, run.output[-4000:]
+    assert_all_gone(family)
+    step = status_of(run.layout).last_commit
+    assert step is not None
+    assert 2 <= step < 6, "the checkpoint of the interval is step 6"
+    assert f"committed up to step {step}" in run.output
+    stops = [event for event in read_events(run.layout.events) if isinstance(event, Stop)]
+    assert {(stop.role, stop.step, stop.reason) for stop in stops} == {
+        ("orchestrator", step, "preempted"),
+        ("trainer", step, "preempted"),
+    }
+
+    assert run.start("--ckpt.resume-step", "-1").wait(BACK_WITHIN_S) == 0, run.output[-4000:]
+    resumed = [event for event in read_events(run.layout.events) if isinstance(event, Start) and event.attempt == 2]
+    assert {event.from_step for event in resumed} == {step}
+    assert_proven(run.layout)
+
+
+def restarts_of(layout: RunLayout) -> list[Restart]:
+    return [event for event in read_events(layout.events) if isinstance(event, Restart)]
