@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from trivet.config.layout import RunLayout
+from trivet.config.layout import RunLayout, parse_step
+from trivet.durable import remove_directory, replace_file
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import Step, VersionRun
 
@@ -26,13 +27,18 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
 
 
 def write_rollouts(layout: RunLayout, step: Step, groups: Sequence[Group]) -> None:
-    directory = layout.rollouts_step(step)
-    directory.mkdir(parents=True, exist_ok=True)
+    """The file appears whole, or not at all."""
     encoder = msgspec.json.Encoder()
-    with (directory / "rollouts.jsonl").open("wb") as file:
-        for group in groups:
-            for rollout in group.rollouts:
-                file.write(encoder.encode(_record(group, rollout)) + b"\n")
+    lines = [encoder.encode(_record(group, rollout)) + b"\n" for group in groups for rollout in group.rollouts]
+    replace_file(layout.rollouts_step(step) / "rollouts.jsonl", b"".join(lines))
+
+
+def discard_rollouts_after(layout: RunLayout, step: Step) -> None:
+    """Remove those of later steps, which happen again with other rollouts."""
+    for path in layout.root.glob("rollouts/step_*"):
+        found = parse_step(path.name)
+        if found is not None and found > step:
+            remove_directory(path)
 
 
 def _record(group: Group, rollout: Rollout) -> RolloutRecord:
