@@ -199,19 +199,21 @@ class Dispatcher:
             self._end(attempt)
             self._lost(attempt, f"the server {root} was set aside")
         self.waker.ring()
+        self._on_change()
 
     def _pause_s(self) -> float:
         """Seconds until the next group may start; 0 when one may now."""
-        now = self._clock()
-        if self._retries:
-            return max(self._retries[0].not_before - now, self._bucket_wait_s(now))
-        limits = self._limits
+        now, limits = self._clock(), self._limits
         in_flight = self.rollouts_in_flight
-        if in_flight + limits.rollouts_per_example > max(self.max_in_flight, limits.rollouts_per_example):
-            return _IDLE_WAIT_S
-        if not self._may_start(in_flight + self._buffer.num_ready * limits.rollouts_per_example):
-            return _IDLE_WAIT_S
-        return self._bucket_wait_s(now)
+        has_room = in_flight + limits.rollouts_per_example <= max(self.max_in_flight, limits.rollouts_per_example)
+        ahead = in_flight + self._buffer.num_ready * limits.rollouts_per_example
+        if self._is_retry_due(now) or (has_room and self._may_start(ahead)):
+            return self._bucket_wait_s(now)
+        return self._retries[0].not_before - now if self._retries else _IDLE_WAIT_S
+
+    def _is_retry_due(self, now: float) -> bool:
+        """A group whose last try was lost has its place in flight already."""
+        return bool(self._retries) and self._retries[0].not_before <= now
 
     def _draw_wave(self) -> None:
         """Of a deterministic run: draw what the batch still lacks, once every group drawn before has ended."""
@@ -238,14 +240,15 @@ class Dispatcher:
 
     def _start_next(self, tasks: asyncio.TaskGroup) -> bool:
         """Start a lost group, else one of the checkpoint, else a new one; False when there is no group or no server for it."""
-        if self._retries and not self._may_start(0):
+        is_retry = self._is_retry_due(self._clock())
+        if is_retry and not self._may_start(0):
             return False
         num_rollouts = self._limits.rollouts_per_example
         server = self._servers.pick(num_rollouts=num_rollouts)
         if server is None:
             return False
         number = 1
-        if self._retries:
+        if is_retry:
             retry = self._retries.popleft()
             draw, number = retry.draw, retry.number
         else:

@@ -1,21 +1,24 @@
-"""The dispatcher against scripted histories: groups that finish, fail and go stale while policies load and batches form."""
+"""The dispatcher with groups that end when the test says so. Random schedules of whole runs: test_histories."""
 
 import asyncio
-import random
-from collections import Counter
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
+from support.fake_servers import FakeServers
 from support.groups import make_sample
+from support.virtual_time import run_virtually
 from trivet.algorithms.advantages import mean_baseline
-from trivet.algorithms.staleness import required_version
+from trivet.errors import WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
-from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
+from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
+from trivet.wire.events import Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
+
+EXAMPLES = {"toy": [f"hash-{index}" for index in range(7)]}
 
 
 class Script:
@@ -23,156 +26,276 @@ class Script:
 
     def __init__(self) -> None:
         self.waiting: dict[int, asyncio.Future[list[Rollout]]] = {}
+        self.servers: list[str] = []
+        """Of every try, in order."""
+        self.started_at: list[float] = []
 
-    async def __call__(self, draw: Draw) -> list[Rollout]:
+    async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]:
         future = asyncio.get_running_loop().create_future()
         self.waiting[draw.group_id] = future
+        self.servers.append(base_url)
+        self.started_at.append(asyncio.get_running_loop().time())
         try:
             return await future
         finally:
-            self.waiting.pop(draw.group_id, None)
+            if self.waiting.get(draw.group_id) is future:
+                del self.waiting[draw.group_id]
 
-    def finish(self, group_id: int, *, version: int, rewards: tuple[float, float] = (0.0, 1.0)) -> None:
+    def finish(self, group_id: int, *, version: int = 0, rewards: tuple[float, float] = (0.0, 1.0)) -> None:
         rollouts = [Rollout(index=i, reward=reward, samples=[make_sample(version=version)]) for i, reward in enumerate(rewards)]
         self.waiting[group_id].set_result(rollouts)
 
-    def fail(self, group_id: int) -> None:
-        self.waiting[group_id].set_exception(RuntimeError("boom"))
+    def fail(self, group_id: int, error: Exception) -> None:
+        self.waiting[group_id].set_exception(error)
 
 
-def make_dispatcher(events: list[Event], script: Script, *, again=(), max_async_level=1, max_off_policy_steps=8):
-    limits = Limits(
-        rollouts_per_example=2, rollouts_per_step=8, max_rollouts_in_flight=8, max_async_level=max_async_level, seq_len=64
-    )
-    buffer = GroupBuffer(write_event=events.append, online_difficulty_filtering=True, max_off_policy_steps=max_off_policy_steps)
-    sampler = ExampleSampler({"toy": 7}, seed=0, next_group_id=max(again, default=-1) + 1)
-    return Dispatcher(
-        sampler=sampler,
-        buffer=buffer,
-        run_group=script,
-        advantage=mean_baseline,
-        limits=limits,
-        on_change=lambda: None,
-        again=again,
-    ), buffer
+class Stage:
+    """A dispatcher with everything around it."""
+
+    def __init__(
+        self,
+        *,
+        again: Sequence[int] = (),
+        servers: FakeServers | None = None,
+        max_async_level: int = 1,
+        max_off_policy_steps: int = 8,
+        tasks_per_minute: int | None = None,
+        max_rollouts_in_flight: int = 8,
+    ) -> None:
+        self.events: list[Event] = []
+        self.script = Script()
+        self.servers = servers or FakeServers()
+        self.buffer = GroupBuffer(
+            write_event=self.events.append, online_difficulty_filtering=True, max_off_policy_steps=max_off_policy_steps
+        )
+        sampler = ExampleSampler(EXAMPLES, seed=0, state=SamplerState(next_group_id=GroupId(max(again, default=-1) + 1)))
+        draws = {group_id: sampler.preview(group_id + 1)[group_id] for group_id in again}
+        self.dispatcher = Dispatcher(
+            sampler=sampler,
+            buffer=self.buffer,
+            run_group=self.script,
+            servers=self.servers,
+            advantage=mean_baseline,
+            limits=Limits(
+                rollouts_per_example=2,
+                rollouts_per_step=8,
+                max_rollouts_in_flight=max_rollouts_in_flight,
+                max_async_level=max_async_level,
+                seq_len=64,
+                tasks_per_minute=tasks_per_minute,
+            ),
+            on_change=lambda: None,
+            again=list(draws.values()),
+            clock=asyncio.get_running_loop().time,
+        )
+
+    def set(self, *, step: int | None = None, version: int | None = None) -> None:
+        if step is not None:
+            self.dispatcher.step = Step(step)
+        if version is not None:
+            self.dispatcher.version = PolicyVersion(version)
+        self.dispatcher.waker.ring()
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@contextlib.asynccontextmanager
+async def staged(**options) -> AsyncIterator[Stage]:
+    """A stage whose dispatcher runs."""
+    stage = Stage(**options)
+    running = asyncio.create_task(stage.dispatcher.run())
+    await settle()
+    yield stage
+    assert not running.done()
+    running.cancel()
 
 
 async def settle() -> None:
-    for _ in range(6):
+    """Everybody goes as far as possible without time passing."""
+    for _ in range(12):
         await asyncio.sleep(0)
 
 
 def test_groups_in_flight_fill_the_limit_and_are_replaced():
     async def scenario() -> None:
-        events: list[Event] = []
-        script = Script()
-        dispatcher, buffer = make_dispatcher(events, script)
-        running = asyncio.create_task(dispatcher.run())
-        await settle()
-        assert sorted(script.waiting) == [0, 1, 2, 3]
-        script.finish(2, version=0)
-        await settle()
-        assert sorted(script.waiting) == [0, 1, 3, 4]
-        assert buffer.num_ready == 1
-        running.cancel()
+        async with staged() as stage:
+            assert sorted(stage.script.waiting) == [0, 1, 2, 3]
+            stage.script.finish(2)
+            await settle()
+            assert sorted(stage.script.waiting) == [0, 1, 3, 4]
+            assert stage.buffer.num_ready == 1
 
-    asyncio.run(scenario())
+    run_virtually(scenario(), limit_s=60)
 
 
 def test_groups_of_the_checkpoint_start_first_under_their_old_ids():
     async def scenario() -> None:
-        events: list[Event] = []
-        script = Script()
-        dispatcher, _ = make_dispatcher(events, script, again=[11, 14])
-        running = asyncio.create_task(dispatcher.run())
-        await settle()
-        assert list(script.waiting) == [11, 14, 15, 16]
-        running.cancel()
+        async with staged(again=[11, 14]) as stage:
+            assert list(stage.script.waiting) == [11, 14, 15, 16]
 
-    asyncio.run(scenario())
+    run_virtually(scenario(), limit_s=60)
 
 
 def test_at_async_level_zero_nothing_starts_that_the_next_policy_should_generate():
     async def scenario() -> None:
-        events: list[Event] = []
-        script = Script()
-        dispatcher, buffer = make_dispatcher(events, script, max_async_level=0)
-        running = asyncio.create_task(dispatcher.run())
-        await settle()
-        for group_id in list(script.waiting):
-            script.finish(group_id, version=0)
-        await settle()
-        assert not script.waiting
-        assert buffer.take_batch(Step(1), num_groups=4)
-        dispatcher.step = Step(2)
-        dispatcher.waker.ring()
-        await settle()
-        assert not script.waiting
-        dispatcher.version = PolicyVersion(1)
-        dispatcher.waker.ring()
-        await settle()
-        assert len(script.waiting) == 4
-        running.cancel()
+        async with staged(max_async_level=0) as stage:
+            for group_id in list(stage.script.waiting):
+                stage.script.finish(group_id)
+            await settle()
+            assert not stage.script.waiting
+            assert stage.buffer.take_batch(Step(1), num_groups=4)
+            stage.set(step=2)
+            await asyncio.sleep(20)
+            assert not stage.script.waiting
+            stage.set(version=1)
+            await settle()
+            assert len(stage.script.waiting) == 4
 
-    asyncio.run(scenario())
+    run_virtually(scenario(), limit_s=60)
 
 
-@settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32), max_async_level=st.integers(0, 3), max_off_policy_steps=st.integers(0, 4))
-def test_no_group_is_lost_or_doubled_whatever_happens(seed, max_async_level, max_off_policy_steps):
-    events: list[Event] = []
-    asyncio.run(play(random.Random(seed), events, max_async_level, max_off_policy_steps))
-    check_history(events, max_async_level=max_async_level, max_off_policy_steps=max_off_policy_steps)
+def test_a_group_spreads_over_the_servers_by_load_and_stays_on_one():
+    async def scenario() -> None:
+        async with staged(servers=FakeServers("http://a", "http://b")) as stage:
+            assert stage.script.servers == ["http://a", "http://b", "http://a", "http://b"]
+            assert [event.server for event in stage.of(Dispatch)] == stage.script.servers
+            stage.script.finish(1)
+            await settle()
+            assert stage.script.servers[-1] == "http://b"
+
+    run_virtually(scenario(), limit_s=60)
 
 
-async def play(rng: random.Random, events: list[Event], max_async_level: int, max_off_policy_steps: int) -> None:
-    script = Script()
-    dispatcher, buffer = make_dispatcher(
-        events, script, max_async_level=max_async_level, max_off_policy_steps=max_off_policy_steps
-    )
-    running = asyncio.create_task(dispatcher.run())
-    step, published = Step(1), 0
-    for _ in range(rng.randint(20, 120)):
-        await settle()
-        match rng.randrange(5):
-            case 0 | 1 if script.waiting:
-                group_id = rng.choice(list(script.waiting))
-                rewards = rng.choice([(0.0, 1.0), (1.0, 1.0), (0.5, 0.25)])
-                script.finish(group_id, version=dispatcher.version, rewards=rewards)
-            case 2 if script.waiting and rng.random() < 0.4:
-                script.fail(rng.choice(list(script.waiting)))
-            case 3 if buffer.take_batch(step, num_groups=4):
-                published, step = step, Step(step + 1)
-                dispatcher.step = step
-                dispatcher.waker.ring()
-            case 4 if dispatcher.version < published:
-                dispatcher.version = PolicyVersion(rng.randint(dispatcher.version + 1, published))
-                dispatcher.waker.ring()
-            case _:
-                pass
-    await settle()
-    in_flight = set(buffer.snapshot().in_flight)
-    ready = {group.group_id for group in buffer.snapshot().ready}
-    ended = {event.group_id for event in events if isinstance(event, Drop | Filter)}
-    batched = {group_id for event in events if isinstance(event, BatchFormed) for group_id in event.group_ids}
-    dispatched = {event.group_id for event in events if isinstance(event, Dispatch)}
-    assert dispatched == in_flight | ready | ended | batched
-    assert sum(map(len, (in_flight, ready, ended, batched))) == len(dispatched)
-    assert not running.done()
-    running.cancel()
+def test_without_a_server_groups_wait_and_keep_their_ids():
+    async def scenario() -> None:
+        servers = FakeServers()
+        servers.roots.clear()
+        async with staged(servers=servers) as stage:
+            assert stage.events == []
+            servers.roots.append("http://server")
+            stage.dispatcher.waker.ring()
+            await settle()
+            assert [event.group_id for event in stage.of(Dispatch)] == [0, 1, 2, 3]
+
+    run_virtually(scenario(), limit_s=60)
 
 
-def check_history(events: list[Event], *, max_async_level: int, max_off_policy_steps: int) -> None:
-    counts = Counter(event.group_id for event in events if isinstance(event, Dispatch))
-    assert set(counts.values()) <= {1}
-    assert list(counts) == sorted(counts)
-    step = Step(1)
-    for event in events:
-        if isinstance(event, BatchFormed):
-            assert event.newest_version <= event.step - 1
-            assert event.step - 1 - event.oldest_version <= max_off_policy_steps
-            step = Step(event.step + 1)
-        elif isinstance(event, Dispatch):
-            assert event.version >= required_version(step=step, max_async_level=max_async_level)
-    assert all(isinstance(event.group_id, int) for event in events if isinstance(event, Finish))
-    assert GroupId(0) in counts
+def test_groups_of_a_server_that_goes_down_start_again_on_another_under_their_ids():
+    async def scenario() -> None:
+        servers = FakeServers("http://a", "http://b")
+        async with staged(servers=servers) as stage:
+            servers.roots.remove("http://a")
+            stage.dispatcher.server_down("http://a")
+            await settle()
+            assert [event.group_id for event in stage.of(Dispatch)] == [0, 1, 2, 3, 0, 2]
+            assert stage.script.servers[4:] == ["http://b", "http://b"]
+            assert stage.buffer.num_in_flight == 4
+            assert servers.in_flight["http://a"] == 0
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_failure_that_is_the_servers_fault_costs_no_group_and_one_of_the_environment_costs_its_own():
+    async def scenario() -> None:
+        async with staged() as stage:
+            stage.script.fail(0, ValueError("the judge is down"))
+            await settle()
+            stage.servers.at_fault.add("http://server")
+            stage.script.fail(1, ConnectionError("refused"))
+            await settle()
+            [drop] = stage.of(Drop)
+            assert (drop.group_id, drop.reason) == (0, "failed: ValueError: the judge is down")
+            assert [event.group_id for event in stage.of(Dispatch)] == [0, 1, 2, 3, 4, 1]
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_group_that_loses_its_worker_each_time_is_tried_ever_more_slowly_and_then_failed():
+    async def scenario() -> None:
+        async with staged(max_rollouts_in_flight=2) as stage:
+            pauses: list[float] = []
+            for _ in range(5):
+                lost_at = asyncio.get_running_loop().time()
+                stage.script.fail(0, WorkerLost("ended with SIGKILL"))
+                await asyncio.sleep(10)
+                pauses.append(stage.script.started_at[-1] - lost_at)
+            assert pauses == pytest.approx([0, 1, 2, 4, 0], abs=0.01)  # the last is that of another group
+            [drop] = stage.of(Drop)
+            assert drop.reason.startswith("failed: WorkerLost: lost 5 times, the last time because ended with SIGKILL")
+            assert list(stage.script.waiting) == [1]
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_tokens_older_than_what_the_server_held_are_not_kept():
+    async def scenario() -> None:
+        async with staged() as stage:
+            stage.script.finish(3)
+            stage.set(version=2)
+            await settle()
+            stage.script.finish(4, version=0)  # dispatched at policy 2
+            await settle()
+            assert [event.group_id for event in stage.of(Finish)] == [3]
+            assert [event.group_id for event in stage.of(Dispatch)].count(4) == 2
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_group_that_outlives_max_off_policy_steps_is_cancelled_and_one_that_survives_a_load_is_kept():
+    async def scenario() -> None:
+        async with staged(max_off_policy_steps=2) as stage:
+            stage.set(version=1, step=3)
+            await settle()
+            assert not stage.of(Drop)
+            stage.script.finish(0)
+            await settle()
+            stage.set(step=4)
+            await settle()
+            assert {event.group_id for event in stage.of(Drop)} == {1, 2, 3}
+            assert {event.reason for event in stage.of(Drop)} == {"stale"}
+            assert not {1, 2, 3} & set(stage.script.waiting)
+            assert stage.servers.in_flight["http://server"] == 2 * len(stage.script.waiting)
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_no_more_rollouts_start_per_minute_than_allowed():
+    async def scenario() -> None:
+        async with staged(tasks_per_minute=60) as stage:
+            started: list[float] = []
+            while asyncio.get_running_loop().time() < 120:
+                for group_id in list(stage.script.waiting):
+                    started.append(asyncio.get_running_loop().time())
+                    stage.script.finish(group_id, rewards=(1.0, 1.0))  # filtered, so that the buffer never fills
+                await asyncio.sleep(0.25)
+            assert 2 * len(started) == pytest.approx(120 + 5, abs=4)
+
+    run_virtually(scenario(), limit_s=200)
+
+
+def test_the_limit_of_rollouts_in_flight_can_change_while_groups_run():
+    async def scenario() -> None:
+        async with staged() as stage:
+            stage.dispatcher.max_in_flight = 4
+            stage.script.finish(0)
+            stage.script.finish(1)
+            await settle()
+            assert sorted(stage.script.waiting) == [2, 3]
+            stage.dispatcher.max_in_flight = 6
+            stage.dispatcher.waker.ring()
+            await settle()
+            assert sorted(stage.script.waiting) == [2, 3, 4]
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_group_without_signal_is_filtered_and_replaced():
+    async def scenario() -> None:
+        async with staged() as stage:
+            stage.script.finish(0, rewards=(1.0, 1.0))
+            await settle()
+            assert [event.group_id for event in stage.of(Filter)] == [0]
+            assert sorted(stage.script.waiting) == [1, 2, 3, 4]
+
+    run_virtually(scenario(), limit_s=60)

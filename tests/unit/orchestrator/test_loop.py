@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from support.fake_servers import FakeServers
 from support.groups import make_sample
 from trivet.algorithms.advantages import mean_baseline
 from trivet.checkpoints.commit import commit
@@ -12,12 +13,12 @@ from trivet.checkpoints.halves import TRAINER, begin_half, finish_half
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.shared import CkptConfig, RunIdentity
-from trivet.errors import BatchError, CheckpointError
+from trivet.errors import BatchError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.loop import Loop
-from trivet.orchestrator.sampler import Draw, ExampleSampler
+from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.orchestrator.waker import Waker
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
@@ -26,30 +27,16 @@ from trivet.wire.events import BatchFormed, Finish
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
-SIZES = {"toy": 11}
-FRESH = OrchestratorHalf(
-    progress=Progress(), next_group_id=GroupId(0), buffer=BufferState(), seed=42, rollouts_per_example=2, sizes=SIZES
-)
+EXAMPLES = {"toy": [f"hash-{index}" for index in range(11)]}
+FRESH = OrchestratorHalf(progress=Progress(), sampler=SamplerState(), buffer=BufferState(), rollouts_per_example=2)
 
 
 class IdleWatcher:
-    """Servers that hold the newest policy at once: version n-1 while batch n is filled."""
+    """Servers that hold the start model all along."""
 
     last_load_s = 0.0
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-        self.version = PolicyVersion(0)
-        self._step = Step(1)
-
-    @property
-    def step(self) -> Step:
-        return self._step
-
-    @step.setter
-    def step(self, step: Step) -> None:
-        self._step, self.version = step, PolicyVersion(step - 1)
-        self._dispatcher.version = self.version
+    version = PolicyVersion(0)
+    step = Step(1)
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -76,6 +63,7 @@ def run_loop(directory: Path, half: OrchestratorHalf, *, max_steps: int, run_gro
         batch_size=4,
         rollouts_per_example=2,
         oversampling_factor=2.0,
+        max_async_level=8,
         max_fruitless_batches=2,
         seq_len=64,
         ckpt=CkptConfig(interval=2),
@@ -90,11 +78,12 @@ def run_loop(directory: Path, half: OrchestratorHalf, *, max_steps: int, run_gro
         max_off_policy_steps=config.max_off_policy_steps,
         ready=half.buffer.ready,
     )
-    sampler = ExampleSampler(SIZES, seed=config.seed, next_group_id=half.next_group_id)
+    sampler = ExampleSampler(EXAMPLES, seed=config.seed, state=half.sampler)
     dispatcher = Dispatcher(
         sampler=sampler,
         buffer=buffer,
         run_group=run_group,
+        servers=FakeServers(),
         advantage=mean_baseline,
         limits=Limits.of(config),
         on_change=changed.ring,
@@ -104,11 +93,10 @@ def run_loop(directory: Path, half: OrchestratorHalf, *, max_steps: int, run_gro
         config=config,
         layout=layout,
         progress=half.progress,
-        sizes=SIZES,
         sampler=sampler,
         buffer=buffer,
         dispatcher=dispatcher,
-        watcher=IdleWatcher(dispatcher),  # type: ignore[arg-type]  stands in for PolicyWatcher
+        watcher=IdleWatcher(),  # type: ignore[arg-type]  stands in for PolicyWatcher
         sender=sender,
         telemetry=telemetry,
         changed=changed,
@@ -120,7 +108,7 @@ def run_loop(directory: Path, half: OrchestratorHalf, *, max_steps: int, run_gro
     return sender.batches
 
 
-async def answer_at_once(draw: Draw) -> list[Rollout]:
+async def answer_at_once(draw: Draw, *, base_url: str) -> list[Rollout]:
     return [Rollout(index=index, reward=float(index), samples=[make_sample()]) for index in range(2)]
 
 
@@ -143,54 +131,48 @@ def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_fligh
     first = run_loop(tmp_path, FRESH, max_steps=4, run_group=answer_at_once)
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_half(layout, 2)
-    half = read_half(layout, Step(2), seed=42, rollouts_per_example=2, sizes=SIZES)
+    half = read_half(layout, Step(2), rollouts_per_example=2)
     again: list[int] = []
 
-    async def note(draw: Draw) -> list[Rollout]:
+    async def note(draw: Draw, *, base_url: str) -> list[Rollout]:
         again.append(draw.group_id)
-        return await answer_at_once(draw)
+        return await answer_at_once(draw, base_url=base_url)
 
     resumed = run_loop(tmp_path, half, max_steps=6, run_group=note, attempt=2)
     trained = {group_id for batch in first[:2] for group_id in batch.group_ids}
     waiting = [group.group_id for group in half.buffer.ready]
     later = [group_id for batch in resumed for group_id in batch.group_ids]
-    assert later[: len(waiting)] == waiting
-    assert again[: len(half.buffer.in_flight)] == half.buffer.in_flight
+    assert later[: len(waiting)] == waiting[: len(later)]
+    assert half.buffer.in_flight
+    assert again[: len(half.buffer.in_flight)] == half.buffer.in_flight_ids
     assert not trained & set(later)
-    assert set(range(half.next_group_id)) == trained | set(waiting) | set(half.buffer.in_flight)
+    assert set(range(half.next_group_id)) == trained | set(waiting) | set(half.buffer.in_flight_ids)
 
 
 def test_groups_not_started_again_yet_are_in_the_next_checkpoint_too(tmp_path):
     run_loop(tmp_path, FRESH, max_steps=2, run_group=answer_at_once)
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_half(layout, 2)
-    half = read_half(layout, Step(2), seed=42, rollouts_per_example=2, sizes=SIZES)
-    half.buffer = BufferState(in_flight=[GroupId(group_id) for group_id in range(100, 130)])
-    half.next_group_id = GroupId(130)
+    half = read_half(layout, Step(2), rollouts_per_example=2)
+    sampler = ExampleSampler(EXAMPLES, seed=42, state=SamplerState(next_group_id=GroupId(100)))
+    half.buffer = BufferState(in_flight=[draw for _ in range(30) if (draw := sampler.take(Step(2)))])
+    half.sampler = sampler.snapshot()
     run_loop(tmp_path, half, max_steps=4, run_group=answer_at_once, attempt=2)
     commit_with_a_trainer_half(layout, 4)
-    later = read_half(layout, Step(4), seed=42, rollouts_per_example=2, sizes=SIZES)
+    later = read_half(layout, Step(4), rollouts_per_example=2)
     events = [event for event in read_events(layout.events) if event.attempt == 2]
     cut = next(place for place, event in enumerate(events) if isinstance(event, BatchFormed) and event.step == 4)
     finished = {event.group_id for event in events[:cut] if isinstance(event, Finish)}
-    assert set(later.buffer.in_flight) == set(range(100, 130)) - finished
+    assert set(later.buffer.in_flight_ids) == set(range(100, 130)) - finished
 
 
-def test_a_half_of_other_data_sets_is_refused(tmp_path):
-    run_loop(tmp_path, FRESH, max_steps=2, run_group=answer_at_once)
-    layout = RunLayout(tmp_path)
-    commit_with_a_trainer_half(layout, 2)
-    with pytest.raises(CheckpointError, match=r"environments. sizes was .*11"):
-        read_half(layout, Step(2), seed=42, rollouts_per_example=2, sizes={"toy": 12})
-
-
-def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_last_error(tmp_path):
-    async def fail(draw: Draw) -> list[Rollout]:
-        raise ValueError("the judge is down")
+def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_first_error(tmp_path):
+    async def fail(draw: Draw, *, base_url: str) -> list[Rollout]:
+        raise ValueError(f"the judge is down for group {draw.group_id}")
 
     with pytest.raises(ExceptionGroup) as caught:
         run_loop(tmp_path, FRESH, max_steps=1, run_group=fail)
     [error] = caught.value.exceptions
     assert isinstance(error, BatchError)
     assert "4 groups in a row" in str(error)
-    assert "ValueError: the judge is down" in str(error)
+    assert "the first: group 0 of toy failed: ValueError: the judge is down for group 0" in str(error)

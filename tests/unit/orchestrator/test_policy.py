@@ -1,42 +1,19 @@
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import pytest
 
-from trivet.client.inference_client import PolicyStatus
+from support.fake_servers import FakeServers
+from support.virtual_time import run_virtually
+from trivet.client.server import Policy
 from trivet.config.layout import RunLayout
-from trivet.errors import InferenceError, WaitTimeout
+from trivet.errors import WaitTimeout
 from trivet.orchestrator.policy import READER, PolicyWatcher
 from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
 from trivet.weights.retention import reader_versions
-from trivet.wire.events import Event, Load
 from trivet.wire.versions import PolicyVersion, Step
-
-
-class Server:
-    """Loads what it is told, and reports it."""
-
-    base_url = "http://127.0.0.1:1"
-
-    def __init__(self, *, digest: str | None = None, version: int = 0) -> None:
-        self._digest = digest
-        self._status = PolicyStatus(version=PolicyVersion(version), digest="start")
-        self.loaded: list[int] = []
-
-    async def update_weights(self, directory) -> PolicyStatus:
-        manifest = read_manifest(directory)
-        self.loaded.append(manifest.version)
-        self._status = PolicyStatus(version=manifest.version, digest=self._digest or manifest.digest)
-        return self._status
-
-    async def reload_weights(self) -> PolicyStatus:
-        self.loaded.append(0)
-        self._status = PolicyStatus(version=PolicyVersion(0), digest="start")
-        return self._status
-
-    async def policy(self) -> PolicyStatus:
-        return self._status
 
 
 @pytest.fixture
@@ -53,88 +30,158 @@ def publish_policy(layout: RunLayout, version: int) -> None:
     )
 
 
-def make_watcher(layout, *servers, clock=lambda: 0.0, strict=False, level=1, events=None, loads=None) -> PolicyWatcher:
+def make_watcher(
+    layout: RunLayout,
+    servers: FakeServers,
+    *,
+    strict: bool = False,
+    on_load: Callable[[PolicyVersion], None] = lambda version: None,
+) -> PolicyWatcher:
     return PolicyWatcher(
         layout=layout,
         servers=servers,
-        max_async_level=level,
+        max_async_level=1,
         is_strict=strict,
         timeout_s=60.0,
-        write_event=(events if events is not None else []).append,
-        on_load=(loads if loads is not None else []).append,
-        clock=clock,
+        on_load=on_load,
+        clock=asyncio.get_running_loop().time,
     )
 
 
-async def run_until_loaded(watcher: PolicyWatcher, version: int) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(1.0):
+@contextlib.asynccontextmanager
+async def running(watcher: PolicyWatcher):
+    task = asyncio.create_task(watcher.run())
+    yield task
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def versions(servers: FakeServers) -> list[int]:
+    return [policy.version for policy in servers.loaded]
+
+
+@pytest.mark.parametrize(("strict", "step", "expected"), [(False, 3, 3), (True, 4, 2)])
+def test_the_newest_policy_is_loaded_or_in_a_strict_run_exactly_the_one_that_lags(layout, strict, step, expected):
+    async def scenario() -> None:
+        for version in (1, 2, 3):
+            publish_policy(layout, version)
+        servers, loads = FakeServers(), list[PolicyVersion]()
+        watcher = make_watcher(layout, servers, strict=strict, on_load=loads.append)
+        watcher.step = Step(step)
+        async with running(watcher):
+            await asyncio.sleep(1)
+        assert versions(servers) == loads == [expected]
+        assert servers.loaded[0].digest == read_manifest(layout.weights_step(expected)).digest
+        assert reader_versions(layout) == {READER: expected}
+
+    run_virtually(scenario(), limit_s=10)
+
+
+def test_a_trainer_that_publishes_nothing_is_named_when_its_time_is_over(layout):
+    async def scenario() -> None:
+        watcher = make_watcher(layout, FakeServers())
+        watcher.step = Step(5)
+        with pytest.raises(WaitTimeout, match="waited 60 s for policy 3 to fill batch 5"):
             await watcher.run()
-    assert watcher.version == version
+        assert asyncio.get_running_loop().time() == pytest.approx(60, abs=1)
+
+    run_virtually(scenario(), limit_s=100)
 
 
-def test_the_newest_policy_is_loaded_on_every_server_and_acknowledged(layout):
-    for version in (1, 2):
-        publish_policy(layout, version)
-    servers, events, loads = [Server(), Server()], [], []
-    watcher = make_watcher(layout, *servers, events=events, loads=loads)
-    watcher.step = Step(3)
-    asyncio.run(run_until_loaded(watcher, 2))
-    assert [server.loaded for server in servers] == [[2], [2]]
-    assert loads == [2]
-    assert reader_versions(layout) == {READER: 2}
-    digest = read_manifest(layout.weights_step(2)).digest
-    assert [event.digest for event in events if isinstance(event, Load)] == [digest, digest]
+def test_nothing_is_loaded_while_the_policy_is_pinned_and_the_newest_is_once_the_last_holder_leaves(layout):
+    async def scenario() -> None:
+        servers = FakeServers()
+        watcher = make_watcher(layout, servers)
+        async with running(watcher) as task:
+            async with watcher.pinned() as version:
+                async with watcher.pinned() as inner:
+                    for published in (1, 2):
+                        publish_policy(layout, published)
+                        await asyncio.sleep(1)
+                await asyncio.sleep(1)
+                assert (version, inner, servers.loaded) == (0, 0, [])
+            await asyncio.sleep(1)
+            assert versions(servers) == [2]
+            assert not task.done()
+
+    run_virtually(scenario(), limit_s=100)
 
 
-def test_a_strict_run_loads_exactly_the_policy_that_lags(layout):
-    for version in (1, 2, 3):
-        publish_policy(layout, version)
-    server = Server()
-    watcher = make_watcher(layout, server, strict=True)
-    watcher.step = Step(4)
-    asyncio.run(run_until_loaded(watcher, 2))
-    assert server.loaded == [2]
+def test_a_pin_longer_than_the_deadline_is_not_taken_for_a_trainer_that_hangs(layout):
+    async def scenario() -> None:
+        servers = FakeServers()
+        watcher = make_watcher(layout, servers)
+        async with running(watcher) as task:
+            async with watcher.pinned():
+                publish_policy(layout, 1)
+                watcher.step = Step(3)  # needs policy 1, which is there and may not be loaded
+                await asyncio.sleep(1000)
+            await asyncio.sleep(1)
+            assert not task.done()
+            assert versions(servers) == [1]
+
+    run_virtually(scenario(), limit_s=2000)
 
 
-def test_a_server_that_reports_another_digest_ends_the_run(layout):
-    publish_policy(layout, 1)
-    watcher = make_watcher(layout, Server(digest="other"))
-    watcher.step = Step(2)
-    with pytest.raises(InferenceError, match="another run may use the same server"):
-        asyncio.run(watcher.load(PolicyVersion(1)))
-    assert reader_versions(layout) == {}
+def test_a_pin_waits_for_a_load_in_progress_and_holds_what_it_brought(layout):
+    class SlowServers(FakeServers):
+        async def load(self, policy: Policy) -> None:
+            await asyncio.sleep(10)
+            await super().load(policy)
+
+    async def scenario() -> None:
+        publish_policy(layout, 1)
+        watcher = make_watcher(layout, SlowServers())
+        async with running(watcher):
+            await asyncio.sleep(1)
+            async with watcher.pinned() as version:
+                assert asyncio.get_running_loop().time() == pytest.approx(10)
+                assert version == 1
+
+    run_virtually(scenario(), limit_s=100)
 
 
-def test_a_trainer_that_publishes_nothing_is_named(layout):
-    now = iter(range(0, 10_000, 50))
-    watcher = make_watcher(layout, Server(), clock=lambda: float(next(now)))
-    watcher.step = Step(5)
-    with pytest.raises(WaitTimeout, match="waited 60 s for policy 3 to fill batch 5"):
-        asyncio.run(watcher.run())
+def test_a_load_that_a_pin_overtakes_is_left_for_later(layout):
+    async def scenario() -> None:
+        publish_policy(layout, 1)
+        servers = FakeServers()
+        watcher = make_watcher(layout, servers)
+        async with watcher.pinned():
+            await watcher.load(PolicyVersion(1))
+        assert (servers.loaded, watcher.version) == ([], 0)
+
+    run_virtually(scenario(), limit_s=10)
 
 
-def test_a_fresh_run_resets_servers_or_refuses_what_they_hold(layout):
-    events: list[Event] = []
-    server = Server(version=4)
-    with pytest.raises(InferenceError, match="holds policy 4 and the run starts from the base model"):
-        asyncio.run(make_watcher(layout, server).start_from_base(reload=False))
-    asyncio.run(make_watcher(layout, server, events=events).start_from_base(reload=True))
-    assert server.loaded == [0]
-    assert reader_versions(layout) == {READER: 0}
+def test_a_fresh_run_starts_from_the_start_model_and_says_so_to_whoever_removes_old_weights(layout):
+    async def scenario() -> None:
+        servers = FakeServers()
+        await make_watcher(layout, servers).start_from_base(reload=True)
+        assert servers.loaded == [Policy(version=PolicyVersion(0), digest=None, directory=None)]
+        assert reader_versions(layout) == {READER: 0}
+
+    run_virtually(scenario(), limit_s=10)
 
 
 def test_a_resume_waits_until_its_policy_is_published_again(layout):
-    server = Server()
-    watcher = make_watcher(layout, server)
-
     async def scenario() -> None:
+        servers = FakeServers()
+        watcher = make_watcher(layout, servers)
         waiting = asyncio.create_task(watcher.await_policy(PolicyVersion(6)))
-        await asyncio.sleep(0)
+        await asyncio.sleep(30)
         assert not waiting.done()
         publish_policy(layout, 6)
         await waiting
+        assert versions(servers) == [6]
+        assert watcher.version == 6
 
-    asyncio.run(scenario())
-    assert server.loaded == [6]
-    assert watcher.version == 6
+    run_virtually(scenario(), limit_s=100)
+
+
+def test_a_resume_whose_policy_never_appears_ends(layout):
+    async def scenario() -> None:
+        with pytest.raises(WaitTimeout, match="step_6 to resume from"):
+            await make_watcher(layout, FakeServers()).await_policy(PolicyVersion(6))
+
+    run_virtually(scenario(), limit_s=100)
