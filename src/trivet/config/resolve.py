@@ -51,6 +51,7 @@ def resolve(draft: Draft, findings: Findings) -> None:
     """Fill the roles' sections of a run in `draft`."""
     _make_deterministic(draft, findings)
     _agree(draft, findings, _model_names(draft))
+    _fill(draft, "model.name", ("orchestrator.model.name",))
     _fill(draft, "seq_len", ("trainer.model.seq_len", "orchestrator.seq_len"))
     _fill(draft, "max_model_len", ("inference.model.max_model_len",))
     _agree(draft, findings, ("max_steps", "trainer.max_steps", "orchestrator.max_steps"))

@@ -114,6 +114,11 @@ def test_someone_elses_server_may_name_the_model_otherwise() -> None:
     assert (config.trainer.model.name, config.orchestrator.model.name) == ("org/a", "org/b")
 
 
+def test_someone_elses_server_is_asked_for_the_trained_model_unless_another_name_is_given() -> None:
+    config = resolved("--inference", "None", "--model.name", "org/a")
+    assert config.orchestrator.model.name == config.trainer.model.name == "org/a"
+
+
 def test_the_server_serves_in_the_dtype_that_the_trainer_computes_in() -> None:
     def dtype(*argv: str) -> str:
         inference = resolved(*argv).inference
