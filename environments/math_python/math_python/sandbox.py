@@ -68,7 +68,7 @@ async def run_python(code: str, *, limits: Limits) -> str:
         source.seek(0)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-I", "-S", "-c", _PROGRAM),
+            *("-I", "-S", "-u", "-c", _PROGRAM),
             *map(str, arguments),
             stdin=source,
             stdout=output,  # a file, not a pipe: it is bounded by the limit on files, and nobody can hold it open against us

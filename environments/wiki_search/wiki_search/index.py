@@ -40,6 +40,12 @@ class Index:
 
     def search(self, query: str, *, limit: int) -> list[Article]:
         """The best articles, best first; those that share no word with the query are left out."""
+        scores = self.scores(query)
+        best = sorted(scores, key=lambda number: (-scores[number], number))
+        return [self._articles[number] for number in best[:limit]]
+
+    def scores(self, query: str) -> dict[int, float]:
+        """By place of the article in the list; only of articles that share a word with the query."""
         scores: dict[int, float] = defaultdict(float)
         for word in set(words_of(query)):
             postings = self._postings.get(word, [])
@@ -47,5 +53,4 @@ class Index:
             for number, times in postings:
                 length = 1 - B + B * self._lengths[number] / self._mean_length
                 scores[number] += rarity * times * (K1 + 1) / (times + K1 * length)
-        best = sorted(scores, key=lambda number: (-scores[number], number))
-        return [self._articles[number] for number in best[:limit]]
+        return dict(scores)

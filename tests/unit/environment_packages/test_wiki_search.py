@@ -1,0 +1,135 @@
+import math
+
+import pytest
+
+from support.scripted_policy import play, said, tool_call
+from wiki_search import load_environment
+from wiki_search.environment import Library, answers_match, titles_read
+from wiki_search.index import Index, words_of
+from wiki_search.world import Article, make_world
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world()
+
+
+@pytest.fixture(scope="module")
+def env():
+    return load_environment()
+
+
+def test_the_world_is_the_same_every_time_and_no_title_appears_twice(world):
+    assert world == make_world()
+    assert len({article.title for article in world.articles}) == len(world.articles) >= 90
+
+
+def test_every_answer_stands_in_the_article_that_is_named_as_its_source(world):
+    articles = {article.title: article for article in world.articles}
+    missing = [
+        question
+        for question in world.questions
+        if not set(words_of(question.answer)) <= set(words_of(articles[question.source].text))
+    ]
+    assert missing == []
+
+
+def test_questions_of_two_steps_do_not_name_their_source(world):
+    two_steps = [question for question in world.questions if question.num_steps == 2]
+    assert len(two_steps) >= 50
+    assert not [question for question in two_steps if question.source in question.text]
+
+
+def test_no_question_has_two_answers(world):
+    assert len({question.text for question in world.questions}) == len(world.questions)
+
+
+def test_a_search_for_the_subject_of_a_question_finds_its_article(world):
+    index = Index(world.articles)
+    one_step = [question for question in world.questions if question.num_steps == 1]
+    found = [question.source in [article.title for article in index.search(question.text, limit=5)] for question in one_step]
+    assert sum(found) / len(found) > 0.95
+
+
+def test_rare_words_weigh_more_than_common_ones_and_short_articles_more_than_long_ones():
+    filler = [Article(title=f"t{number}", text="river town year") for number in range(10)]
+    rare = Article(title="a", text="river zebra")
+    long = Article(title="b", text="zebra " + "word " * 50)
+    found = Index([*filler, long, rare]).search("the zebra river", limit=3)
+    assert [article.title for article in found[:2]] == ["a", "b"]
+
+
+def test_the_score_is_the_formula_of_the_paper():
+    """Two articles of equal length; one has the word, twice by its title: ln(1 + 1.5 / 1.5) * 2 * 2.5 / (2 + 1.5)."""
+    index = Index([Article(title="u v", text=""), Article(title="x y", text="")])
+    assert index.scores("x") == {1: pytest.approx(math.log(2) * 10 / 7)}
+    assert index.scores("nothing of this") == {}
+
+
+def test_search_returns_at_most_as_many_titles_as_asked_for(world):
+    library = Library(world.articles, num_results=3)
+    assert len(library.search("town river founded").splitlines()) == 3
+    assert library.search("xylophone") == "Nothing found."
+
+
+def test_reading_does_not_depend_on_case_and_a_wrong_title_is_told_to_the_model(world):
+    library = Library(world.articles, num_results=3)
+    assert library.read(" aldermoor ").startswith("Aldermoor is a town")
+    assert library.read("Atlantis") == "There is no article 'Atlantis'; search for one."
+
+
+def test_an_answer_that_was_looked_up_scores_with_its_source(env):
+    row = env.get_dataset()[0]
+    source = row["info"]["source"]
+    calls = [tool_call("search", query=source), tool_call("read", title=source)]
+    state = play(env, [*calls, f"<answer>{row['answer']}</answer>"])
+    found, text = said(state, "tool")
+    assert source in found.splitlines()
+    assert row["answer"].lower() in text.lower()
+    assert state["metrics"]["correct"] == state["metrics"]["found_source"] == 1.0
+    assert state["reward"] == pytest.approx(1.2)
+    assert titles_read(state["completion"]) == {source.lower()}
+
+
+def test_a_guess_without_reading_scores_no_source_and_a_wrong_answer_nothing(env):
+    answer = env.get_dataset()[0]["answer"]
+    assert play(env, [f"<answer>{answer}</answer>"])["reward"] == 1.0
+    assert play(env, ["<answer>forty-two</answer>"])["reward"] == 0.0
+    assert play(env, [answer])["reward"] == 0.0
+
+
+def test_calls_with_arguments_that_are_no_table_are_told_to_the_model_and_score_nothing(env):
+    broken = tool_call("read").model_copy(update={"arguments": '["Aldermoor"]'})
+    state = play(env, [broken, "<answer>?</answer>"])
+    assert len(said(state, "tool")) == 1
+    assert state["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "is_equal"),
+    [
+        ("49,000", "49000", True),
+        ("the glass", "glass", False),
+        ("Glass.", "glass", True),
+        ("", "", False),
+        ("...", "glass", False),
+    ],
+)
+def test_answers_match_by_words(given, expected, is_equal):
+    assert answers_match(given, expected) is is_equal
+
+
+def test_no_evaluation_question_is_a_training_question(env):
+    train, held_out = set(env.get_dataset()["question"]), set(env.get_eval_dataset()["question"])
+    assert len(held_out) == 40
+    assert not train & held_out
+
+
+def test_a_seed_orders_the_questions():
+    first, same, other = (list(load_environment(num_examples=9, seed=seed).get_dataset()["question"]) for seed in (1, 1, 2))
+    assert first == same != other
+
+
+def test_nothing_left_to_train_on_is_refused():
+    with pytest.raises(ValueError, match="num_eval_questions"):
+        load_environment(num_eval_questions=10_000)

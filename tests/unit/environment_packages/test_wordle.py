@@ -1,0 +1,95 @@
+import pytest
+
+from support.scripted_policy import play, said
+from wordle import load_environment
+from wordle.environment import split_words
+from wordle.game import load_words, mark_guess, progress_of, why_invalid
+
+
+@pytest.fixture
+def env():
+    return load_environment(num_examples=3, num_eval_examples=3, max_turns=3)
+
+
+def row_with(env, secret: str) -> dict:
+    return {**env.get_dataset()[0], "answer": secret}
+
+
+@pytest.mark.parametrize(
+    ("guess", "secret", "marks"),
+    [
+        ("crane", "crane", "GGGGG"),
+        ("crane", "cabin", "GXYYX"),
+        ("speed", "abide", "XXYXY"),
+        ("speed", "erase", "YXYYX"),
+        ("speed", "steal", "GXGXX"),
+        ("allee", "apple", "GYXXG"),
+        ("geese", "eagle", "YYXXG"),
+        ("babab", "abbey", "YYGXX"),
+    ],
+)
+def test_a_letter_is_marked_as_often_as_the_secret_word_has_it(guess, secret, marks):
+    assert "".join(mark_guess(guess, secret)) == marks
+
+
+def test_every_bundled_word_is_distinct_lowercase_and_of_five_letters():
+    words = load_words()
+    assert len(words) == len(set(words)) > 600
+    assert all(why_invalid(word) is None and word.islower() for word in words)
+
+
+@pytest.mark.parametrize("guess", ["four", "sixsix", "ab cd", "cr4ne", "naïve"])
+def test_what_is_no_word_of_five_letters_is_no_guess(guess):
+    assert why_invalid(guess)
+
+
+def test_no_evaluation_word_is_a_training_word():
+    env = load_environment(num_examples=1000, num_eval_examples=100)
+    assert not set(env.get_dataset()["answer"]) & set(env.get_eval_dataset()["answer"])
+
+
+def test_every_word_is_played_before_one_is_played_again():
+    train, _ = split_words(100)
+    answers = list(load_environment(num_examples=len(train)).get_dataset()["answer"])
+    assert sorted(answers) == sorted(train)
+
+
+def test_the_same_seed_gives_the_same_words_and_another_seed_another_order():
+    first, same, other = (list(load_environment(num_examples=20, seed=seed).get_dataset()["answer"]) for seed in (1, 1, 2))
+    assert first == same != other
+
+
+def test_a_game_ends_with_the_right_guess_and_says_so(env):
+    state = play(env, ["<guess>crane</guess>", "I say <guess>CABIN</guess>"], row=row_with(env, "cabin"))
+    assert said(state, "user") == ["C R A N E\nG X Y Y X\n2 guesses left.", "C A B I N\nG G G G G\nThat is the word."]
+    assert state["metrics"]["solved"] == 1.0
+    assert state["metrics"]["speed"] == 0.5
+    assert state["reward"] == pytest.approx(1.0 + 0.5 * 0.5 + 0.2 + 0.1)
+
+
+def test_the_last_guess_is_judged_too_and_then_the_word_is_told(env):
+    state = play(env, ["<guess>crane</guess>"] * 3, row=row_with(env, "cabin"))
+    assert said(state, "user")[-1] == "C R A N E\nG X Y Y X\nNo guesses left: the word was cabin."
+    assert state["metrics"]["solved"] == state["metrics"]["speed"] == 0.0
+    assert state["metrics"]["progress"] == pytest.approx(progress_of(mark_guess("crane", "cabin")))
+
+
+def test_the_last_guess_may_be_the_right_one(env):
+    replies = ["<guess>crane</guess>", "<guess>brain</guess>", "<guess>cabin</guess>"]
+    state = play(env, replies, row=row_with(env, "cabin"))
+    assert said(state, "user")[-1].endswith("That is the word.")
+    assert state["metrics"]["solved"] == 1.0
+
+
+def test_an_answer_without_a_valid_guess_costs_its_turn(env):
+    state = play(env, ["crane", "<guess>cranes</guess>", "<guess>crane</guess>"], row=row_with(env, "crane"))
+    assert said(state, "user")[0].startswith("There was no guess in <guess> tags.")
+    assert said(state, "user")[1].startswith("'cranes' is not a word of 5 letters.")
+    assert state["metrics"]["speed"] == pytest.approx(1 / 3)
+    assert state["metrics"]["valid_guesses"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("args", "message"), [({"num_eval_words": 0}, "num_eval_words"), ({"max_turns": 0}, "max_turns")])
+def test_impossible_arguments_are_refused(args, message):
+    with pytest.raises(ValueError, match=message):
+        load_environment(**args)
