@@ -1,0 +1,209 @@
+"""`trivet check` on directories: what events say is compared with what lies there; exit codes and words."""
+
+import shutil
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from support.groups import make_draw, make_group
+from support.histories import MAX_OFF_POLICY_STEPS, RunMaker, replay_events, write_events
+from trivet.checkpoints.commit import commit
+from trivet.checkpoints.halves import ORCHESTRATOR, TRAINER, begin_half, finish_half
+from trivet.config.layout import COMMITTED, MANIFEST, RunLayout
+from trivet.history.check import check_run
+from trivet.orchestrator.buffer import BufferState
+from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress
+from trivet.orchestrator.rollout_log import write_rollouts
+from trivet.orchestrator.sampler import SamplerState
+from trivet.tools.cli import main
+from trivet.weights.publish import publish
+from trivet.wire.codec import encode
+from trivet.wire.events import AnyEvent, BatchFormed, Commit, Load, Publish, Retire, ServerUp, Start, Stop, Train
+from trivet.wire.versions import Step
+
+STEPS = 9
+
+
+def make_run(layout: RunLayout, *, seed: int = 5) -> list[AnyEvent]:
+    """A directory as a run leaves it: events, and the files that they speak of."""
+    events = RunMaker(Random(seed), max_steps=STEPS, max_crashes=2).run()
+    retired = {event.version for event in events if isinstance(event, Retire)}
+    digests: dict[int, str] = {}
+    for version in range(1, STEPS + 1):
+        content = f"weights of {version}".encode()
+        manifest = publish(layout, version=version, run_id="run", write=lambda path, data=content: _write(path, data))
+        digests[version] = manifest.digest
+        if version in retired:
+            shutil.rmtree(layout.weights_step(version))
+    for event in events:
+        if isinstance(event, Publish | Load | ServerUp) and event.version:
+            event.digest = digests[event.version]
+    _write_checkpoint(layout, events, STEPS)
+    batch = next(event for event in events if isinstance(event, BatchFormed) and event.step == STEPS)
+    write_rollouts(layout, Step(STEPS), [make_group(group_id, version=STEPS - 1) for group_id in batch.group_ids])
+    (layout.configs).mkdir()
+    (layout.configs / "orchestrator.toml").write_text(f"max_off_policy_steps = {MAX_OFF_POLICY_STEPS}\n")
+    write_events(layout.events, events)
+    return events
+
+
+def _write(directory: Path, data: bytes) -> None:
+    (directory / "model.safetensors").write_bytes(data)
+
+
+def _write_checkpoint(layout: RunLayout, events: list[AnyEvent], step: int) -> None:
+    formed = max(place for place, event in enumerate(events) if isinstance(event, BatchFormed) and event.step == step)
+    owed = replay_events(events[: formed + 1]).groups.live
+    half = OrchestratorHalf(
+        progress=Progress(step=Step(step)),
+        sampler=SamplerState(next_group_id=owed.next_group_id),
+        buffer=BufferState(
+            ready=[make_group(group_id) for group_id in sorted(owed.ready)],
+            in_flight=[make_draw(group_id) for group_id in sorted(owed.in_flight)],
+        ),
+        rollouts_per_example=2,
+    )
+    for name, content in ((ORCHESTRATOR, encode(half)), (TRAINER, b"shards")):
+        (begin_half(layout, Step(step), name) / "state.msgpack").write_bytes(content)
+        finish_half(layout, Step(step), name)
+    commit(layout, Step(step))
+
+
+@pytest.fixture
+def layout(tmp_path):
+    return RunLayout(tmp_path / "run")
+
+
+def check(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(["check", str(layout.root)])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_that_kept_its_promises_is_proven(layout, capsys, seed):
+    make_run(layout, seed=seed)
+    code, out = check(layout, capsys)
+    assert (code, "proven: invariants 1 to 4 hold" in out) == (0, True), out
+    assert f"done at step {STEPS}" in out
+
+
+def test_a_directory_without_a_run_is_no_run(tmp_path, capsys):
+    assert main(["check", str(tmp_path)]) == 2
+    assert "holds no events.jsonl" in capsys.readouterr().err
+
+
+def test_the_event_that_broke_an_invariant_is_shown_with_its_line(layout, capsys):
+    events = make_run(layout)
+    place = max(place for place, event in enumerate(events) if isinstance(event, Train))
+    events.insert(place, events[place])
+    write_events(layout.events, events)
+    code, out = check(layout, capsys)
+    assert code == 1
+    assert f"events.jsonl:{place + 2}: invariant 1 (exactly once): step {STEPS} is trained" in out
+    assert msgspec.json.encode(events[place]).decode() in out
+
+
+def broken_file(layout: RunLayout, what: str) -> None:
+    checkpoint = layout.checkpoint_step(STEPS)
+    match what:
+        case "an altered checkpoint":
+            (checkpoint / TRAINER / "state.msgpack").write_bytes(b"shardz")
+        case "a checkpoint that is gone":
+            shutil.rmtree(checkpoint)
+        case "a commit of nothing":
+            shutil.copytree(checkpoint, layout.checkpoint_step(STEPS + 1))
+        case "altered weights":
+            (layout.weights_step(STEPS) / "model.safetensors").write_bytes(b"weights of X")
+        case "weights of another run":
+            shutil.rmtree(layout.weights_step(STEPS))
+            publish(layout, version=STEPS, run_id="other", write=lambda path: _write(path, b"other"))
+        case "rollouts of other groups":
+            write_rollouts(layout, Step(STEPS), [make_group(10_000)])
+        case _:
+            raise AssertionError(what)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("an altered checkpoint", "invariant 3 (one commit): checkpoint 9 cannot be resumed from"),
+        ("a checkpoint that is gone", "invariant 3 (one commit): step 9 is the last commit of the history, and"),
+        ("a commit of nothing", "is committed; the history has no commit of step 10"),
+        ("altered weights", "invariant 4 (readers are safe)"),
+        ("weights of another run", "invariant 2 (versions tell the truth)"),
+        ("rollouts of other groups", "invariant 1 (exactly once)"),
+    ],
+)
+def test_a_file_that_contradicts_the_history_is_named(layout, capsys, what, said):
+    make_run(layout)
+    broken_file(layout, what)
+    code, out = check(layout, capsys)
+    assert code == 1
+    assert said in out
+
+
+def test_a_checkpoint_that_forgot_a_group_is_named(layout, capsys):
+    events = make_run(layout)
+    shutil.rmtree(layout.checkpoint_step(STEPS))
+    formed = max(place for place, event in enumerate(events) if isinstance(event, BatchFormed))
+    _write_checkpoint(layout, [*events[:formed], events[formed]], STEPS)
+    path = layout.checkpoint_step(STEPS)
+    half = msgspec.msgpack.decode((path / ORCHESTRATOR / "state.msgpack").read_bytes())
+    half["sampler"]["next_group_id"] += 1
+    for name, content in ((ORCHESTRATOR, msgspec.msgpack.encode(half)), (TRAINER, b"shards")):
+        (begin_half(layout, Step(STEPS), name) / "state.msgpack").write_bytes(content)
+        finish_half(layout, Step(STEPS), name)
+    (path / COMMITTED).unlink()
+    commit(layout, Step(STEPS))
+    code, out = check(layout, capsys)
+    assert code == 1
+    assert "the group after batch 9 is" in out
+
+
+def test_a_run_that_was_killed_between_a_commit_and_its_event_is_proven(layout):
+    events = make_run(layout)
+    del events[max(place for place, event in enumerate(events) if isinstance(event, Commit))]
+    write_events(layout.events, [event for event in events if not (isinstance(event, Stop) and event.role == "trainer")])
+    report = check_run(layout)
+    assert not report.breaches, report.breaches
+    assert report.last_stop is None
+
+
+def test_a_line_that_is_cut_short_by_a_full_disk_does_not_count(layout):
+    events = make_run(layout)
+    lines = layout.events.read_bytes().splitlines(keepends=True)
+    lines[20] = lines[19][:30] + lines[20]
+    layout.events.write_bytes(b"".join(lines) + b'{"event":"train","st')
+    report = check_run(layout)
+    assert not report.breaches
+    assert report.num_events == len(events)
+
+
+def test_a_line_that_is_no_event_is_an_error_that_names_it(layout, capsys):
+    make_run(layout)
+    with layout.events.open("ab") as file:
+        file.write(b'{"event":"party"}\n')
+    assert main(["check", str(layout.root)]) == 1
+    assert "is no event of this version" in capsys.readouterr().err
+
+
+def test_a_manifest_that_cannot_be_read_is_named(layout, capsys):
+    make_run(layout)
+    (layout.weights_step(STEPS) / MANIFEST).write_text("{")
+    code, out = check(layout, capsys)
+    assert (code, "cannot be read" in out) == (1, True)
+
+
+def test_supervised_fine_tuning_is_proven_too(layout):
+    manifest = publish(layout, version=4, run_id="run", write=lambda path: _write(path, b"sft"))
+    events: list[AnyEvent] = [
+        Start(role="sft", run_id="run", from_step=Step(0)),
+        Publish(role="sft", version=manifest.version, digest=manifest.digest),
+        Stop(role="sft", step=Step(4), reason="done"),
+    ]
+    write_events(layout.events, events)
+    report = check_run(layout)
+    assert not report.breaches
+    assert report.last_step == 4
