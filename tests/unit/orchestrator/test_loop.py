@@ -128,7 +128,13 @@ def test_batches_are_whole_and_say_when_a_checkpoint_half_is_on_disk(tmp_path):
 
 
 def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_flight(tmp_path):
-    first = run_loop(tmp_path, FRESH, max_steps=4, run_group=answer_at_once)
+
+    async def leave_two_open(draw: Draw, *, base_url: str) -> list[Rollout]:
+        if draw.group_id in (1, 3):
+            await asyncio.Event().wait()
+        return await answer_at_once(draw, base_url=base_url)
+
+    first = run_loop(tmp_path, FRESH, max_steps=4, run_group=leave_two_open)
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_half(layout, 2)
     half = read_half(layout, Step(2), rollouts_per_example=2)
@@ -143,7 +149,7 @@ def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_fligh
     waiting = [group.group_id for group in half.buffer.ready]
     later = [group_id for batch in resumed for group_id in batch.group_ids]
     assert later[: len(waiting)] == waiting[: len(later)]
-    assert half.buffer.in_flight
+    assert half.buffer.in_flight_ids[:2] == [1, 3]
     assert again[: len(half.buffer.in_flight)] == half.buffer.in_flight_ids
     assert not trained & set(later)
     assert set(range(half.next_group_id)) == trained | set(waiting) | set(half.buffer.in_flight_ids)
