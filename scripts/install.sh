@@ -65,7 +65,8 @@ installation_key() {
 
 is_installed() {
   [[ -f .venv/.installed && $(<.venv/.installed) == "$1" ]] &&
-    .venv/bin/python -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, ("trivet", "torch", "vllm", "reverse_text"))))'
+    .venv/bin/python -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' \
+      trivet torch vllm reverse_text alphabet_sort gsm8k math_python wiki_search wordle
 }
 
 install() {
