@@ -20,6 +20,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     scores: dict[str, float]
     num_turns: int
     is_truncated: bool
+    ran_out_of_context: bool
     versions: list[VersionRun]
     """Policy of the sampled tokens, run-length encoded."""
     prompt: list[dict[str, object]]
@@ -52,6 +53,7 @@ def _record(group: Group, rollout: Rollout) -> RolloutRecord:
         scores=rollout.scores,
         num_turns=rollout.num_turns,
         is_truncated=rollout.is_truncated,
+        ran_out_of_context=rollout.ran_out_of_context,
         versions=[run for sample in rollout.samples for run in sample.versions],
         prompt=rollout.prompt,
         completion=rollout.completion,
