@@ -35,7 +35,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def commit(
-    layout: RunLayout, step: Step, *, halves: Sequence[str] = HALVES, clock: Callable[[], float] = time.time
+    layout: RunLayout, step: Step, *, halves: Sequence[str] = HALVES, clock: Callable[[], float] = lambda: time.time()
 ) -> CommitRecord:
     """Make one checkpoint of both halves of `step`.
 

@@ -23,7 +23,7 @@ class EventWriter:
     >>> writer.close()
     """
 
-    def __init__(self, path: Path, *, role: str, attempt: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, *, role: str, attempt: int, clock: Callable[[], float] = lambda: time.time()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._role = role

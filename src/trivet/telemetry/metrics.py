@@ -22,7 +22,7 @@ class MetricsWriter:
     >>> writer.close()
     """
 
-    def __init__(self, path: Path, *, resume_step: int = 0, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, *, resume_step: int = 0, clock: Callable[[], float] = lambda: time.time()) -> None:
         """
         Args:
             resume_step: lines of later steps, left by an earlier attempt, are removed: those steps happen again.

@@ -40,7 +40,7 @@ class Progress:
     'loading the model'
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, *, clock: Callable[[], float] = lambda: time.time()) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._fields: dict[str, Any] = {"activity": "starting", "waits_for": "", "since": clock()}
