@@ -45,6 +45,9 @@ class Script:
         rollouts = [Rollout(index=i, reward=reward, samples=[make_sample(version=version)]) for i, reward in enumerate(rewards)]
         self.waiting[group_id].set_result(rollouts)
 
+    def finish_with(self, group_id: int, rollouts: list[Rollout]) -> None:
+        self.waiting[group_id].set_result(rollouts)
+
     def fail(self, group_id: int, error: Exception) -> None:
         self.waiting[group_id].set_exception(error)
 
@@ -61,6 +64,7 @@ class Stage:
         max_off_policy_steps: int = 8,
         tasks_per_minute: int | None = None,
         max_rollouts_in_flight: int = 8,
+        is_truncated_worth_nothing: bool = False,
     ) -> None:
         self.events: list[Event] = []
         self.script = Script()
@@ -83,6 +87,7 @@ class Stage:
                 max_async_level=max_async_level,
                 seq_len=64,
                 tasks_per_minute=tasks_per_minute,
+                is_truncated_worth_nothing=is_truncated_worth_nothing,
             ),
             on_change=lambda: None,
             again=list(draws.values()),
@@ -299,3 +304,21 @@ def test_a_group_without_signal_is_filtered_and_replaced():
             assert sorted(stage.script.waiting) == [1, 2, 3, 4]
 
     run_virtually(scenario(), limit_s=60)
+
+
+@pytest.mark.parametrize(("is_worth_nothing", "rewards"), [(False, [1.0, 1.0, 0.5]), (True, [0.0, 0.0, 0.5])])
+def test_a_truncated_rollout_keeps_its_reward_unless_it_is_worth_nothing(is_worth_nothing: bool, rewards: list[float]):
+    async def scenario() -> None:
+        async with staged(is_truncated_worth_nothing=is_worth_nothing) as stage:
+            rollouts = [
+                Rollout(index=0, reward=1.0, samples=[make_sample(completion=100)]),  # longer than seq_len
+                Rollout(index=1, reward=1.0, samples=[make_sample()], ran_out_of_context=True),
+                Rollout(index=2, reward=0.5, samples=[make_sample()]),
+            ]
+            stage.script.finish_with(0, rollouts)
+            await settle()
+            assert [rollout.reward for rollout in rollouts] == rewards
+            mean = sum(rewards) / 3
+            assert [rollout.advantage for rollout in rollouts] == pytest.approx([reward - mean for reward in rewards])
+
+    run_virtually(scenario(), limit_s=10)
