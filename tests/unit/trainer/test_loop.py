@@ -20,6 +20,7 @@ from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.weights.retention import acknowledge
 from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.events import Stop
 from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -132,6 +133,22 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(tiny_model: Path
     assert [line["step"] for line in ours] == [1, 2, 3, 4, 5, 6]
     for name in ("loss/mean", "optim/grad_norm", "progress/total_tokens"):
         assert [line[name] for line in ours] == [line[name] for line in theirs]
+
+
+def test_a_run_that_makes_room_commits_the_last_step_and_ends(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+
+    def prepare() -> dict[int, Batch]:
+        batches = make_batches(layout, last=3, halves=(3,))
+        batches[3].has_orchestrator_half = False  # it was not due; the half was written when the run was asked to make room
+        return batches | {4: make_batch(4, [], BatchPurpose.STOP, has_half=True)}
+
+    run_loop(make_config(tiny_model, tmp_path), world, prepare)
+    assert committed_steps(layout) == [3]
+    assert published_versions(layout)[-1] == 3
+    stop = list(read_events(layout.events))[-1]
+    assert isinstance(stop, Stop)
+    assert (stop.step, stop.reason) == (3, "preempted")
 
 
 def test_a_policy_that_a_reader_still_holds_stays(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
