@@ -9,15 +9,16 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Protocol
 
 from trivet.algorithms.staleness import required_version, target_version
 from trivet.client.server import Policy
-from trivet.config.layout import RunLayout
-from trivet.errors import WaitTimeout
+from trivet.config.layout import STABLE, RunLayout
+from trivet.errors import WaitTimeout, WeightsError
 from trivet.telemetry import progress
-from trivet.weights.catalog import latest_version, published_versions
-from trivet.weights.manifest import read_manifest
+from trivet.weights.catalog import latest_version
+from trivet.weights.manifest import read_manifest, verify
 from trivet.weights.retention import acknowledge
 from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
@@ -128,18 +129,23 @@ class PolicyWatcher:
             self._num_pins -= 1
 
     async def await_policy(self, version: PolicyVersion) -> None:
-        """Wait until the trainer has published `version` (again, after a resume), then have every server load it.
+        """Wait until the trainer has published `version`, then have every server load it.
+
+        After a resume it lies there already, unless it is damaged: then the trainer publishes it again.
 
         Raises:
-            WaitTimeout: it did not appear.
+            WaitTimeout: it did not appear, or stayed damaged.
             InferenceError: a server failed to load it.
         """
         deadline = self._clock() + self._timeout_s
-        while version not in published_versions(self._layout):
+        directory = self._layout.weights_step(version)
+        refused: int | None = None
+        while (found := _published_at(directory)) is None or found == refused or not await _is_whole(directory):
+            refused = found
             if self._clock() > deadline:
                 raise WaitTimeout(
-                    f"orchestrator waited {self._timeout_s:.0f} s for {self._layout.weights_step(version)} to resume from: "
-                    "is the trainer alive (logs/trainer.stdout)?"
+                    f"orchestrator waited {self._timeout_s:.0f} s for {directory} to resume from: is the trainer alive "
+                    "(logs/trainer.stdout)?"
                 )
             await self._sleep(_POLL_S)
         self._loaded(await self._servers.bring(self._published(version)))
@@ -176,3 +182,20 @@ class PolicyWatcher:
         acknowledge(self._layout, READER, policy.version)
         self.version, self.digest = policy.version, policy.digest or ""
         self._on_load(policy.version)
+
+
+def _published_at(directory: Path) -> int | None:
+    """When the policy in `directory` was published, which tells it from the one published in its place; None: not yet."""
+    try:
+        return (directory / STABLE).stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+async def _is_whole(directory: Path) -> bool:
+    try:
+        await asyncio.to_thread(verify, directory)
+    except WeightsError as exc:
+        logger.warning("waiting for the trainer to publish the policy again: %s", exc)
+        return False
+    return True

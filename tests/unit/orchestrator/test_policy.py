@@ -9,6 +9,7 @@ from support.virtual_time import run_virtually
 from trivet.client.server import Policy
 from trivet.config.layout import RunLayout
 from trivet.errors import WaitTimeout
+from trivet.faults import damage
 from trivet.orchestrator.policy import READER, PolicyWatcher
 from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
@@ -175,6 +176,21 @@ def test_a_resume_waits_until_its_policy_is_published_again(layout):
         await waiting
         assert versions(servers) == [6]
         assert watcher.version == 6
+
+    run_virtually(scenario(), limit_s=100)
+
+
+def test_a_resume_does_not_load_a_damaged_policy_but_waits_for_it_to_be_published_again(layout):
+    async def scenario() -> None:
+        servers = FakeServers()
+        publish_policy(layout, 6)
+        damage(next(layout.weights_step(6).glob("*.safetensors")), is_truncated=True)
+        waiting = asyncio.create_task(make_watcher(layout, servers).await_policy(PolicyVersion(6)))
+        await asyncio.sleep(30)
+        assert not waiting.done()
+        publish_policy(layout, 6)
+        await waiting
+        assert versions(servers) == [6]
 
     run_virtually(scenario(), limit_s=100)
 
