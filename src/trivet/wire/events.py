@@ -5,7 +5,9 @@ finish before that. A group whose try was lost without a result (its server went
 under the same id, while it is still in flight: one `dispatch` per try, all of them before its finish, each with the version
 of that try. A lost try itself writes nothing, and no token of it is kept. The last checkpoint owns the groups that wait or are
 in flight when a run stops: after a resume those in flight are dispatched again, under the same id.
-Life of a policy: publish, load, retire.
+Life of a policy: publish, load, retire. Its publish is written before anybody can load it, and after the train of its step; a
+batch is written before it is trained. A commit is written after it became valid, so that of a run that was killed in between
+the checkpoint is there and the event is not. `trivet check` (trivet.history) proves that a history is of this form.
 Life of a server: load, `serverup`, then loads of newer versions. `serverdown` sets it aside, and whatever it held is forgotten:
 before its next `serverup` comes a load of what the other servers hold then, which it may have held before. No group is
 dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
