@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from support.history import assert_exactly_once, read_history
+from support.histories import assert_proven
 from support.processes import assert_all_gone, assert_port_free, descendants_of
 from support.rl_run import Run
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
+from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
 from trivet.wire.events import BatchFormed, Dispatch, Load, Publish, Start
 
@@ -36,9 +37,9 @@ def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_g
 
     assert run.start("--ckpt.resume-step", "-1").wait(300) == 0, run.output[-4000:]
 
-    history = assert_exactly_once(run.layout, max_steps=MAX_STEPS)
-    first = read_history_of_batches(run.layout, up_to=6)
-    assert {step: history.batches[step] for step in range(1, 7)} == first
+    report = assert_proven(check_run(run.layout))
+    assert (report.last_step, report.starts) == (MAX_STEPS, {"orchestrator": 2, "trainer": 2})
+    assert read_batches(run.layout, up_to=6) == read_batches(run.layout, up_to=6, attempt=1)
     assert_policy_served_before_first_rollout(run.layout, version=6)
     rewards = [reward_of(run.layout, step) for step in range(1, MAX_STEPS + 1)]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
@@ -46,12 +47,13 @@ def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_g
     assert run.output.count("SUCCESS Step 12") == 2
 
 
-def read_history_of_batches(layout: RunLayout, *, up_to: int) -> dict[int, list[int]]:
-    batches: dict[int, list[int]] = {}
-    for event in read_events(layout.events):
-        if isinstance(event, BatchFormed) and event.attempt == 1 and event.step <= up_to:
-            batches[event.step] = event.group_ids
-    return batches
+def read_batches(layout: RunLayout, *, up_to: int, attempt: int | None = None) -> dict[int, list[int]]:
+    """Groups by step, as they were formed last."""
+    return {
+        event.step: event.group_ids
+        for event in read_events(layout.events)
+        if isinstance(event, BatchFormed) and event.step <= up_to and attempt in (None, event.attempt)
+    }
 
 
 def assert_policy_served_before_first_rollout(layout: RunLayout, *, version: int) -> None:
@@ -62,11 +64,7 @@ def assert_policy_served_before_first_rollout(layout: RunLayout, *, version: int
     dispatch = next(event for event in resumed if isinstance(event, Dispatch))
     assert load.version == version
     assert resumed.index(load) < resumed.index(dispatch)
-    published = {
-        event.version: event.digest
-        for event in read_history(layout.events, max_steps=MAX_STEPS).order
-        if isinstance(event, Publish)
-    }
+    published = {event.version: event.digest for event in read_events(layout.events) if isinstance(event, Publish)}
     assert published[version] == load.digest
 
 
