@@ -55,10 +55,11 @@ enforce_eager = true
 class Run:
     """`rl` as a user starts it."""
 
-    def __init__(self, directory: Path, model: Path, *, max_steps: int = 12) -> None:
+    def __init__(self, directory: Path, model: Path, *, max_steps: int = 12, template: str = CONFIG) -> None:
+        directory.mkdir(exist_ok=True)
         self.layout = RunLayout(directory / "outputs")
         self._config = directory / "rl.toml"
-        self._config.write_text(CONFIG.format(max_steps=max_steps, output_dir=self.layout.root, model=model))
+        self._config.write_text(template.format(max_steps=max_steps, output_dir=self.layout.root, model=model))
         self._log = directory / "rl.out"
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -1,0 +1,202 @@
+"""A deterministic run: killed and resumed it ends with the bytes of an unbroken one, and its batches can be replayed.
+
+One real server is shared by all runs; trainer, orchestrator and launcher are killed.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.processes import wait_until
+from support.rl_run import Run
+from support.servers import run_server
+from trivet.checkpoints.commit import committed_steps
+from trivet.config.layout import COMMITTED, RunLayout
+from trivet.telemetry.events import read_events
+from trivet.transport.recording import recorded_steps
+from trivet.weights.manifest import verify
+from trivet.wire.events import Dispatch, Event
+
+pytestmark = pytest.mark.vllm
+
+CONFIG = """
+max_steps = {max_steps}
+seq_len = 128
+output_dir = "{output_dir}"
+deterministic = true
+inference = "None"
+model.name = "{model}"
+ckpt.interval = 2
+recovery.max_restarts = 10
+recovery.backoff_s = 0.1
+
+[trainer]
+optim.lr = 1e-3
+data.record = true
+
+[orchestrator]
+model.name = "{model}"
+batch_size = 8
+rollouts_per_example = 4
+sampling.max_tokens = 12
+buffer.online_difficulty_filtering = true
+client.base_url = ["@SERVER@/v1"]
+
+[[orchestrator.env]]
+id = "vowels"
+"""
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "inference.stdout"
+    with run_server(tiny_model, log=log, deterministic="true", **{"model.max_model_len": "128"}) as server:
+        yield server.base_url
+
+
+@pytest.fixture(scope="module")
+def make_run(server: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeRun]:
+    made: list[Run] = []
+
+    def make(name: str, *, max_steps: int) -> Run:
+        directory = tmp_path_factory.mktemp("runs") / name
+        made.append(Run(directory, tiny_model, max_steps=max_steps, template=CONFIG.replace("@SERVER@", server)))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.stop()
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Of a process, once something has happened."""
+
+    victim: str
+    when: Callable[[RunLayout], bool]
+
+
+def is_there(path: Callable[[RunLayout], Path]) -> Callable[[RunLayout], bool]:
+    return lambda layout: path(layout).exists()
+
+
+def has_happened(layout: RunLayout, is_it: Callable[[Event], bool]) -> bool:
+    return layout.events.exists() and any(is_it(event) for event in read_events(layout.events))
+
+
+def is_filling(step: int) -> Callable[[RunLayout], bool]:
+    """Groups of batch `step`, two in a batch when none is filtered, are in flight."""
+    return lambda layout: has_happened(layout, lambda event: isinstance(event, Dispatch) and event.group_id >= 2 * (step - 1))
+
+
+def finish(run: Run, *flags: str) -> None:
+    process = run.process if run.process is not None and run.process.poll() is None else run.start(*flags)
+    assert process.wait(300) == 0, run.output[-6000:]
+
+
+def break_and_finish(run: Run, kills: list[Kill]) -> None:
+    """Kill in turn; the launcher restarts what it outlives, and is started again with a resume where it does not."""
+    process = run.start()
+    for kill in kills:
+        wait_until(
+            lambda kill=kill: kill.when(run.layout) or run.process.poll() is not None,
+            timeout_s=240,
+            waiting_for=f"the moment to kill {kill.victim}: {run.output[-3000:]}",
+        )
+        assert process.poll() is None, run.output[-6000:]
+        if kill.victim == "launcher":
+            process.kill()
+            process.wait(30)
+            process = run.start("--ckpt.resume-step", "-1")
+        else:
+            run.role(kill.victim).kill()
+    assert process.wait(300) == 0, run.output[-6000:]
+
+
+def batches_of(layout: RunLayout) -> dict[int, bytes]:
+    return {step: layout.recorded_batch(step).read_bytes() for step in recorded_steps(layout)}
+
+
+def assert_equal_runs(ours: RunLayout, theirs: RunLayout, *, max_steps: int) -> None:
+    assert list(batches_of(ours)) == list(range(1, max_steps + 1))
+    differing = [step for step, batch in batches_of(ours).items() if batch != batches_of(theirs)[step]]
+    assert not differing
+    assert verify(ours.weights_step(max_steps)).digest == verify(theirs.weights_step(max_steps)).digest
+
+
+def replay(layout: RunLayout, into: Path) -> RunLayout:
+    words = ["@", str(layout.configs / "trainer.toml"), "--data.replay", str(layout.root), "--output-dir", str(into)]
+    environment = os.environ | {"OMP_NUM_THREADS": trainer_threads(layout)}
+    command = [sys.executable, "-m", "trivet.launcher.trainer", *words, "--ckpt.resume-step", "None"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return RunLayout(into)
+
+
+def trainer_threads(layout: RunLayout) -> str:
+    """One rank computes on every core, as the launcher starts it."""
+    return str(os.cpu_count())
+
+
+def test_a_killed_and_resumed_run_equals_an_unbroken_one_and_so_does_its_replay(make_run: MakeRun, tmp_path: Path) -> None:
+    unbroken, broken = make_run("unbroken", max_steps=5), make_run("broken", max_steps=5)
+    finish(unbroken)
+    kills = [
+        Kill("trainer", is_filling(4)),
+        Kill("launcher", is_there(lambda layout: layout.checkpoint_step(4) / COMMITTED)),
+    ]
+    break_and_finish(broken, kills)
+    assert_equal_runs(broken.layout, unbroken.layout, max_steps=5)
+    replayed = replay(unbroken.layout, tmp_path / "replayed")
+    assert verify(replayed.weights_step(5)).digest == verify(unbroken.layout.weights_step(5)).digest
+    assert committed_steps(replayed) == [2, 4, 5]
+
+
+@pytest.mark.slow
+def test_twelve_steps_killed_at_six_points_are_byte_equal_and_two_ranks_are_close(make_run: MakeRun) -> None:
+    unbroken, broken, two_ranks = (make_run(name, max_steps=12) for name in ("unbroken", "broken", "two_ranks"))
+    finish(unbroken)
+    kills = [
+        Kill("trainer", is_filling(4)),
+        Kill("orchestrator", is_there(lambda layout: layout.recorded_batch(5))),
+        Kill("launcher", is_there(lambda layout: layout.checkpoint_step(6) / COMMITTED)),
+        Kill("trainer", is_there(lambda layout: layout.checkpoints / ".step_8.tmp")),
+        Kill("orchestrator", is_filling(10)),
+        Kill("launcher", is_there(lambda layout: layout.weights_step(11))),
+    ]
+    break_and_finish(broken, kills)
+    assert_equal_runs(broken.layout, unbroken.layout, max_steps=12)
+
+    # A fork of the unbroken run at step 6, which stays as it is, goes on with two ranks.
+    flags = ["--ckpt.resume-from", str(unbroken.layout.root), "--ckpt.resume-step", "6", "--trainer-cpu-ranks", "2"]
+    digest = verify(unbroken.layout.weights_step(12)).digest
+    finish(two_ranks, *flags)
+    assert verify(unbroken.layout.weights_step(12)).digest == digest
+    theirs = load_file(unbroken.layout.weights_step(12) / "model.safetensors")
+    for name, weight in load_file(two_ranks.layout.weights_step(12) / "model.safetensors").items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-5)
+
+
+def test_a_changed_setting_is_refused_before_anything_starts(make_run: MakeRun) -> None:
+    run = make_run("changed", max_steps=3)
+    run.start()
+    run.wait_for(run.layout.checkpoint_step(2) / COMMITTED)
+    assert run.process is not None
+    run.process.send_signal(signal.SIGINT)
+    run.process.wait(60)
+    before = sorted(path.name for path in run.layout.checkpoints.iterdir())
+    process = run.start("--ckpt.resume-step", "-1", "--trainer.optim.lr", "0.5", "--orchestrator.batch-size", "16")
+    assert process.wait(60) == 2
+    assert "optim.lr was 0.001 and is 0.5 now" in run.output
+    assert 'ckpt.allow_changes = ["optim.lr"]' in run.output
+    assert sorted(path.name for path in run.layout.checkpoints.iterdir()) == before

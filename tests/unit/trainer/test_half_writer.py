@@ -1,0 +1,104 @@
+"""The half is the state of its own step, whatever the learner does while it is written; a failed write is told."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trivet.errors import CheckpointError
+from trivet.trainer import half_writer
+from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
+from trivet.trainer.half_writer import HalfWriter
+from trivet.trainer.step import Learner, train_step
+
+
+@pytest.fixture
+def writer(world) -> Iterator[HalfWriter]:
+    writer = HalfWriter(world, is_async=True, timeout_s=30)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The disk writes nothing until it is set."""
+    gate = threading.Event()
+
+    def slow(directory, state, group) -> None:
+        assert gate.wait(30)
+        write_state(directory, state, group)
+
+    monkeypatch.setattr(half_writer, "write_state", slow)
+    return gate
+
+
+def train(learner: Learner, oracle, step: int) -> None:
+    train_step(learner, [oracle.make_row(oracle.make_examples(count=4, vocab_size=100, seed=step))], step=step)
+
+
+def parameters_of(learner: Learner) -> list[torch.Tensor]:
+    return [parameter.full_tensor().detach().clone() for parameter in learner.model.parameters()]
+
+
+def test_a_step_taken_during_the_write_is_not_in_it(
+    tiny_model: Path, make_learner, oracle, writer: HalfWriter, gate: threading.Event, tmp_path: Path
+) -> None:
+    learner = make_learner(tiny_model, lr=1e-2)
+    train(learner, oracle, 1)
+    expected, written = parameters_of(learner), list[str]()
+    writer.start(tmp_path, state_of(learner, Progress(step=1)), then=lambda: written.append("done"))
+    train(learner, oracle, 2)
+    writer.raise_failure()
+    assert written == []
+    gate.set()
+    writer.wait()
+    assert written == ["done"]
+    resumed = make_learner(tiny_model, lr=1e-2)
+    assert load_half(tmp_path, resumed).step == 1
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters_of(resumed), expected, strict=True))
+    train(resumed, oracle, 2)
+    both = zip(parameters_of(resumed), parameters_of(learner), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in both)
+
+
+def test_the_buffers_of_one_write_serve_the_next(
+    tiny_model: Path, make_learner, oracle, writer: HalfWriter, tmp_path: Path
+) -> None:
+    learner = make_learner(tiny_model, lr=1e-2)
+    for step in (1, 2):
+        train(learner, oracle, step)
+        (tmp_path / str(step)).mkdir()
+        writer.start(tmp_path / str(step), state_of(learner, Progress(step=step)), then=lambda: None)
+    writer.wait()
+    for step in (1, 2):
+        assert load_half(tmp_path / str(step), make_learner(tiny_model)).step == step
+
+
+def test_a_failed_write_is_raised_between_steps_and_nothing_follows_it(
+    tiny_model: Path, make_learner, world, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(directory, state, group) -> None:
+        raise CheckpointError("the disk is gone")
+
+    monkeypatch.setattr(half_writer, "write_state", fail)
+    state, followed = state_of(make_learner(tiny_model), Progress()), list[str]()
+    behind = HalfWriter(world, is_async=True, timeout_s=30)
+    behind.start(tmp_path, state, then=lambda: followed.append("commit"))
+    behind.close()
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        behind.raise_failure()
+    behind.raise_failure()  # told once
+    at_once = HalfWriter(world, is_async=False, timeout_s=30)
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        at_once.start(tmp_path, state, then=lambda: followed.append("commit"))
+    at_once.close()
+    assert followed == []
+
+
+def test_a_directory_that_cannot_be_written_is_named(tiny_model: Path, make_learner, world, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises((CheckpointError, OSError), match="file"):
+        write_state(blocked, state_of(make_learner(tiny_model), Progress()), world.control)
