@@ -1,6 +1,8 @@
 """The orchestrator's loop with groups that finish at once and real checkpoint halves on disk."""
 
 import asyncio
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from support.groups import make_sample
 from trivet.algorithms.advantages import mean_baseline
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.halves import TRAINER, begin_half, finish_half
+from trivet.config.curriculum import BufferConfig
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.shared import CkptConfig, RunIdentity
@@ -22,8 +25,8 @@ from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.orchestrator.waker import Waker
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
-from trivet.wire.batches import Batch
-from trivet.wire.events import BatchFormed, Finish
+from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.events import BatchFormed, Dispatch, Finish
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -45,17 +48,28 @@ class IdleWatcher:
 class ReadyTrainer:
     """A trainer that acknowledges every batch at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_batch: Callable[[Batch], None] = lambda _: None) -> None:
         self.batches: list[Batch] = []
+        self.on_batch = on_batch
 
     async def send(self, batch: Batch) -> None:
         self.batches.append(batch)
+        self.on_batch(batch)
 
     async def aclose(self) -> None:
         pass
 
 
-def run_loop(directory: Path, half: OrchestratorHalf, *, max_steps: int, run_group, attempt: int = 1) -> list[Batch]:
+def run_loop(
+    directory: Path,
+    half: OrchestratorHalf,
+    *,
+    max_steps: int,
+    run_group,
+    attempt: int = 1,
+    rules: BufferConfig | None = None,
+    make_room_after: int | None = None,
+) -> list[Batch]:
     config = OrchestratorConfig(
         output_dir=directory,
         run=RunIdentity(attempt=attempt),
@@ -78,7 +92,7 @@ def run_loop(directory: Path, half: OrchestratorHalf, *, max_steps: int, run_gro
         max_off_policy_steps=config.max_off_policy_steps,
         ready=half.buffer.ready,
     )
-    sampler = ExampleSampler(EXAMPLES, seed=config.seed, state=half.sampler)
+    sampler = ExampleSampler(EXAMPLES, seed=config.seed, rules=rules, state=half.sampler)
     dispatcher = Dispatcher(
         sampler=sampler,
         buffer=buffer,
@@ -101,6 +115,7 @@ def run_loop(directory: Path, half: OrchestratorHalf, *, max_steps: int, run_gro
         telemetry=telemetry,
         changed=changed,
     )
+    sender.on_batch = lambda batch: loop.make_room() if batch.step == make_room_after else None
     try:
         asyncio.run(loop.run())
     finally:
@@ -125,6 +140,29 @@ def test_batches_are_whole_and_say_when_a_checkpoint_half_is_on_disk(tmp_path):
     groups = [group_id for batch in batches for group_id in batch.group_ids]
     assert len(set(groups)) == 10
     assert all(set(batch.micro_batches[0].advantages_T) == {-0.5, 0.5} for batch in batches)
+
+
+def test_a_run_that_makes_room_writes_the_half_of_the_last_batch_and_says_stop(tmp_path):
+    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=3)
+    assert [(batch.step, batch.purpose, batch.has_orchestrator_half) for batch in batches[2:]] == [
+        (3, BatchPurpose.TRAIN, False),
+        (4, BatchPurpose.STOP, True),
+    ]
+    layout = RunLayout(tmp_path)
+    commit_with_a_trainer_half(layout, 3)
+    half = read_half(layout, Step(3), rollouts_per_example=2)
+    assert half.progress.step == 3
+    trained = {group_id for batch in batches for group_id in batch.group_ids}
+    owed = {group.group_id for group in half.buffer.ready} | {one.group_id for one in half.buffer.in_flight}
+    assert not trained & owed
+
+
+def test_a_run_that_makes_room_after_a_checkpoint_writes_no_other(tmp_path):
+    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=2)
+    assert [(batch.step, batch.purpose, batch.has_orchestrator_half) for batch in batches[1:]] == [
+        (2, BatchPurpose.TRAIN, True),
+        (3, BatchPurpose.STOP, False),
+    ]
 
 
 def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_flight(tmp_path):
@@ -182,3 +220,21 @@ def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_first_error(tmp_pat
     assert isinstance(error, BatchError)
     assert "4 groups in a row" in str(error)
     assert "the first: group 0 of toy failed: ValueError: the judge is down for group 0" in str(error)
+
+
+def test_a_run_whose_examples_are_all_parked_ends_with_their_numbers(tmp_path):
+    rules = BufferConfig(easy_threshold=0.5)
+    with pytest.raises(ExceptionGroup) as caught:
+        run_loop(tmp_path, FRESH, max_steps=20, run_group=answer_at_once, rules=rules)
+    [error] = caught.value.exceptions
+    assert isinstance(error, BatchError)
+    assert re.match(r"batch \d cannot be filled, [01] of 2 groups are ready: no example is left", str(error))
+    assert "toy: 11 examples, 11 easy, 0 hard, 0 normal" in str(error)
+
+
+def test_a_run_whose_examples_come_back_goes_on(tmp_path):
+    rules = BufferConfig(easy_threshold=0.5, recheck_interval=1)
+    batches = run_loop(tmp_path, FRESH, max_steps=8, run_group=answer_at_once, rules=rules)
+    assert len(batches) == 8
+    examples = [event for event in read_events(RunLayout(tmp_path).events) if isinstance(event, Dispatch)]
+    assert len({event.example_id for event in examples[:11]}) == 11
