@@ -12,6 +12,7 @@ The last line is one JSON object; docs/benchmarks/chaos.json keeps a long run's.
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="an empty or new directory; default: a temporary one that is kept")
     parser.add_argument("--point", help="only faults whose point starts with this")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what was started is ended, not left behind
     directory = arguments.output or Path(tempfile.mkdtemp(prefix="trivet-chaos-"))
     directory.mkdir(parents=True, exist_ok=True)
     print(f"output in {directory}", flush=True)
