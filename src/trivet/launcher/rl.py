@@ -8,7 +8,10 @@ from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.rl import RLConfig
 from trivet.environments.installed import require_installed
+from trivet.environments.probe import Wanted, require_loadable
+from trivet.environments.settings import run_settings
 from trivet.launcher.attempts import Attempts, role_environment
+from trivet.launcher.custom_advantage import require_advantage
 from trivet.launcher.logs import RunLog
 from trivet.launcher.machine import inspect_machine
 from trivet.launcher.plan import Ports, share_gpus
@@ -22,15 +25,21 @@ def main() -> int:
 
 
 def check(config: RLConfig) -> None:
-    """Refuse what this machine cannot run; starts and writes nothing.
+    """Refuse what this machine cannot run; writes nothing, and starts nothing that lasts.
 
     Raises:
-        EnvironmentLoadError: an environment is not installed.
-        ConfigError: GPU ids that do not exist.
+        EnvironmentLoadError: an environment is not installed, cannot be loaded, or has no data.
+        ConfigError: GPU ids that do not exist, or a custom advantage that does not work.
     """
-    for env in config.orchestrator.env:
+    for env in config.orchestrator.environments.values():
         require_installed(env.id)
     share_gpus(config, inspect_machine().gpus)
+    require_advantage(config.orchestrator.advantage)
+    trained = {env.label for env in config.orchestrator.env}
+    wanted = [
+        Wanted(settings=settings, is_trained=name in trained) for name, settings in run_settings(config.orchestrator).items()
+    ]
+    require_loadable(wanted, timeout_s=config.orchestrator.env_start_timeout_s)
 
 
 def start(config: RLConfig) -> int:

@@ -1,10 +1,11 @@
 """From `[orchestrator.advantage]` to the function that the dispatcher calls on each finished group.
 
 Whatever the function, what it returns is checked: a wrong shape or a value that is not finite would otherwise reach the
-optimizer.
+optimizer. As a program it tries a custom function for the launcher, which imports no user code.
 """
 
 import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -103,3 +104,17 @@ def _name(config: AdvantageConfig) -> str:
     if config.type == "custom":
         return f'orchestrator.advantage.import_path "{config.import_path}"'
     return f'orchestrator.advantage "{config.type}"'
+
+
+def main() -> int:
+    """Try the function of the section that stands on standard input as JSON; what is wrong is said on standard error."""
+    try:
+        make_advantage(AdvantageConfig.model_validate_json(sys.stdin.read()))
+    except ConfigError as exc:
+        sys.stderr.write(f"{exc}\n")
+        return exc.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

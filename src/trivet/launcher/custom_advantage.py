@@ -1,0 +1,35 @@
+"""Has a custom advantage function tried before anything is started, in a process of its own: it is the user's code."""
+
+import subprocess
+import sys
+
+from trivet.config.curriculum import AdvantageConfig
+from trivet.errors import ConfigError
+
+_TIMEOUT_S = 120.0
+"""Importing what the user's module imports may take a while."""
+
+
+def require_advantage(config: AdvantageConfig) -> None:
+    """
+    Raises:
+        ConfigError: the function cannot be imported, or does not return what can be trained on.
+    """
+    if config.type != "custom":
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "trivet.orchestrator.advantage"],
+            input=config.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise ConfigError(
+            f'orchestrator.advantage.import_path "{config.import_path}" was tried and did not end within {_TIMEOUT_S:.0f} s;'
+            " does its module wait for something?"
+        ) from exc
+    if done.returncode:
+        raise ConfigError(done.stderr.strip())

@@ -1,0 +1,37 @@
+"""A custom advantage is tried in a process of its own, with the message that its own process would give."""
+
+from pathlib import Path
+
+import pytest
+
+from trivet.config.curriculum import AdvantageConfig
+from trivet.errors import ConfigError
+from trivet.launcher.custom_advantage import require_advantage
+
+
+def custom(name: str) -> AdvantageConfig:
+    return AdvantageConfig(type="custom", import_path=f"launched_advantages.{name}")
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "def good(inputs):\n    return inputs.rewards\n\ndef bad(inputs):\n    return [float('nan')] * len(inputs.rewards)\n"
+    (tmp_path / "launched_advantages.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_a_function_that_works_is_accepted() -> None:
+    require_advantage(custom("good"))
+
+
+def test_a_function_that_does_not_work_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_advantage(custom("bad"))
+    said = str(caught.value)
+    assert said.startswith('orchestrator.advantage.import_path "launched_advantages.bad" called with rewards')
+    assert "must be finite" in said
+    assert "Traceback" not in said
+
+
+def test_functions_of_ours_are_not_tried() -> None:
+    require_advantage(AdvantageConfig(type="rloo"))
