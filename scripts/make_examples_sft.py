@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import verifiers as vf
 from openai import AsyncOpenAI
@@ -110,7 +110,7 @@ async def conversations(env_id: str, count: int, *, seed: int) -> list[dict[str,
     dataset = env.get_dataset()
     rows = []
     for index in range(count):
-        state = await env.rollout(dataset[index % len(dataset)], teacher, "teacher", {})
+        state = await env.rollout(cast(Any, dataset[index % len(dataset)]), teacher, "teacher", {})
         if state["error"]:
             raise state["error"]
         row: dict[str, Any] = {"messages": [as_row(message) for message in [*state["prompt"], *state["completion"]]]}

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import verifiers as vf
 from openai import AsyncOpenAI
@@ -37,7 +37,8 @@ def play(env: vf.Environment, replies: Sequence[str | vf.ToolCall], *, row: dict
     """The scored state of one rollout of `row`, or of the first training row."""
 
     async def rollout() -> vf.State:
-        state = await env.rollout(row or env.get_dataset()[0], ScriptedPolicy(replies), "scripted", {})
+        example = cast(Any, row or env.get_dataset()[0])
+        state = await env.rollout(example, ScriptedPolicy(replies), "scripted", {})
         if state["error"]:
             raise state["error"]
         await env.rubric.score_group([state])
