@@ -26,8 +26,8 @@ from trivet.wire.versions import Step
 @dataclass(slots=True, kw_only=True)
 class Attempts:
     """
-    >>> attempts = Attempts(config=config, directory=directory, run=run, from_step=None, machine=machine, python=sys.executable)
-    >>> attempts.begin(ports)
+    >>> attempts = Attempts(config=config, directory=directory, run=run, from_step=None, ports=ports, ...)
+    >>> attempts.begin()
     >>> attempts.go_back(log)  # after a failure of trainer or orchestrator
     """
 
@@ -84,7 +84,8 @@ class Attempts:
                 if isinstance(section, Resumable):
                     # `begin` reads every file of both halves, before anything is removed.
                     choose_resume_step(section, is_whole_verified=True)
-        self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from)
+        lag = self.config.trainer.max_async_level if self.config.deterministic else 0
+        self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, lag=lag)
         write_configs(self.planned.configs)
 
     def go_back(self, log: RunLog) -> None:
