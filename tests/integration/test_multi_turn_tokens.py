@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import verifiers as vf
 from datasets import Dataset
@@ -16,7 +17,8 @@ from openai import AsyncOpenAI
 from transformers import PreTrainedTokenizerFast
 
 from support.multi_turn import QUESTION, Interview, ServedTurn, add, assert_trains_on_what_was_sampled
-from support.servers import run_server
+from support.oracle import Oracle
+from support.servers import ServerProcess, run_server
 from support.template_server import STOPS, make_tokenizer, write_conversation
 from support.tiny_models import write_tiny_model
 from trivet.environments.model_client import ModelClient
@@ -36,7 +38,7 @@ WORDS = r"(message|content|tool|[a-z]| ){3,12}"
 
 
 @pytest.fixture(scope="module")
-def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose tokenizer knows the special tokens of every template, and which takes the template from the request."""
     directory = tmp_path_factory.mktemp("model")
     write_tiny_model(directory, tokenizer=make_tokenizer("hermes"))
@@ -46,7 +48,12 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "vllm-args": '{"trust_request_chat_template": true}',
     }
     with run_server(directory, log=tmp_path_factory.mktemp("server") / "inference.stdout", **flags) as server:
-        yield server.base_url
+        yield server
+
+
+@pytest.fixture
+def base_url(server: ServerProcess) -> str:
+    return server.base_url
 
 
 class Recorder(ModelClient):
@@ -160,11 +167,17 @@ def test_text_alone_would_become_other_tokens(base_url: str) -> None:
     assert sum(rollout.scores.get("broken_prefixes", 0) for rollout, _ in rollouts) >= NUM_ROLLOUTS // 2
 
 
-def test_whatever_a_random_model_says_it_is_trained_on_as_sampled(base_url: str) -> None:
-    """Half letters, special tokens in the middle of a turn, turns that are cut."""
-    rollouts = run(base_url, interview("Sure?", "Really?"), template="chatml", strategy="interleaved")
+def test_whatever_a_random_model_says_its_log_probabilities_are_those_of_the_whole_sample(server: ServerProcess) -> None:
+    """Half letters, special tokens in the middle of a turn, turns that are cut; and no grammar, which would change them."""
+    oracle = Oracle(server.model)
+    rollouts = run(server.base_url, interview("Sure?", "Really?"), template="chatml", strategy="interleaved", max_tokens=24)
     for rollout, client in rollouts:
         assert_trains_on_what_was_sampled(rollout, client.turns, tokenizer=client.tokenizer)
+        for sample in rollout.samples:
+            token_ids, is_trained = sample.token_ids_T.tolist(), sample.loss_mask_T[1:]
+            expected = np.array(oracle.logprobs(token_ids[:1], token_ids[1:], temperature=1.0))
+            assert sample.logprobs_T[1:][is_trained] == pytest.approx(expected[is_trained], abs=1e-4)
+    assert any(len(rollout.samples) < rollout.num_turns for rollout, _ in rollouts)
 
 
 def test_a_conversation_that_outgrows_the_context_ends_as_truncated_and_keeps_its_turns(base_url: str) -> None:
