@@ -51,6 +51,11 @@ class Member:
     def name(self) -> str:
         return self.child.spec.name
 
+    @property
+    def is_running(self) -> bool:
+        """As of the last look."""
+        return self._exit_code is None
+
     def look(self, *, now: float, is_complete: Callable[[str], bool]) -> list[str]:
         """Notice what has changed; returns the lines that were added to the log."""
         code = self.child.exit_code

@@ -252,7 +252,7 @@ class Recovery:
                 number == signal.SIGTERM
                 and self._config.preemption_grace_s > 0
                 and self._units[Unit.TRAINING].phase is Phase.RUNNING
-                and all(role.exit_code is None and role.has_progressed and not role.stuck for role in training)
+                and all(role.exit_code is None and not role.stuck for role in training)
             )
             if not can_commit:
                 yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}")

@@ -154,7 +154,10 @@ class Supervisor:
     def _look(self) -> None:
         now = self._clock()
         for member in self._members.values():
+            was_running = member.is_running
             lines = member.look(now=now, is_complete=self._attempts.has_completed)
+            if was_running and not member.is_running:
+                self._reports_due = now  # its last report says how far it came
             if member.child.spec.does_finish:
                 for line in filter(is_for_terminal, lines):
                     self._log.show(line)

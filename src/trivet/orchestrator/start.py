@@ -28,6 +28,7 @@ from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, make_series
 from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
+from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.waker import Waker
@@ -47,7 +48,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     """From start to max_steps; every error of a task leaves as an exception group.
 
     Args:
-        on_loop: gets the loop before it runs, to ask it to make room.
+        on_loop: gets the loop when it begins to fill batches, to ask it to make room.
     """
     layout = RunLayout(config.output_dir)
     _require_examples(config, pool)
@@ -63,6 +64,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         resume_step=half.progress.step,
     )
     telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
+    discard_rollouts_after(layout, half.progress.step)
     pool.report_to(telemetry.write_event)
     progress.ask_workers(pool.status)
     reason = "failed"
@@ -71,12 +73,12 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     try:
         async with _servers(config, telemetry) as servers, _sender(config) as sender:
             loop = _make_loop(config, layout, half, pool, servers, sender, telemetry)
-            on_loop(loop)
             _report_numbers(loop)
             progress.wait_for("a policy to start from", on="trainer")
             await _bring_policy(loop, config)
             progress.wait_for("the self-check to be received", on="trainer")
             await _send_self_check(loop, config, pool, servers)
+            on_loop(loop)
             await loop.run()
             reason = "preempted" if loop.is_making_room else "done"
     except asyncio.CancelledError:

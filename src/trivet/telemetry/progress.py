@@ -1,8 +1,8 @@
 """What this process is doing, for the watchdog and `trivet status`.
 
 Like logging: an entry point starts the reports once, and whoever does something says so; without a report nothing is written.
-The reports come from a thread of their own, so a long step, a model that loads or a blocked event loop does not silence them;
-what does is a process that was stopped or hangs as a whole.
+A report is written each second, and at once when a step is finished, by a thread of its own: a long step, a model that loads or
+a blocked event loop does not silence it. What does is a process that was stopped or hangs as a whole.
 
 >>> start_reports(layout, role="trainer", attempt=1)
 >>> with waiting("batch 12", on="orchestrator"):
@@ -41,6 +41,8 @@ class Progress:
     """
 
     def __init__(self, *, clock: Callable[[], float] = lambda: time.time()) -> None:
+        self.has_news = threading.Event()
+        """A step was finished: worth a report at once."""
         self._clock = clock
         self._lock = threading.Lock()
         self._fields: dict[str, Any] = {"activity": "starting", "waits_for": "", "since": clock()}
@@ -71,6 +73,8 @@ class Progress:
     def note(self, **fields: int) -> None:
         with self._lock:
             self._fields |= fields
+        if "step" in fields:
+            self.has_news.set()
 
     def ask_workers(self, source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
         self._workers = source
@@ -141,7 +145,8 @@ def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, 
     def write_for_ever() -> None:
         has_failed = False
         while True:
-            time.sleep(INTERVAL_S)
+            _progress.has_news.wait(INTERVAL_S)
+            _progress.has_news.clear()
             try:
                 write()
                 has_failed = False
