@@ -62,8 +62,8 @@ class CkptConfig(Section):
     """Output directory of another run: start a new run from its checkpoint `resume_step` (unset: its newest) and leave it as it
     is. Every key may differ from that run's."""
     allow_changes: list[str] = []
-    """Keys that may differ from those of the checkpoint resumed from, as the role spells them, e.g. ["optim.lr"]. What has no
-    part in the results (paths, ports, limits on time, logs, max_steps) may always change."""
+    """Keys that may differ from those of the checkpoint resumed from, as the role spells them, e.g. ["optim.lr"]; ["*"]: any.
+    What has no part in the results (paths, ports, limits on time, logs, max_steps) may always change."""
     keep_last: int | None = Field(default=None, ge=1)
     """Keep this many of the newest checkpoints; unset with keep_interval unset: keep all."""
     keep_interval: int | None = Field(default=None, ge=1)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from trivet.checkpoints.settings import EVERY_KEY
 from trivet.config.base import Section
 from trivet.config.inference import InferenceConfig
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.resolve import LOCAL_HOSTS
 from trivet.config.rl import RLConfig
-from trivet.config.shared import RunIdentity
+from trivet.config.shared import CkptConfig, RunIdentity
 from trivet.config.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.launcher.machine import Machine
@@ -217,7 +218,7 @@ def _orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resum
             "run": run,
             "client": orchestrator.client.model_copy(update={"base_url": urls}),
             "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
-            "ckpt": orchestrator.ckpt.model_copy(update={"resume_step": resume_step, "resume_from": None}),
+            "ckpt": _resumed(orchestrator.ckpt, resume_step),
         }
     )
 
@@ -228,9 +229,17 @@ def _trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_ste
         update={
             "run": run,
             "rollout_transport": trainer.rollout_transport.model_copy(update={"port": ports.transport}),
-            "ckpt": trainer.ckpt.model_copy(update={"resume_step": resume_step, "resume_from": None}),
+            "ckpt": _resumed(trainer.ckpt, resume_step),
         }
     )
+
+
+def _resumed(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
+    """What a role is told: a fork resumes the checkpoint that it was given, under settings of its own."""
+    update: dict[str, object] = {"resume_step": resume_step}
+    if ckpt.resume_from is not None:
+        update |= {"resume_from": None, "allow_changes": [EVERY_KEY]}
+    return ckpt.model_copy(update=update)
 
 
 def _with_port(url: str, *, configured: int, actual: int) -> str:

@@ -2,23 +2,48 @@
 
 import sys
 
+from trivet.checkpoints.commit import committed_steps
+from trivet.checkpoints.fork import adopt, choose_fork
 from trivet.checkpoints.resume import require_resumable
+from trivet.checkpoints.settings import EVERY_KEY
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.trainer import SftConfig
+from trivet.errors import ConfigError
 from trivet.launcher.ranks import become_ranks
 from trivet.launcher.run_directory import RunDirectory
 
 
 def main() -> int:
-    return run_command(SftConfig, start, check=require_resumable)
+    return run_command(SftConfig, start, check=check)
+
+
+def check(config: SftConfig) -> None:
+    """Refuse what cannot go on or be forked, before anything is started or written."""
+    layout, ckpt = RunLayout(config.output_dir), config.ckpt
+    if ckpt.resume_from is None:
+        require_resumable(config)
+        return
+    choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
+    if committed_steps(layout):
+        raise ConfigError(
+            f"output_dir {str(layout.root)!r} has checkpoints: to go on with them leave ckpt.resume_from out and set "
+            "ckpt.resume_step = -1, for a new run choose another output_dir"
+        )
 
 
 def start(config: SftConfig) -> int:
-    directory = RunDirectory(RunLayout(config.output_dir))
+    layout, ckpt = RunLayout(config.output_dir), config.ckpt
+    directory = RunDirectory(layout)
     directory.__enter__()
     directory.keep_over_exec()
-    return become_ranks("trivet.trainer.sft", sys.argv[1:], device=config.device, num_ranks=config.num_ranks)
+    arguments = sys.argv[1:]
+    if ckpt.resume_from is not None:
+        step = choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
+        adopt(ckpt.resume_from, step, into=layout)
+        # From here on it is a run that resumes its own first checkpoint, under settings of its own.
+        arguments += ["--ckpt.resume-from", "None", "--ckpt.resume-step", str(step), "--ckpt.allow-changes", f'["{EVERY_KEY}"]']
+    return become_ranks("trivet.trainer.sft", arguments, device=config.device, num_ranks=config.num_ranks)
 
 
 if __name__ == "__main__":

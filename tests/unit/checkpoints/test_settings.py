@@ -51,6 +51,7 @@ def test_another_value_is_refused_with_both_and_the_way_to_change_it(tmp_path: P
 
 def test_a_key_that_is_named_may_change_with_all_below_it(tmp_path: Path) -> None:
     compare(tmp_path, trainer(), trainer(optim={"lr": 0.5, "eps": 1e-6}, ckpt={"allow_changes": ["optim"]}))
+    compare(tmp_path, trainer(), trainer(optim={"lr": 0.5}, model={"name": "other"}, ckpt={"allow_changes": ["*"]}))
 
 
 def test_a_key_that_did_not_exist_yet_counts_as_its_default() -> None:
