@@ -14,15 +14,17 @@ import argparse
 import json
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support.chaos import ALL_FAULTS, ChaosRun, Outcome, draw_schedule, last_step
+from support.chaos import ALL_FAULTS, FULL_DISK, ChaosRun, Outcome, draw_schedule, last_step
 from support.rl_run import Run
 from support.tiny_models import tiny_model_writer
 
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=60.0, help="give up after this long")
     parser.add_argument("--output", type=Path, help="an empty or new directory; default: a temporary one that is kept")
+    parser.add_argument("--small-disk", action="store_true", help="put the run on a 64 MiB tmpfs, to fill it; needs root")
     parser.add_argument("--point", help="only faults whose point starts with this")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what was started is ended, not left behind
@@ -40,11 +43,24 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     print(f"output in {directory}", flush=True)
     tiny_model_writer()(directory / "model")
-    among = [planned for planned in ALL_FAULTS if planned.fault.point.startswith(arguments.point or "")]
+    disk = directory / "run" if arguments.small_disk else None
+    known = (*ALL_FAULTS, *FULL_DISK) if disk else ALL_FAULTS
+    among = [planned for planned in known if planned.fault.point.startswith(arguments.point or "")]
     schedule = draw_schedule(arguments.seed, num_faults=arguments.faults, among=among)
-    run = Run(directory / "run", directory / "model", max_steps=last_step(schedule))
-    timeout_s = arguments.minutes * 60
-    outcome = ChaosRun(run=run, schedule=schedule, seed=arguments.seed, directory=directory, timeout_s=timeout_s).carry_out()
+    with ExitStack() as after:
+        if disk is not None:
+            disk.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
+            after.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
+        chaos = ChaosRun(
+            run=Run(directory / "run", directory / "model", max_steps=last_step(schedule)),
+            schedule=schedule,
+            seed=arguments.seed,
+            directory=directory,
+            timeout_s=arguments.minutes * 60,
+            disk=disk,
+        )
+        outcome = chaos.carry_out()
     print(json.dumps(summarize(outcome, seed=arguments.seed)))
 
 

@@ -4,6 +4,7 @@ Most faults happen inside the roles (trivet.faults). A fault that stops a proces
 killed at that very moment, before the stopped one goes on. When the launcher dies or gives up, the run is resumed.
 """
 
+import errno
 import random
 import signal
 import time
@@ -34,6 +35,7 @@ _CALM_STEPS = 3
 _POLL_S = 0.05
 _FAMILY_S = 1.0
 _MAX_LAUNCHES = 30
+_BALLAST = "ballast"
 MODULES = {
     "inference": "trivet.inference.server",
     "orchestrator": "trivet.orchestrator.command",
@@ -41,6 +43,9 @@ MODULES = {
     "trainer": "trivet.trainer.main",
 }
 """What the command line of each kind of process contains."""
+
+DISK = "disk"
+FULL_S = 10.0
 
 FLAGS = (
     *("--trainer-cpu-ranks", "2"),
@@ -56,10 +61,12 @@ FLAGS = (
 class Planned:
     fault: Fault
     victim: str = ""
-    """Killed while the process of `fault` is stopped: a key of MODULES, or `launcher`."""
+    """Killed while the process of `fault` is stopped: a key of MODULES, or `launcher`. `disk` is filled instead."""
 
     @property
     def kind(self) -> str:
+        if self.victim == DISK:
+            return "full disk"
         return f"kill {self.victim}" if self.victim else str(self.fault.action)
 
 
@@ -104,6 +111,11 @@ def _others() -> Iterator[Planned]:
 
 
 ALL_FAULTS = (*_kills(), *_others())
+FULL_DISK = tuple(
+    Planned(fault=Fault(name="", point=point, action=Action.STOP), victim=DISK)
+    for point in ("weight_write.before", "orchestrator_half.before", "trainer_half.before")
+)
+"""For a run whose directory is a small file system of its own: it is full for FULL_S, for every process."""
 
 
 def draw_schedule(seed: int, *, num_faults: int, among: Sequence[Planned] = ALL_FAULTS) -> list[Planned]:
@@ -159,12 +171,16 @@ class ChaosRun:
     directory: Path
     timeout_s: float
     flags: Sequence[str] = ()
+    disk: Path | None = None
+    """Where the small file system is mounted that holds the run, for faults that fill it."""
     survived: list[Survived] = field(default_factory=list)
     launches: int = 0
     _family: set[psutil.Process] = field(default_factory=set)
     _family_at: float = 0.0
     _to_continue: list[tuple[float, int]] = field(default_factory=list)
     """When, and which stopped process."""
+    _room_at: float = float("inf")
+    """When the full disk gets room again."""
     _read: int = 0
     """Bytes of events.jsonl that were looked at."""
 
@@ -202,6 +218,7 @@ class ChaosRun:
             assert time.monotonic() < deadline, f"no end after {self.timeout_s:g} s: {self.run.output[-6000:]}"
             self._look(process.pid)
             time.sleep(_POLL_S)
+        self._make_room()
         self._read_events()
         self._let_go_on(now=float("inf"))
         assert_all_gone(list(self._family), timeout_s=15.0)
@@ -217,6 +234,13 @@ class ChaosRun:
         for record in self._new_records():
             self._react(record, launcher)
         self._let_go_on(now=now)
+        if now > self._room_at:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        self._room_at = float("inf")
+        if self.disk is not None:
+            (self.disk / _BALLAST).unlink(missing_ok=True)
 
     def _new_records(self) -> Iterator[Happened]:
         known = {item.planned.fault.name for item in self.survived}
@@ -232,6 +256,10 @@ class ChaosRun:
         self._family.update(descendants_of(launcher))
         if planned.victim == "launcher":
             psutil.Process(launcher).kill()
+        elif planned.victim == DISK:
+            assert self.disk is not None
+            fill(self.disk)
+            self._room_at = time.monotonic() + FULL_S
         elif planned.victim:
             for process in self._processes(launcher, MODULES[planned.victim])[:1]:
                 process.kill()
@@ -287,6 +315,18 @@ class ChaosRun:
                 after.callback(_end, process)
             if self.run.process is not None and self.run.process.poll() is None:
                 self.run.process.kill()
+
+
+def fill(disk: Path) -> None:
+    """Leave no byte free on the file system at `disk`."""
+    with (disk / _BALLAST).open("ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as exc:
+                if exc.errno != errno.ENOSPC:
+                    raise
 
 
 def _end(process: psutil.Process) -> None:
