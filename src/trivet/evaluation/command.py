@@ -100,7 +100,7 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
                         task,
                         env=env.label,
                         run_group=pool.run_group,
-                        base_url_of=lambda _: base_url,
+                        base_url=base_url,
                         slots=asyncio.Semaphore(max(config.max_concurrent // config.rollouts_per_example, 1)),
                         directory=RunLayout(output_dir).evals_step(target.step, env.label),
                         does_continue=False,

@@ -66,7 +66,7 @@ async def evaluate(
     *,
     env: str,
     run_group: RunGroup,
-    base_url_of: Callable[[GroupId], str],
+    base_url: str,
     slots: asyncio.Semaphore,
     directory: Path,
     does_continue: bool,
@@ -76,7 +76,7 @@ async def evaluate(
 
     Args:
         env: what the environment is called in requests.
-        base_url_of: the server for a group, which holds the policy of `task.step`.
+        base_url: the server, which holds the policy of `task.step`; a `run_group` that finds one itself ignores it.
         slots: groups in flight, shared with other evaluations.
         directory: evals/step_N/<env>.
         does_continue: go on with results that are there already.
@@ -92,7 +92,7 @@ async def evaluate(
     async def run_example(example_id: int) -> None:
         async with slots:
             try:
-                rollouts = await run_group(_request(task, example_id, env=env, base_url=base_url_of(GroupId(example_id))))
+                rollouts = await run_group(_request(task, example_id, env=env, base_url=base_url))
             except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this example only
                 errors[example_id] = f"{type(exc).__name__}: {exc}"
                 logger.warning("example failed env=%s example=%s: %s", task.env, example_id, exc)

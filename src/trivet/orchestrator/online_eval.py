@@ -12,19 +12,22 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from trivet.config.environment import EnvConfig
 from trivet.config.layout import RunLayout, parse_step
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
+from trivet.errors import RolloutFailed, WorkerLost
 from trivet.evaluation.evaluate import RunGroup, evaluate, make_task
 from trivet.evaluation.results import holds_task, read_summary
 from trivet.evaluation.scores import Summary
 from trivet.orchestrator.waker import Waker
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
-from trivet.wire.groups import EnvironmentInfo, SamplingArguments
-from trivet.wire.rollouts import GroupId
+from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments
+from trivet.wire.rollouts import Rollout
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,11 @@ logger = logging.getLogger(__name__)
 VAL = "val"
 """Directory of validations inside evals/step_N/."""
 _IDLE_WAIT_S = 5.0
+_NO_SERVER_WAIT_S = 1.0
+_TRIES = 3
+"""Of a group whose server or worker was lost."""
+DEFAULT_MAX_CONCURRENT = 64
+"""Rollouts of validations in flight, where `eval.max_concurrent` does not say."""
 
 
 def is_due(version: PolicyVersion, *, last: PolicyVersion | None, interval: int) -> bool:
@@ -147,6 +155,16 @@ def _last_evaluated(layout: RunLayout, name: str, *, until: PolicyVersion) -> Po
     return PolicyVersion(max(done)) if done else None
 
 
+class Servers(Protocol):
+    """Which server a group goes to. Adapter: `client.server_pool.ServerPool`."""
+
+    def pick(self, *, num_rollouts: int) -> str | None: ...
+
+    def release(self, root: str, *, num_rollouts: int) -> None: ...
+
+    async def is_at_fault(self, root: str) -> bool: ...
+
+
 class HeldPolicy(Protocol):
     """What the servers hold. Adapter: `orchestrator.policy.PolicyWatcher`."""
 
@@ -170,7 +188,7 @@ class OnlineEval:
         policy: HeldPolicy,
         digest: Callable[[], str],
         run_group: RunGroup,
-        base_url_of: Callable[[GroupId], str],
+        servers: Servers,
         max_concurrent: int,
         layout: RunLayout,
         telemetry: Telemetry,
@@ -179,14 +197,13 @@ class OnlineEval:
         Args:
             digest: of the policy that the servers hold.
             run_group: runs it on the server named in the request.
-            base_url_of: the server for a group.
             max_concurrent: rollouts in flight.
         """
         self._series = list(series)
         self._policy = policy
         self._digest = digest
         self._run_group = run_group
-        self._base_url_of = base_url_of
+        self._servers = servers
         self._max_concurrent = max_concurrent
         self._layout = layout
         self._telemetry = telemetry
@@ -255,12 +272,38 @@ class OnlineEval:
         return await evaluate(
             task,
             env=one.pool_name,
-            run_group=self._run_group,
-            base_url_of=self._base_url_of,
+            run_group=self._run_somewhere,
+            base_url="",
             slots=asyncio.Semaphore(max(self._max_concurrent // one.rollouts_per_example, 1)),
             directory=directory,
             does_continue=version != one.repeats and holds_task(directory, task),
         )
+
+    async def _run_somewhere(self, request: GroupRequest) -> list[Rollout]:
+        """On the server with the fewest rollouts; again, on another, when a server or a worker was lost."""
+        last_error: Exception | None = None
+        for _ in range(_TRIES):
+            server = await self._find_server(request.num_rollouts)
+            try:
+                return await self._run_group(msgspec.structs.replace(request, base_url=server))
+            except WorkerLost as exc:
+                last_error = exc
+            except RolloutFailed as exc:
+                if not await self._servers.is_at_fault(server):
+                    raise
+                last_error = exc
+            finally:
+                self._servers.release(server, num_rollouts=request.num_rollouts)
+        assert last_error is not None
+        raise last_error
+
+    async def _find_server(self, num_rollouts: int) -> str:
+        """Waits while none takes rollouts; the pool of servers ends the run when that lasts too long."""
+        while True:
+            server = self._servers.pick(num_rollouts=num_rollouts)
+            if server is not None:
+                return server
+            await asyncio.sleep(_NO_SERVER_WAIT_S)
 
 
 def eval_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:

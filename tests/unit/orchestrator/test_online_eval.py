@@ -10,7 +10,7 @@ import pytest
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.shared import RunIdentity
-from trivet.errors import ConfigError
+from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.scores import Summary
 from trivet.orchestrator.online_eval import OnlineEval, is_due, make_series, val_metrics
 from trivet.telemetry.events import read_events
@@ -53,6 +53,24 @@ class Pool:
         return [Rollout(index=index, reward=self.policy.version / 100) for index in range(request.num_rollouts)]
 
 
+class Servers:
+    """Two of them; those in `broken` are at fault."""
+
+    def __init__(self):
+        self.broken, self.in_flight = set(), {"http://a": 0, "http://b": 0}
+
+    def pick(self, *, num_rollouts):
+        root = min(self.in_flight.keys() - self.broken, key=lambda root: (self.in_flight[root], root))
+        self.in_flight[root] += num_rollouts
+        return root
+
+    def release(self, root, *, num_rollouts):
+        self.in_flight[root] -= num_rollouts
+
+    async def is_at_fault(self, root):
+        return root in self.broken
+
+
 class Bench:
     """An orchestrator's evaluations without an orchestrator."""
 
@@ -61,6 +79,7 @@ class Bench:
         self.config = OrchestratorConfig.model_validate(CONFIG | changes)
         self.policy = Policy(resumed_from)
         self.pool = Pool(self.policy)
+        self.servers = Servers()
         series = make_series(self.config, self.pool, layout=self.layout, resumed_from=resumed_from)
         self.telemetry = Telemetry("orchestrator", layout=self.layout, run=RunIdentity(), resume_step=resumed_from)
         self.evals = OnlineEval(
@@ -68,7 +87,7 @@ class Bench:
             policy=self.policy,
             digest=lambda: f"{weights}-{self.policy.version}",
             run_group=self.pool.run_group,
-            base_url_of=lambda group_id: "http://server",
+            servers=self.servers,
             max_concurrent=4,
             layout=self.layout,
             telemetry=self.telemetry,
@@ -161,6 +180,36 @@ def test_evaluations_after_the_step_resumed_from_are_made_again(tmp_path):
     Bench(tmp_path).run(10, 20)
     assert Bench(tmp_path, resumed_from=15, weights="b").run(20) == ([20], [20])
     assert Bench(tmp_path, resumed_from=15, weights="b").run(20) == ([], []), "the same weights have the same scores"
+
+
+def test_a_group_whose_server_or_worker_was_lost_runs_again_elsewhere(tmp_path):
+    bench = Bench(tmp_path, eval={"interval": 10, "env": [{"id": "letters"}]})
+    run_group, losses = bench.pool.run_group, [WorkerLost("gone"), RolloutFailed("refused")]
+
+    async def lossy(request):
+        if losses:
+            error = losses.pop()
+            bench.servers.broken |= {request.base_url} if isinstance(error, RolloutFailed) else set()
+            raise error
+        assert request.base_url == "http://b"
+        return await run_group(request)
+
+    bench.evals._run_group = lossy
+    bench.run()
+    summary = json.loads((bench.layout.evals_step(0, "letters") / "summary.json").read_text())
+    assert (summary["num_failed"], bench.servers.in_flight) == (0, {"http://a": 0, "http://b": 0})
+
+
+def test_a_rollout_that_fails_by_itself_costs_its_example(tmp_path):
+    bench = Bench(tmp_path, eval={"interval": 10, "env": [{"id": "letters"}]})
+
+    async def failing(request):
+        raise RolloutFailed("the environment raised")
+
+    bench.evals._run_group = failing
+    bench.run()
+    summary = json.loads((bench.layout.evals_step(0, "letters") / "summary.json").read_text())
+    assert (summary["num_failed"], summary["first_error"]) == (3, "RolloutFailed: the environment raised")
 
 
 def test_validation_measures_what_is_trained_on_and_reaches_the_next_step(tmp_path):
