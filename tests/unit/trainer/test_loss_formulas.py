@@ -59,8 +59,8 @@ def no_tensor(inputs: SampleInputs) -> float:
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------------
-# Each takes one sample's log-probabilities of the trainer (float64 scalars with gradient) and of the sampler, and its advantage,
-# and returns what the sample adds to the loss, given the numbers of tokens and samples in the step.
+# Each takes one sample's log-probabilities of the trainer (float64 scalars with gradient) and of the sampler, its advantage,
+# and the numbers of tokens and samples in the step; it returns what the sample adds to the loss.
 
 
 def by_token(term):
