@@ -9,7 +9,7 @@ import msgspec
 
 from trivet.config.layout import RunLayout
 from trivet.launcher.logs import LogFollower, last_lines
-from trivet.launcher.processes import Child, descendants, stopped_by_signal
+from trivet.launcher.processes import Child, ProcessTable, descendants
 from trivet.launcher.recovery import RoleSeen
 from trivet.launcher.watchdog import Mark, Watchdog
 from trivet.telemetry.progress import read_report
@@ -40,6 +40,7 @@ class Member:
         self.child = child
         self.reports = Reports(said=(), marks={})
         self.stuck = ""
+        self._stopped: tuple[int, ...] = ()
         self._follower = LogFollower(child.spec.log, offset=child.log_offset)
         self._exit_code: int | None = None
         self._ended_at = 0.0
@@ -71,15 +72,17 @@ class Member:
     def read_reports(self, layout: RunLayout) -> None:
         self.reports = read_reports(layout, self.name, count=self.child.spec.num_reports)
 
-    def watch(self, watchdog: Watchdog, *, now: float) -> None:
-        """Bring `stuck` up to date."""
-        if self._exit_code is not None:
-            return
+    def look_for_stopped(self, table: ProcessTable) -> None:
+        """Which of its processes a signal has stopped."""
         family = [self.child.pid]
         if self.child.spec.are_children_watched:
-            family += descendants(self.child.pid)
-        stopped = stopped_by_signal(family)
-        self.stuck = watchdog.look(self.name, marks=self.reports.marks, stopped=stopped, now=now)
+            family += descendants(self.child.pid, table=table)
+        self._stopped = tuple(pid for pid in family if pid in table and table[pid].is_stopped)
+
+    def watch(self, watchdog: Watchdog, *, now: float) -> None:
+        """Bring `stuck` up to date."""
+        if self._exit_code is None:
+            self.stuck = watchdog.look(self.name, marks=self.reports.marks, stopped=self._stopped, now=now)
 
     def last_step(self, *, attempt: int) -> int:
         """The newest step that it reported as finished in `attempt`."""

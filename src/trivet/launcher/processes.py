@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trivet.launcher.plan import ProcessSpec
@@ -132,11 +133,15 @@ def end_orphans(
         sleep(_POLL_S)
 
 
-def descendants(pid: int, *, spared: Collection[int] = ()) -> list[int]:
-    """Children of `pid`, their children and so on, as /proc shows them now; without those in `spared` and their children."""
+def descendants(pid: int, *, spared: Collection[int] = (), table: "ProcessTable | None" = None) -> list[int]:
+    """Children of `pid`, their children and so on; without those in `spared` and their children.
+
+    Args:
+        table: what /proc showed at one moment; None looks now.
+    """
     children_of: dict[int, list[int]] = {}
-    for child, (_, parent) in _all_processes():
-        children_of.setdefault(parent, []).append(child)
+    for child, entry in (table or read_processes()).items():
+        children_of.setdefault(entry.parent, []).append(child)
     found: list[int] = []
     waiting = [pid]
     while waiting:
@@ -146,13 +151,24 @@ def descendants(pid: int, *, spared: Collection[int] = ()) -> list[int]:
     return found
 
 
-def stopped_by_signal(pids: Collection[int]) -> tuple[int, ...]:
-    """Those of `pids` that SIGSTOP or its like has stopped; one that a debugger holds is not among them."""
-    return tuple(sorted(pid for pid, (state, _) in _all_processes() if pid in pids and state == "T"))
+@dataclass(frozen=True, slots=True)
+class ProcessEntry:
+    state: str
+    parent: int
+
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or its like; a process that a debugger holds is not."""
+        return self.state == "T"
 
 
-def _all_processes() -> Iterator[tuple[int, tuple[str, int]]]:
-    """Pid, state and parent of each process that /proc shows."""
+ProcessTable = Mapping[int, ProcessEntry]
+"""Processes of this machine by pid."""
+
+
+def read_processes() -> ProcessTable:
+    """What /proc shows now."""
+    table: dict[int, ProcessEntry] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -161,4 +177,5 @@ def _all_processes() -> Iterator[tuple[int, tuple[str, int]]]:
         except OSError:  # it ended while we looked
             continue
         state, parent = stat.rpartition(")")[2].split()[:2]
-        yield int(entry.name), (state, int(parent))
+        table[int(entry.name)] = ProcessEntry(state, int(parent))
+    return table

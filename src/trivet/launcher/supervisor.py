@@ -45,6 +45,8 @@ from trivet.wire.versions import Step
 TICK_S = 0.2
 _REPORTS_EVERY_S = 1.0
 _STATUS_EVERY_S = 2.0
+_LOOKS_WITHIN_TIMEOUT = 12
+"""Looks at every process of the machine within the watchdog's time: they cost, on a large machine."""
 _PATIENT_S = 1.0
 """While roles stop, a signal within this time is still the one that stopped the run; a later one says: kill now."""
 
@@ -115,7 +117,7 @@ class Supervisor:
         self._down: dict[Unit, tuple[int, float]] = {}
         """Units that have not progressed since their restart: its place in `_restarts`, and when they failed."""
         self._last_error = ""
-        self._reports_due = self._status_due = 0.0
+        self._reports_due = self._processes_due = self._status_due = 0.0
         self._started = 0.0
         self._started_at = 0.0
 
@@ -167,6 +169,11 @@ class Supervisor:
             return
         self._reports_due = now + _REPORTS_EVERY_S
         self._watchdog.notice_time(now)
+        if now >= self._processes_due:
+            self._processes_due = now + self._config.watchdog_timeout_s / _LOOKS_WITHIN_TIMEOUT
+            table = processes.read_processes()
+            for member in self._members.values():
+                member.look_for_stopped(table)
         for member in self._members.values():
             member.read_reports(self._attempts.layout)
             self._watch(member, now=now)
@@ -241,11 +248,14 @@ class Supervisor:
         self._log.say(f"started {spec.name} pid={child.pid} log={spec.log}")
 
     def _say_failure(self, action: Announce) -> None:
-        child = self._members[action.role].child
-        self._last_error = f"{action.cause}; {quote_log(child.spec.log, offset=child.log_offset)}"
-        with_it = "" if action.unit is Unit.INFERENCE else "; orchestrator and trainer go back to the last checkpoint"
-        self._log.say(f"WARNING {self._last_error}\n{action.cause}{with_it}, restart in {action.delay_s:g} s")
+        member = self._members[action.role]
         is_training = action.unit is Unit.TRAINING
+        self._last_error = action.cause
+        if not member.stuck:  # else the watchdog has quoted its log
+            self._last_error += f"; {quote_log(member.child.spec.log, offset=member.child.log_offset)}"
+            self._log.say(f"WARNING {self._last_error}")
+        with_it = "; orchestrator and trainer go back to the last checkpoint" if is_training else ""
+        self._log.say(f"{action.cause}{with_it}, restart in {action.delay_s:g} s")
         self._down.pop(action.unit, None)
         self._restarts.append(
             RestartRecord(

@@ -35,7 +35,7 @@ def describe_restart(record: RestartRecord) -> str:
         did += f" from {f'step {record.from_step}' if record.from_step else 'the start'}"
     if record.lost_steps:
         did += f" ({record.lost_steps} {'step' if record.lost_steps == 1 else 'steps'} again)"
-    back = f"back after {record.down_s:.0f} s" if record.down_s is not None else "not back yet"
+    back = f"back after {record.down_s:.0f} s" if record.down_s is not None else "no progress since"
     return f"{record.cause}: {did}, {back}"
 
 

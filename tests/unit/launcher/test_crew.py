@@ -12,7 +12,7 @@ from support.processes import wait_until
 from trivet.config.layout import RunLayout
 from trivet.launcher.crew import Member, forget_reports, read_reports
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.processes import Child, descendants, stopped_by_signal
+from trivet.launcher.processes import Child, descendants, read_processes
 from trivet.wire.status import Report
 
 
@@ -88,8 +88,8 @@ def test_descendants_leave_out_those_that_are_spared_and_their_children(tmp_path
 
 def test_a_process_that_a_signal_stopped_is_found(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert stopped_by_signal([process.pid]) == ()
+        assert not read_processes()[process.pid].is_stopped
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: stopped_by_signal([process.pid]) == (process.pid,), timeout_s=20, waiting_for="the stop")
+        wait_until(lambda: read_processes()[process.pid].is_stopped, timeout_s=20, waiting_for="the stop")
         process.send_signal(signal.SIGCONT)
         process.communicate(b"\n", timeout=20)

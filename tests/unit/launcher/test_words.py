@@ -41,7 +41,7 @@ def test_a_restart_is_described_with_its_cause_its_start_and_its_cost() -> None:
     assert describe_restart(TRAINING) == (
         "trainer killed by SIGKILL: orchestrator and trainer restarted from step 6 (1 step again), back after 14 s"
     )
-    assert describe_restart(INFERENCE) == "inference killed by SIGKILL: inference restarted, not back yet"
+    assert describe_restart(INFERENCE) == "inference killed by SIGKILL: inference restarted, no progress since"
 
 
 def test_restarts_are_recounted_in_order_with_their_sum() -> None:
