@@ -91,9 +91,9 @@ def _make_deterministic(draft: Draft, findings: Findings) -> None:
         if leaf is None and not draft.is_null(key):
             draft.derive(key, value, _derived("deterministic", wanted))
         elif leaf is not None and _normal(leaf.value).lower() not in (str(value).lower(), f"{value:g}" if value == 1 else ""):
+            found = literal(leaf.value) if isinstance(leaf.value, bool) else leaf.value
             findings.refuse(
-                f"deterministic = true ({wanted.origin}) needs {key} = {literal(value)}, got {leaf.value} ({leaf.origin});"
-                f" remove {key}"
+                f"deterministic = true ({wanted.origin}) needs {key} = {literal(value)}, got {found} ({leaf.origin}); remove {key}"
             )
     _derive_default(draft, "orchestrator.sampling.seed", "seed", OrchestratorConfig.model_fields["seed"])
 

@@ -38,6 +38,7 @@ AGREEING = [
     (("ckpt.resume_step", "trainer.ckpt.resume_step", "orchestrator.ckpt.resume_step"), "-1", -1),
     (("ckpt.keep_last", "trainer.ckpt.keep_last", "orchestrator.ckpt.keep_last"), "2", 2),
     (("ckpt.keep_interval", "trainer.ckpt.keep_interval", "orchestrator.ckpt.keep_interval"), "10", 10),
+    (("ckpt.weights.interval", "trainer.ckpt.weights.interval", "orchestrator.ckpt.weights.interval"), "10", 10),
     (("trainer.rollout_transport.port", "orchestrator.rollout_transport.port"), "6000", 6000),
     (("trainer.run.id", "orchestrator.run.id", "inference.run.id"), "abc", "abc"),
 ]
@@ -150,3 +151,47 @@ def test_resolving_a_resolved_run_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "rl.toml"
     file.write_text(to_toml(config))
     assert load_config(RLConfig, ["@", str(file)], environ={}).config == config
+
+
+DETERMINISTIC = {
+    "trainer.deterministic": True,
+    "trainer.model.compute_dtype": "float32",
+    "orchestrator.deterministic": True,
+    "orchestrator.strict_async_level": True,
+    "orchestrator.oversampling_factor": 1.0,
+    "inference.deterministic": True,
+    "inference.max_num_seqs": 1,
+    "inference.model.dtype": "float32",
+}
+
+
+def test_a_deterministic_run_derives_what_it_needs_in_every_role() -> None:
+    config = resolved("--deterministic", "true", "--seed", "7")
+    assert {key: at(config, key) for key in DETERMINISTIC} == DETERMINISTIC
+    assert config.orchestrator.sampling.seed == 7
+    assert resolved("--deterministic", "true", "--orchestrator.sampling.seed", "3").orchestrator.sampling.seed == 3
+    plain = resolved()
+    assert not any((plain.trainer.deterministic, plain.orchestrator.deterministic, plain.orchestrator.strict_async_level))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "needed"),
+    [
+        ("orchestrator.oversampling_factor", "2", "1.0"),
+        ("orchestrator.strict_async_level", "false", "true"),
+        ("inference.max_num_seqs", "64", "1"),
+        ("trainer.model.compute_dtype", "bfloat16", '"float32"'),
+    ],
+)
+def test_what_a_deterministic_run_cannot_have_is_refused_and_the_same_value_is_not(key: str, text: str, needed: str) -> None:
+    said = refusal("--deterministic", "true", f"--{key}", text)
+    assert (
+        f"deterministic = true (flag --deterministic) needs {key} = {needed}, got {text} (flag --{key}); remove {key}" in said
+    )
+    resolved("--deterministic", "true", f"--{key}", needed.strip('"'))
+
+
+def test_a_deterministic_run_may_use_someone_elses_server() -> None:
+    config = resolved("--deterministic", "true", "--inference", "None")
+    assert config.inference is None
+    assert config.orchestrator.strict_async_level

@@ -177,3 +177,19 @@ def test_gpus_that_do_not_fit_are_refused(changes: dict[str, Any], message: str)
 def test_a_cuda_trainer_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="shows no GPU"):
         make_plan(trainer={"device": "cuda"})
+
+
+def test_the_roles_of_a_fork_resume_the_checkpoint_they_were_given_under_settings_of_their_own() -> None:
+    config = RLConfig.model_validate(
+        {"trainer": {"ckpt": {"resume_from": "a"}}, "orchestrator": {"ckpt": {"resume_from": "a"}}}
+    )
+    planned = plan(
+        config,
+        machine=LAPTOP,
+        python="python",
+        run=RunIdentity(id="r"),
+        ports=Ports(inference=8000, transport=5555),
+        resume_step=6,
+    )
+    for role in (trainer_config(planned), orchestrator_config(planned)):
+        assert (role.ckpt.resume_from, role.ckpt.resume_step, role.ckpt.allow_changes) == (None, 6, ["*"])

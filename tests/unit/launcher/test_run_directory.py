@@ -153,3 +153,25 @@ def test_a_written_configuration_starts_the_role_again_as_it_was(layout: RunLayo
     path = layout.configs / "inference.toml"
     write_configs({path: config})
     assert load_config(InferenceConfig, ["@", str(path)], environ={}).config == config
+
+
+def test_a_fork_is_a_new_run_that_starts_from_the_others_checkpoint(layout: RunLayout, tmp_path: Path) -> None:
+    leave_a_run(layout, committed=[2, 4])
+    fork = RunLayout(tmp_path / "fork")
+    with RunDirectory(fork) as directory:
+        step = directory.choose_start(resume_step=2, does_clean=False, resume_from=layout.root)
+        run = directory.identify(is_resumed=False)
+        directory.begin(run, resumed_from=step, resume_from=layout.root)
+    assert (step, run.attempt) == (2, 1)
+    assert run.id != "first"
+    assert committed_steps(fork) == [2]
+    assert committed_steps(layout) == [2, 4]
+
+
+def test_a_fork_does_not_overwrite_a_run(layout: RunLayout, tmp_path: Path) -> None:
+    other = RunLayout(tmp_path / "other")
+    leave_a_run(other, committed=[2])
+    leave_a_run(layout, committed=[4])
+    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match="of an earlier run"):
+        directory.choose_start(resume_step=None, does_clean=False, resume_from=other.root)
+    assert committed_steps(layout) == [4]

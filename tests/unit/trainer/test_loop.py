@@ -1,6 +1,7 @@
 """The RL loop over a receiver that holds prepared batches: what it publishes, commits, reports and refuses."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from trivet.checkpoints.commit import committed_steps
+from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
 from trivet.checkpoints.halves import ORCHESTRATOR, begin_half, finish_half
 from trivet.config.layout import RunLayout
 from trivet.config.trainer import TrainerConfig
-from trivet.errors import BatchError, ConfigError, Diverged, ResumeError, TrivetError
+from trivet.errors import BatchError, ConfigError, DiskFull, Diverged, ResumeError, TrivetError
 from trivet.telemetry.events import read_events
 from trivet.trainer.loop import check_batch, run
+from trivet.trainer.main import open_receiver
 from trivet.trainer.rows import to_tensors
+from trivet.transport.recording import record_batch
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.weights.retention import acknowledge
@@ -213,3 +216,60 @@ def test_a_batch_that_does_not_fit_the_model_is_refused(oracle) -> None:
     row.token_ids_T[0] = 100
     with pytest.raises(BatchError, match="holds token 100"):
         check_batch(batch, seq_len=2048, vocab_size=100)
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_the_last_commit_whole(
+    tiny_model: Path, world, make_batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = RunLayout(tmp_path)
+    whole = shutil.disk_usage(tmp_path)
+
+    def usage(path: Path) -> object:
+        return whole._replace(free=0) if layout.weights_step(3).exists() else whole
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(
+        DiskFull, match=r"no room to write the trainer's half of checkpoint 3 in .*checkpoints: .* 0\.0 MiB free"
+    ):
+        run_loop(make_config(tiny_model, tmp_path), world, lambda: make_batches(layout, halves=(1, 3)))
+    assert committed_steps(layout) == [1]
+    verify_checkpoint(layout, Step(1))
+
+
+def test_a_run_that_has_no_room_for_its_first_checkpoint_does_not_start(
+    tiny_model: Path, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: whole._replace(free=2**20))
+    with pytest.raises(DiskFull, match="the first checkpoint and the weights beside it"):
+        run_loop(make_config(tiny_model, tmp_path), world, dict)
+
+
+def test_policies_of_an_interval_stay(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    config = make_config(tiny_model, tmp_path, max_async_level=0, ckpt={"weights": {"interval": 2}})
+    run_loop(config, world, lambda: make_batches(layout))
+    assert published_versions(layout) == [2, 4, 6]
+
+
+def test_a_deterministic_run_keeps_the_policies_that_a_resume_samples_from(
+    tiny_model: Path, world, make_batches, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path)
+    config = make_config(tiny_model, tmp_path, max_async_level=1, deterministic=True)
+    run_loop(config, world, lambda: make_batches(layout, halves=(3,)))
+    assert published_versions(layout) == [2, 3, 5, 6]
+
+
+def test_a_recorded_run_is_replayed_to_the_same_weights(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+    first, second = RunLayout(tmp_path / "first"), RunLayout(tmp_path / "second")
+    run_loop(make_config(tiny_model, first.root), world, lambda: make_batches(first, halves=(2, 6)))
+    for batch in make_batches(first, halves=(2, 6)).values():
+        if batch.purpose is BatchPurpose.TRAIN:
+            record_batch(first, batch)
+    config = make_config(tiny_model, second.root, data={"replay": first.root}, ckpt={"interval": 2})
+    run(config, world, make_receiver=lambda from_step: open_receiver(config, from_step))
+    assert verify(second.weights_step(6)).digest == verify(first.weights_step(6)).digest
+    assert committed_steps(second) == [2, 4, 6]
+    record = read_record(second, Step(6))
+    assert list(record.halves) == ["trainer"]

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from trivet.checkpoints.commit import committed_steps
+from trivet.checkpoints.fork import adopt
 from trivet.config.layout import RunLayout
 from trivet.config.trainer import SftConfig
+from trivet.errors import ResumeError
 from trivet.trainer.sft import run
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
+from trivet.wire.versions import Step
 
 
 @pytest.fixture
@@ -63,3 +66,26 @@ def test_cut_conversations_are_counted(tiny_model: Path, data: Path, world, tmp_
     short = {"name": str(tiny_model), "compute_dtype": "float32", "seq_len": 12}
     run(make_config(tiny_model, data, layout.root, model=short, max_steps=1), world)
     assert metrics_of(layout)[0]["data/num_truncated"] > 0
+
+
+def test_data_that_is_begun_anew_stays_so_over_further_resumes(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "out")
+    run(make_config(tiny_model, data, layout.root, max_steps=2, ckpt={"interval": 1}), world)
+    anew = {"resume_step": 1, "skip_dataloader": True, "skip_progress": True, "interval": 1}
+    run(make_config(tiny_model, data, layout.root, max_steps=4, ckpt=anew), world)
+    run(make_config(tiny_model, data, layout.root, max_steps=5, ckpt={"resume_step": -1}), world)
+    # 10 rows, 4 a step: after step 1 the first epoch begins again and ends within what is then its third step.
+    assert [line["data/epoch"] for line in metrics_of(layout)] == [0, 0, 0, 1, 1]
+    assert [line["progress/total_samples"] for line in metrics_of(layout)] == [4, 4, 8, 12, 16]
+
+
+def test_a_fork_may_have_other_settings_and_another_run_may_not(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    first, fork = RunLayout(tmp_path / "first"), RunLayout(tmp_path / "fork")
+    run(make_config(tiny_model, data, first.root, max_steps=2), world)
+    adopt(first.root, Step(2), into=fork)
+    changed = {"max_steps": 3, "optim": {"lr": 1e-4}}
+    with pytest.raises(ResumeError, match=r"optim\.lr was 0\.003 and is 0\.0001 now"):
+        run(make_config(tiny_model, data, fork.root, ckpt={"resume_step": 2}, **changed), world)
+    run(make_config(tiny_model, data, fork.root, ckpt={"resume_step": 2, "allow_changes": ["*"]}, **changed), world)
+    assert committed_steps(fork) == [2, 3]
+    assert committed_steps(first) == [2]
