@@ -28,9 +28,7 @@ class FinishedGroup:
     """Why it is not trained on."""
 
     @classmethod
-    def of(
-        cls, group: Group, *, found: Sequence[RolloutFilter] = (), filtered: FilterReason | None = None
-    ) -> "FinishedGroup":
+    def of(cls, group: Group, *, found: Sequence[RolloutFilter] = (), filtered: FilterReason | None = None) -> "FinishedGroup":
         rewards = group.rewards
         return cls(
             env=group.env,

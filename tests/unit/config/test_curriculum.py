@@ -53,7 +53,8 @@ def test_a_group_of_one_has_nothing_to_be_compared_with(kind: str) -> None:
 def test_a_filter_can_be_taken_away() -> None:
     filters = load("--filters.gibberish", "None", "--filters.repetition.enforce").filters
     assert filters.gibberish is None
-    assert filters.repetition is not None and filters.repetition.enforce
+    assert filters.repetition is not None
+    assert filters.repetition.enforce
 
 
 def test_rollouts_without_scores_are_refused_with_the_reason() -> None:

@@ -86,5 +86,6 @@ def test_an_environments_tokens_are_checked_together_with_the_runs() -> None:
 
 
 def test_a_bias_of_one_environment_is_said_with_its_place() -> None:
-    notices = load_config(OrchestratorConfig, [*GROUPED, "--max-steps", "1", "--env.0.sampling.top-p", "0.5"], environ={}).notices
+    argv = [*GROUPED, "--max-steps", "1", "--env.0.sampling.top-p", "0.5"]
+    notices = load_config(OrchestratorConfig, argv, environ={}).notices
     assert notices == ("the trainer cannot reproduce env.0.sampling.top_p (0.5): the importance ratio is biased",)

@@ -226,9 +226,7 @@ def test_a_sampler_resumed_at_any_moments_draws_what_an_unbroken_one_draws(rules
 def test_pools_conserve_examples_and_only_normal_ones_are_drawn(rules, actions):
     script = Scripted(ExampleSampler(EXAMPLES, seed=0, rules=rules))
     for action in actions:
-        parked = {
-            parked.example_hash for members in script.sampler.snapshot().parked.values() for parked in members
-        }
+        parked = {parked.example_hash for members in script.sampler.snapshot().parked.values() for parked in members}
         script.play([action])
         if action == "take" and (draw := script.drawn[-1]):
             assert draw.example_hash not in parked
