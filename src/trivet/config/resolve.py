@@ -93,7 +93,8 @@ def _make_deterministic(draft: Draft, findings: Findings) -> None:
         elif leaf is not None and _normal(leaf.value).lower() not in (str(value).lower(), f"{value:g}" if value == 1 else ""):
             found = literal(leaf.value) if isinstance(leaf.value, bool) else leaf.value
             findings.refuse(
-                f"deterministic = true ({wanted.origin}) needs {key} = {literal(value)}, got {found} ({leaf.origin}); remove {key}"
+                f"deterministic = true ({wanted.origin}) needs {key} = {literal(value)}, got {found} ({leaf.origin});"
+                f" remove {key}"
             )
     _derive_default(draft, "orchestrator.sampling.seed", "seed", OrchestratorConfig.model_fields["seed"])
 

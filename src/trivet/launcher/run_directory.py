@@ -126,11 +126,12 @@ class RunDirectory:
             return RunIdentity(id=before.id, attempt=before.attempt + 1)
         return RunIdentity(id=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
 
-    def begin(self, run: RunIdentity, *, resumed_from: Step | None, resume_from: Path | None = None) -> None:
+    def begin(self, run: RunIdentity, *, resumed_from: Step | None, resume_from: Path | None = None, lag: int = 0) -> None:
         """Write run.json. A new run first removes what an earlier one left; a resumed run what was never committed.
 
         Args:
             resume_from: output directory of another run, whose checkpoint `resumed_from` becomes this new run's first.
+            lag: policies older than that which the new run samples from.
 
         Raises:
             ConfigError: the checkpoint to resume from is damaged; nothing was removed.
@@ -139,7 +140,7 @@ class RunDirectory:
             for name in self._entries():
                 _remove(self.layout.root / name)
             if resumed_from is not None and resume_from is not None:
-                adopt(resume_from, resumed_from, into=self.layout)
+                adopt(resume_from, resumed_from, into=self.layout, versions=range(resumed_from - lag, resumed_from))
         else:
             try:
                 verify_checkpoint(self.layout, resumed_from)

@@ -105,7 +105,7 @@ class Loop:
                 await self._send_stop(step, unwritten)
                 return
             # Until the next await this is the moment at which batch and checkpoint were formed.
-            half, is_due = self._half(), self._is_checkpoint_due(step)
+            half, is_due = self._half(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
             tally, self.buffer.tally = self.buffer.tally, Tally()
             values = flow_metrics(
                 tally,
@@ -210,10 +210,6 @@ class Loop:
             if self.buffer.num_ready >= num_groups:
                 groups = self.buffer.take_batch(step, num_groups=num_groups)
         return groups
-
-    def _is_checkpoint_due(self, step: Step) -> bool:
-        interval = self.config.ckpt.interval
-        return step == self.config.max_steps or (interval is not None and step % interval == 0)
 
     def _half(self) -> OrchestratorHalf:
         return OrchestratorHalf(
