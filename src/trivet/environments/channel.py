@@ -42,7 +42,7 @@ class Channel:
         """
         Raises:
             MessageRefused: it is too large.
-            ConnectionError: the other side is gone.
+            OSError: the other side is gone.
         """
         self._writer.write(pack_message(message))
         await self._writer.drain()
@@ -61,7 +61,7 @@ class Channel:
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             data = await self._reader.readexactly(length)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, OSError):
             return None
         return decode(data, kind)
 
@@ -70,7 +70,7 @@ class Channel:
         self._writer.close()
         try:
             await self._writer.wait_closed()
-        except ConnectionError:
+        except OSError:
             return
 
 

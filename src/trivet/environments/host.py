@@ -3,12 +3,10 @@
 The inside of every pool: `LocalPool` holds hosts in this process, a worker process holds one.
 """
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
+from trivet.environments.examples import example_hashes
 from trivet.environments.model_client import ModelClient
 from trivet.environments.runner import GroupRunner, to_messages
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
@@ -69,17 +67,3 @@ class EnvironmentHost:
         if client is None:
             client = self._clients[base_url] = self._make_client(base_url)
         return client
-
-
-def example_hashes(rows: Any, keys: tuple[str, ...]) -> list[str]:
-    """SHA-256 of each row's fields `keys`; empty without keys.
-
-    Args:
-        rows: a data set of the `datasets` library.
-    """
-    names = [key for key in keys if key in rows.column_names]
-    if not names:
-        return []
-    encoder = msgspec.json.Encoder(enc_hook=repr, order="sorted")
-    columns = [rows[name] for name in names]
-    return [hashlib.sha256(encoder.encode(row)).hexdigest() for row in zip(*columns, strict=True)]

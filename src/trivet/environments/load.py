@@ -1,5 +1,6 @@
 """Loads verifiers environments; what a user's load_environment raises becomes one error that names it."""
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from trivet.environments.settings import client_config
 from trivet.environments.stages import StageBoard
 from trivet.errors import EnvironmentLoadError
 from trivet.wire.workers import HostSettings
+
+_TRACEBACK_LINES = 8
 
 
 def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard | None = None) -> EnvironmentHost:
@@ -65,3 +68,14 @@ def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.E
             f"load_environment of {env_id!r} with args {dict(args)} raised {type(cause).__name__}: {cause}; "
             f"check the args of environment {name!r} against the signature of its load_environment"
         ) from exc
+
+
+def traceback_tail(error: EnvironmentLoadError) -> str:
+    """The last lines of where the user's own code was, for the end of a message."""
+    cause = error.__cause__
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is None:
+        return ""
+    lines = "".join(traceback.format_exception(cause)).rstrip().splitlines()
+    return "\n  " + "\n  ".join(lines[-_TRACEBACK_LINES:])

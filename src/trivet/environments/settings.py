@@ -5,6 +5,7 @@ from typing import Literal
 
 from trivet.config.client import ClientConfig
 from trivet.config.environment import EnvConfig
+from trivet.config.orchestrator import OrchestratorConfig
 from trivet.wire.workers import HostSettings
 
 
@@ -35,6 +36,23 @@ def host_settings(
         rollout_timeout_s=rollout_timeout_s,
         log_level=log_level,
     )
+
+
+def run_settings(config: OrchestratorConfig) -> dict[str, HostSettings]:
+    """Of every environment of a run, by the name of its workers."""
+    return {
+        name: host_settings(
+            env,
+            name=name,
+            model_name=config.model.name,
+            client=config.client,
+            trajectory_strategy=config.trajectory_strategy,
+            hash_keys=config.buffer.hash_keys,
+            rollout_timeout_s=config.rollout_timeout_s,
+            log_level=config.log.level,
+        )
+        for name, env in config.environments.items()
+    }
 
 
 def client_config(settings: HostSettings) -> ClientConfig:

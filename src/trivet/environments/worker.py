@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import selectors
 import socket
 import sys
 import threading
@@ -18,7 +19,7 @@ import traceback
 
 from trivet.environments.channel import Channel, pack_message, receive_blocking
 from trivet.environments.host import EnvironmentHost
-from trivet.environments.load import load_host
+from trivet.environments.load import load_host, traceback_tail
 from trivet.environments.stages import StageBoard
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
 from trivet.loop_lag import LoopLag
@@ -44,7 +45,6 @@ from trivet.wire.workers import (
 logger = logging.getLogger(__name__)
 
 _MAX_PULSE_LAGS = 100
-_TRACEBACK_LINES = 8
 
 
 class Worker:
@@ -54,6 +54,7 @@ class Worker:
         self._host = host
         self._lag = lag
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._pid = os.getpid()
 
     async def serve(self, sock: socket.socket) -> None:
         channel = await Channel.open(sock)
@@ -71,6 +72,7 @@ class Worker:
                             task.cancel()
                     case Load():
                         raise MessageRefused("a second environment was sent to a worker that has one")
+            self._leave_if_forked()
             for task in [measuring, *self._running.values()]:
                 task.cancel()
         await self._host.aclose()
@@ -78,12 +80,18 @@ class Worker:
     async def _answer(self, asked: RunGroup | AskPrompt, channel: Channel) -> None:
         try:
             answer = await self._carry_out(asked)
+            self._leave_if_forked()
             try:
                 await channel.send(answer)
             except MessageRefused as exc:
                 await channel.send(_failure(asked.call_id, exc))
-        except ConnectionError:
+        except OSError:
             return  # the pool is gone, and `serve` is about to see it
+
+    def _leave_if_forked(self) -> None:
+        """A child that user code forked, and that came back from it, has nothing to do here."""
+        if os.getpid() != self._pid:
+            os._exit(0)
 
     async def _carry_out(self, asked: RunGroup | AskPrompt) -> Answer:
         try:
@@ -124,15 +132,16 @@ def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> Non
         time.sleep(PULSE_INTERVAL_S)
 
 
-def detach_on_fork(*descriptors: int) -> None:
-    """A child that the environment forks must not speak for the worker: in it, `descriptors` lead nowhere.
+def detach_on_fork(selector: selectors.BaseSelector, *descriptors: int) -> None:
+    """A child that the environment forks must not speak for the worker: in it, `descriptors` and all that the event loop
+    listens to lead nowhere.
 
-    They are replaced, not closed: closing them would take them out of the event loop's poll set, which both processes share.
+    They are replaced, not closed: closing them would take them out of the poll set, which both processes share.
     """
 
     def detach() -> None:
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in descriptors:
+        for descriptor in {*descriptors, *(key.fd for key in selector.get_map().values())}:
             os.dup2(nowhere, descriptor, inheritable=False)
         os.close(nowhere)
 
@@ -159,19 +168,11 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     threading.Thread(
         target=send_pulses, args=(pulse_sock,), kwargs={"lag": lag, "stages": stages}, name="pulses", daemon=True
     ).start()
-    asyncio.run(Worker(host, lag=lag).serve(sock))
+    selector = selectors.DefaultSelector()
+    detach_on_fork(selector, sock.fileno(), pulse_sock.fileno())
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        runner.run(Worker(host, lag=lag).serve(sock))
     return 0
-
-
-def traceback_tail(error: EnvironmentLoadError) -> str:
-    """The last lines of where the user's own code was, for the end of a message."""
-    cause = error.__cause__
-    while cause is not None and cause.__cause__ is not None:
-        cause = cause.__cause__
-    if cause is None:
-        return ""
-    lines = "".join(traceback.format_exception(cause)).rstrip().splitlines()
-    return "\n  " + "\n  ".join(lines[-_TRACEBACK_LINES:])
 
 
 def _set_up_logging(settings: HostSettings) -> None:
@@ -191,7 +192,6 @@ def main() -> int:
     parser.add_argument("--pulse", type=int, required=True)
     descriptors = parser.parse_args()
     faulthandler.register(TRACEBACK_SIGNAL, all_threads=True)
-    detach_on_fork(descriptors.channel, descriptors.pulse)
     sock, pulse_sock = socket.socket(fileno=descriptors.channel), socket.socket(fileno=descriptors.pulse)
     for each in (sock, pulse_sock):
         each.set_inheritable(False)

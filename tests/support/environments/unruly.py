@@ -18,6 +18,7 @@ WAYS = [
     "interrupt",
     "os-exit",
     "hang",
+    "slow",
     "block",
     "hold-gil",
     "fork",
@@ -44,6 +45,8 @@ async def behave(prompt, completion, **kwargs) -> float:
             os._exit(7)
         case "hang":
             await asyncio.Event().wait()
+        case "slow":
+            await asyncio.sleep(2)
         case "block":
             time.sleep(3600)
         case "hold-gil":

@@ -15,3 +15,12 @@ def test_a_missing_environment_of_this_checkout_names_its_folder(tmp_path: Path)
     with pytest.raises(EnvironmentLoadError, match=r"uv pip install -e .*not_there") as error:
         require_installed("not-there", environments_dir=tmp_path)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("env_id", "command"),
+    [("someone/chess-puzzles", "prime env install someone/chess-puzzles"), ("chess", "uv pip install chess")],
+)
+def test_a_missing_environment_names_the_command_that_installs_it(env_id: str, command: str, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentLoadError, match=command):
+        require_installed(env_id, environments_dir=tmp_path)

@@ -1,4 +1,6 @@
 import asyncio
+import dataclasses
+import sys
 
 import pytest
 import verifiers as vf
@@ -7,6 +9,7 @@ from datasets import Dataset
 from support.scripted_model import ScriptedModel
 from trivet.environments import runner as runner_module
 from trivet.environments.model_client import make_model_client
+from trivet.environments.reward_guard import guard_rewards
 from trivet.environments.runner import GroupRunner
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import SamplingArguments
@@ -100,3 +103,66 @@ def test_a_server_is_reached_with_or_without_v1_in_its_url():
         str(make_model_client(url, api_key=None, timeout_s=1.0).client.base_url) for url in ("http://h:1", "http://h:1/v1/")
     }
     assert urls == {"http://h:1/v1/"}
+
+
+def with_guard(reward, **fields) -> GroupRunner:
+    runner = dataclasses.replace(make_runner(reward), **fields)
+    guard_rewards(runner.env)
+    return runner
+
+
+def raises(**kwargs) -> float:
+    raise KeyError("letter")
+
+
+def test_an_error_in_a_reward_function_fails_its_group_and_names_function_and_type():
+    with pytest.raises(RolloutFailed, match="reward function raises of environment 'toy': KeyError: 'letter'") as failed:
+        run(with_guard(raises), ScriptedModel(lambda prompt: "x"))
+    assert failed.value.kind == "KeyError"
+
+
+def test_an_error_in_a_reward_function_counts_zero_where_that_is_asked_for():
+    rollouts = run(with_guard(raises, on_reward_error="zero"), ScriptedModel(lambda prompt: "x"))
+    assert [rollout.reward for rollout in rollouts] == [0.0, 0.0]
+
+
+class LeavingEnv(vf.SingleTurnEnv):
+    async def setup_state(self, state):
+        sys.exit(4)
+
+
+def test_an_environment_that_leaves_the_process_fails_its_rollout_alone():
+    with pytest.raises(RolloutFailed, match="SystemExit: 4") as failed:
+        run(make_runner(exact, env_type=LeavingEnv), ScriptedModel(lambda prompt: "x"))
+    assert failed.value.kind == "SystemExit"
+
+
+def test_a_group_that_takes_too_long_fails_with_the_key_to_raise():
+    async def never(**kwargs) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    with pytest.raises(RolloutFailed, match=r"not done after rollout_timeout_s \(0.01 s\)") as failed:
+        run(dataclasses.replace(make_runner(never), timeout_s=0.01), ScriptedModel(lambda prompt: "x"))
+    assert failed.value.kind == "TimeoutError"
+
+
+def test_long_texts_are_cut_where_they_are_kept_to_be_read_and_tokens_are_not():
+    length = runner_module._MAX_TEXT_CHARS + 1
+    [rollout] = run(make_runner(exact), ScriptedModel(lambda prompt: "x" * length), num_rollouts=1)
+    assert rollout.completion[0]["content"].endswith(f"… ({length} characters)")
+    assert rollout.samples[0].num_loss_tokens == length
+
+
+def test_a_score_that_does_not_exist_is_left_out():
+    class Unmeasured(vf.Rubric):
+        async def score_group(self, states):
+            await super().score_group(states)
+            for state in states:
+                state["metrics"] |= {"nothing": None, "undefined": float("nan")}
+
+    dataset = Dataset.from_list([{"question": "abc", "answer": "cba"}])
+    env = vf.SingleTurnEnv(dataset=dataset, rubric=Unmeasured(funcs=[exact]))
+    [rollout] = run(GroupRunner(env=env, label="toy", model_name="m"), ScriptedModel(lambda prompt: "x"), num_rollouts=1)
+    assert {"nothing", "undefined"}.isdisjoint(rollout.scores)
+    assert "exact" in rollout.scores
