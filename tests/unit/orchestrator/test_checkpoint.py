@@ -72,7 +72,7 @@ def test_a_half_of_another_schema_says_so(layout: RunLayout, schema: int | None)
 def test_a_damaged_half_is_refused_without_a_traceback(layout: RunLayout, damage: bytes) -> None:
     path = written(layout, make_half())
     path.write_bytes(damage)
-    with pytest.raises(CheckpointError, match="state.msgpack"):
+    with pytest.raises(CheckpointError, match=r"state\.msgpack"):
         read_half(layout, Step(3), rollouts_per_example=2)
 
 
