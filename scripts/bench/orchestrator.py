@@ -1,0 +1,410 @@
+"""How many rollouts a second can the orchestrator itself carry, and does its event loop stay free meanwhile?
+
+The product's dispatcher, buffer, loop and sender, real ZeroMQ to a process that acknowledges and throws away. First with an
+environment that costs nothing: each group is answered after a second, so that the rollouts in flight are really in flight, and
+turned into samples. Then through a verifiers SingleTurnEnv whose server answers at once inside this process, next to verifiers'
+own `generate` over as many rollouts with the same client: the ceiling of any orchestrator around it. Last, a shorter run
+with a stop watch around each part, CPU time of its thread.
+
+    uv run python scripts/bench/orchestrator.py [--rollouts 200000] [--in-flight 10000] [--tokens 64]
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import verifiers as vf
+from datasets import Dataset
+from openai import AsyncOpenAI
+
+import trivet.orchestrator.loop as loop_module
+import trivet.transport.zeromq as zeromq_module
+from trivet.algorithms.advantages import mean_baseline
+from trivet.config.layout import RunLayout
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.shared import CkptConfig, TransportConfig
+from trivet.environments.host import EnvironmentHost
+from trivet.environments.local_pool import LocalPool
+from trivet.environments.model_client import ModelClient
+from trivet.environments.runner import GroupRunner
+from trivet.environments.sampling import request_arguments
+from trivet.environments.trajectories import Turn, to_samples
+from trivet.lifetime import die_with_parent
+from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.checkpoint import Progress
+from trivet.orchestrator.dispatcher import Dispatcher, Limits, RunGroup, group_runner
+from trivet.orchestrator.loop import Loop
+from trivet.orchestrator.policy import PolicyWatcher
+from trivet.orchestrator.sampler import Draw, ExampleSampler
+from trivet.orchestrator.waker import Waker
+from trivet.telemetry.telemetry import Telemetry
+from trivet.transport.zeromq import ZmqReceiver, ZmqSender
+from trivet.wire.groups import SamplingArguments
+from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import PolicyVersion, Step, VersionRun
+
+GROUP_SIZE = 8
+NUM_EXAMPLES = 1000
+ROOT = "http://server"
+LATENCY_S = 1.0
+"""Of each group in the environment that costs nothing."""
+OVERSAMPLING = 5.0
+
+
+class OneServer:
+    """Always there; holds the start model."""
+
+    def pick(self, *, num_rollouts: int) -> str:
+        return ROOT
+
+    def release(self, root: str, *, num_rollouts: int) -> None:
+        pass
+
+    async def is_at_fault(self, root: str) -> bool:
+        return False
+
+
+class NoPolicies:
+    """Nothing is published: stands in for the PolicyWatcher."""
+
+    version = PolicyVersion(0)
+    step = Step(1)
+    last_load_s = 0.0
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+@dataclass(slots=True)
+class Watched:
+    """What is measured beside the loop."""
+
+    lags_s: list[float] = field(default_factory=list)
+    in_flight: list[int] = field(default_factory=list)
+    rss_mib: list[float] = field(default_factory=list)
+
+    async def run(self, dispatcher: Dispatcher) -> None:
+        process = psutil.Process()
+        next_look = 0.0
+        while True:
+            due = time.perf_counter() + 0.005
+            await asyncio.sleep(0.005)
+            self.lags_s.append(max(0.0, time.perf_counter() - due))
+            if due > next_look:
+                next_look = due + 1.0
+                self.in_flight.append(dispatcher.rollouts_in_flight)
+                self.rss_mib.append(process.memory_info().rss / 2**20)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def drain(config: TransportConfig, num_steps: int, ready: Any) -> None:
+    """The other process: acknowledges every batch."""
+    die_with_parent()
+    receiver = ZmqReceiver(config, run_id=OrchestratorConfig().run.id)
+    ready.send(True)
+    for step in range(1, num_steps + 1):
+        receiver.receive(Step(step))
+    ready.poll(60)  # a receiver that closes at once may take the last acknowledgement with it
+    receiver.close()
+
+
+@contextmanager
+def draining(config: TransportConfig, num_steps: int) -> Iterator[None]:
+    import multiprocessing
+
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=drain, args=(config, num_steps, there))
+    child.start()
+    try:
+        if not here.poll(120):
+            raise TimeoutError("the receiving process was not ready after 120 s")
+        yield
+        here.send(True)
+        child.join(60)
+    finally:
+        if child.is_alive():
+            child.terminate()
+
+
+def costless(num_tokens: int) -> RunGroup:
+    """An environment that costs nothing but what every environment costs: its turns become samples."""
+    half = num_tokens // 2
+    prompt, completion, logprobs = list(range(half)), list(range(half, num_tokens)), [-0.5] * (num_tokens - half)
+
+    async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
+        await asyncio.sleep(LATENCY_S)
+        rollouts: list[Rollout] = []
+        for index in range(GROUP_SIZE):
+            turn = Turn(
+                prompt_ids=prompt,
+                completion_ids=completion,
+                logprobs=logprobs,
+                versions=[VersionRun(PolicyVersion(0), len(completion))],
+            )
+            samples = to_samples([turn], temperature=1.0, strategy="interleaved").samples
+            rollouts.append(Rollout(index=index, reward=float(index % 2), samples=samples, scores={"reward": index % 2}))
+        return rollouts
+
+    return run
+
+
+def run_loop(
+    run_group: RunGroup, directory: Path, *, num_rollouts: int, in_flight: int, examples: list[str]
+) -> tuple[float, Watched]:
+    """Rollouts per second from the second batch on, and what was watched."""
+    batch_size = int(in_flight / OVERSAMPLING) // GROUP_SIZE * GROUP_SIZE
+    num_steps = max(3, num_rollouts // batch_size)
+    config = OrchestratorConfig(
+        output_dir=directory,
+        max_steps=num_steps,
+        batch_size=batch_size,
+        rollouts_per_example=GROUP_SIZE,
+        oversampling_factor=OVERSAMPLING,
+        max_async_level=num_steps,
+        max_off_policy_steps=num_steps,
+        rollout_transport=TransportConfig(port=free_port()),
+        ckpt=CkptConfig(),
+        shown_samples=None,
+    )
+    times: list[float] = []
+    watched = Watched()
+
+    async def measure() -> None:
+        telemetry = Telemetry("orchestrator", layout=RunLayout(directory), run=config.run, shown_samples=None)
+        sender = ZmqSender(config.rollout_transport, run_id=config.run.id)
+        try:
+            loop = make_loop(config, run_group, sender, telemetry, examples)
+            loop.gauges = lambda: times.append(time.perf_counter()) or {}
+            loop.beside = {"watched": lambda: watched.run(loop.dispatcher)}
+            await loop.run()
+        finally:
+            await sender.aclose()
+            telemetry.close()
+
+    with draining(config.rollout_transport, num_steps):
+        asyncio.run(measure())
+    return batch_size * (len(times) - 1) / (times[-1] - times[0]), watched
+
+
+def make_loop(
+    config: OrchestratorConfig, run_group: RunGroup, sender: ZmqSender, telemetry: Telemetry, examples: list[str]
+) -> Loop:
+    changed = Waker()
+    buffer = GroupBuffer(
+        write_event=telemetry.write_event,
+        online_difficulty_filtering=False,
+        max_off_policy_steps=config.max_off_policy_steps,
+    )
+    sampler = ExampleSampler({"toy": examples}, seed=1)
+    dispatcher = Dispatcher(
+        sampler=sampler,
+        buffer=buffer,
+        run_group=run_group,
+        servers=OneServer(),
+        advantage=mean_baseline,
+        limits=Limits.of(config),
+        on_change=changed.ring,
+    )
+    watcher: PolicyWatcher = NoPolicies()  # type: ignore[assignment]  # acts as one
+    return Loop(
+        config=config,
+        layout=RunLayout(config.output_dir),
+        progress=Progress(),
+        sampler=sampler,
+        buffer=buffer,
+        dispatcher=dispatcher,
+        watcher=watcher,
+        sender=sender,
+        telemetry=telemetry,
+        changed=changed,
+    )
+
+
+def instant_client(num_tokens: int) -> ModelClient:
+    """A client whose server answers at once, in this process."""
+    half = num_tokens // 2
+    completion = list(range(half, num_tokens))
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": "ok"},
+        "token_ids": completion,
+        "logprobs": {"content": [{"token": str(i), "logprob": -0.5, "top_logprobs": []} for i in completion]},
+        "policy_versions": [[0, len(completion)]],
+    }
+    body = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [choice],
+        "prompt_token_ids": list(range(half)),
+        "usage": {"prompt_tokens": half, "completion_tokens": len(completion), "total_tokens": num_tokens},
+    }
+    answer = json.dumps(body).encode()
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=answer, headers={"content-type": "application/json"}))
+    http = httpx.AsyncClient(transport=transport)
+    return ModelClient(AsyncOpenAI(base_url=f"{ROOT}/v1", api_key="EMPTY", http_client=http, max_retries=0))
+
+
+def make_environment() -> vf.Environment:
+    rows = [{"prompt": [{"role": "user", "content": f"question {index}"}], "answer": "ok"} for index in range(NUM_EXAMPLES)]
+
+    def is_right(completion: Any, answer: str, **_: object) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[is_right]))
+
+
+ARGUMENTS = SamplingArguments(temperature=1.0, fields={"max_tokens": 64})
+
+
+def rate_of_verifiers(num_rollouts: int, num_tokens: int) -> float:
+    """Rollouts per second of verifiers' own loop."""
+    env = make_environment()
+    examples: list[Any] = list(env.get_dataset())
+    rows = [examples[index // GROUP_SIZE % NUM_EXAMPLES] for index in range(num_rollouts)]
+
+    async def generate() -> float:
+        client = instant_client(num_tokens)
+        started = time.perf_counter()
+        await env.generate(rows, client, "m", request_arguments(ARGUMENTS, seed=None), state_columns=["trajectory"])
+        seconds = time.perf_counter() - started
+        await client.close()
+        return num_rollouts / seconds
+
+    return asyncio.run(generate())
+
+
+def rate_through_verifiers(num_rollouts: int, num_tokens: int, directory: Path) -> float:
+    """Rollouts per second of our loop through the same environment."""
+    runner = GroupRunner(env=make_environment(), label="toy", model_name="m")
+    host = EnvironmentHost(runner, make_client=lambda _: instant_client(num_tokens))
+    run_group = group_runner(LocalPool({"toy": host}), sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
+    rate, _ = run_loop(run_group, directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 2, examples=EXAMPLES)
+    return rate
+
+
+PARTS: list[tuple[str, object, str]] = [
+    ("cut and advantages", Dispatcher, "_make_group"),
+    ("buffer", GroupBuffer, "finished"),
+    ("sampler", ExampleSampler, "take"),
+    ("dispatch event", GroupBuffer, "dispatched"),
+    ("batch forming", GroupBuffer, "take_batch"),
+    ("packing", loop_module, "_make_batch"),
+    ("encoding", zeromq_module, "make_message"),
+    ("rollout files", loop_module, "write_rollouts"),
+    ("metrics", loop_module, "batch_metrics"),
+]
+
+
+@contextmanager
+def timed_parts(seconds: Counter[str]) -> Iterator[None]:
+    """Put a stop watch around each part, in whatever thread it runs."""
+    kept: list[tuple[object, str, Callable[..., Any]]] = []
+    lock = threading.Lock()
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                with lock:
+                    seconds[name] += time.thread_time() - started
+
+        return run
+
+    for name, owner, attribute in PARTS:
+        function = getattr(owner, attribute)
+        kept.append((owner, attribute, function))
+        setattr(owner, attribute, timed(name, function))
+    try:
+        yield
+    finally:
+        for owner, attribute, function in kept:
+            setattr(owner, attribute, function)
+
+
+def where_the_time_goes(run_group: RunGroup, directory: Path, *, in_flight: int) -> dict[str, float]:
+    """Share of the process's CPU time by part."""
+    seconds: Counter[str] = Counter()
+    started = time.process_time()
+    with timed_parts(seconds):
+        run_loop(run_group, directory, num_rollouts=4 * in_flight, in_flight=in_flight, examples=EXAMPLES)
+    total = time.process_time() - started
+    shares = {name: round(value / total, 3) for name, value in seconds.most_common()}
+    return {**shares, "turns to samples, tasks, timers and the rest": round(1 - sum(shares.values()), 3)}
+
+
+EXAMPLES = [f"hash-{index}" for index in range(NUM_EXAMPLES)]
+
+
+def growth_mib(rss_mib: list[float]) -> float:
+    """Resident memory at the end above that of the time after the start, medians over a tenth of the run each."""
+    tenth = max(1, len(rss_mib) // 10)
+    return statistics.median(rss_mib[-tenth:]) - statistics.median(rss_mib[2 * tenth : 3 * tenth])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=200_000)
+    parser.add_argument("--in-flight", type=int, default=10_000)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--verifiers-rollouts", type=int, default=4_000)
+    args = parser.parse_args()
+    run_group = costless(args.tokens)
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        rate, watched = run_loop(
+            run_group, root / "core", num_rollouts=args.rollouts, in_flight=args.in_flight, examples=EXAMPLES
+        )
+        pairs = []
+        for turn in range(3):
+            theirs = rate_of_verifiers(args.verifiers_rollouts, args.tokens)
+            pairs.append((rate_through_verifiers(args.verifiers_rollouts, args.tokens, root / f"verifiers-{turn}"), theirs))
+        shares = where_the_time_goes(run_group, root / "parts", in_flight=args.in_flight)
+    lags_ms = np.array(watched.lags_s[len(watched.lags_s) // 10 :]) * 1e3
+    result = {
+        "bench": "orchestrator",
+        "rollouts_per_s": round(rate, 1),
+        "ratio_to_verifiers": round(statistics.median(ours / theirs for ours, theirs in pairs), 3),
+        "loop_lag_p99_ms": round(float(np.percentile(lags_ms, 99)), 2),
+        "loop_lag_p50_ms": round(float(np.percentile(lags_ms, 50)), 2),
+        "loop_lag_max_ms": round(float(lags_ms.max()), 1),
+        "in_flight_median": statistics.median(watched.in_flight),
+        "rss_mib": round(watched.rss_mib[-1], 1),
+        "rss_growth_mib": round(growth_mib(watched.rss_mib), 1),
+        "through_verifiers_per_s": [round(ours, 1) for ours, _ in pairs],
+        "verifiers_per_s": [round(theirs, 1) for _, theirs in pairs],
+        "time_shares": shares,
+        "config": {key: str(value) for key, value in vars(args).items()},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

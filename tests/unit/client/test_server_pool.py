@@ -1,0 +1,300 @@
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from support.simulated_run import START_DIGEST, SimulatedServer, publish_policies
+from support.virtual_time import run_virtually
+from trivet.client.inference_client import PolicyStatus
+from trivet.client.server import Policy
+from trivet.client.server_pool import ServerPool
+from trivet.config.client import ClientConfig, ElasticConfig
+from trivet.config.layout import RunLayout
+from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
+from trivet.weights.manifest import read_manifest
+from trivet.wire.events import Event, Load, ServerDown, ServerUp
+from trivet.wire.versions import PolicyVersion
+
+START = Policy(version=PolicyVersion(0), digest=None, directory=None)
+A, B = "http://a", "http://b"
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory) -> RunLayout:
+    return RunLayout(publish_policies(tmp_path_factory.mktemp("published"), count=3))
+
+
+def policy(layout: RunLayout, version: int) -> Policy:
+    directory = layout.weights_step(version)
+    return Policy(version=PolicyVersion(version), digest=read_manifest(directory).digest, directory=directory)
+
+
+class Site:
+    """A pool over simulated servers."""
+
+    def __init__(self, *roots: str, names: Sequence[list[str] | OSError] = (), ready_s: float = 600.0) -> None:
+        self.servers = {root: SimulatedServer(root, random.Random(0), load_s=1.0) for root in roots}
+        self.events: list[Event] = []
+        self.lost: list[str] = []
+        self._names = list(names)
+        config = ClientConfig(
+            base_url=list(roots),
+            elastic=ElasticConfig(hostname="inference.local", port=80) if names else None,
+            wait_for_ready_timeout=ready_s,
+        )
+        self.pool = ServerPool(
+            config,
+            make_client=lambda url: self.servers[url],  # type: ignore[arg-type, return-value]
+            write_event=self.events.append,
+            ask_name=self._resolve,
+            clock=asyncio.get_running_loop().time,
+        )
+        self.pool.on_down = self.lost.append
+
+    async def _resolve(self, hostname: str) -> list[str]:
+        answer = self._names.pop(0) if len(self._names) > 1 else self._names[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@contextlib.asynccontextmanager
+async def started(site: Site) -> AsyncIterator[asyncio.Task[None]]:
+    await site.pool.start()
+    await site.pool.bring(START)
+    running = asyncio.create_task(site.pool.run())
+    try:
+        yield running
+    finally:
+        running.cancel()
+        await site.pool.aclose()
+
+
+def test_a_policy_is_loaded_on_every_server_with_its_digest_on_record(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            await site.pool.load(policy(layout, 2))
+        loads = [(event.server, event.version, event.digest) for event in site.of(Load)]
+        digest = policy(layout, 2).digest
+        assert loads[:2] == [(A, 0, START_DIGEST), (B, 0, START_DIGEST)]
+        assert sorted(loads[2:]) == [(A, 2, digest), (B, 2, digest)]
+        assert {server.status.version for server in site.servers.values()} == {2}
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_rollouts_go_to_the_server_with_the_fewest():
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            picked = [site.pool.pick(num_rollouts=size) for size in (8, 2, 2, 2)]
+            assert picked == [A, B, B, B]
+            site.pool.release(A, num_rollouts=8)
+            assert site.pool.pick(num_rollouts=1) == A
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_server_that_crashed_takes_rollouts_again_only_once_it_holds_what_the_others_hold(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            await site.pool.load(policy(layout, 1))
+            crash = asyncio.create_task(site.servers[A].crash(30.0))
+            await asyncio.sleep(6)
+            assert (site.pool.roots, site.lost) == ([B], [A])
+            await site.pool.load(policy(layout, 2))
+            await asyncio.sleep(60)
+            assert site.pool.roots == [A, B]
+            assert site.servers[A].status.version == 2
+            await crash
+        [down] = site.of(ServerDown)
+        assert "ConnectError" in down.reason
+        ups = [(event.server, event.version) for event in site.of(ServerUp)]
+        assert ups == [(A, 0), (B, 0), (A, 2)]
+
+    run_virtually(scenario(), limit_s=200)
+
+
+def test_a_server_that_was_started_again_between_two_questions_is_found_by_what_it_holds(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            await site.pool.load(policy(layout, 1))
+            site.servers[A].status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
+            await asyncio.sleep(20)
+            assert "it was started again" in site.of(ServerDown)[0].reason
+            assert site.servers[A].status.version == 1
+            assert site.pool.roots == [A, B]
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_server_that_fails_a_load_is_set_aside_and_the_others_go_on(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            crash = asyncio.create_task(site.servers[B].crash(20.0))
+            await asyncio.sleep(0)
+            await site.pool.load(policy(layout, 1))
+            assert site.pool.roots == [A]
+            await asyncio.sleep(60)
+            assert site.pool.roots == [A, B]
+            await crash
+
+    run_virtually(scenario(), limit_s=200)
+
+
+def test_a_server_that_stops_answering_is_set_aside_after_some_time_and_a_late_answer_is_forgiven():
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            site.servers[A].is_frozen = True
+            await asyncio.sleep(50)
+            site.servers[A].is_frozen = False
+            await asyncio.sleep(50)
+            assert site.of(ServerDown) == []
+            site.servers[A].is_frozen = True
+            await asyncio.sleep(150)
+            assert site.pool.roots == [B]
+            assert "3 times in a row" in site.of(ServerDown)[0].reason
+
+    run_virtually(scenario(), limit_s=400)
+
+
+def test_after_a_failed_group_the_server_is_asked_whether_it_was_its_fault():
+    async def scenario() -> None:
+        site = Site(A)
+        async with started(site):
+            assert not await site.pool.is_at_fault(A)
+            crash = asyncio.create_task(site.servers[A].crash(1.0))
+            await asyncio.sleep(0)
+            assert await asyncio.gather(*(site.pool.is_at_fault(A) for _ in range(5))) == [True] * 5
+            assert site.lost == [A]
+            await crash
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_run_without_any_server_ends_when_the_time_for_one_to_come_back_is_over():
+    async def scenario() -> None:
+        site = Site(A, ready_s=100.0)
+        async with started(site) as running:
+            site.servers[A].is_down = True
+            assert site.pool.pick(num_rollouts=1) == A
+            with pytest.raises(ExceptionGroup) as caught:
+                await running
+            [error] = caught.value.exceptions
+            assert isinstance(error, InferenceError)
+            assert "no inference server was left for 10" in str(error)
+            assert "ConnectError" in str(error)
+            assert site.pool.pick(num_rollouts=1) is None
+
+    run_virtually(scenario(), limit_s=200)
+
+
+def test_a_load_waits_for_a_server_when_none_is_there(layout):
+    async def scenario() -> None:
+        site = Site(A)
+        async with started(site):
+            crash = asyncio.create_task(site.servers[A].crash(40.0))
+            await asyncio.sleep(0)
+            await site.pool.load(policy(layout, 3))
+            assert asyncio.get_running_loop().time() > 40
+            assert site.servers[A].status.version == 3
+            await crash
+
+    run_virtually(scenario(), limit_s=200)
+
+
+def test_a_weights_directory_that_every_server_refuses_ends_the_run(layout):
+    class Refusing(SimulatedServer):
+        async def update_weights(self, directory) -> PolicyStatus:
+            raise PolicyRefused("409: model.safetensors is altered")
+
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            for server in site.servers.values():
+                server.__class__ = Refusing
+            with pytest.raises(PolicyRefused, match="altered"):
+                await site.pool.load(policy(layout, 1))
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_server_that_another_run_uses_ends_the_run(layout):
+    async def scenario() -> None:
+        site = Site(A)
+        async with started(site) as running:
+            site.servers[A].status = PolicyStatus(version=PolicyVersion(7), digest="foreign")
+            with pytest.raises(ExceptionGroup) as caught:
+                await running
+            [error] = caught.value.exceptions
+            assert isinstance(error, ForeignPolicy)
+            assert "another run uses the same server" in str(error)
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_run_that_does_not_reset_its_servers_refuses_what_they_hold():
+    async def scenario() -> None:
+        site = Site(A)
+        site.servers[A].status = PolicyStatus(version=PolicyVersion(4), digest="old")
+        await site.pool.start()
+        with pytest.raises(InferenceError, match="holds policy 4 and the run starts from the base model"):
+            await site.pool.bring(START, reset=False)
+        await site.pool.bring(START, reset=True)
+        assert site.servers[A].status.version == 0
+        await site.pool.aclose()
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_servers_with_different_start_models_are_refused():
+    async def scenario() -> None:
+        site = Site(A, B)
+        await site.pool.start()
+
+        async def reload_weights() -> PolicyStatus:
+            return PolicyStatus(version=PolicyVersion(0), digest="another model")
+
+        site.servers[B].status = await reload_weights()
+        site.servers[B].reload_weights = reload_weights
+        with pytest.raises(ForeignPolicy, match="another start model"):
+            await site.pool.bring(START)
+        await site.pool.aclose()
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_servers_behind_a_name_join_with_the_current_policy_and_leave_with_their_groups_lost(layout):
+    async def scenario() -> None:
+        a, b = f"{A}:80", f"{B}:80"
+        site = Site(a, b, names=[["a"], ["a"], ["a", "b"], OSError("no answer"), ["b"]])
+        async with started(site):
+            await site.pool.load(policy(layout, 1))
+            assert site.pool.roots == [a]
+            await asyncio.sleep(12)
+            assert site.pool.roots == [a, b]
+            assert site.servers[b].status.version == 1
+            await asyncio.sleep(10)
+            assert (site.pool.roots, site.lost) == ([b], [a])
+        assert "inference.local does not name it any more" in site.of(ServerDown)[0].reason
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_name_behind_which_nobody_answers_ends_the_start():
+    async def scenario() -> None:
+        site = Site(A, names=[[]], ready_s=30.0)
+        with pytest.raises(InferenceError, match=r"no server behind client\.elastic\.hostname = 'inference\.local'"):
+            await site.pool.start()
+
+    run_virtually(scenario(), limit_s=60)
