@@ -37,6 +37,17 @@ MAY_CHANGE = (
     "model.reshard_after_forward",
     "model.fused_lm_head_chunk_size",
     "model.trust_remote_code",
+    "eval",
+    "val",
+    "shown_samples",
+    "tasks_per_minute",
+    "workers_per_env",
+    "env_start_timeout_s",
+    "env_worker_timeout_s",
+    "max_env_worker_restarts",
+    "rollout_timeout_s",
+    "buffer.easy_fraction",
+    "buffer.hard_fraction",
     "client",
     "concurrency",
     "max_concurrent",
@@ -44,7 +55,8 @@ MAY_CHANGE = (
     "self_check_rollouts",
     "reload_weights_on_start",
 )
-"""Keys of any role, with all below them: paths, ports, limits on time and memory, what is logged, when to stop."""
+"""Keys of any role, with all below them: paths, ports, limits on time and memory, what is measured and logged, when to stop, and
+what says by itself that it is about a resume."""
 
 EVERY_KEY = "*"
 """In ckpt.allow_changes; what a fork's roles are started with."""
