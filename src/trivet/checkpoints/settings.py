@@ -55,8 +55,8 @@ MAY_CHANGE = (
     "self_check_rollouts",
     "reload_weights_on_start",
 )
-"""Keys of any role, with all below them: paths, ports, limits on time and memory, what is measured and logged, when to stop, and
-what says by itself that it is about a resume."""
+"""Keys of any role, with all below them: paths, ports, limits on time and memory, what is measured and logged, when to stop,
+and what says by itself that it is about a resume."""
 
 EVERY_KEY = "*"
 """In ckpt.allow_changes; what a fork's roles are started with."""
