@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -71,7 +72,8 @@ class RunLog:
 
     def show(self, line: str) -> None:
         """Pass on a line as it is."""
-        print(line, file=self._file, flush=True)
+        with suppress(OSError):  # a full disk: what is not written yet is tried again with the next line, and the run goes on
+            print(line, file=self._file, flush=True)
         if self._terminal is None:
             return
         try:

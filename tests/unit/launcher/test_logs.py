@@ -1,5 +1,6 @@
 """Logs that are read while they grow."""
 
+import errno
 import io
 from pathlib import Path
 
@@ -54,3 +55,20 @@ def test_a_closed_terminal_does_not_stop_the_run() -> None:
     log = RunLog(ClosedTerminal(), file, now=lambda: "12:00:00")
     log.say("one\ntwo")
     assert file.getvalue() == "12:00:00 rl one\n12:00:00 rl two\n"
+
+
+def test_a_full_disk_does_not_end_the_launcher_and_what_it_said_is_written_when_there_is_room():
+    class Disk(io.StringIO):
+        is_full = True
+
+        def flush(self) -> None:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    disk, terminal = Disk(), io.StringIO()
+    log = RunLog(terminal, disk)
+    log.show("a step")
+    assert terminal.getvalue() == "a step\n"
+    disk.is_full = False
+    log.show("another")
+    assert disk.getvalue() == "a step\nanother\n"
