@@ -1,0 +1,78 @@
+import asyncio
+from dataclasses import dataclass, field
+
+from support.virtual_time import run_virtually
+from trivet.client.load import ServerLoad
+from trivet.config.client import ConcurrencyConfig
+from trivet.orchestrator.load_watcher import LoadWatcher
+from trivet.orchestrator.waker import Waker
+
+
+@dataclass
+class Flow:
+    """Stands in for the dispatcher: as many rollouts in flight as it may have."""
+
+    max_in_flight: int
+    waker: Waker = field(default_factory=Waker)
+
+    @property
+    def rollouts_in_flight(self) -> int:
+        return self.max_in_flight
+
+
+@dataclass
+class Engine:
+    """A server whose cache holds so many sequences, and computes the others again and again."""
+
+    flow: Flow
+    capacity: int
+    num_preemptions: int = 0
+
+    async def loads(self) -> list[ServerLoad]:
+        too_many = max(0, self.flow.max_in_flight - self.capacity)
+        self.num_preemptions += too_many
+        running = min(self.flow.max_in_flight, self.capacity)
+        return [ServerLoad(num_running=running, num_waiting=too_many, cache_usage=0.9, num_preemptions=self.num_preemptions)]
+
+
+class Silent:
+    async def loads(self) -> list[ServerLoad]:
+        return []
+
+
+def watch(config: ConcurrencyConfig, flow: Flow, servers, *, seconds: float) -> LoadWatcher:
+    async def scenario() -> LoadWatcher:
+        watcher = LoadWatcher(config, servers=servers, dispatcher=flow)  # type: ignore[arg-type]  # acts as one
+        running = asyncio.create_task(watcher.run())
+        await asyncio.sleep(seconds)
+        assert not running.done()
+        running.cancel()
+        return watcher
+
+    return run_virtually(scenario(), limit_s=2 * seconds + 1)
+
+
+def test_the_limit_settles_around_what_the_cache_holds():
+    flow = Flow(max_in_flight=1000)
+    watcher = watch(ConcurrencyConfig(), flow, Engine(flow, capacity=200), seconds=300)
+    assert 150 <= flow.max_in_flight <= 260
+    assert watcher.metrics()["concurrency/limit"] == flow.max_in_flight
+
+
+def test_a_run_that_fits_is_left_at_everything_it_may_have():
+    flow = Flow(max_in_flight=128)
+    watch(ConcurrencyConfig(), flow, Engine(flow, capacity=256), seconds=300)
+    assert flow.max_in_flight == 128
+
+
+def test_servers_that_do_not_say_how_busy_they_are_change_nothing():
+    flow = Flow(max_in_flight=128)
+    watcher = watch(ConcurrencyConfig(), flow, Silent(), seconds=60)
+    assert flow.max_in_flight == 128
+    assert watcher.metrics() == {"concurrency/limit": 128}
+
+
+def test_a_fixed_limit_starts_where_it_is_told_and_stays():
+    flow = Flow(max_in_flight=1000)
+    watch(ConcurrencyConfig(adaptive=False, initial_inflight=300), flow, Engine(flow, capacity=10), seconds=60)
+    assert flow.max_in_flight == 300
