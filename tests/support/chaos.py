@@ -170,6 +170,7 @@ class ChaosRun:
     seed: int
     directory: Path
     timeout_s: float
+    """For everything, resumes included."""
     flags: Sequence[str] = ()
     disk: Path | None = None
     """Where the small file system is mounted that holds the run, for faults that fill it."""
@@ -198,7 +199,7 @@ class ChaosRun:
         self._schedule_file.write_bytes(msgspec.json.format(msgspec.json.encode(schedule), indent=1))
         started = time.monotonic()
         try:
-            while self._launch() != 0:
+            while self._launch(deadline=started + self.timeout_s) != 0:
                 assert self.launches < _MAX_LAUNCHES, (
                     f"still not done after {self.launches} launches: {self.run.output[-4000:]}"
                 )
@@ -208,12 +209,11 @@ class ChaosRun:
         assert not report.breaches, report.breaches[:5]
         return Outcome(survived=self.survived, report=report, launches=self.launches, seconds=time.monotonic() - started)
 
-    def _launch(self) -> int:
+    def _launch(self, *, deadline: float) -> int:
         """Start or resume the run, watch it to its end; returns how it ended."""
         self.launches += 1
         resume = ("--ckpt.resume-step", "-1") if committed_steps(self.layout) else ("--clean",) if self.launches > 1 else ()
         process = self.run.start(*FLAGS, "--faults.schedule", str(self._schedule_file), *self.flags, *resume)
-        deadline = time.monotonic() + self.timeout_s
         while process.poll() is None:
             assert time.monotonic() < deadline, f"no end after {self.timeout_s:g} s: {self.run.output[-6000:]}"
             self._look(process.pid)
