@@ -64,6 +64,11 @@ def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.E
         return vf.load_environment(env_id, **args)
     except (Exception, SystemExit) as exc:  # an environment is the user's code: whatever it raises is reported with its name
         cause = exc.__cause__ or exc
+        if isinstance(cause, AttributeError) and "does not expose load_environment" in str(cause):
+            raise EnvironmentLoadError(
+                f"env.id = {env_id!r} has no load_environment(**args), by which environments are loaded; a taskset of the "
+                "verifiers v1 API cannot be trained on: use a version of the package with a v0 environment"
+            ) from None
         raise EnvironmentLoadError(
             f"load_environment of {env_id!r} with args {dict(args)} raised {type(cause).__name__}: {cause}; "
             f"check the args of environment {name!r} against the signature of its load_environment"

@@ -182,7 +182,7 @@ def _set_up_logging(settings: HostSettings) -> None:
         format=f"%(asctime)s {settings.name.replace('%', '%%')} %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
-    for noisy in ("httpx", "httpcore", "openai", "asyncio", "datasets", "filelock"):
+    for noisy in ("httpx", "httpx2", "httpcore", "openai", "asyncio", "datasets", "filelock", "fsspec", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
