@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,10 +21,9 @@ from support.rl_run import Run
 from support.servers import run_server
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import COMMITTED, RunLayout
-from trivet.telemetry.events import read_events
+from trivet.faults import Action, Fault, Schedule, happened_directory
 from trivet.transport.recording import recorded_steps
 from trivet.weights.manifest import verify
-from trivet.wire.events import Dispatch, Event
 
 pytestmark = pytest.mark.vllm
 
@@ -80,23 +80,11 @@ def make_run(server: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
 
 @dataclass(frozen=True)
 class Kill:
-    """Of a process, once something has happened."""
+    """Of a process with SIGKILL, when a role comes to a point of step `step`."""
 
     victim: str
-    when: Callable[[RunLayout], bool]
-
-
-def is_there(path: Callable[[RunLayout], Path]) -> Callable[[RunLayout], bool]:
-    return lambda layout: path(layout).exists()
-
-
-def has_happened(layout: RunLayout, is_it: Callable[[Event], bool]) -> bool:
-    return layout.events.exists() and any(is_it(event) for event in read_events(layout.events))
-
-
-def is_filling(step: int) -> Callable[[RunLayout], bool]:
-    """Groups of batch `step`, two in a batch when none is filtered, are in flight."""
-    return lambda layout: has_happened(layout, lambda event: isinstance(event, Dispatch) and event.group_id >= 2 * (step - 1))
+    point: str
+    step: int
 
 
 def finish(run: Run, *flags: str) -> None:
@@ -104,23 +92,33 @@ def finish(run: Run, *flags: str) -> None:
     assert process.wait(300) == 0, run.output[-6000:]
 
 
-def break_and_finish(run: Run, kills: list[Kill]) -> None:
-    """Kill in turn; the launcher restarts what it outlives, and is started again with a resume where it does not."""
-    process = run.start()
-    for kill in kills:
+def break_and_finish(run: Run, kills: Sequence[Kill], *, schedule: Path) -> None:
+    """Roles kill themselves, and are restarted; the launcher is killed while the role at the point stands still."""
+    faults = {
+        f"{number}_{kill.victim}": Fault(
+            name=f"{number}_{kill.victim}",
+            point=kill.point,
+            step=kill.step,
+            action=Action.STOP if kill.victim == "launcher" else Action.KILL,
+        )
+        for number, kill in enumerate(kills)
+    }
+    schedule.write_bytes(msgspec.json.encode(Schedule(seed=0, faults=list(faults.values()))))
+    flags = ("--faults.schedule", str(schedule))
+    process = run.start(*flags)
+    for name in faults:
+        happened = happened_directory(schedule) / f"{name}.json"
         wait_until(
-            lambda kill=kill: kill.when(run.layout) or run.process.poll() is not None,
-            timeout_s=240,
-            waiting_for=f"the moment to kill {kill.victim}: {run.output[-3000:]}",
+            lambda happened=happened, process=process: happened.exists() or process.poll() is not None,
+            timeout_s=300,
+            waiting_for=f"{name}: {run.output[-3000:]}",
         )
         assert process.poll() is None, run.output[-6000:]
-        if kill.victim == "launcher":
+        if name.endswith("launcher"):
             process.kill()
             process.wait(30)
-            process = run.start("--ckpt.resume-step", "-1")
-        else:
-            run.role(kill.victim).kill()
-    assert process.wait(300) == 0, run.output[-6000:]
+            process = run.start(*flags, "--ckpt.resume-step", "-1")
+    assert process.wait(400) == 0, run.output[-6000:]
 
 
 def batches_of(layout: RunLayout) -> dict[int, bytes]:
@@ -151,11 +149,8 @@ def trainer_threads(layout: RunLayout) -> str:
 def test_a_killed_and_resumed_run_equals_an_unbroken_one_and_so_does_its_replay(make_run: MakeRun, tmp_path: Path) -> None:
     unbroken, broken = make_run("unbroken", max_steps=5), make_run("broken", max_steps=5)
     finish(unbroken)
-    kills = [
-        Kill("trainer", is_filling(4)),
-        Kill("launcher", is_there(lambda layout: layout.checkpoint_step(4) / COMMITTED)),
-    ]
-    break_and_finish(broken, kills)
+    kills = [Kill("trainer", "trainer_half.during", 4), Kill("launcher", "batch_send.after", 5)]
+    break_and_finish(broken, kills, schedule=tmp_path / "faults.json")
     assert_equal_runs(broken.layout, unbroken.layout, max_steps=5)
     replayed = replay(unbroken.layout, tmp_path / "replayed")
     assert verify(replayed.weights_step(5)).digest == verify(unbroken.layout.weights_step(5)).digest
@@ -163,18 +158,18 @@ def test_a_killed_and_resumed_run_equals_an_unbroken_one_and_so_does_its_replay(
 
 
 @pytest.mark.slow
-def test_twelve_steps_killed_at_six_points_are_byte_equal_and_two_ranks_are_close(make_run: MakeRun) -> None:
+def test_twelve_steps_killed_at_six_points_are_byte_equal_and_two_ranks_are_close(make_run: MakeRun, tmp_path: Path) -> None:
     unbroken, broken, two_ranks = (make_run(name, max_steps=12) for name in ("unbroken", "broken", "two_ranks"))
     finish(unbroken)
     kills = [
-        Kill("trainer", is_filling(4)),
-        Kill("orchestrator", is_there(lambda layout: layout.recorded_batch(5))),
-        Kill("launcher", is_there(lambda layout: layout.checkpoint_step(6) / COMMITTED)),
-        Kill("trainer", is_there(lambda layout: layout.checkpoints / ".step_8.tmp")),
-        Kill("orchestrator", is_filling(10)),
-        Kill("launcher", is_there(lambda layout: layout.weights_step(11))),
+        Kill("trainer", "optimizer_step.during", 3),
+        Kill("orchestrator", "dispatch.after", 5),
+        Kill("launcher", "commit.after", 6),
+        Kill("trainer", "stable.before", 8),
+        Kill("orchestrator", "orchestrator_half.during", 10),
+        Kill("launcher", "batch_send.after", 11),
     ]
-    break_and_finish(broken, kills)
+    break_and_finish(broken, kills, schedule=tmp_path / "faults.json")
     assert_equal_runs(broken.layout, unbroken.layout, max_steps=12)
 
     # A fork of the unbroken run at step 6, which stays as it is, goes on with two ranks.
