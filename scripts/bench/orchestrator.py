@@ -1,7 +1,7 @@
 """How many rollouts a second can the orchestrator itself carry, and does its event loop stay free meanwhile?
 
 The product's dispatcher, buffer, loop and sender, real ZeroMQ to a process that acknowledges and throws away. First with an
-environment that costs nothing: each group is answered after a second, so that the rollouts in flight are really in flight, and
+environment that costs nothing: each group is answered after about a second, so that rollouts in flight really are, and
 turned into samples. Then through a verifiers SingleTurnEnv whose server answers at once inside this process, next to verifiers'
 own `generate` over as many rollouts with the same client: the ceiling of any orchestrator around it. Last, a shorter run
 with a stop watch around each part, CPU time of its thread.
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import platform
+import random
 import socket
 import statistics
 import sys
@@ -63,7 +64,7 @@ GROUP_SIZE = 8
 NUM_EXAMPLES = 1000
 ROOT = "http://server"
 LATENCY_S = 1.0
-"""Of each group in the environment that costs nothing."""
+"""Mean, of each group in the environment that costs nothing; spread, as no server ends everything at one moment."""
 OVERSAMPLING = 5.0
 
 
@@ -98,6 +99,8 @@ class Watched:
     lags_s: list[float] = field(default_factory=list)
     in_flight: list[int] = field(default_factory=list)
     rss_mib: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+    """Of this process, receiver not included."""
 
     async def run(self, dispatcher: Dispatcher) -> None:
         process = psutil.Process()
@@ -153,7 +156,7 @@ def costless(num_tokens: int) -> RunGroup:
     prompt, completion, logprobs = list(range(half)), list(range(half, num_tokens)), [-0.5] * (num_tokens - half)
 
     async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
-        await asyncio.sleep(LATENCY_S)
+        await asyncio.sleep(LATENCY_S * random.uniform(0.5, 1.5))
         rollouts: list[Rollout] = []
         for index in range(GROUP_SIZE):
             turn = Turn(
@@ -203,7 +206,9 @@ def run_loop(
             telemetry.close()
 
     with draining(config.rollout_transport, num_steps):
+        before_s = time.process_time()
         asyncio.run(measure())
+        watched.cpu_s = time.process_time() - before_s
     return batch_size * (len(times) - 1) / (times[-1] - times[0]), watched
 
 
@@ -393,6 +398,7 @@ def main() -> None:
         "loop_lag_p99_ms": round(float(np.percentile(lags_ms, 99)), 2),
         "loop_lag_p50_ms": round(float(np.percentile(lags_ms, 50)), 2),
         "loop_lag_max_ms": round(float(lags_ms.max()), 1),
+        "cpu_us_per_rollout": round(watched.cpu_s / args.rollouts * 1e6, 1),
         "in_flight_median": statistics.median(watched.in_flight),
         "rss_mib": round(watched.rss_mib[-1], 1),
         "rss_growth_mib": round(growth_mib(watched.rss_mib), 1),
