@@ -243,6 +243,7 @@ class WorkerProcess:
         listening.cancel()  # still open only when something that it left behind holds the other end
         end_session(self.pid)
         await exiting
+        await self._channel.aclose()
         self._stop_pulses()
         self._ended.set()
         for future in (self._info, *self._calls.values()):
