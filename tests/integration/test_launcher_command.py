@@ -23,8 +23,8 @@ id = "{env}"
 """
 
 
-def rl(directory: Path, *flags: str, env: str = "email") -> "subprocess.CompletedProcess[str]":
-    """Run the command in `directory`; `email` stands for an environment: a module that every Python has."""
+def rl(directory: Path, *flags: str, env: str = "reverse-text") -> "subprocess.CompletedProcess[str]":
+    """Run the command in `directory`."""
     model = directory / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
