@@ -133,6 +133,8 @@ class TrainerConfig(TrainingConfig):
 
     data: TrainerDataConfig = TrainerDataConfig()
     loss: LossConfig = DefaultLossConfig()
+    num_iterations: int = Field(default=1, ge=1)
+    """Optimizer updates on each batch. Above 1 the later ones are off-policy, which the loss must bound (grpo, gspo)."""
     rollout_transport: TransportConfig = TransportConfig()
     max_async_level: int = Field(default=1, ge=0)
     """How many policies the servers may lag behind; that many published weights are kept, besides what readers hold."""

@@ -15,6 +15,7 @@ from trivet.faults import reach
 from trivet.telemetry import progress
 from trivet.trainer.distributed import World, broadcast_bytes
 from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.reference import open_reference
 from trivet.trainer.self_check import measure_mismatch, require_agreement
 from trivet.trainer.session import Session, open_session
 from trivet.trainer.step import train_step
@@ -36,7 +37,18 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
             away: only then may the orchestrator be answered, because it writes its halves of checkpoints after the first answer.
     """
     loss = make_policy_loss(config.loss)
-    with open_session(config, world, loss=loss, role="trainer", keep_recent=config.max_async_level) as session:
+    interval = config.loss.reference_update_interval if config.loss.beta else None
+    with open_session(
+        config, world, loss=loss, role="trainer", keep_recent=config.max_async_level, reference_interval=interval
+    ) as session:
+        session.learner.reference = open_reference(
+            config.loss,
+            session.learner.model,
+            config=config.model,
+            layout=session.layout,
+            from_step=session.from_step,
+            world=world,
+        )
         if session.from_step and not _is_published_whole(session, world):
             session.publish(session.from_step)
         receiver = make_receiver(session.from_step) if world.is_main else None
@@ -118,6 +130,8 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         _check(session, config, batch)
         reach("optimizer_step.before", step=step)
         result = train_step(session.learner, batch.micro_batches, step=step)
+        for _ in range(1, config.num_iterations):
+            result = train_step(session.learner, batch.micro_batches, step=step)
         reach("optimizer_step.after", step=step)
         session.progress.step = step
         session.progress.total_tokens += batch.num_tokens
@@ -125,12 +139,20 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=batch.group_ids))
         session.publish(step)
+        _update_reference(session, config, step)
         if halves := _halves_due(config, batch):
             session.save(step, halves=halves)
         session.settle()
     progress.note(step=step)
     session.report(step, result, batch.micro_batches)
     return True
+
+
+def _update_reference(session: Session, config: TrainerConfig, step: Step) -> None:
+    reference, interval = session.learner.reference, config.loss.reference_update_interval
+    if reference is not None and interval is not None and step % interval == 0:
+        reference.follow(session.learner.model)
+        logger.info("reference policy version=%s", step)
 
 
 def _make_room(session: Session, batch: Batch) -> None:

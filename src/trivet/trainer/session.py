@@ -38,6 +38,7 @@ from trivet.trainer.losses.terms import Loss
 from trivet.trainer.model import PolicyModel, load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.performance import ModelCost, model_cost, speed_metrics
+from trivet.trainer.reference import reference_version
 from trivet.trainer.step import Learner, StepResult
 from trivet.weights.catalog import discard_after, published_versions
 from trivet.weights.manifest import Manifest
@@ -68,6 +69,8 @@ class Session:
     """The step resumed from, 0 for a fresh run."""
     keep_recent: int
     """Policies that stay besides the newest, for servers that lag by design."""
+    reference_interval: int | None
+    """Steps after which the reference policy is renewed; None: it is not a published one."""
     writer: HalfWriter
     sizes: Sizes
     ending: str = "done"
@@ -172,7 +175,8 @@ class Session:
             latest=max(published, default=PolicyVersion(0)),
             keep_recent=self.keep_recent,
             in_use=list(reader_versions(self.layout).values()),
-            kept=needed_to_resume(targets, lag=lag),
+            kept=needed_to_resume(targets, lag=lag)
+            | {reference_version(step, interval=self.reference_interval) for step in targets},
             keep_interval=ckpt.weights.interval,
         ):
             retire(self.layout, version)
@@ -207,7 +211,13 @@ class Session:
 
 @contextmanager
 def open_session(
-    config: TrainingConfig, world: World, *, loss: Loss, role: Literal["trainer", "sft"], keep_recent: int
+    config: TrainingConfig,
+    world: World,
+    *,
+    loss: Loss,
+    role: Literal["trainer", "sft"],
+    keep_recent: int,
+    reference_interval: int | None = None,
 ) -> Iterator[Session]:
     """Load the model, go back to the checkpoint if one is asked for, and clear away what came after it. Collective.
 
@@ -215,6 +225,7 @@ def open_session(
 
     Args:
         keep_recent: policies that stay besides the newest.
+        reference_interval: steps after which the loss takes the published policy as its reference.
 
     Raises:
         ConfigError: no such model; or a fresh start over committed checkpoints.
@@ -268,6 +279,7 @@ def open_session(
         telemetry=telemetry,
         from_step=from_step,
         keep_recent=keep_recent,
+        reference_interval=reference_interval,
         writer=HalfWriter(
             world, is_async=config.ckpt.async_write, timeout_s=max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
         ),

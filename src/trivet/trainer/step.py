@@ -16,6 +16,7 @@ from trivet.trainer.distributed import World, gather_values, join_values, sum_ov
 from trivet.trainer.losses.terms import Loss, Unit
 from trivet.trainer.model import PolicyModel, set_last_row
 from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
+from trivet.trainer.reference import Reference
 from trivet.trainer.rows import rows_of_rank
 from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
@@ -31,6 +32,8 @@ class Learner:
     loss: Loss
     max_norm: float | None
     world: World
+    reference: Reference | None = None
+    """Whose log-probabilities the loss wants beside the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,8 @@ def _accumulate(
     """Gradients of the step's loss into the parameters; returns the loss and each row's values."""
     world, model = learner.world, learner.model
     mine = rows_of_rank(rows, rank=world.rank, num_ranks=world.size, device=world.device)
+    if learner.reference is not None:
+        mine = learner.reference.score(model, mine)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     parts: list[dict[str, np.ndarray]] = []
     for index, row in enumerate(mine):

@@ -138,6 +138,32 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(tiny_model: Path
         assert [line[name] for line in ours] == [line[name] for line in theirs]
 
 
+def test_a_resumed_run_is_compared_with_the_same_reference(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+    whole, broken = RunLayout(tmp_path / "whole"), RunLayout(tmp_path / "broken")
+    loss = {"type": "grpo", "beta": 0.5, "reference_update_interval": 2}
+    unbroken = make_config(tiny_model, whole.root, loss=loss, max_async_level=0, max_steps=5)
+    run_loop(unbroken, world, lambda: make_batches(whole, last=5))
+    first = make_config(tiny_model, broken.root, loss=loss, max_async_level=0, max_steps=3)
+    run_loop(first, world, lambda: make_batches(broken, last=3, halves=(3,)))
+    changes = {"max_steps": 5, "ckpt": {"resume_step": 3}, "run": {"attempt": 2}}
+    resumed = make_config(tiny_model, broken.root, loss=loss, max_async_level=0, **changes)
+    assert published_versions(broken) == [2, 3], "2 is the reference of step 4"
+    run_loop(resumed, world, lambda: make_batches(broken, from_step=3, last=5))
+    ours, theirs = metrics_of(broken)[3:], metrics_of(whole)[3:]
+    assert [line["ref_kl/mean"] for line in ours] == [line["ref_kl/mean"] for line in theirs]
+    assert theirs[0]["ref_kl/mean"] > 0.0
+    assert [line["loss/mean"] for line in ours] == [line["loss/mean"] for line in theirs]
+
+
+def test_several_iterations_update_several_times_on_one_batch(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+    once, twice = RunLayout(tmp_path / "once"), RunLayout(tmp_path / "twice")
+    run_loop(make_config(tiny_model, once.root, max_steps=1), world, lambda: make_batches(once, last=1))
+    run_loop(make_config(tiny_model, twice.root, max_steps=1, num_iterations=2), world, lambda: make_batches(twice, last=1))
+    assert published_versions(twice) == [1]
+    assert verify(twice.weights_step(1)).digest != verify(once.weights_step(1)).digest
+    assert metrics_of(twice)[0]["mismatch_kl/mean"] != metrics_of(once)[0]["mismatch_kl/mean"]
+
+
 def test_a_run_that_makes_room_commits_the_last_step_and_ends(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
 
