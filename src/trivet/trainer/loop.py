@@ -34,7 +34,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
 
     Args:
         make_receiver: called on rank 0, with the step that the run starts from, once what an earlier attempt left is cleared
-            away: only then may the orchestrator be answered, because it writes its halves of checkpoints after the first answer.
+            away: only then may the orchestrator be answered, because it writes halves of checkpoints after the first answer.
     """
     loss = make_policy_loss(config.loss)
     interval = config.loss.reference_update_interval if config.loss.beta else None
