@@ -1,5 +1,5 @@
-"""`[trainer.loss]`: what is minimised, by formulas in `trainer.losses`; d is a token's log-probability of the trainer minus that of
-the sampler, r = exp(d) the importance ratio, A the advantage."""
+"""`[trainer.loss]`: what is minimised, by formulas in `trainer.losses`. There d is a token's log-probability of the trainer
+minus that of the sampler, r = exp(d) the importance ratio, A the advantage."""
 
 from typing import Annotated, Any, Literal
 
