@@ -1,5 +1,6 @@
 """Reads the logs of the roles while they are written, and writes the launcher's own."""
 
+import errno
 import re
 import time
 from collections.abc import Callable
@@ -78,5 +79,6 @@ class RunLog:
             return
         try:
             print(line, file=self._terminal, flush=True)
-        except OSError:  # the terminal was closed, or the reader of our pipe has gone: the run goes on
-            self._terminal = None
+        except OSError as exc:  # the terminal was closed, or the reader of our pipe has gone: the run goes on
+            if exc.errno != errno.ENOSPC:
+                self._terminal = None
