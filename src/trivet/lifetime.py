@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing import parent_process
 from pathlib import Path
@@ -29,6 +30,25 @@ def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None =
     starter = parent_process()
     if os.getppid() != expected or (starter is not None and not _exists(starter.pid)):
         os.kill(os.getpid(), signal_number)
+
+
+def tie_forks() -> None:
+    """From now on, what this process forks ends with it, as far as the fork comes from the main thread.
+
+    The kernel watches the thread that forked, not the process: tied to one that ends early, a child would be killed with it.
+    Programs that are started by fork and exec are not reached; they must look after themselves.
+    """
+    is_from_main_thread = False
+
+    def remember() -> None:
+        nonlocal is_from_main_thread
+        is_from_main_thread = threading.current_thread() is threading.main_thread()
+
+    def tie() -> None:
+        if is_from_main_thread:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    os.register_at_fork(before=remember, after_in_child=tie)
 
 
 def adopt_orphans() -> None:

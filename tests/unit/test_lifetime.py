@@ -60,3 +60,46 @@ def test_a_process_becomes_its_command_with_the_same_pid_and_exit_code() -> None
 def test_the_wrong_parent_ends_the_process_at_once() -> None:
     ended = subprocess.run([*_WRAP, "--parent", "1", "sh", "-c", "exit 0"], check=False)
     assert ended.returncode == -signal.SIGKILL
+
+
+_FORKER = """
+import os, sys, threading, time
+from trivet.lifetime import tie_forks
+tie_forks()
+
+def fork():
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+        os._exit(0)
+
+if sys.argv[1] == "main":
+    fork()
+else:
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    print("thread ended", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_fork_ends_with_the_process_that_made_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", _FORKER, "main"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    assert_gone(pid)
+
+
+def test_a_fork_outlives_the_thread_that_made_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", _FORKER, "thread"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = {process.stdout.readline().strip() for _ in range(2)}
+        (pid,) = (int(line) for line in lines if line.isdigit())
+        try:
+            assert "thread ended" in lines
+            assert not _has_ended(pid)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            process.kill()

@@ -22,6 +22,7 @@ from trivet.environments.host import EnvironmentHost
 from trivet.environments.load import load_host, traceback_tail
 from trivet.environments.stages import StageBoard
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
+from trivet.lifetime import tie_forks
 from trivet.loop_lag import LoopLag
 from trivet.wire.codec import encode
 from trivet.wire.workers import (
@@ -192,6 +193,7 @@ def main() -> int:
     parser.add_argument("--pulse", type=int, required=True)
     descriptors = parser.parse_args()
     faulthandler.register(TRACEBACK_SIGNAL, all_threads=True)
+    tie_forks()  # a scoring pool that the environment forks must not outlive a worker that is killed
     sock, pulse_sock = socket.socket(fileno=descriptors.channel), socket.socket(fileno=descriptors.pulse)
     for each in (sock, pulse_sock):
         each.set_inheritable(False)
