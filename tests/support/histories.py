@@ -1,4 +1,4 @@
-"""Makes histories of runs that keep every promise, at random: crashes, resumes, retries, server losses, late commits included."""
+"""Makes histories of runs that keep every promise, at random: crashes, resumes, retries, server losses and late commits."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,7 +110,7 @@ class RunMaker:
         self._write("orchestrator", ServerUp(version=self._held, digest=digest, server=server))
 
     def _crash(self) -> None:
-        """Killed, or ended in order; with a commit of which nothing was written down yet; back to the newest or an older one."""
+        """Killed, or ended in order; with a commit that was not written down yet; back to the newest or an older one."""
         if self._due and self._random.random() < 0.5:
             self._commits.append(self._due.pop(0))
         elif self._random.random() < 0.3:
