@@ -25,6 +25,9 @@ from trivet.wire.versions import START_VERSION
 
 logger = logging.getLogger(__name__)
 
+_MAX_DOUBLINGS = 30
+"""Of a pause; a server that is away for hours is asked thousands of times."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolTiming:
@@ -278,7 +281,8 @@ class ServerPool:
                         await self._probe(server)
             elif not await self._try_to_admit(server):
                 server.num_attempts += 1
-                await self._sleep(min(timing.first_pause_s * 2 ** (server.num_attempts - 1), timing.max_pause_s))
+                doublings = min(server.num_attempts - 1, _MAX_DOUBLINGS)
+                await self._sleep(min(timing.first_pause_s * 2**doublings, timing.max_pause_s))
 
     async def _probe(self, server: Server) -> None:
         wanted = self._wanted

@@ -298,3 +298,16 @@ def test_a_name_behind_which_nobody_answers_ends_the_start():
             await site.pool.start()
 
     run_virtually(scenario(), limit_s=60)
+
+
+def test_a_server_that_never_comes_back_is_asked_for_ever():
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site) as running:
+            crash = asyncio.create_task(site.servers[B].crash(1e9))
+            await asyncio.sleep(36_000)
+            assert not running.done()
+            assert site.pool.roots == [A]
+            crash.cancel()
+
+    run_virtually(scenario(), limit_s=40_000)

@@ -19,3 +19,8 @@ def test_a_finished_group_in_between_starts_the_row_anew():
         assert budget.next_delay_s() == 0.5
         budget.finished_a_group()
     assert budget.num_restarts == 5
+
+
+def test_a_worker_without_a_limit_may_end_any_number_of_times():
+    budget = RestartBudget(limit=-1, in_a_row=5000)
+    assert budget.next_delay_s() == 30.0
