@@ -190,7 +190,7 @@ def test_a_changed_setting_is_refused_before_anything_starts(make_run: MakeRun) 
     run.process.send_signal(signal.SIGINT)
     run.process.wait(60)
     before = sorted(path.name for path in run.layout.checkpoints.iterdir())
-    process = run.start("--ckpt.resume-step", "-1", "--trainer.optim.lr", "0.5", "--orchestrator.batch-size", "16")
+    process = run.start("--ckpt.resume-step", "-1", "--trainer.optim.lr", "0.5")
     assert process.wait(60) == 2
     assert "optim.lr was 0.001 and is 0.5 now" in run.output
     assert 'ckpt.allow_changes = ["optim.lr"]' in run.output

@@ -89,7 +89,7 @@ def require_same_settings(half: Path, config: Section, *, ckpt: CkptConfig, step
     if changed:
         lines = "".join(f"\n- {key} was {_show(old)} and is {_show(new)} now" for key, (old, new) in changed.items())
         raise ResumeError(
-            f"checkpoint step_{step} was made by a {half.name} with other settings:{lines}\nSet them back, or name them in "
+            f"checkpoint step_{step} was made by the {half.name} with other settings:{lines}\nSet them back, or name them in "
             f"ckpt.allow_changes = {literal(list(changed))} to change them from step {step + 1} on"
         )
 

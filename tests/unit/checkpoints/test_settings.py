@@ -41,7 +41,7 @@ def test_another_value_is_refused_with_both_and_the_way_to_change_it(tmp_path: P
     with pytest.raises(ResumeError) as caught:
         compare(half, trainer(), trainer(optim={"lr": 0.5}, scheduler={"type": "linear", "warmup_steps": 3}, max_steps=9))
     text = str(caught.value)
-    assert "checkpoint step_6 was made by a trainer with other settings" in text
+    assert "checkpoint step_6 was made by the trainer with other settings" in text
     assert "- optim.lr was 0.01 and is 0.5 now" in text
     assert '- scheduler.type was "constant" and is "linear" now' in text
     assert "- scheduler.warmup_steps was unset and is 3 now" in text
