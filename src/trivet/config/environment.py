@@ -19,5 +19,10 @@ class EnvConfig(Section):
     sampling: EnvSamplingConfig = EnvSamplingConfig()
 
     @property
+    def program(self) -> tuple[str, dict[str, Any], str]:
+        """What workers are started with: those of one environment run any other of the same program."""
+        return self.id, self.args, self.on_reward_error
+
+    @property
     def label(self) -> str:
         return self.name or self.id

@@ -131,6 +131,6 @@ class OrchestratorConfig(Section):
     def pool_name(self, env: EnvConfig) -> str:
         """Name of the workers that evaluate on `env`: those that train on it anyway, or others."""
         for trained in self.env:
-            if (trained.id, trained.args) == (env.id, env.args):
+            if trained.program == env.program:
                 return trained.label
         return f"{env.label}-eval"

@@ -1,6 +1,6 @@
 """How tokens are sampled: the run's section, what one environment changes of it, and what evaluations use."""
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -82,6 +82,9 @@ class EvalSamplingConfig(RequestSamplingConfig):
     """0 always takes the likeliest token."""
 
 
+RunSamplingT = TypeVar("RunSamplingT", SamplingConfig, EvalSamplingConfig)
+
+
 class EnvSamplingConfig(Section):
     """What one environment samples differently. A key that is not set has the value of the run's `sampling`."""
 
@@ -116,12 +119,12 @@ class EnvSamplingConfig(Section):
             raise ValueError(f"temperature ({self.temperature}) and temp_scheduler exclude each other; remove one")
         return self
 
-    def over(self, run: SamplingConfig) -> SamplingConfig:
-        """The run's sampling with this environment's changes."""
+    def over(self, run: RunSamplingT) -> RunSamplingT:
+        """The run's sampling with this environment's changes; that of evaluations has no schedule."""
         changes = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         changes["extra_body"] = {**run.extra_body, **self.extra_body}
-        if self.temperature is not None:
+        if isinstance(run, SamplingConfig) and self.temperature is not None:
             changes["temp_scheduler"] = None
-        elif self.temp_scheduler is not None:
+        elif isinstance(run, SamplingConfig) and self.temp_scheduler is not None:
             changes["temperature"] = None
         return run.model_copy(update=changes)

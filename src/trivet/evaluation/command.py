@@ -85,6 +85,7 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
             status = await (server.reload_weights() if target.directory is None else server.update_weights(target.directory))
             held = status.version
             for env in config.env:
+                sampling = env.sampling.over(config.sampling)
                 task = make_task(
                     env,
                     pool.infos[env.label],
@@ -92,7 +93,7 @@ async def run(config: EvalConfig, console: Console) -> list[Summary]:
                     digest=status.digest,
                     num_examples=config.num_examples,
                     rollouts_per_example=config.rollouts_per_example,
-                    sampling=sampling_arguments(config.sampling, temperature=config.sampling.temperature),
+                    sampling=sampling_arguments(sampling, temperature=sampling.temperature),
                 )
                 with Progress(console=console, transient=True) as bar:
                     shown = bar.add_task(f"step {target.step} {env.label}", total=task.num_examples)

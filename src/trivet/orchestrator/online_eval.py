@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from trivet.config.environment import EnvConfig
 from trivet.config.layout import RunLayout, parse_step
 from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.sampling import EvalSamplingConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.errors import RolloutFailed, WorkerLost
@@ -93,8 +95,8 @@ def make_series(
             skip_first=one.skip_first,
         )
         one.last = _last_evaluated(layout, one.name, until=resumed_from)
-        if resumed_from == START_VERSION and (one.is_val or (config.eval is not None and not config.eval.eval_base_model)):
-            one.last = START_VERSION
+        if one.last is None and (one.is_val or (config.eval is not None and not config.eval.eval_base_model)):
+            one.last = START_VERSION  # which is left out, so the first multiple is the first to be due, resumed or not
         elif config.eval is not None and not config.eval.skip_eval_on_resume and one.last == resumed_from:
             one.last, one.repeats = None, resumed_from
     return series
@@ -103,7 +105,12 @@ def make_series(
 def _eval_series(config: OrchestratorConfig, pool: EnvironmentPool) -> list[Series]:
     if config.eval is None:
         return []
-    sampling = sampling_arguments(config.eval.sampling, temperature=config.eval.sampling.temperature)
+
+    def sampling_of(env: EnvConfig, run: EvalSamplingConfig) -> Callable[[PolicyVersion], SamplingArguments]:
+        mine = env.sampling.over(run)
+        arguments = sampling_arguments(mine, temperature=mine.temperature)
+        return lambda version: arguments
+
     return [
         Series(
             name=env.label,
@@ -114,7 +121,7 @@ def _eval_series(config: OrchestratorConfig, pool: EnvironmentPool) -> list[Seri
             num_examples=config.eval.num_examples if env.num_examples is None else env.num_examples,
             rollouts_per_example=env.rollouts_per_example or config.eval.rollouts_per_example,
             skip_first=env.skip_first,
-            sampling=lambda version: sampling,
+            sampling=sampling_of(env, config.eval.sampling),
             is_val=False,
         )
         for env in config.eval.env
@@ -244,7 +251,9 @@ class OnlineEval:
     async def _evaluate(self, due: Sequence[Series]) -> None:
         async with self._policy.pinned() as version:
             logger.info("evaluating version=%s envs=%s", version, ", ".join(one.name for one in due))
-            summaries = await asyncio.gather(*(self._evaluate_one(one, version) for one in due))
+            largest_group = max(one.rollouts_per_example for one in due)
+            slots = asyncio.Semaphore(max(self._max_concurrent // largest_group, 1))
+            summaries = await asyncio.gather(*(self._evaluate_one(one, version, slots=slots) for one in due))
         for one, summary in zip(due, summaries, strict=True):
             one.last = version
             self._telemetry.write_event(
@@ -257,7 +266,7 @@ class OnlineEval:
             {one.env.label: summary for one, summary in zip(due, summaries, strict=True) if one.is_val}
         )
 
-    async def _evaluate_one(self, one: Series, version: PolicyVersion) -> Summary:
+    async def _evaluate_one(self, one: Series, version: PolicyVersion, *, slots: asyncio.Semaphore) -> Summary:
         task = make_task(
             one.env,
             one.info,
@@ -272,20 +281,29 @@ class OnlineEval:
         return await evaluate(
             task,
             env=one.pool_name,
-            run_group=self._run_somewhere,
+            run_group=partial(self._run_somewhere, version=version),
             base_url="",
-            slots=asyncio.Semaphore(max(self._max_concurrent // one.rollouts_per_example, 1)),
+            slots=slots,
             directory=directory,
             does_continue=version != one.repeats and holds_task(directory, task),
         )
 
-    async def _run_somewhere(self, request: GroupRequest) -> list[Rollout]:
-        """On the server with the fewest rollouts; again, on another, when a server or a worker was lost."""
+    async def _run_somewhere(self, request: GroupRequest, *, version: PolicyVersion) -> list[Rollout]:
+        """On the server with the fewest rollouts; again, on another, when a server or a worker was lost.
+
+        Args:
+            version: that every token must be of; a server that was started again holds another.
+        """
         last_error: Exception | None = None
         for _ in range(_TRIES):
             server = await self._find_server(request.num_rollouts)
             try:
-                return await self._run_group(msgspec.structs.replace(request, base_url=server))
+                rollouts = await self._run_group(msgspec.structs.replace(request, base_url=server))
+                if not _is_other(rollouts, version):
+                    return rollouts
+                last_error = WorkerLost(
+                    f"the server {server} answered with another policy than {version}: it was started again"
+                )
             except WorkerLost as exc:
                 last_error = exc
             except RolloutFailed as exc:
@@ -304,6 +322,10 @@ class OnlineEval:
             if server is not None:
                 return server
             await asyncio.sleep(_NO_SERVER_WAIT_S)
+
+
+def _is_other(rollouts: Sequence[Rollout], version: PolicyVersion) -> bool:
+    return any(run.version != version for rollout in rollouts for sample in rollout.samples for run in sample.versions)
 
 
 def eval_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from support.groups import make_sample
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.shared import RunIdentity
@@ -18,6 +19,7 @@ from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import PolicyVersion, VersionRun
 
 CONFIG = {
     "env": [{"id": "letters"}],
@@ -163,6 +165,11 @@ def test_a_resumed_run_does_not_repeat_what_is_on_disk(tmp_path):
     assert Bench(tmp_path, resumed_from=20).run(24, 31) == ([31], [31])
 
 
+def test_a_resumed_run_waits_for_the_first_multiple_when_the_start_model_is_left_out(tmp_path):
+    evals = CONFIG["eval"] | {"eval_base_model": False}
+    assert Bench(tmp_path, resumed_from=7, eval=evals, val={"interval": 10}).run(8, 12, 13) == ([12, 13], [12, 13])
+
+
 def test_a_resumed_run_repeats_it_when_asked(tmp_path):
     Bench(tmp_path).run(10, 20)
     evals = CONFIG["eval"] | {"skip_eval_on_resume": False}
@@ -198,6 +205,51 @@ def test_a_group_whose_server_or_worker_was_lost_runs_again_elsewhere(tmp_path):
     bench.run()
     summary = json.loads((bench.layout.evals_step(0, "letters") / "summary.json").read_text())
     assert (summary["num_failed"], bench.servers.in_flight) == (0, {"http://a": 0, "http://b": 0})
+
+
+def test_tokens_of_another_policy_than_the_one_measured_do_not_count(tmp_path):
+    bench = Bench(tmp_path, resumed_from=10, eval={"interval": 10, "env": [{"id": "letters"}]})
+    sampled = [[VersionRun(PolicyVersion(0), 3)], [VersionRun(PolicyVersion(10), 2), VersionRun(PolicyVersion(0), 1)]]
+
+    async def restarted_twice(request):
+        versions = sampled.pop() if sampled else [VersionRun(PolicyVersion(10), 3)]
+        sample = make_sample(completion=3)
+        sample.versions = versions
+        return [Rollout(index=0, reward=float(versions == [VersionRun(PolicyVersion(10), 3)]), samples=[sample])]
+
+    bench.evals._run_group = restarted_twice
+    bench.run()
+    summary = json.loads((bench.layout.evals_step(10, "letters") / "summary.json").read_text())
+    assert (summary["num_failed"], summary["avg"], sampled) == (0, 1.0, [])
+
+
+def test_all_environments_together_keep_to_the_limit_of_rollouts_in_flight(tmp_path):
+    bench = Bench(tmp_path)
+    run_group, most = bench.pool.run_group, 0
+
+    async def watched(request):
+        nonlocal most
+        most = max(most, sum(bench.servers.in_flight.values()))
+        return await run_group(request)
+
+    bench.evals._run_group = watched
+    bench.run()
+    assert 2 <= most <= 4
+
+
+def test_an_environment_may_be_sampled_differently(tmp_path):
+    words = {"id": "words", "sampling": {"temperature": 0.5, "max_tokens": 7}}
+    evals = {"interval": 10, "env": [{"id": "letters"}, words], "sampling": {"temperature": 0.0, "top_p": 0.9}}
+    bench = Bench(tmp_path, eval=evals)
+    bench.run()
+    tasks = {
+        name: json.loads((bench.layout.evals_step(0, name) / "task.json").read_text())["sampling"]
+        for name in ("letters", "words")
+    }
+    assert [(task["temperature"], task["fields"]["max_tokens"], task["fields"]["top_p"]) for task in tasks.values()] == [
+        (0.0, None, 0.9),
+        (0.5, 7, 0.9),
+    ]
 
 
 def test_a_rollout_that_fails_by_itself_costs_its_example(tmp_path):
@@ -242,8 +294,14 @@ def test_an_environment_that_is_trained_on_shares_its_workers():
     config = OrchestratorConfig.model_validate(
         {
             "env": [{"id": "letters", "args": {"n": 1}}],
-            "eval": {"env": [{"id": "letters", "name": "same", "args": {"n": 1}}, {"id": "letters"}]},
+            "eval": {
+                "env": [
+                    {"id": "letters", "name": "same", "args": {"n": 1}},
+                    {"id": "letters"},
+                    {"id": "letters", "name": "lenient", "args": {"n": 1}, "on_reward_error": "zero"},
+                ]
+            },
         }
     )
-    assert [config.pool_name(env) for env in config.eval.env] == ["letters", "letters-eval"]
-    assert list(config.environments) == ["letters", "letters-eval"]
+    assert [config.pool_name(env) for env in config.eval.env] == ["letters", "letters-eval", "lenient-eval"]
+    assert list(config.environments) == ["letters", "letters-eval", "lenient-eval"]
