@@ -126,7 +126,7 @@ def _render(
     tools: Sequence[Mapping[str, Any]] | None,
     with_prompt: bool,
 ) -> str:
-    offered = [dict(tool) for tool in tools] if tools else None
+    offered: Any = [dict(tool) for tool in tools] if tools else None
     try:
         text = tokenizer.apply_chat_template([*messages], tools=offered, tokenize=False, add_generation_prompt=with_prompt)
     except ValueError as exc:
