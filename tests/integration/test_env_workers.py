@@ -105,11 +105,11 @@ def test_an_example_that_misbehaves_costs_its_own_group_and_is_counted_by_its_er
                 assert_is_group(outcome)
         assert [status.pid for status in pool.status()] == [worker.pid]
         values = pool.metrics()
-        counts = {name: value for name, value in values.items() if name.startswith("error/")}
-        assert counts == {f"error/unruly/{kind}": 4.0 if kind == "SystemExit" else 2.0 for kind in FAILING.values()}
+        counts = {name: value for name, value in values.items() if name.startswith("failed_groups/")}
+        assert counts == {f"failed_groups/unruly/{kind}": 4.0 if kind == "SystemExit" else 2.0 for kind in FAILING.values()}
         assert values["worker/unruly-0/restarts"] == values["worker/unruly-0/pending"] == 0
         assert values["worker_lag/unruly-0/max"] >= values["worker_lag/unruly-0/mean"] >= 0
-        assert not any(name.startswith("error/") for name in pool.metrics())
+        assert not any(name.startswith("failed_groups/") for name in pool.metrics())
 
     with_pool(tmp_path, scenario, limits=PoolLimits(max_restarts=0), rollout_timeout_s=20.0)
 
@@ -134,7 +134,7 @@ def test_a_group_that_ends_its_worker_again_and_again_fails_and_takes_no_other_w
         for rollouts in innocent:
             assert isinstance(rollouts, list), rollouts
             assert_is_group(rollouts)
-        assert pool.metrics()["error/unruly/WorkerLost"] == 1
+        assert pool.metrics()["failed_groups/unruly/WorkerLost"] == 1
         assert_is_group(await pool.run_group(request("well", url, group_id=3)))
         assert pool.status()[0].num_restarts == 3
 

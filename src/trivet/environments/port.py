@@ -51,7 +51,7 @@ class EnvironmentPool(Protocol):
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Since the last call: workers' load, lag and restarts, and failures by environment and type of error."""
+        """Since the last call: workers' load, lag and restarts, and failed groups by environment and type of error."""
         ...
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:

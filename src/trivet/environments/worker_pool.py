@@ -152,7 +152,7 @@ class WorkerPool:
             values[f"worker/{slot.name}/restarts"] = float(slot.budget.num_restarts)
             lags = slot.worker.take_lags() if slot.worker else []
             values |= lag_metrics(f"worker_lag/{slot.name}", lags, ("mean", "max", "p90"))
-        values |= {f"error/{env}/{kind}": float(count) for (env, kind), count in self._failures.items()}
+        values |= {f"failed_groups/{env}/{kind}": float(count) for (env, kind), count in self._failures.items()}
         self._failures.clear()
         return values
 

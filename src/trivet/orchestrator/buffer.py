@@ -106,13 +106,14 @@ class GroupBuffer:
         self._fruitless(what)
         self._write_event(Filter(group_id=group.group_id, reason=reason))
 
-    def failed(self, group_id: GroupId, error: str) -> None:
+    def failed(self, group_id: GroupId, error: str, *, kind: str) -> None:
         """
         Args:
             error: `ErrorType: message`.
+            kind: type of the error behind it, by which failures are counted.
         """
         draw, _ = self._in_flight.pop(group_id)
-        self.tally.add_failed(draw.env, error)
+        self.tally.add_failed(draw.env, kind=kind)
         what = f"group {group_id} of {draw.env} failed: {error}"
         self._first_failure = self._first_failure or what
         self._fruitless(what)

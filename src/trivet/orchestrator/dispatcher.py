@@ -19,7 +19,7 @@ from trivet.algorithms.packing import truncate
 from trivet.algorithms.staleness import may_dispatch
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
-from trivet.errors import WorkerLost
+from trivet.errors import RolloutFailed, WorkerLost
 from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.sampler import Draw, ExampleSampler
@@ -281,13 +281,14 @@ class Dispatcher:
 
     async def _run(self, attempt: _Try) -> None:
         draw = attempt.draw
-        lost, error, rollouts = "", "", list[Rollout]()
+        lost, error, kind, rollouts = "", "", "", list[Rollout]()
         try:
             rollouts = await self._run_group(draw, base_url=attempt.server)
         except WorkerLost as exc:
             lost = str(exc)
         except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this group only
             error = f"{type(exc).__name__}: {exc}"
+            kind = exc.kind if isinstance(exc, RolloutFailed) else type(exc).__name__
             if await self._servers.is_at_fault(attempt.server):
                 lost = f"the server {attempt.server} failed: {error}"
         if self._tries.get(draw.group_id) is not attempt:
@@ -299,7 +300,7 @@ class Dispatcher:
             self._lost(attempt, lost)
         elif error:
             logger.warning("group failed group=%s env=%s: %s", draw.group_id, draw.env, error)
-            self._settle(draw.group_id, lambda: self._buffer.failed(draw.group_id, error))
+            self._settle(draw.group_id, lambda: self._buffer.failed(draw.group_id, error, kind=kind))
         else:
             self._settle(draw.group_id, lambda: self._finish(draw, rollouts))
         self.waker.ring()
@@ -328,7 +329,7 @@ class Dispatcher:
         group_id, number = attempt.draw.group_id, attempt.number
         if number >= _MAX_TRIES:
             error = f"WorkerLost: lost {number} times, the last time because {reason}"
-            self._settle(group_id, lambda: self._buffer.failed(group_id, error))
+            self._settle(group_id, lambda: self._buffer.failed(group_id, error, kind="WorkerLost"))
             return
         logger.info("group is dispatched again group=%s tries=%s: %s", group_id, number, reason)
         pause_s = _RETRY_PAUSE_S * 2 ** (number - 2) if number > 1 else 0.0

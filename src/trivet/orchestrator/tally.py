@@ -56,13 +56,12 @@ class Tally:
     failed: list[LostGroup] = field(default_factory=list)
     dropped: list[LostGroup] = field(default_factory=list)
 
-    def add_failed(self, env: str, error: str) -> None:
+    def add_failed(self, env: str, *, kind: str) -> None:
         """
         Args:
-            error: `ErrorType: message`; of a failed rollout, the type of what made it fail.
+            kind: type of the error behind it.
         """
-        kind = error.removeprefix("RolloutFailed: ").split(":", 1)[0].strip()
-        self.failed.append(LostGroup(env=env, reason=kind if kind.isidentifier() else "RolloutFailed"))
+        self.failed.append(LostGroup(env=env, reason=kind))
 
     def add_dropped(self, env: str, reason: str) -> None:
         self.dropped.append(LostGroup(env=env, reason=reason.split(":", 1)[0]))

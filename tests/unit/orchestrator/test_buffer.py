@@ -77,7 +77,7 @@ def test_every_transition_writes_one_event(events):
     buffer = make_buffer(events)
     play(buffer, make_group(0))
     buffer.dispatched(make_draw(1), version=PolicyVersion(0))
-    buffer.failed(GroupId(1), "ValueError: no")
+    buffer.failed(GroupId(1), "ValueError: no", kind="ValueError")
     assert [type(event) for event in events] == [Dispatch, Finish, Dispatch, Drop]
     assert buffer.first_failure == "group 1 of toy failed: ValueError: no"
 
@@ -112,7 +112,7 @@ def test_the_first_error_of_a_fruitless_row_is_kept_and_forgotten_with_the_row(e
     assert buffer.first_failure == "group 0 of toy was filtered (zero_signal): its rewards are all 0"
     for group_id, error in ((1, "ValueError: first"), (2, "ValueError: second")):
         buffer.dispatched(make_draw(group_id), version=PolicyVersion(0))
-        buffer.failed(GroupId(group_id), error)
+        buffer.failed(GroupId(group_id), error, kind="ValueError")
     assert buffer.first_failure.endswith("ValueError: first")
     play(buffer, make_group(3))
     assert buffer.first_failure == ""
@@ -151,7 +151,6 @@ def test_groups_whose_examples_are_gone_are_dropped_with_that_reason(events):
 
 def test_failures_are_counted_by_the_error_behind_them(events):
     buffer = make_buffer(events)
-    for group_id, error in enumerate(("RolloutFailed: ValueError: no", "WorkerLost: gone", "RolloutFailed: reward is nan")):
-        buffer.dispatched(make_draw(group_id), version=PolicyVersion(0))
-        buffer.failed(GroupId(group_id), error)
-    assert [lost.reason for lost in buffer.tally.failed] == ["ValueError", "WorkerLost", "RolloutFailed"]
+    buffer.dispatched(make_draw(0), version=PolicyVersion(0))
+    buffer.failed(GroupId(0), "RolloutFailed: reward function judge of environment 'toy': KeyError: 'x'", kind="KeyError")
+    assert [(lost.env, lost.reason) for lost in buffer.tally.failed] == [("toy", "KeyError")]

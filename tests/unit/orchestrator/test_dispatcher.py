@@ -10,7 +10,7 @@ from support.fake_servers import FakeServers
 from support.groups import make_sample
 from support.virtual_time import run_virtually
 from trivet.algorithms.advantages import mean_baseline
-from trivet.errors import WorkerLost
+from trivet.errors import RolloutFailed, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
@@ -204,13 +204,14 @@ def test_groups_of_a_server_that_goes_down_start_again_on_another_under_their_id
 def test_a_failure_that_is_the_servers_fault_costs_no_group_and_one_of_the_environment_costs_its_own():
     async def scenario() -> None:
         async with staged() as stage:
-            stage.script.fail(0, ValueError("the judge is down"))
+            stage.script.fail(0, RolloutFailed("the judge is down: 503", kind="HTTPError"))
             await settle()
             stage.servers.at_fault.add("http://server")
             stage.script.fail(1, ConnectionError("refused"))
             await settle()
             [drop] = stage.of(Drop)
-            assert (drop.group_id, drop.reason) == (0, "failed: ValueError: the judge is down")
+            assert (drop.group_id, drop.reason) == (0, "failed: RolloutFailed: the judge is down: 503")
+            assert [lost.reason for lost in stage.buffer.tally.failed] == ["HTTPError"]
             assert [event.group_id for event in stage.of(Dispatch)] == [0, 1, 2, 3, 4, 1]
 
     run_virtually(scenario(), limit_s=60)

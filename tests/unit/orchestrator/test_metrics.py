@@ -84,9 +84,9 @@ def test_groups_that_tell_nothing_apart_count_as_solved_or_not():
 def test_failures_are_told_by_error_and_environment():
     tally = Tally()
     tally.finished.append(FinishedGroup.of(group_of("math", (0.0, 1.0))))
-    tally.add_failed("math", "ValueError: no")
-    tally.add_failed("code", "ValueError: no")
-    tally.add_failed("code", "WorkerLost: gone")
+    tally.add_failed("math", kind="ValueError")
+    tally.add_failed("code", kind="ValueError")
+    tally.add_failed("code", kind="WorkerLost")
     tally.add_dropped("code", "stale")
     values = flow(tally, [])
     assert (values["error/mean"], values["error/ValueError"], values["error/code/WorkerLost"]) == (0.75, 0.5, 0.25)
