@@ -43,7 +43,7 @@ class ClientConfig(Section):
                 f"api_key_var names {len(self.api_key_var)} variables for {len(self.base_url)} servers in base_url; name one "
                 "for all, or one per server"
             )
-        if len(set(self.base_url)) != len(self.base_url):
+        if len({server_root(url) for url in self.base_url}) != len(self.base_url):
             raise ValueError(f"base_url names a server twice: {', '.join(self.base_url)}; name each once")
         return self
 

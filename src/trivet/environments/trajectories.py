@@ -60,8 +60,12 @@ def _chain_before(turn: Turn, chains: Sequence[list[Turn]]) -> list[Turn] | None
 
 
 def _continues(previous: Turn, turn: Turn) -> bool:
-    known = [*previous.prompt_ids, *previous.completion_ids]
-    return list(turn.prompt_ids[: len(known)]) == known
+    """The completion is compared first: where a prefix breaks, it is there, and prompts are long."""
+    prompt, start = turn.prompt_ids, len(previous.prompt_ids)
+    end = start + len(previous.completion_ids)
+    if len(prompt) < end or list(prompt[start:end]) != list(previous.completion_ids):
+        return False
+    return list(prompt[:start]) == list(previous.prompt_ids)
 
 
 def _join(chain: Sequence[Turn], *, temperature: float) -> Sample:

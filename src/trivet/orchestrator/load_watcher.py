@@ -37,7 +37,8 @@ class LoadWatcher:
         self._sleep = sleep
         self._ceiling = dispatcher.max_in_flight
         self._floor = min(config.min_inflight, self._ceiling)
-        self._num_preemptions = 0
+        self._seen: tuple[int, int] | None = None
+        """Servers and their preemptions when they were last asked."""
         self._last: LoadSince | None = None
         if config.initial_inflight is not None:
             dispatcher.max_in_flight = max(self._floor, min(config.initial_inflight, self._ceiling))
@@ -62,23 +63,25 @@ class LoadWatcher:
         if not loads:
             return
         total = sum(load.num_preemptions for load in loads)
+        # What a server counted before it was first asked, or while it was away, is not of the last seconds.
+        before = self._seen[1] if self._seen is not None and self._seen[0] == len(loads) else total
         self._last = LoadSince(
             num_running=sum(load.num_running for load in loads),
             num_waiting=sum(load.num_waiting for load in loads),
-            num_preempted=max(0, total - self._num_preemptions),  # a server started again counts from 0
+            num_preempted=max(0, total - before),  # a server started again counts from 0
         )
-        self._num_preemptions = total
+        self._seen = len(loads), total
         if not self._config.adaptive:
             return
-        before = self._dispatcher.max_in_flight
+        limit_before = self._dispatcher.max_in_flight
         limit = next_limit(
-            before,
+            limit_before,
             self._last,
             in_flight=self._dispatcher.rollouts_in_flight,
             floor=self._floor,
             ceiling=self._ceiling,
         )
-        if limit != before:
-            logger.debug("rollouts in flight at most=%s before=%s load=%s", limit, before, self._last)
+        if limit != limit_before:
+            logger.debug("rollouts in flight at most=%s before=%s load=%s", limit, limit_before, self._last)
             self._dispatcher.max_in_flight = limit
             self._dispatcher.waker.ring()

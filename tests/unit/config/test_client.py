@@ -26,6 +26,7 @@ def test_a_number_of_keys_that_fits_no_reading_is_refused():
         ClientConfig(base_url=URLS, api_key_var=["A", "B", "C"])
 
 
-def test_a_server_named_twice_is_refused():
+@pytest.mark.parametrize("again", ["http://a:8000/v1", "http://a:8000", "http://a:8000/v1/"])
+def test_a_server_named_twice_is_refused(again):
     with pytest.raises(ValidationError, match="base_url names a server twice"):
-        ClientConfig(base_url=[URLS[0], URLS[0]])
+        ClientConfig(base_url=["http://a:8000/v1", again])

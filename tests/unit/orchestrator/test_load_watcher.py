@@ -72,6 +72,26 @@ def test_servers_that_do_not_say_how_busy_they_are_change_nothing():
     assert watcher.metrics() == {"concurrency/limit": 128}
 
 
+class Veterans:
+    """Two servers that counted before the run; one is away for a while."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def loads(self) -> list[ServerLoad]:
+        self.num_asked += 1
+        load = ServerLoad(num_running=64, num_waiting=0, cache_usage=0.5, num_preemptions=1000)
+        return [load] if self.num_asked == 3 else [load, load]
+
+
+def test_what_servers_counted_before_they_were_asked_lowers_nothing():
+    flow = Flow(max_in_flight=128)
+    servers = Veterans()
+    watcher = watch(ConcurrencyConfig(interval=1.0), flow, servers, seconds=6.5)
+    assert (servers.num_asked, flow.max_in_flight) == (6, 128)
+    assert watcher.metrics()["concurrency/preempted"] == 0.0
+
+
 def test_a_fixed_limit_starts_where_it_is_told_and_stays():
     flow = Flow(max_in_flight=1000)
     watch(ConcurrencyConfig(adaptive=False, initial_inflight=300), flow, Engine(flow, capacity=10), seconds=60)
