@@ -61,7 +61,7 @@ def check(config: Section, findings: Findings) -> None:
         _extend(findings, inference_problems(config), iter(()))
     elif isinstance(config, EvalConfig):
         _extend(findings, _name_problems(config.env, "env"), iter(()))
-        _extend(findings, sampling_problems(config.sampling, "sampling"), iter(()))
+        _extend(findings, _eval_sampling_problems(config.sampling, config.env, ""), iter(()))
 
 
 def _extend(findings: Findings, problems: Iterator[str], notices: Iterator[str]) -> None:
@@ -168,11 +168,11 @@ def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Itera
 
 def _eval_problems(config: OrchestratorConfig, evals: OnlineEvalConfig, name: str) -> Iterator[str]:
     yield from _name_problems(evals.env, f"{name}.env")
-    yield from sampling_problems(evals.sampling, f"{name}.sampling")
+    yield from _eval_sampling_problems(evals.sampling, evals.env, name)
     trained = {env.label: env for env in config.env}
     for index, env in enumerate(evals.env):
         taken = trained.get(config.pool_name(env))
-        if taken is not None and (taken.id, taken.args) != (env.id, env.args):
+        if taken is not None and taken.program != env.program:
             yield (
                 f'the workers of {name}.env.{index} would be called "{taken.label}" like an environment that is trained on;'
                 f" set another name in {name}.env.{index}"
@@ -200,6 +200,19 @@ def _run_sampling_problems(config: OrchestratorConfig, prefix: str) -> Iterator[
         merged, name = env.sampling.over(config.sampling), f"{prefix}env.{index}.sampling"
         yield from _schedule_problems(config, merged, name)
         yield from sampling_problems(merged, name)
+
+
+def _eval_sampling_problems(sampling: EvalSamplingConfig, envs: Sequence[EnvConfig], name: str) -> Iterator[str]:
+    """Of evaluations' sampling, and of each environment's over it; what is wrong with the first is said once."""
+    prefix = f"{name}." if name else ""
+    problems = [*sampling_problems(sampling, f"{prefix}sampling")]
+    yield from problems
+    for index, env in enumerate(envs):
+        of_env = f"{prefix}env.{index}.sampling"
+        if env.sampling.temp_scheduler is not None:
+            yield f"{of_env}.temp_scheduler changes with the step, and evaluations are compared; set {of_env}.temperature"
+        elif not problems:
+            yield from sampling_problems(env.sampling.over(sampling), of_env)
 
 
 def _schedule_problems(config: OrchestratorConfig, sampling: SamplingConfig, name: str) -> Iterator[str]:

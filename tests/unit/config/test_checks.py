@@ -103,6 +103,13 @@ def test_completions_that_leave_no_room_for_a_prompt_are_refused() -> None:
     assert "must be < inference.model.max_model_len (512)" in refusal(RLConfig, *GROUPED, *argv)
 
 
+def test_what_an_evaluated_environment_samples_differently_is_checked_too() -> None:
+    said = refusal(EvalConfig, "--env.0.sampling.min-tokens", "9", "--sampling.max-tokens", "8")
+    assert said == "env.0.sampling.min_tokens (9) must be <= env.0.sampling.max_tokens (8)"
+    said = refusal(EvalConfig, "--env.0.sampling.temp-scheduler.end-temperature", "0.5")
+    assert said.startswith("env.0.sampling.temp_scheduler changes with the step")
+
+
 def test_sampling_that_the_trainer_cannot_reproduce_is_said_once_with_its_keys() -> None:
     (notice,) = notices("--orchestrator.sampling.top-p", "0.9", "--orchestrator.sampling.min-p", "0.1")
     assert "orchestrator.sampling.top_p (0.9), orchestrator.sampling.min_p (0.1)" in notice
