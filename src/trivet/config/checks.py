@@ -15,6 +15,7 @@ from trivet.config.findings import Findings
 from trivet.config.inference import InferenceConfig
 from trivet.config.keys import Shape, all_keys
 from trivet.config.layout import RunLayout
+from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig
 from trivet.config.online_eval import OnlineEvalConfig
 from trivet.config.orchestrator import OrchestratorConfig
@@ -39,6 +40,10 @@ VLLM_NAMES = {
     "data_parallel_size": "parallel.dp",
     "gpu_memory_utilization": "gpu_memory_utilization",
     "max_num_seqs": "max_num_seqs",
+    "enable_lora": "enable_lora",
+    "max_loras": "max_loras",
+    "max_cpu_loras": "max_cpu_loras",
+    "max_lora_rank": "max_lora_rank",
     "seed": "seed",
     "host": "server.host",
     "port": "server.port",
@@ -82,6 +87,7 @@ def _rl_problems(config: RLConfig) -> Iterator[str]:
     if config.inference is not None:
         yield from inference_problems(config.inference, "inference.")
         yield from _length_problems(config, config.inference)
+        yield from _adapter_problems(config.trainer.model.lora, config.inference)
         tp, num_gpus = config.inference.parallel.tp, len(config.inference_gpu_ids)
         if num_gpus % tp:
             yield (
@@ -105,6 +111,23 @@ def _length_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[s
         yield (
             f"orchestrator.sampling.max_tokens ({max_tokens}) must be < inference.model.max_model_len ({max_model_len}):"
             f" the prompt needs room too, and the server would refuse every request; lower the first or raise the second"
+        )
+
+
+def _adapter_problems(lora: LoRAConfig | None, inference: InferenceConfig) -> Iterator[str]:
+    if lora is None:
+        return
+    if not inference.enable_lora:
+        yield "inference.enable_lora must be true with trainer.model.lora: what is published are adapters; remove the key"
+    if inference.max_lora_rank < lora.rank:
+        yield (
+            f"inference.max_lora_rank ({inference.max_lora_rank}) must be >= trainer.model.lora.rank ({lora.rank});"
+            f" remove inference.max_lora_rank"
+        )
+    if lora.modules_to_save:
+        yield (
+            f"trainer.model.lora.modules_to_save ({literal(lora.modules_to_save)}) cannot be served: servers load low-rank"
+            f" adapters alone; remove it, or train all weights (without trainer.model.lora)"
         )
 
 
@@ -238,6 +261,11 @@ def inference_problems(config: InferenceConfig, prefix: str = "") -> Iterator[st
     for name, value in config.vllm_args.items():
         if key := VLLM_NAMES.get(name.replace("-", "_")):
             yield f"{prefix}vllm_args.{name} ({value}) has a key of its own: set {prefix}{key} instead"
+    if config.enable_lora and config.max_cpu_loras < config.max_loras:
+        yield (
+            f"{prefix}max_cpu_loras ({config.max_cpu_loras}) must be >= {prefix}max_loras ({config.max_loras}): what is in use"
+            f" stays loaded; raise the first or lower the second"
+        )
 
 
 def _name_problems(envs: Sequence[EnvConfig], name: str) -> Iterator[str]:

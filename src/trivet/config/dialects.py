@@ -40,6 +40,7 @@ RENAMED = {
     "resume.step": "ckpt.resume_step",
     "trainer.resume.step": "trainer.ckpt.resume_step",
     "orchestrator.resume.step": "orchestrator.ckpt.resume_step",
+    "trainer.model.experimental.lora": "trainer.model.lora",
     "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",
     "inference.vllm.model": "inference.model.name",
     "inference.vllm.dtype": "inference.model.dtype",
@@ -54,6 +55,10 @@ RENAMED = {
     "inference.vllm.gpu_memory_utilization": "inference.gpu_memory_utilization",
     "inference.vllm.max_num_seqs": "inference.max_num_seqs",
     "inference.vllm.seed": "inference.seed",
+    "inference.vllm.enable_lora": "inference.enable_lora",
+    "inference.vllm.max_loras": "inference.max_loras",
+    "inference.vllm.max_cpu_loras": "inference.max_cpu_loras",
+    "inference.vllm.max_lora_rank": "inference.max_lora_rank",
     "inference.vllm": "inference.vllm_args",
 }
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
@@ -90,8 +95,6 @@ IGNORED = {
 """Old prefix to why it needs no key here."""
 
 NOT_YET = (
-    "trainer.model.lora",
-    "trainer.model.experimental.lora",
     "trainer.model.ac",
     "trainer.model.ac_offloading",
     "trainer.model.compile",
@@ -105,7 +108,6 @@ NOT_YET = (
     "trainer.memory_profiler_path",
     "trainer.trace_path",
     "trainer.metrics_server",
-    "inference.enable_lora",
 )
 """Keys of the reference that this version does not build."""
 

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from trivet.config.base import Section
 from trivet.config.faults import FaultsConfig
+from trivet.config.lora import MAX_RANK
 from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, LogConfig, RunIdentity
 
 
@@ -58,6 +59,15 @@ class InferenceConfig(Section):
     """KV cache on a machine without a GPU, GiB."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Sequences generated at one time; unset: vLLM's default."""
+    enable_lora: bool = False
+    """Serve adapters: published ones, and those of /load_lora_adapter. A run with trainer.model.lora sets it."""
+    max_loras: int = Field(default=8, ge=1)
+    """Adapters that requests of one moment may use, the policy's included; each takes memory for its weights."""
+    max_cpu_loras: int = Field(default=100, ge=1)
+    """Adapters that stay loaded; the one unused for longest makes room."""
+    max_lora_rank: int = Field(default=16, ge=1, le=MAX_RANK)
+    """Largest rank of an adapter, rounded up to 1, 8, 16, 32, 64, 128, 256, 320 or 512. A run takes it from
+    trainer.model.lora.rank."""
     seed: int = Field(default=0, ge=0)
     """Seeds sampling of requests that carry no seed."""
     deterministic: bool = False

@@ -14,6 +14,7 @@ from trivet.config.dump import literal
 from trivet.config.findings import Findings
 from trivet.config.inference import ServerConfig
 from trivet.config.keys import as_list
+from trivet.config.lora import LoRAConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.origins import Draft, Sourced
 from trivet.config.shared import (
@@ -80,6 +81,7 @@ def resolve(draft: Draft, findings: Findings) -> None:
         _point_client_at_server(draft, findings)
         compute_dtype = TrainerModelConfig.model_fields["compute_dtype"]
         _derive_default(draft, "inference.model.dtype", "trainer.model.compute_dtype", compute_dtype)
+        _serve_adapters(draft)
 
 
 def _make_deterministic(draft: Draft, findings: Findings) -> None:
@@ -173,6 +175,14 @@ def _point_client_at_server(draft: Draft, findings: Findings) -> None:
                 f"orchestrator.client.base_url ({url}, {urls.origin}) is not the server of this run, inference.server"
                 f' ({host}:{port}); remove base_url, or set inference = "None" when someone else starts the servers'
             )
+
+
+def _serve_adapters(draft: Draft) -> None:
+    if draft.find("trainer.model.lora") is None or draft.is_null("trainer.model.lora"):
+        return
+    if draft.leaf("inference.enable_lora") is None:
+        draft.derive("inference.enable_lora", True, "trainer.model.lora")
+    _derive_default(draft, "inference.max_lora_rank", "trainer.model.lora.rank", LoRAConfig.model_fields["rank"])
 
 
 def _port_of(url: str) -> str:

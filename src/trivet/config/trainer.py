@@ -8,6 +8,7 @@ from pydantic import Field
 from trivet.config.base import Section
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.faults import FaultsConfig
+from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig, LossConfig
 from trivet.config.shared import (
     DEFAULT_MODEL,
@@ -42,6 +43,8 @@ class TrainerModelConfig(Section):
     """Tokens whose logits exist at one time."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships."""
+    lora: LoRAConfig | None = None
+    """Train adapters instead of all weights."""
 
 
 class TokenizerConfig(Section):

@@ -21,6 +21,10 @@ _KEYS = {
     "gpu_memory_utilization": "inference.gpu_memory_utilization",
     "kv_cache_memory_bytes": "inference.cpu_kv_cache_gib",
     "max_num_seqs": "inference.max_num_seqs",
+    "enable_lora": "inference.enable_lora",
+    "max_loras": "inference.max_loras",
+    "max_cpu_loras": "inference.max_cpu_loras",
+    "max_lora_rank": "inference.max_lora_rank",
     "seed": "inference.seed",
     "host": "inference.server.host",
     "port": "inference.server.port",
@@ -34,6 +38,9 @@ _FIXED = {
     "generation_config": "sampling that a request does not ask for would bias the importance ratio",
 }
 """vLLM's arguments that the server sets itself, and why no other value works."""
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as the largest rank."""
 
 WORKER_EXTENSION = "trivet.inference.worker_extension.PolicyWorkerExtension"
 
@@ -77,6 +84,13 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
+    if config.enable_lora:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": config.max_loras,
+            "max_cpu_loras": config.max_cpu_loras,
+            "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= config.max_lora_rank),
+        }
     if is_cpu:
         # With the cache's size given, vLLM does not ask for a share of the machine's memory to be free.
         arguments["kv_cache_memory_bytes"] = int(config.cpu_kv_cache_gib * 2**30)
@@ -121,6 +135,9 @@ def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
         "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1",
     }
 
+
+ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+"""vLLM's own routes under /v1, which load and unload adapters by name, work too."""
 
 COMMON_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
 """Nothing is reported to anyone. No grammar corrects the policy's tool calls, though verifiers marks tools as strict: under a

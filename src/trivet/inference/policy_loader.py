@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from trivet.errors import InferenceError
+from trivet.errors import InferenceError, WeightsError
 from trivet.faults import reach
 from trivet.inference.policy_ledger import PolicyLedger
+from trivet.weights.adapters import base_of, is_adapter, is_same_model
 from trivet.weights.manifest import Manifest, describe_start_model, verify
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,15 @@ class Engine(Protocol):
         """Returns when no token is being sampled and none will be."""
         ...
 
+    @property
+    def serves_adapters(self) -> bool: ...
+
     async def load(self, directory: Path) -> None:
-        """Put the weights of `directory` in place of the served ones."""
+        """Put the weights of `directory` in place of the served ones, without an adapter."""
+        ...
+
+    async def load_adapter(self, directory: Path | None) -> None:
+        """Put the adapter in `directory` in place of the policy's; None: serve the weights alone."""
         ...
 
     async def forget(self) -> None:
@@ -37,8 +45,8 @@ class Engine(Protocol):
 
 class PolicyLoader:
     """
-    >>> loader = PolicyLoader(engine, start_directory=directory, on_broken=stop)
-    >>> await loader.describe_start()
+    >>> loader = PolicyLoader(engine, model_name=name, start_directory=directory, on_broken=stop)
+    >>> await loader.prepare()
     >>> await loader.load(Path("outputs/weights/step_7"))
     >>> loader.policy.version
     7
@@ -48,6 +56,7 @@ class PolicyLoader:
         self,
         engine: Engine,
         *,
+        model_name: str,
         start_directory: Path,
         on_broken: Callable[[], None],
         timeout_s: float = 600.0,
@@ -55,22 +64,29 @@ class PolicyLoader:
     ) -> None:
         """
         Args:
+            model_name: what adapters must name as their base.
+            start_directory: where the start model's files lie.
             on_broken: called when the engine holds neither the new weights nor the ones before; it stays paused.
             timeout_s: longest time for the engine to pause, and for it to load.
         """
         self._engine = engine
+        self._model_name = model_name
         self._start_directory = start_directory
         self._on_broken = on_broken
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = asyncio.Lock()
         self._directory = start_directory
+        self._whole: Path | None = start_directory
+        """Whose weights the engine has, an adapter aside; None after a failed load."""
         self._start: Manifest | None = None
         self._policy: Manifest | None = None
 
-    async def describe_start(self) -> None:
-        """Before anything is served: the start model's digest, which takes reading all of it."""
+    async def prepare(self) -> None:
+        """Before anything is served: version 0 and its digest, which takes reading all of the start model."""
         self._start = self._policy = await asyncio.to_thread(describe_start_model, self._start_directory)
+        if self._engine.serves_adapters:
+            await self._engine.load_adapter(None)
 
     @property
     def policy(self) -> Manifest:
@@ -81,11 +97,14 @@ class PolicyLoader:
     async def load(self, directory: Path) -> Manifest:
         """
         Raises:
-            WeightsError: `directory` is not whole; the policy before is still served, undisturbed.
+            WeightsError: `directory` is not whole, or an adapter that cannot be served here; the policy before is still served,
+                undisturbed.
             InferenceError: the engine could not load it; the policy before is served again.
         """
         async with self._lock:
             manifest = await asyncio.to_thread(verify, directory)
+            if is_adapter(directory):
+                self._require_servable(directory)
             reach("reload.before", step=manifest.version)
             await self._switch(directory, manifest)
             reach("reload.after", step=manifest.version)
@@ -97,6 +116,15 @@ class PolicyLoader:
         async with self._lock:
             await self._switch(self._start_directory, self._start)
             return self._start
+
+    def _require_servable(self, adapter: Path) -> None:
+        if not self._engine.serves_adapters:
+            raise WeightsError(f"{adapter} is an adapter, and this server was started without inference.enable_lora = true")
+        if not is_same_model(base := base_of(adapter), self._model_name):
+            raise WeightsError(
+                f"{adapter} is an adapter for {base}, and this server serves {self._model_name}: start one with "
+                f"inference.model.name = {base!r}"
+            )
 
     async def _switch(self, directory: Path, manifest: Manifest) -> None:
         started = self._clock()
@@ -120,11 +148,22 @@ class PolicyLoader:
 
     async def _replace(self, directory: Path, manifest: Manifest) -> None:
         async with asyncio.timeout(self._timeout_s):
-            await self._engine.load(directory)
+            await self._put(directory)
             reach("reload.during", step=manifest.version)
             self._engine.ledger.switch(manifest.version, at=self._clock())
             await self._engine.forget()
         self._directory, self._policy = directory, manifest
+
+    async def _put(self, directory: Path) -> None:
+        """Load what of `directory` the engine does not have: beside the start model an adapter is all there is to load."""
+        adapter = directory if is_adapter(directory) else None
+        whole = self._start_directory if adapter else directory
+        if not (self._engine.serves_adapters and whole == self._whole == self._start_directory):
+            self._whole = None
+            await self._engine.load(whole)
+            self._whole = whole
+        if self._engine.serves_adapters:
+            await self._engine.load_adapter(adapter)
 
     async def _restore(self, directory: Path, manifest: Manifest, *, failed: Path, cause: Exception) -> NoReturn:
         reason = f"{failed} could not be loaded ({type(cause).__name__}: {cause})"

@@ -7,7 +7,7 @@ from typing import Annotated, Protocol
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.policy_loader import PolicyLoader
@@ -23,6 +23,17 @@ class Pinged(Protocol):
     async def ping(self) -> None: ...
 
 
+class Adapters(Protocol):
+    """What is needed to serve adapters under names of their own. Adapter: `named_adapters.NamedAdapters`."""
+
+    async def load(self, name: str, *, path: Path) -> None:
+        """
+        Raises:
+            WeightsError: what lies at `path` cannot be served; an adapter that was loaded under `name` before stays.
+        """
+        ...
+
+
 def _absolute(path: Path) -> Path:
     if not path.is_absolute():
         raise ValueError(f"{path} is relative: the server may run in another directory; send the absolute path")
@@ -33,6 +44,20 @@ class UpdateWeights(BaseModel):
     model_config = ConfigDict(extra="forbid")
     weight_dir: Annotated[Path, AfterValidator(_absolute)]
     """A published `weights/step_N`, as the server sees it."""
+
+
+class LoadLoRAAdapter(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    lora_name: Annotated[str, Field(min_length=1)]
+    """What requests give as their `model` to be answered by it."""
+    lora_path: Annotated[Path, AfterValidator(_absolute)]
+    """PEFT's directory of it, as the server sees it."""
+
+
+class LoadedAdapter(BaseModel):
+    status: str = "ok"
+    lora_name: str
+    lora_path: Path
 
 
 class Loaded(BaseModel):
@@ -48,8 +73,17 @@ class Policy(BaseModel):
 
 
 def make_router(
-    loader: PolicyLoader, engine: Pinged, *, model_name: str, health_timeout_s: float = HEALTH_TIMEOUT_S
+    loader: PolicyLoader,
+    engine: Pinged,
+    *,
+    model_name: str,
+    adapters: Adapters | None = None,
+    health_timeout_s: float = HEALTH_TIMEOUT_S,
 ) -> APIRouter:
+    """
+    Args:
+        adapters: None where adapters are not served.
+    """
     router = APIRouter()
 
     @router.post("/update_weights", response_model=Loaded)
@@ -59,6 +93,18 @@ def make_router(
     @router.post("/reload_weights", response_model=Loaded)
     async def reload_weights() -> Loaded | Response:
         return await _answer(loader.load_start())
+
+    @router.post("/load_lora_adapter", response_model=LoadedAdapter)
+    async def load_lora_adapter(body: LoadLoRAAdapter) -> LoadedAdapter | Response:
+        if adapters is None:
+            return _refusal(409, "this server was started without inference.enable_lora = true")
+        if body.lora_name == model_name:
+            return _refusal(409, f"{model_name} is the policy's own name; its adapter is loaded with /update_weights")
+        try:
+            await adapters.load(body.lora_name, path=body.lora_path)
+        except WeightsError as exc:
+            return _refusal(409, str(exc))
+        return LoadedAdapter(lora_name=body.lora_name, lora_path=body.lora_path)
 
     @router.get("/policy")
     async def policy() -> Policy:

@@ -21,7 +21,13 @@ from trivet.config.inference import InferenceConfig
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
-from trivet.inference.arguments import COMMON_ENVIRONMENT, cpu_environment, refuse_unknown, vllm_arguments
+from trivet.inference.arguments import (
+    ADAPTER_ENVIRONMENT,
+    COMMON_ENVIRONMENT,
+    cpu_environment,
+    refuse_unknown,
+    vllm_arguments,
+)
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.lifetime import die_with_parent
 from trivet.telemetry import progress
@@ -49,7 +55,7 @@ def serve(config: InferenceConfig) -> int:
     is_cpu = not _has_cuda_build()
     arguments = vllm_arguments(config, is_cpu=is_cpu)
     is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1
-    os.environ.update(COMMON_ENVIRONMENT)
+    os.environ.update(COMMON_ENVIRONMENT | (ADAPTER_ENVIRONMENT if config.enable_lora else {}))
     if is_one_process:
         preload = preloaded(find_openmp(), present=os.environ.get("LD_PRELOAD", ""))
         restart_with(cpu_environment(num_threads=count_physical_cores(), preload=preload))
@@ -170,6 +176,7 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
 
     from trivet.inference.answers import version_chat, version_tokens
     from trivet.inference.continued_chats import continue_chats
+    from trivet.inference.named_adapters import NamedAdapters
     from trivet.inference.policy_loader import PolicyLoader
     from trivet.inference.routes import add_routes, make_router
 
@@ -179,15 +186,16 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
         if not ended.done():
             ended.set_result(exit_code)
 
-    loader = PolicyLoader(engine, start_directory=_model_directory(args.model), on_broken=lambda: end(1))
-    await loader.describe_start()
+    loader = PolicyLoader(engine, model_name=args.model, start_directory=_model_directory(args.model), on_broken=lambda: end(1))
+    await loader.prepare()
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
     version_chat(app.state.openai_serving_chat)
     continue_chats(app.state.openai_serving_chat)
     version_tokens(app.state.serving_tokens)
-    add_routes(app, make_router(loader, engine, model_name=args.model))
+    adapters = NamedAdapters(app.state.openai_serving_models) if engine.serves_adapters else None
+    add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters))
     serving = asyncio.create_task(
         serve_http(
             app,

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessorOutput, RequestOutputCollector
 
+from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 from trivet.inference.policy_ledger import PolicyLedger, TokenVersions
 from trivet.wire.versions import PolicyVersion
 
@@ -69,6 +71,7 @@ class VersionedEngine(AsyncLLM):
         self._admitted: WeakKeyDictionary[RequestOutputCollector, _Admitted] = WeakKeyDictionary()
         self._is_open = asyncio.Event()
         self._is_open.set()
+        self._num_adapter_loads = 0
         super().__init__(*args, **kwargs)
         self._process_outputs = self.output_processor.process_outputs
         # The only place where tokens still carry the time at which the engine made them.
@@ -77,7 +80,9 @@ class VersionedEngine(AsyncLLM):
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """As vLLM's; a request that comes while a policy is loaded waits for it."""
         await self._is_open.wait()
-        salted: Any = {**prompt, "cache_salt": _salt(self.ledger, prompt.get("cache_salt"))}
+        if self.serves_adapters and kwargs.get("lora_request") is None:
+            kwargs["lora_request"] = policy_adapter()
+        salted: Any = {**prompt, "cache_salt": self._salt(prompt.get("cache_salt"))}
         async for output in super().generate(salted, *args, **kwargs):
             yield output
 
@@ -87,7 +92,7 @@ class VersionedEngine(AsyncLLM):
         admitted = self._admitted.get(queue)
         if admitted is None:
             admitted = self._admitted[queue] = _Admitted()
-            if (collected := _answering.get()) is not None:
+            if (collected := _answering.get()) is not None and _is_for_policy(request):
                 collected.append(admitted.versions)
         admitted.attempts[index] = _Attempt(request, since=time.monotonic())
         await super()._add_request(request, prompt, parent_req, index, queue)
@@ -122,6 +127,21 @@ class VersionedEngine(AsyncLLM):
     async def load(self, directory: Path) -> None:
         await self.collective_rpc("load_policy", args=(str(directory),))
 
+    @property
+    def serves_adapters(self) -> bool:
+        return self.vllm_config.lora_config is not None
+
+    async def load_adapter(self, directory: Path | None) -> None:
+        await self.collective_rpc("load_policy_adapter", args=(None if directory is None else str(directory),))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As vLLM's, for an adapter under a name of its own, which may be loaded again under that name."""
+        is_added = await super().add_lora(lora_request)
+        # What later requests carry: they must not read the files again.
+        lora_request.load_inplace = False
+        self._num_adapter_loads += 1
+        return is_added
+
     async def forget(self) -> None:
         await self.reset_prefix_cache()
         await self._restart_what_has_no_tokens()
@@ -155,10 +175,14 @@ class VersionedEngine(AsyncLLM):
             request = attempt.request
             if request.request_id in self.output_processor.request_states:
                 _, _, own_salt = (request.cache_salt or "").partition(_SALT_END)
-                request.cache_salt = _salt(self.ledger, own_salt)
+                request.cache_salt = self._salt(own_salt)
                 attempt.since = time.monotonic()
                 await self.engine_core.add_request_async(request)
 
+    def _salt(self, own_salt: str | None) -> str:
+        return f"{self.ledger.num_switches}.{self._num_adapter_loads}{_SALT_END}{own_salt or ''}"
 
-def _salt(ledger: PolicyLedger, own_salt: str | None) -> str:
-    return f"{ledger.num_switches}{_SALT_END}{own_salt or ''}"
+
+def _is_for_policy(request: EngineCoreRequest) -> bool:
+    """Not for an adapter under a name of its own, whose tokens no version of the policy made."""
+    return request.lora_request is None or request.lora_request.lora_int_id == POLICY_ADAPTER_ID

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from trivet.inference.lm_head_repack import repack_lm_heads
+from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 
 
 class PolicyWorkerExtension:
@@ -14,6 +15,17 @@ class PolicyWorkerExtension:
         """Replace the served weights by those in `directory`, in place."""
         self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  a method of the worker that this extends
         repack_lm_heads(self.model_runner.get_model())
+
+    def load_policy_adapter(self, directory: str | None) -> None:
+        """Replace the policy's adapter by the one in `directory`, in place; None: by one that changes nothing."""
+        worker: Any = self
+        request = policy_adapter(directory)
+        if directory is None:
+            worker.remove_lora(POLICY_ADAPTER_ID)
+            self.model_runner.lora_manager.add_dummy_lora(request, rank=1)
+        worker.add_lora(request)
+        # Loading other adapters must not make room by dropping the policy's.
+        worker.pin_lora(POLICY_ADAPTER_ID)
 
     def ping(self) -> int:
         """The worker's process id: an answer proves that it is not stuck."""

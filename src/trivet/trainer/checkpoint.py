@@ -1,5 +1,7 @@
 """The trainer's half of a checkpoint: model, optimizer, random state and progress, in shards that fit any number of ranks.
 
+Of the model it holds what is trained: beside an adapter the frozen weights are those of model.name.
+
 Learning rates are a function of the step, so the schedule has no state but where it began.
 """
 
@@ -11,12 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trivet.config.shared import CkptConfig
 from trivet.errors import CheckpointError
+from trivet.trainer.model import PolicyModel, has_adapter
 from trivet.trainer.step import Learner
 
 State = dict[str, Any]
@@ -39,7 +48,7 @@ def state_of(learner: Learner, progress: Progress) -> State:
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
     # One random state for all ranks: they are seeded alike, and a resume may have another number of them.
     return {
-        "model": model,
+        "model": _only_trained(learner.model, model),
         "optimizer": optimizer,
         "random": torch.get_rng_state(),
         "progress": msgspec.to_builtins(progress),
@@ -71,7 +80,7 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     state = state_of(learner, Progress())
     if skip_optimizer:
         del state["optimizer"]
-        state["model"] = get_model_state_dict(learner.model)
+        state["model"] = _only_trained(learner.model, get_model_state_dict(learner.model))
     try:
         load(state, checkpoint_id=directory, process_group=learner.world.control)
     except (CheckpointException, OSError, RuntimeError, ValueError) as exc:
@@ -79,12 +88,27 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
             f"{directory} does not fit model.name and optim of this run, or is damaged: {exc}; resume with the configuration "
             "that wrote it, or from another step"
         ) from exc
+    # All that was asked for is there; what is frozen was not.
+    options = StateDictOptions(strict=not has_adapter(learner.model.causal_lm))
     if skip_optimizer:
-        set_model_state_dict(learner.model, state["model"])
+        set_model_state_dict(learner.model, state["model"], options=options)
     else:
-        set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            learner.model,
+            learner.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
     torch.set_rng_state(state["random"])
     return msgspec.convert(state["progress"], Progress)
+
+
+def _only_trained(model: PolicyModel, tensors: State) -> State:
+    if not has_adapter(model.causal_lm):
+        return tensors
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: tensor for name, tensor in tensors.items() if name in trained}
 
 
 def begin_anew(progress: Progress, ckpt: CkptConfig) -> Progress:

@@ -1,4 +1,7 @@
-"""The policy as a plain Hugging Face directory in the dtype that is served. Publishing it is `weights.publish`'s part."""
+"""The policy as a plain Hugging Face directory, or PEFT's adapter files, in the dtype that is served.
+
+Publishing it is `weights.publish`'s part.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trivet.config.trainer import TrainingConfig
 from trivet.errors import ConfigError
-from trivet.trainer.model import PolicyModel
+from trivet.trainer.model import PolicyModel, has_adapter
 
 _PREFIX = "causal_lm."
 
@@ -26,18 +29,21 @@ def load_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(f"no tokenizer can be loaded from {name!r}: {exc}; set tokenizer.name") from exc
 
 
-def gather_weights(model: PolicyModel, *, dtype: torch.dtype, keep: bool) -> dict[str, torch.Tensor]:
+def gather_weights(
+    model: PolicyModel, *, dtype: torch.dtype, keep: bool, only_trained: bool = False
+) -> dict[str, torch.Tensor]:
     """All parameters and buffers by their Hugging Face names, on the CPU. Collective: every rank calls it.
 
     A tied head is the embedding under a second name and is left out.
 
     Args:
+        only_trained: leave out what is frozen.
         keep: false on ranks that take part but need no result; they get an empty dict.
     """
     weights: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
+        if id(tensor) in seen or (only_trained and not tensor.requires_grad):
             continue
         seen.add(id(tensor))
         full = tensor.detach()
@@ -60,10 +66,20 @@ class Exporter:
     """Split into files of at most 5 GB, what servers read in parallel."""
 
     def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        return gather_weights(self.model, dtype=self.dtype, keep=keep)
+        return gather_weights(self.model, dtype=self.dtype, keep=keep, only_trained=has_adapter(self.model.causal_lm))
 
     def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
-        """Safetensors, config.json, generation_config.json and the tokenizer's files."""
+        """Safetensors, their configuration (config.json, generation_config.json; adapter_config.json) and the tokenizer's files."""
+        causal_lm = self.model.causal_lm
+        if has_adapter(causal_lm):
+            from trivet.trainer.lora import write_adapter
+
+            write_adapter(directory, causal_lm, weights)
+        else:
+            self._write_whole(directory, weights)
+        self.tokenizer.save_pretrained(directory)
+
+    def _write_whole(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
         causal_lm = self.model.causal_lm
         # An unsharded twin without storage: it knows the saved dtype, and its names are not those of FSDP's classes.
         with torch.device("meta"):
@@ -71,4 +87,3 @@ class Exporter:
         twin.generation_config = causal_lm.generation_config
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
         twin.save_pretrained(directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1)
-        self.tokenizer.save_pretrained(directory)

@@ -4,6 +4,8 @@ Legend: T tokens of a row, N of them scored.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from trivet.trainer.attention import register_attention, require_full_attention
 from trivet.trainer.distributed import World
 from trivet.trainer.logprobs import TokenScores, score_tokens
 from trivet.trainer.rows import RowTensors
+from trivet.weights.adapters import is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,11 @@ class PolicyModel(torch.nn.Module):
         return head
 
     @property
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
+        """What the optimizer changes: everything, or what an adapter adds."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    @property
     def num_parameters(self) -> int:
         """Over all ranks; a tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
@@ -71,7 +79,7 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         require_full_attention(hf_config, seq_len=config.seq_len)
         causal_lm = AutoModelForCausalLM.from_pretrained(
             config.name,
-            dtype=getattr(torch, config.optimization_dtype),
+            dtype=getattr(torch, config.compute_dtype if config.lora else config.optimization_dtype),
             attn_implementation=register_attention(config.attn, device=world.device),
             trust_remote_code=config.trust_remote_code,
         )
@@ -82,10 +90,22 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise ConfigError(f"model.name = {config.name!r} has no plain linear head without bias, which the trainer needs")
+    if config.lora is not None:
+        from trivet.trainer.lora import add_adapter
+
+        add_adapter(causal_lm, config.lora, base_name=config.name, dtype=getattr(torch, config.optimization_dtype))
     model = PolicyModel(causal_lm.train(), chunk_size=config.fused_lm_head_chunk_size)
     shard(model, config, world)
     logger.info("model loaded name=%s parameters=%s ranks=%s", config.name, model.num_parameters, world.size)
+    if config.lora is not None:
+        num_trained = sum(parameter.numel() for parameter in model.trained_parameters)
+        logger.info("adapter added rank=%s trained_parameters=%s", config.lora.rank, num_trained)
     return model
+
+
+def has_adapter(causal_lm: PreTrainedModel) -> bool:
+    """Whether PEFT put one into it."""
+    return hasattr(causal_lm, "peft_config")
 
 
 def require_model(name: str) -> None:
@@ -95,6 +115,10 @@ def require_model(name: str) -> None:
     """
     path = Path(name)
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_adapter(path):
+        raise ConfigError(
+            f"model.name = {name!r} is an adapter; put it into its base model first: uv run trivet merge {name} OUTPUT_DIR"
+        )
     if path.is_dir() and not (path / "config.json").exists():
         raise ConfigError(f"model.name = {name!r} has no config.json: it is not a Hugging Face model directory")
     if looks_like_path and not path.is_dir():
@@ -130,6 +154,16 @@ def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last)
+
+
+@contextmanager
+def without_dropout(model: PolicyModel) -> Iterator[None]:
+    """For a forward whose numbers are compared with those of others."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 def free_gathered(model: PolicyModel) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from trivet.trainer.model import PolicyModel
+from trivet.trainer.model import PolicyModel, has_adapter
 from trivet.wire.batches import MicroBatch
 
 _PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -18,6 +18,8 @@ _PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 class ModelCost:
     matmul_parameters: int
     """Parameters that every token is multiplied with: all but an embedding that is only looked up."""
+    frozen_parameters: int = 0
+    """Of those; they get no gradient of their own."""
     num_layers: int
     attention_width: int
     """Query heads times head dimension."""
@@ -25,7 +27,8 @@ class ModelCost:
     def flops(self, sequence_lengths: Sequence[int]) -> float:
         """Forward and backward of samples of these lengths; attention counted causally, recomputation not at all."""
         tokens, squares = sum(sequence_lengths), sum(length * length for length in sequence_lengths)
-        return 6.0 * self.matmul_parameters * tokens + 6.0 * self.num_layers * self.attention_width * squares
+        of_parameters = 6.0 * self.matmul_parameters - 2.0 * self.frozen_parameters
+        return of_parameters * tokens + 6.0 * self.num_layers * self.attention_width * squares
 
 
 def model_cost(model: PolicyModel) -> ModelCost:
@@ -33,8 +36,12 @@ def model_cost(model: PolicyModel) -> ModelCost:
     assert isinstance(config, PreTrainedConfig)
     is_tied = model.embedding.weight is model.head.weight
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    matmul_parameters = model.num_parameters - (0 if is_tied else model.embedding.weight.numel())
+    is_adapted = has_adapter(model.causal_lm)
+    num_trained = sum(parameter.numel() for parameter in model.trained_parameters)
     return ModelCost(
-        matmul_parameters=model.num_parameters - (0 if is_tied else model.embedding.weight.numel()),
+        matmul_parameters=matmul_parameters,
+        frozen_parameters=matmul_parameters - num_trained if is_adapted else 0,
         num_layers=config.num_hidden_layers,
         attention_width=config.num_attention_heads * head_dim,
     )

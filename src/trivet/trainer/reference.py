@@ -1,4 +1,4 @@
-"""The frozen reference policy of `trainer.loss.beta`: this rank's shards in main memory, lent to the model for a forward.
+"""The frozen reference policy of `trainer.loss.beta`: this rank's trained shards in main memory, lent to the model for a forward.
 
 No second model exists: before a step the shards change places with the model's own, the rows are scored without gradient, and
 they change back. Published weights are the reference's durable form: a resume reads it from weights/step_N, or the start model.
@@ -17,7 +17,7 @@ from trivet.config.losses import PolicyLossConfig
 from trivet.config.trainer import TrainerModelConfig
 from trivet.errors import CheckpointError, WeightsError
 from trivet.trainer.distributed import World
-from trivet.trainer.model import PolicyModel, free_gathered, load_policy
+from trivet.trainer.model import PolicyModel, free_gathered, load_policy, without_dropout
 from trivet.trainer.rows import RowTensors
 from trivet.weights.manifest import verify
 from trivet.wire.versions import START_VERSION, PolicyVersion, Step
@@ -39,22 +39,22 @@ class Reference:
 
     def __init__(self, model: PolicyModel) -> None:
         """The reference is `model` as it is now."""
-        self._shards = [_local(parameter).to("cpu", copy=True) for parameter in model.parameters()]
+        self._shards = [_local(parameter).to("cpu", copy=True) for parameter in model.trained_parameters]
 
     def follow(self, model: PolicyModel) -> None:
         """From now on the reference is `model` as it is now."""
-        for shard, parameter in zip(self._shards, model.parameters(), strict=True):
+        for shard, parameter in zip(self._shards, model.trained_parameters, strict=True):
             shard.copy_(_local(parameter))
 
     @torch.no_grad()
     def score(self, model: PolicyModel, rows: Sequence[RowTensors]) -> list[RowTensors]:
         """`rows` with the reference's log-probabilities of their loss tokens. Collective."""
-        with self._lent_to(model):
+        with self._lent_to(model), without_dropout(model):
             return [replace(row, reference_logprobs_N=model(row).logprobs_N) for row in rows]
 
     @contextmanager
     def _lent_to(self, model: PolicyModel) -> Iterator[None]:
-        own = [_local(parameter).to("cpu", copy=True) for parameter in model.parameters()]
+        own = [_local(parameter).to("cpu", copy=True) for parameter in model.trained_parameters]
         self._put(self._shards, model)
         try:
             yield
@@ -64,7 +64,7 @@ class Reference:
 
     @staticmethod
     def _put(shards: Sequence[torch.Tensor], model: PolicyModel) -> None:
-        for shard, parameter in zip(shards, model.parameters(), strict=True):
+        for shard, parameter in zip(shards, model.trained_parameters, strict=True):
             _local(parameter).copy_(shard)
 
 
@@ -101,7 +101,13 @@ def open_reference(
             f"step {from_step} is compared with policy {version} (trainer.loss.reference_update_interval = "
             f"{loss.reference_update_interval}), which cannot be read: {exc}; resume from a multiple of the interval"
         ) from exc
-    return Reference(load_policy(config.model_copy(update={"name": str(directory)}), world))
+    if config.lora is None:
+        return Reference(load_policy(config.model_copy(update={"name": str(directory)}), world))
+    from trivet.trainer.lora import read_adapter
+
+    policy = load_policy(config, world)
+    read_adapter(directory, policy)
+    return Reference(policy)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from trivet.errors import TrivetError
 from trivet.trainer.distributed import World, sum_over_ranks
 from trivet.trainer.losses.terms import mismatch_kl
-from trivet.trainer.model import PolicyModel, free_gathered
+from trivet.trainer.model import PolicyModel, free_gathered, without_dropout
 from trivet.trainer.rows import rows_of_rank
 from trivet.wire.batches import MicroBatch
 
@@ -18,7 +18,7 @@ def measure_mismatch(model: PolicyModel, rows: Sequence[MicroBatch], world: Worl
     if not any(row.loss_mask_T.any() for row in rows):
         return None
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    with torch.no_grad():
+    with torch.no_grad(), without_dropout(model):
         for row in rows_of_rank(rows, rank=world.rank, num_ranks=world.size, device=world.device):
             scores = model(row)
             if not row.is_dummy:

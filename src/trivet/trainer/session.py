@@ -239,7 +239,7 @@ def open_session(
     model = load_policy(config.model, world)
     learner = Learner(
         model=model,
-        optimizer=make_optimizer(model.parameters(), config.optim),
+        optimizer=make_optimizer(model.trained_parameters, config.optim),
         learning_rate=learning_rate,
         loss=loss,
         max_norm=config.optim.max_norm,
@@ -321,8 +321,8 @@ def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: S
 
 
 def _measure(model: PolicyModel, *, served_dtype: torch.dtype) -> Sizes:
-    """Over all ranks. A half holds the parameters and their two moments."""
-    parameters = list(model.parameters())
+    """Over all ranks. A half holds the trained parameters and their two moments."""
+    parameters = model.trained_parameters
     return Sizes(
         checkpoint=3 * sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         weights=sum(parameter.numel() for parameter in parameters) * served_dtype.itemsize,

@@ -104,12 +104,12 @@ def test_activation_checkpointing_as_text_shows_the_table() -> None:
 
 def test_a_table_that_is_not_built_yet_is_named_once(tmp_path: Path) -> None:
     file = tmp_path / "t.toml"
-    file.write_text("[model.lora]\nrank = 8\nalpha = 16\n[model.ac]\nfreq = 1\n")
+    file.write_text("[data.fake]\nseed = 8\nlength = 16\n[model.ac]\nfreq = 1\n")
     with pytest.raises(ConfigError) as caught:
         load_config(TrainerConfig, ["@", str(file)], environ={})
     assert str(caught.value).splitlines() == [
         "2 problems in the configuration:",
-        f"- model.lora ({file}) is not available in this version; remove it",
+        f"- data.fake ({file}) is not available in this version; remove it",
         f"- model.ac ({file}) is not available in this version; remove it",
     ]
 

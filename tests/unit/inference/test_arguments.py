@@ -77,6 +77,16 @@ def test_an_argument_that_a_key_or_the_server_sets_is_refused(name: str, message
         vllm_arguments(make_config(vllm_args={name: 1}), is_cpu=True)
 
 
+def test_adapters_are_off_unless_asked_for() -> None:
+    assert not [name for name in vllm_arguments(make_config(), is_cpu=True) if "lora" in name]
+
+
+@pytest.mark.parametrize(("rank", "taken"), [(1, 1), (2, 8), (16, 16), (17, 32), (200, 256), (512, 512)])
+def test_the_largest_rank_is_rounded_up_to_one_that_vllm_takes(rank: int, taken: int) -> None:
+    arguments = vllm_arguments(make_config(enable_lora=True, max_loras=3, max_cpu_loras=5, max_lora_rank=rank), is_cpu=True)
+    assert arguments.items() >= {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 5, "max_lora_rank": taken}.items()
+
+
 def test_an_argument_that_vllm_does_not_have_is_refused() -> None:
     refuse_unknown(["block_size"], known=["block_size", "seed"])
     with pytest.raises(ConfigError, match=r"inference\.vllm_args\.blok_size is not an argument"):

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from trivet.wire.versions import PolicyVersion
 class FakeEngine:
     """Remembers what it was asked; loads what it is told unless the directory is to be refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, serves_adapters: bool = False) -> None:
+        self.serves_adapters = serves_adapters
         self.ledger = PolicyLedger()
         self.calls: list[str] = []
         self.refused: set[str] = set()
@@ -27,6 +29,11 @@ class FakeEngine:
         self.calls.append(f"load {directory.name}")
         await asyncio.sleep(0)
         if directory.name in self.refused:
+            raise RuntimeError("shapes differ")
+
+    async def load_adapter(self, directory: Path | None) -> None:
+        self.calls.append(f"adapter {directory.name if directory else None}")
+        if directory is not None and directory.name in self.refused:
             raise RuntimeError("shapes differ")
 
     async def forget(self) -> None:
@@ -58,8 +65,9 @@ def run(layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader]
     broken: list[str] = []
 
     async def main() -> None:
-        loader = PolicyLoader(engine, start_directory=layout.root / "start", on_broken=lambda: broken.append("broken"))
-        await loader.describe_start()
+        start = layout.root / "start"
+        loader = PolicyLoader(engine, model_name=str(start), start_directory=start, on_broken=lambda: broken.append("broken"))
+        await loader.prepare()
         await scenario(loader)
 
     asyncio.run(main())
@@ -140,3 +148,73 @@ def test_loads_at_the_same_time_happen_one_after_the_other(layout: RunLayout) ->
 
     run(layout, engine, scenario)
     assert engine.calls == ["pause", "load step_1", "forget", "resume", "pause", "load step_2", "forget", "resume"]
+
+
+def publish_adapter(layout: RunLayout, version: int, *, base: str) -> None:
+    def write(directory: Path) -> None:
+        (directory / "adapter_model.safetensors").write_bytes(f"adapter {version}".encode())
+        (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+
+    publish(layout, version=PolicyVersion(version), run_id="test", write=write)
+
+
+def test_beside_the_start_model_only_the_adapter_is_loaded(layout: RunLayout) -> None:
+    engine = FakeEngine(serves_adapters=True)
+    for version in (3, 4):
+        publish_adapter(layout, version, base=str(layout.root / "start"))
+
+    async def scenario(loader: PolicyLoader) -> None:
+        assert engine.calls == ["adapter None"]
+        for version in (3, 4):
+            assert (await loader.load(layout.weights_step(version))).version == version
+        await loader.load_start()
+
+    run(layout, engine, scenario)
+    loads = [call for call in engine.calls if call.startswith(("load", "adapter"))]
+    assert loads == ["adapter None", "adapter step_3", "adapter step_4", "adapter None"]
+
+
+def test_an_adapter_after_whole_weights_brings_the_start_model_back(layout: RunLayout) -> None:
+    engine = FakeEngine(serves_adapters=True)
+    publish_adapter(layout, 3, base=str(layout.root / "start"))
+
+    async def scenario(loader: PolicyLoader) -> None:
+        for version in (1, 3):
+            await loader.load(layout.weights_step(version))
+
+    run(layout, engine, scenario)
+    loads = [call for call in engine.calls if call.startswith(("load", "adapter"))]
+    assert loads == ["adapter None", "load step_1", "adapter None", "load start", "adapter step_3"]
+
+
+def test_a_failed_load_of_whole_weights_is_undone_with_the_start_model_below_the_adapter(layout: RunLayout) -> None:
+    engine = FakeEngine(serves_adapters=True)
+    engine.refused = {"step_1"}
+    publish_adapter(layout, 3, base=str(layout.root / "start"))
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.load(layout.weights_step(3))
+        with pytest.raises(InferenceError, match="policy 3 is served again"):
+            await loader.load(layout.weights_step(1))
+
+    run(layout, engine, scenario)
+    loads = [call for call in engine.calls if call.startswith(("load", "adapter"))]
+    assert loads == ["adapter None", "adapter step_3", "load step_1", "load start", "adapter step_3"]
+
+
+def test_an_adapter_that_cannot_be_served_does_not_even_pause_the_engine(layout: RunLayout) -> None:
+    publish_adapter(layout, 3, base=str(layout.root / "start"))
+    publish_adapter(layout, 4, base="org/other")
+    without, engine = FakeEngine(), FakeEngine(serves_adapters=True)
+
+    async def refuses_adapters(loader: PolicyLoader) -> None:
+        with pytest.raises(WeightsError, match=r"started without inference\.enable_lora = true"):
+            await loader.load(layout.weights_step(3))
+
+    async def refuses_others(loader: PolicyLoader) -> None:
+        with pytest.raises(WeightsError, match=r"an adapter for org/other, and this server serves .*start: start one with"):
+            await loader.load(layout.weights_step(4))
+
+    run(layout, without, refuses_adapters)
+    run(layout, engine, refuses_others)
+    assert (without.calls, engine.calls) == ([], ["adapter None"])

@@ -42,7 +42,21 @@ class FakeEngine:
             await asyncio.Event().wait()
 
 
-def ask(method: str, path: str, *, loader: Any = None, engine: Any = None, body: Any = None) -> httpx.Response:
+class FakeAdapters:
+    """Remembers what it served, and refuses what is called nothing."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[str, Path]] = []
+
+    async def load(self, name: str, *, path: Path) -> None:
+        if path.name == "nothing":
+            raise WeightsError(f"{path} holds no adapter")
+        self.loaded.append((name, path))
+
+
+def ask(
+    method: str, path: str, *, loader: Any = None, engine: Any = None, adapters: Any = None, body: Any = None
+) -> httpx.Response:
     app = FastAPI()
 
     @app.get("/health")
@@ -53,7 +67,10 @@ def ask(method: str, path: str, *, loader: Any = None, engine: Any = None, body:
     async def stock_version() -> str:
         return "stock"
 
-    add_routes(app, make_router(loader or FakeLoader(), engine or FakeEngine(), model_name="m", health_timeout_s=0.01))
+    router = make_router(
+        loader or FakeLoader(), engine or FakeEngine(), model_name="m", adapters=adapters, health_timeout_s=0.01
+    )
+    add_routes(app, router)
 
     async def scenario() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
@@ -102,3 +119,25 @@ def test_an_engine_that_failed_or_is_stuck_makes_the_server_unhealthy() -> None:
     assert (failed.status_code, failed.json()["reason"]) == (503, "the engine failed: RuntimeError: dead")
     stuck = ask("GET", "/health", engine=FakeEngine(is_stuck=True))
     assert (stuck.status_code, stuck.json()["reason"]) == (503, "the engine did not answer within 0 s")
+
+
+def test_an_adapter_is_loaded_under_its_name_as_often_as_asked() -> None:
+    adapters = FakeAdapters()
+    for path in ("/a/1", "/a/2"):
+        response = ask("POST", "/load_lora_adapter", adapters=adapters, body={"lora_name": "mine", "lora_path": path})
+        assert response.json() == {"status": "ok", "lora_name": "mine", "lora_path": path}
+    assert adapters.loaded == [("mine", Path("/a/1")), ("mine", Path("/a/2"))]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "name", "path", "reason"),
+    [
+        (None, "mine", "/a/1", "started without inference.enable_lora = true"),
+        (FakeAdapters(), "m", "/a/1", "m is the policy's own name"),
+        (FakeAdapters(), "mine", "/a/nothing", "/a/nothing holds no adapter"),
+    ],
+)
+def test_an_adapter_that_cannot_be_served_is_refused_with_the_reason(adapters: Any, name: str, path: str, reason: str) -> None:
+    response = ask("POST", "/load_lora_adapter", adapters=adapters, body={"lora_name": name, "lora_path": path})
+    assert response.status_code == 409
+    assert reason in response.json()["reason"]

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig
 from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
 from trivet.trainer.distributed import World, open_world
@@ -76,14 +77,15 @@ def make_learner(world: World) -> MakeLearner:
         compute_dtype: str = "float32",
         chunk_size: int = 7,
         max_norm: float | None = None,
+        lora: LoRAConfig | None = None,
     ) -> Learner:
         config = TrainerModelConfig.model_validate(
-            {"name": str(directory), "compute_dtype": compute_dtype, "fused_lm_head_chunk_size": chunk_size}
+            {"name": str(directory), "compute_dtype": compute_dtype, "fused_lm_head_chunk_size": chunk_size, "lora": lora}
         )
         model = load_policy(config, world)
         return Learner(
             model=model,
-            optimizer=make_optimizer(model.parameters(), AdamWConfig(lr=lr)),
+            optimizer=make_optimizer(model.trained_parameters, AdamWConfig(lr=lr)),
             learning_rate=LearningRate(peak=lr, schedule=ConstantSchedule(), max_steps=None),
             loss=cross_entropy if loss is None else make_policy_loss(loss),
             max_norm=max_norm,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from trivet.config.losses import DefaultLossConfig
@@ -65,11 +66,17 @@ def layouts(examples: list[Example]) -> dict[str, list[MicroBatch]]:
     }
 
 
+def load_model(directory: Path, *, adapter: Path | None = None) -> torch.nn.Module:
+    """By plain transformers and PEFT, in float64; with an adapter only that is trainable."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
+    return model if adapter is None else PeftModel.from_pretrained(model, str(adapter), is_trainable=True).base_model.model
+
+
 def loss_and_gradients(
-    model_dir: Path, examples: list[Example], config: DefaultLossConfig | None
+    model_dir: Path, examples: list[Example], config: DefaultLossConfig | None, *, adapter: Path | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The policy loss of `config`, or the mean cross-entropy without one, and its gradients by parameter name."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager")
+    model = load_model(model_dir, adapter=adapter)
     num_tokens = sum(sum(example.is_trained) for example in examples)
     total = torch.zeros((), dtype=torch.float64)
     for example in examples:
@@ -82,7 +89,7 @@ def loss_and_gradients(
             divisor = num_tokens if config.ratio_type == "token" else len(examples) * len(chosen)
             total = total + _policy_loss(chosen, example, config) / divisor
     total.backward()
-    return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    return total.item(), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _policy_loss(chosen: dict[int, torch.Tensor], example: Example, config: DefaultLossConfig) -> torch.Tensor:

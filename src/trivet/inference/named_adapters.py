@@ -1,0 +1,23 @@
+"""Adapters under names of their own, beside the policy: what a request is answered by that gives such a name as its `model`."""
+
+from pathlib import Path
+
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+from trivet.errors import WeightsError
+
+
+class NamedAdapters:
+    """Fulfils `routes.Adapters`."""
+
+    def __init__(self, models: OpenAIServingModels) -> None:
+        self._models = models
+
+    async def load(self, name: str, *, path: Path) -> None:
+        answer = await self._models.load_lora_adapter(
+            LoadLoRAAdapterRequest(lora_name=name, lora_path=str(path), load_inplace=True)
+        )
+        if isinstance(answer, ErrorResponse):
+            raise WeightsError(f"{path} cannot be served as {name!r}: {answer.error.message}")

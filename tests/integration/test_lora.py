@@ -1,0 +1,183 @@
+"""The real server with adapters, compared with plain PEFT and transformers."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.adapters import publish_adapter, write_adapter, write_merged
+from support.oracle import Oracle
+from support.servers import run_server
+from support.tiny_models import publish_tiny_model
+from trivet.client.inference_client import InferenceClient
+from trivet.config.layout import RunLayout
+from trivet.errors import InferenceError
+from trivet.weights.manifest import describe_start_model
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [[5, 6, 7, 8], [99, 102, 68, 69, 70, 100, 2, 99, 103], list(range(4, 90))]
+CHAT = {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def _server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "inference.stdout"
+    flags = {"enable_lora": "true", "max_loras": "2", "max_cpu_loras": "2", "max_lora_rank": "8"}
+    with run_server(tiny_model, log=log, **flags) as server:
+        yield server.base_url
+
+
+@pytest.fixture
+def server(_server: str) -> str:
+    """Serves `tiny_model` in float32, without an adapter."""
+    httpx.post(f"{_server}/reload_weights", timeout=60).raise_for_status()
+    return _server
+
+
+async def assert_serves(client: InferenceClient, directory: Path) -> None:
+    """Greedy outputs are those of the whole model in `directory`, up to a stop token."""
+    oracle = Oracle(directory)
+    answers = await asyncio.gather(*(client.generate(prompt, max_tokens=24, temperature=0.0) for prompt in PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == oracle.greedy(prompt, num_tokens=len(answer.token_ids))
+        expected = oracle.logprobs(prompt, answer.token_ids, temperature=1.0)
+        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+async def chat(base_url: str, **fields: Any) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=base_url, timeout=300) as http:
+        response = await http.post("/v1/chat/completions", json={**CHAT, **fields})
+    response.raise_for_status()
+    return response.json()
+
+
+def assert_sampled_from(answer: dict[str, Any], directory: Path) -> None:
+    choice = answer["choices"][0]
+    expected = Oracle(directory).logprobs(answer["prompt_token_ids"], choice["token_ids"], temperature=1.0)
+    assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_published_adapter_answers_for_the_policy_and_takes_the_place_of_the_one_before(
+    server: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path)
+
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(server, timeout_s=60)) as client:
+            await assert_serves(client, tiny_model)
+            for version in (1, 2, 3):
+                manifest = publish_adapter(layout, base=tiny_model, version=version)
+                status = await client.update_weights(layout.weights_step(version))
+                assert (status.version, status.digest) == (version, manifest.digest)
+                assert await client.policy() == status
+                merged = write_merged(tmp_path / f"merged_{version}", adapter=layout.weights_step(version), base=tiny_model)
+                await assert_serves(client, merged)
+            assert (await client.reload_weights()).digest == describe_start_model(tiny_model).digest
+            await assert_serves(client, tiny_model)
+
+    asyncio.run(scenario())
+
+
+def test_a_completion_that_spans_a_new_adapter_carries_both_versions(server: str, tiny_model: Path, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    publish_adapter(layout, base=tiny_model, version=1)
+    merged = write_merged(tmp_path / "merged", adapter=layout.weights_step(1), base=tiny_model)
+
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(server, timeout_s=120)) as client, asyncio.TaskGroup() as tasks:
+            spanning = tasks.create_task(chat(server, max_tokens=900, ignore_eos=True), name="spanning")
+            body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
+            http = httpx.AsyncClient(base_url=server, timeout=120)
+            async with http, http.stream("POST", "/v1/chat/completions", json=body) as stream:
+                lines, seen = stream.aiter_lines(), 0
+                while seen < 20:
+                    seen += '"token_ids":[' in await anext(lines)
+                await client.update_weights(layout.weights_step(1))
+                fresh = await chat(server, max_tokens=8)
+        choice = spanning.result()["choices"][0]
+        runs = choice["policy_versions"]
+        assert [version for version, _ in runs] == [0, 1]
+        switch = runs[0][1]
+        sampled = [token["logprob"] for token in choice["logprobs"]["content"]]
+        expected = Oracle(tiny_model).logprobs(spanning.result()["prompt_token_ids"], choice["token_ids"], temperature=1.0)
+        assert sampled[:switch] == pytest.approx(expected[:switch], abs=1e-4)
+        assert sampled[switch] != pytest.approx(expected[switch], abs=1e-4)
+        # The same prompt, answered while the other goes on, with no key or value of the policy before.
+        assert fresh["choices"][0]["policy_versions"] == [[1, len(fresh["choices"][0]["token_ids"])]]
+        assert_sampled_from(fresh, merged)
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_after_whole_weights_stands_on_the_start_model_again(server: str, tiny_model: Path, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    publish_tiny_model(layout, version=1)
+    publish_adapter(layout, base=tiny_model, version=2)
+    merged = write_merged(tmp_path / "merged", adapter=layout.weights_step(2), base=tiny_model)
+
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(server, timeout_s=60)) as client:
+            await client.update_weights(layout.weights_step(2))
+            await client.update_weights(layout.weights_step(1))
+            await assert_serves(client, layout.weights_step(1))
+            await client.update_weights(layout.weights_step(2))
+            await assert_serves(client, merged)
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_that_does_not_fit_leaves_the_policy_before_served(server: str, tiny_model: Path, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    publish_adapter(layout, base=tiny_model, version=1)
+    publish_adapter(layout, base=tiny_model, version=2, rank=32)
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    publish_adapter(layout, base=other, version=3)
+    merged = write_merged(tmp_path / "merged", adapter=layout.weights_step(1), base=tiny_model)
+
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(server, timeout_s=60)) as client:
+            await client.update_weights(layout.weights_step(1))
+            with pytest.raises(InferenceError, match=r"500: .*rank 32 is greater than max_lora_rank 8.*policy 1 is served"):
+                await client.update_weights(layout.weights_step(2))
+            with pytest.raises(InferenceError, match=r"409: .*is an adapter for .*other, and this server serves"):
+                await client.update_weights(layout.weights_step(3))
+            assert (await client.policy()).version == 1
+            await assert_serves(client, merged)
+
+    asyncio.run(scenario())
+
+
+def test_adapters_under_names_of_their_own_are_served_beside_the_policy(server: str, tiny_model: Path, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    publish_adapter(layout, base=tiny_model, version=1)
+    policy = write_merged(tmp_path / "policy", adapter=layout.weights_step(1), base=tiny_model)
+
+    def load(name: str, path: Path) -> httpx.Response:
+        return httpx.post(f"{server}/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)}, timeout=60)
+
+    async def scenario() -> None:
+        async with aclosing(InferenceClient(server, timeout_s=60)) as client:
+            await client.update_weights(layout.weights_step(1))
+            # More names than stay loaded: the policy's own adapter is never the one to go.
+            for seed, name in enumerate(("mine", "mine", "yours", "mine"), start=10):
+                adapter = tmp_path / f"adapter_{seed}"
+                write_adapter(adapter, base=tiny_model, seed=seed)
+                assert load(name, adapter).json() == {"status": "ok", "lora_name": name, "lora_path": str(adapter)}
+                answer = await chat(server, model=name, max_tokens=12, seed=1)
+                assert_sampled_from(answer, write_merged(tmp_path / f"merged_{seed}", adapter=adapter, base=tiny_model))
+                assert "policy_versions" not in answer["choices"][0]
+                await assert_serves(client, policy)
+        refused = load("mine", tmp_path / "nothing")
+        assert refused.status_code == 409
+        assert "cannot be served as 'mine'" in refused.json()["reason"]
+        assert load(str(tiny_model), tmp_path / "adapter_10").status_code == 409
+
+    asyncio.run(scenario())
+    assert json.loads(httpx.get(f"{server}/policy").text)["version"] == 1
