@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,8 @@ MAX_LOSSES = 3
 _WATCH_INTERVAL_S = 1.0
 _WARN_BLOCKED_S = 10.0
 _CLOSE_TIMEOUT_S = 5.0
+_TIMEOUT_GRACE_S = 30.0
+"""For a worker to say itself that a group has had its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ class WorkerPool:
     async def _run(self, environment: _Environment, request: GroupRequest, key: tuple[str, Split, int]) -> list[Rollout]:
         slot, worker = await self._choose(environment)
         try:
-            rollouts = await worker.run_group(request)
+            rollouts = await _within(slot.settings.rollout_timeout_s, worker.run_group(request), request)
         except WorkerLost as exc:
             self._losses[key] += 1
             if self._losses[key] < MAX_LOSSES:
@@ -286,6 +288,23 @@ class WorkerPool:
             )
         elif blocked_s == 0.0:
             slot.is_warned = False
+
+
+async def _within(timeout_s: float | None, running: Awaitable[list[Rollout]], request: GroupRequest) -> list[Rollout]:
+    """The worker keeps to the time by itself, unless the environment swallows the cancellation or blocks its event loop.
+
+    Raises:
+        RolloutFailed: nothing came in time.
+    """
+    try:
+        async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
+            return await running
+    except TimeoutError as exc:
+        raise RolloutFailed(
+            f"group {request.group_id} (example {request.example_id} of environment {request.env!r}) did not end when its time "
+            f"was over (rollout_timeout_s, {timeout_s:g} s): its code must let asyncio.CancelledError pass",
+            kind="TimeoutError",
+        ) from exc
 
 
 @asynccontextmanager

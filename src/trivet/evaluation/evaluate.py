@@ -108,7 +108,7 @@ async def evaluate(
                 else:
                     examples.create_task(run_example(example_id), name=f"eval-{task.env}-{example_id}")
         summary = _summarize(task, list(results.finished.values()), errors=errors, seconds=time.monotonic() - started)
-        results.finish(summary)
+        await asyncio.to_thread(results.finish, summary)
     finally:
         results.close()
     return summary

@@ -32,12 +32,16 @@ class Policy:
 
     def __init__(self, version=0):
         self.version, self.num_pins = version, 0
+        self.is_free = asyncio.Event()
+        self.is_free.set()
 
     @asynccontextmanager
     async def pinned(self):
         self.num_pins += 1
+        self.is_free.clear()
         yield self.version
         self.num_pins -= 1
+        self.is_free.set()
 
 
 class Pool:
@@ -104,6 +108,7 @@ class Bench:
                 for version in versions:
                     for _ in range(100):
                         await asyncio.sleep(0)
+                    await self.policy.is_free.wait()
                     self.policy.version = version
                     self.evals.waker.ring()
                 self.evals.finish(self.policy.version)
