@@ -34,6 +34,9 @@ TOOLS = {
     "check": Tool(
         module="trivet.tools.check", does="prove that a run lost and repeated nothing, or name the event that broke it"
     ),
+    "merge": Tool(
+        module="trivet.tools.merge", does="put a trained adapter into its base model, as a model that any program loads"
+    ),
     "doctor": Tool(module="trivet.tools.doctor", does="what this machine has for a run, what is missing, and how to get it"),
 }
 """By the name that is typed."""
