@@ -81,8 +81,8 @@ class OneServer:
         return False
 
 
-class NoPolicies:
-    """Nothing is published: stands in for the PolicyWatcher."""
+class PromptPolicies:
+    """The policy of each step is there when its batch was received: stands in for trainer and PolicyWatcher."""
 
     version = PolicyVersion(0)
     step = Step(1)
@@ -90,6 +90,10 @@ class NoPolicies:
 
     async def run(self) -> None:
         await asyncio.Event().wait()
+
+
+POLICIES = PromptPolicies()
+"""One loop runs at a time; the environments say which policy sampled their tokens."""
 
 
 @dataclass(slots=True)
@@ -155,19 +159,25 @@ def costless(num_tokens: int) -> RunGroup:
     half = num_tokens // 2
     prompt, completion, logprobs = list(range(half)), list(range(half, num_tokens)), [-0.5] * (num_tokens - half)
 
+    turn = asyncio.Lock()
+
     async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
+        version = POLICIES.version
         await asyncio.sleep(LATENCY_S * random.uniform(0.5, 1.5))
-        rollouts: list[Rollout] = []
-        for index in range(GROUP_SIZE):
-            turn = Turn(
-                prompt_ids=prompt,
-                completion_ids=completion,
-                logprobs=logprobs,
-                versions=[VersionRun(PolicyVersion(0), len(completion))],
-            )
-            samples = to_samples([turn], temperature=1.0, strategy="interleaved").samples
-            rollouts.append(Rollout(index=index, reward=float(index % 2), samples=samples, scores={"reward": index % 2}))
+        async with turn:  # in a run this is the work of environment processes; here it must not pile up on the loop
+            rollouts = [make_rollout(index, version) for index in range(GROUP_SIZE)]
+            await asyncio.sleep(0)
         return rollouts
+
+    def make_rollout(index: int, version: PolicyVersion) -> Rollout:
+        answered = Turn(
+            prompt_ids=prompt,
+            completion_ids=completion,
+            logprobs=logprobs,
+            versions=[VersionRun(version, len(completion))],
+        )
+        samples = to_samples([answered], temperature=1.0, strategy="interleaved").samples
+        return Rollout(index=index, reward=float(index % 2), samples=samples, scores={"reward": index % 2})
 
     return run
 
@@ -184,7 +194,7 @@ def run_loop(
         batch_size=batch_size,
         rollouts_per_example=GROUP_SIZE,
         oversampling_factor=OVERSAMPLING,
-        max_async_level=num_steps,
+        max_async_level=1,
         max_off_policy_steps=num_steps,
         rollout_transport=TransportConfig(port=free_port()),
         ckpt=CkptConfig(),
@@ -193,12 +203,18 @@ def run_loop(
     times: list[float] = []
     watched = Watched()
 
+    def on_step(loop: Loop) -> dict[str, float]:
+        times.append(time.perf_counter())
+        loop.dispatcher.version = POLICIES.version = PolicyVersion(loop.progress.step)
+        loop.dispatcher.waker.ring()
+        return {}
+
     async def measure() -> None:
         telemetry = Telemetry("orchestrator", layout=RunLayout(directory), run=config.run, shown_samples=None)
         sender = ZmqSender(config.rollout_transport, run_id=config.run.id)
         try:
             loop = make_loop(config, run_group, sender, telemetry, examples)
-            loop.gauges = lambda: times.append(time.perf_counter()) or {}
+            loop.gauges = lambda: on_step(loop)
             loop.beside = {"watched": lambda: watched.run(loop.dispatcher)}
             await loop.run()
         finally:
@@ -231,7 +247,8 @@ def make_loop(
         limits=Limits.of(config),
         on_change=changed.ring,
     )
-    watcher: PolicyWatcher = NoPolicies()  # type: ignore[assignment]  # acts as one
+    POLICIES.version, POLICIES.step = PolicyVersion(0), Step(1)
+    watcher: PolicyWatcher = POLICIES  # type: ignore[assignment]  # acts as one
     return Loop(
         config=config,
         layout=RunLayout(config.output_dir),
@@ -256,7 +273,6 @@ def instant_client(num_tokens: int) -> ModelClient:
         "message": {"role": "assistant", "content": "ok"},
         "token_ids": completion,
         "logprobs": {"content": [{"token": str(i), "logprob": -0.5, "top_logprobs": []} for i in completion]},
-        "policy_versions": [[0, len(completion)]],
     }
     body = {
         "id": "chatcmpl-1",
@@ -267,8 +283,16 @@ def instant_client(num_tokens: int) -> ModelClient:
         "prompt_token_ids": list(range(half)),
         "usage": {"prompt_tokens": half, "completion_tokens": len(completion), "total_tokens": num_tokens},
     }
-    answer = json.dumps(body).encode()
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=answer, headers={"content-type": "application/json"}))
+    answers: dict[int, bytes] = {}
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        version = POLICIES.version
+        if version not in answers:
+            choice["policy_versions"] = [[version, len(completion)]]
+            answers[version] = json.dumps(body).encode()
+        return httpx.Response(200, content=answers[version], headers={"content-type": "application/json"})
+
+    transport = httpx.MockTransport(answer)
     http = httpx.AsyncClient(transport=transport)
     return ModelClient(AsyncOpenAI(base_url=f"{ROOT}/v1", api_key="EMPTY", http_client=http, max_retries=0))
 

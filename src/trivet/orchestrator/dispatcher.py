@@ -152,6 +152,7 @@ class Dispatcher:
         self._again = deque(again)
         self._retries: deque[_Retry] = deque()
         self._tries: dict[GroupId, _Try] = {}
+        self._turn = asyncio.Lock()
         self._stale_checked_for = Step(0)
         self._waves: Waves | None = None
         if limits.groups_per_wave is not None:
@@ -291,6 +292,15 @@ class Dispatcher:
             kind = exc.kind if isinstance(exc, RolloutFailed) else type(exc).__name__
             if await self._servers.is_at_fault(attempt.server):
                 lost = f"the server {attempt.server} failed: {error}"
+        # However many groups end at one moment, each takes a turn of the event loop of its own: timers and sockets are looked at
+        # between them.
+        async with self._turn:
+            self._account(attempt, rollouts, lost=lost, error=error, kind=kind)
+            await asyncio.sleep(0)
+
+    def _account(self, attempt: _Try, rollouts: list[Rollout], *, lost: str, error: str, kind: str) -> None:
+        """What becomes of a group whose try is over."""
+        draw = attempt.draw
         if self._tries.get(draw.group_id) is not attempt:
             return  # ended meanwhile, and accounted for
         self._end(attempt)

@@ -20,6 +20,7 @@ from trivet.errors import BatchError
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, write_half
 from trivet.orchestrator.dispatcher import Dispatcher
+from trivet.orchestrator.garbage import collect_by_the_clock, rare_collections
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
 from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
@@ -71,9 +72,13 @@ class Loop:
 
     async def run(self) -> None:
         """Until max_steps, or for ever without one."""
+        with rare_collections():
+            await self._run_tasks()
+
+    async def _run_tasks(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
-            others = {"policy-watcher": self.watcher.run, **self.beside}
+            others = {"policy-watcher": self.watcher.run, "garbage": collect_by_the_clock, **self.beside}
             running = [tasks.create_task(run(), name=name) for name, run in others.items()]
             evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
             await self._run_steps(dispatching)

@@ -1,6 +1,7 @@
 """What an environment run yields: samples, the rollout around them, and the group of rollouts of one example.
 
 They cross from environment workers to the orchestrator and into its checkpoint. Legend: T tokens of one sample.
+None of them is ever part of a cycle, so the garbage collector need not look at the thousands that are in flight (gc=False).
 """
 
 from typing import Any, NewType
@@ -14,7 +15,7 @@ GroupId = NewType("GroupId", int)
 """Handed out by the sampler in order, never twice in a run. It survives a resume: a group dispatched again keeps its id."""
 
 
-class Sample(msgspec.Struct, kw_only=True):
+class Sample(msgspec.Struct, kw_only=True, gc=False):
     """A token sequence that can be trained on."""
 
     token_ids_T: np.ndarray
@@ -38,7 +39,7 @@ class Sample(msgspec.Struct, kw_only=True):
         return int(np.count_nonzero(self.loss_mask_T))
 
 
-class Rollout(msgspec.Struct, kw_only=True):
+class Rollout(msgspec.Struct, kw_only=True, gc=False):
     """One attempt at an example, scored."""
 
     index: int
@@ -65,7 +66,7 @@ class Rollout(msgspec.Struct, kw_only=True):
         return self.ran_out_of_context or any(sample.is_truncated for sample in self.samples)
 
 
-class Group(msgspec.Struct, kw_only=True):
+class Group(msgspec.Struct, kw_only=True, gc=False):
     """An example's finished rollouts."""
 
     group_id: GroupId

@@ -14,7 +14,7 @@ Step = NewType("Step", int)
 START_VERSION = PolicyVersion(0)
 
 
-class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`length` consecutive tokens sampled from policy `version`."""
 
     version: PolicyVersion
