@@ -190,6 +190,9 @@ class SimulatedTrainer:
     rng: random.Random
     queue: asyncio.Queue[Batch] = field(default_factory=asyncio.Queue)
 
+    async def say_alive(self) -> None:
+        pass
+
     async def send(self, batch: Batch) -> None:
         await asyncio.sleep(0.05)
         self.queue.put_nowait(batch)

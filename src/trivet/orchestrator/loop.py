@@ -37,6 +37,7 @@ from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
+_MAX_ALIVE_INTERVAL_S = 30.0
 _SLOW_FILL_S = 60.0
 """How often a batch that does not fill is reported."""
 
@@ -78,7 +79,12 @@ class Loop:
     async def _run_tasks(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
-            others = {"policy-watcher": self.watcher.run, "garbage": collect_by_the_clock, **self.beside}
+            others = {
+            "policy-watcher": self.watcher.run,
+            "alive": self._say_alive,
+            "garbage": collect_by_the_clock,
+            **self.beside,
+        }
             running = [tasks.create_task(run(), name=name) for name, run in others.items()]
             evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
             await self._run_steps(dispatching)
@@ -87,6 +93,12 @@ class Loop:
                 await self._finish_evals(evaluating)
             for task in running:
                 task.cancel()
+
+    async def _say_alive(self) -> None:
+        """A batch may take long to fill, behind an evaluation or slow environments; the trainer's deadline is for a dead end."""
+        while True:
+            await self.sender.say_alive()
+            await asyncio.sleep(min(_MAX_ALIVE_INTERVAL_S, self.config.rollout_transport.timeout_s / 10))
 
     async def _finish_evals(self, evaluating: asyncio.Task[None]) -> None:
         """The last policy is evaluated whenever the run reached its end; one that makes room takes no time for it."""

@@ -10,11 +10,11 @@ from trivet.config.shared import TransportConfig
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.wire.batches import Batch
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
-from trivet.wire.control import MAGIC, BatchHeader, Reply, Verdict
+from trivet.wire.control import MAGIC, Alive, BatchHeader, Reply, Verdict
 from trivet.wire.versions import Step
 
 Buffer = bytes | memoryview
-HeaderT = TypeVar("HeaderT", BatchHeader, Reply)
+HeaderT = TypeVar("HeaderT", BatchHeader, Reply, Alive)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,11 @@ def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> Message:
         checksum=zlib.crc32(payload),
     )
     return Message(header=header, payload=payload)
+
+
+def make_alive(key: RunKey) -> bytes:
+    """The one frame by which the orchestrator says that it is well."""
+    return encode(Alive(run_id=key.run_id, attempt=key.attempt))
 
 
 def read_header(frame: Buffer, kind: type[HeaderT]) -> HeaderT:

@@ -13,7 +13,7 @@ from trivet.errors import MessageRefused, WaitTimeout
 from trivet.transport.frames import Buffer, RunKey, make_reply, read_header, refusal
 from trivet.wire.batches import Batch
 from trivet.wire.codec import decode
-from trivet.wire.control import BatchHeader, Verdict
+from trivet.wire.control import Alive, BatchHeader, Verdict
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Inbox:
     """
     consumes: frames, in any order, any number of times
     produces: the reply to each, and batches by step
-    waits for: the batch of the step that `take` names, at most `timeout_s`
+    waits for: the batch of the step that `take` names, at most `timeout_s` after the orchestrator last said that it is well
     unblocked by: `accept` of that batch, `fail`
     """
 
@@ -42,10 +42,14 @@ class Inbox:
         self._failure: str | None = None
         self._last_arrival: tuple[Step, float] | None = None
         self._last_refusal: str | None = None
+        self._last_alive = float("-inf")
 
     def accept(self, frames: Sequence[Buffer]) -> bytes | None:
         """The reply to one message, None when it gets none: it is not ours, or there is no room for it yet."""
         try:
+            if len(frames) == 1:
+                self._note_alive(read_header(frames[0], Alive))
+                return None
             if len(frames) != 2:
                 raise MessageRefused(f"a message of {len(frames)} frames; a batch has 2")
             header = read_header(frames[0], BatchHeader)
@@ -66,14 +70,14 @@ class Inbox:
         Raises:
             WaitTimeout: the batch did not come in time, or the network side failed.
         """
-        deadline = self._clock() + self._config.timeout_s
+        started = self._clock()
         with self._changed:
             self._wanted = step
             for late in [held for held in self._held if held < step]:
                 logger.warning("batch dropped step=%d reason=the trainer went on to step %d", late, step)
                 del self._held[late]
             while step not in self._held:
-                left = deadline - self._clock()
+                left = max(started, self._last_alive) + self._config.timeout_s - self._clock()
                 if self._failure is not None:
                     raise WaitTimeout(f"the trainer cannot receive batch {step}: {self._failure}")
                 if left <= 0:
@@ -107,6 +111,11 @@ class Inbox:
         self._checksums[header.step] = header.checksum
         self._changed.notify_all()
         return make_reply(header, Verdict.ACKNOWLEDGED)
+
+    def _note_alive(self, alive: Alive) -> None:
+        if (alive.run_id, alive.attempt) == (self._key.run_id, self._key.attempt):
+            with self._changed:
+                self._last_alive = self._clock()
 
     def _refuse(self, header: BatchHeader, reason: str) -> bytes:
         self._note_refusal(reason)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trivet.config.shared import TransportConfig
-from trivet.transport.frames import Buffer, RunKey, is_acknowledged, make_message, no_acknowledgement
+from trivet.transport.frames import Buffer, RunKey, is_acknowledged, make_alive, make_message, no_acknowledgement
 from trivet.transport.inbox import Inbox
 from trivet.wire.batches import Batch
 from trivet.wire.versions import Step
@@ -52,6 +52,9 @@ class MemorySender:
             if left <= 0:
                 raise no_acknowledgement(batch.step, config=self._config)
             await asyncio.sleep(min(self._config.resend_interval_s, left))
+
+    async def say_alive(self) -> None:
+        self._link([make_alive(self._key)])
 
     async def aclose(self) -> None:
         pass

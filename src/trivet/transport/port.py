@@ -18,6 +18,10 @@ class BatchSender(Protocol):
         """
         ...
 
+    async def say_alive(self) -> None:
+        """Tell a trainer that waits for the next batch that the orchestrator is well: its deadline starts anew."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -31,7 +35,8 @@ class BatchReceiver(Protocol):
         """Wait for the batch of `step`; each is delivered once, however often it arrives.
 
         Raises:
-            WaitTimeout: nothing within the configured time; says what was waited for, what arrived last and what was refused.
+            WaitTimeout: neither the batch nor a sign of life within the configured time; says what was waited for, what
+                arrived last and what was refused.
         """
         ...
 

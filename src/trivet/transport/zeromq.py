@@ -4,6 +4,7 @@ ZeroMQ drops messages when a peer goes away, so nothing here relies on it: what 
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ import zmq.asyncio
 from trivet.config.shared import TransportConfig
 from trivet.errors import ConfigError
 from trivet.faults import reach
-from trivet.transport.frames import Message, RunKey, is_acknowledged, make_message, no_acknowledgement
+from trivet.transport.frames import Message, RunKey, is_acknowledged, make_alive, make_message, no_acknowledgement
 from trivet.transport.inbox import Inbox
 from trivet.wire.batches import Batch
 from trivet.wire.versions import Step
@@ -64,6 +65,10 @@ class ZmqSender:
                 return
             num_sent += 1
         raise no_acknowledgement(batch.step, config=self._config)
+
+    async def say_alive(self) -> None:
+        with contextlib.suppress(zmq.Again):  # no trainer, or a batch is on its way, which says as much
+            await self._socket.send(make_alive(self._key), zmq.NOBLOCK)
 
     async def aclose(self) -> None:
         self._socket.close()

@@ -1,6 +1,6 @@
 """What travels around a batch: the header in front of it, and the trainer's answer.
 
-These two structs never change shape, so that every schema can say to every other why it refuses.
+These structs never change shape, so that every schema can say to every other why it refuses.
 """
 
 from enum import StrEnum
@@ -24,6 +24,14 @@ class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the payload, an encoded `wire.batches.Batch`."""
     checksum: int
     """CRC-32 of the payload."""
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True):
+    """The orchestrator is well and still at work on the next batch. Not answered."""
+
+    magic: str = MAGIC
+    run_id: str
+    attempt: int
 
 
 class Verdict(StrEnum):
