@@ -116,7 +116,7 @@ async def evaluate(
 
 def _request(task: TaskRecord, example_id: int, *, env: str, base_url: str) -> GroupRequest:
     return GroupRequest(
-        group_id=GroupId(example_id),
+        group_id=GroupId(-1 - example_id),  # below 0, apart from the groups of a run: seeds are derived from it
         env=env,
         split=task.split,
         example_id=example_id,

@@ -19,6 +19,7 @@ from trivet.config.environment import EnvConfig
 from trivet.config.layout import RunLayout, parse_step
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.sampling import EvalSamplingConfig
+from trivet.durable import remove_directory
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.errors import RolloutFailed, WorkerLost
@@ -162,6 +163,14 @@ def _last_evaluated(layout: RunLayout, name: str, *, until: PolicyVersion) -> Po
     return PolicyVersion(max(done)) if done else None
 
 
+def discard_evals_after(layout: RunLayout, version: PolicyVersion) -> None:
+    """Remove evaluations of later policies, which will be others when the run reaches them again."""
+    for path in layout.evals.glob("step_*"):
+        found = parse_step(path.name)
+        if found is not None and found > version:
+            remove_directory(path)
+
+
 class Servers(Protocol):
     """Which server a group goes to. Adapter: `client.server_pool.ServerPool`."""
 
@@ -259,12 +268,14 @@ class OnlineEval:
             self._telemetry.write_event(
                 Evaluate(version=version, env=one.name, digest=summary.digest, avg=summary.avg, num_failed=summary.num_failed)
             )
-        evals = {one.name: summary for one, summary in zip(due, summaries, strict=True) if not one.is_val}
-        if evals:
-            self._telemetry.write_eval(version, eval_metrics(evals))
-        self._val_reward |= val_metrics(
-            {one.env.label: summary for one, summary in zip(due, summaries, strict=True) if one.is_val}
-        )
+        values = eval_metrics({one.name: summary for one, summary in zip(due, summaries, strict=True) if not one.is_val})
+        val = val_metrics({one.env.label: summary for one, summary in zip(due, summaries, strict=True) if one.is_val})
+        if self._final is None:
+            self._val_reward |= val
+        else:  # no step comes that could report it
+            values |= val
+        if values:
+            self._telemetry.write_eval(version, values)
 
     async def _evaluate_one(self, one: Series, version: PolicyVersion, *, slots: asyncio.Semaphore) -> Summary:
         task = make_task(

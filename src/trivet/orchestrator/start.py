@@ -25,7 +25,7 @@ from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
-from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, make_series
+from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, discard_evals_after, make_series
 from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.rollout_log import discard_rollouts_after
@@ -65,6 +65,8 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     )
     telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
     discard_rollouts_after(layout, half.progress.step)
+    if half.progress.step:
+        discard_evals_after(layout, PolicyVersion(half.progress.step))
     pool.report_to(telemetry.write_event)
     progress.ask_workers(pool.status)
     reason = "failed"

@@ -60,7 +60,11 @@ LINES: dict[str, LineFunction] = {"trainer": trainer_line, "orchestrator": orche
 
 def eval_line(version: int, values: Mapping[str, float]) -> str:
     """`Eval of policy 20 | reverse-text/avg@2: 0.5400 ± 0.0210 | reverse-text/pass@2: 0.6100 ± 0.0300`."""
-    scores = {name: value for name, value in values.items() if name.rpartition("/")[2].startswith(("avg@", "pass@"))}
+    scores = {
+        name: value
+        for name, value in values.items()
+        if name.rpartition("/")[2].startswith(("avg@", "pass@")) or name == "val_reward/mean"
+    }
     parts = [
         f"{name.removeprefix('eval/')}: {value:.4f}" + (f" ± {values[half]:.4f}" if (half := f"{name}/ci95") in values else "")
         for name, value in scores.items()

@@ -13,7 +13,7 @@ from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.shared import RunIdentity
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.scores import Summary
-from trivet.orchestrator.online_eval import OnlineEval, is_due, make_series, val_metrics
+from trivet.orchestrator.online_eval import OnlineEval, discard_evals_after, is_due, make_series, val_metrics
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
@@ -271,11 +271,23 @@ def test_a_rollout_that_fails_by_itself_costs_its_example(tmp_path):
 
 def test_validation_measures_what_is_trained_on_and_reaches_the_next_step(tmp_path):
     bench = Bench(tmp_path, eval=None, val={"interval": 10, "num_examples": 2})
-    assert bench.run(5, 10)[0] == [10], "the start model is not validated"
+    assert bench.run(5, 10, 12)[0] == [10, 12], "the start model is not validated"
     assert bench.evals.take_val_metrics() == {"val_reward/mean": 0.1, "val_reward/letters": 0.1}
     assert bench.evals.take_val_metrics() == {}
     assert (bench.layout.evals_step(10, "val/letters") / "summary.json").exists()
-    assert not (bench.layout.metrics / "eval.jsonl").read_text()
+
+
+def test_the_last_validation_reaches_the_metrics_of_evaluations(tmp_path):
+    bench = Bench(tmp_path, eval=None, val={"interval": 10, "num_examples": 2})
+    bench.run(10, 15)
+    (line,) = [json.loads(line) for line in (bench.layout.metrics / "eval.jsonl").read_text().splitlines()]
+    assert (line["step"], line["val_reward/mean"]) == (15, 0.15)
+
+
+def test_a_resume_removes_evaluations_of_later_policies(tmp_path):
+    Bench(tmp_path).run(10, 20)
+    discard_evals_after(RunLayout(tmp_path), 15)
+    assert sorted(path.name for path in RunLayout(tmp_path).evals.iterdir()) == ["step_0", "step_10"]
 
 
 def test_validation_weighs_environments_by_their_examples():
