@@ -87,9 +87,10 @@ class Outputs:
 def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     """Everything that two ranks compute, in one start of them."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    run_alone(model, [f"train:{one}"])
-    run_ranks(2, model, two, [f"gradients:{two}", f"resume:{one}", f"train:{two}", f"resume:{two}"])
-    run_alone(model, [f"resume:{two}"])
+    run_alone(model, [f"train:{one}", f"lora-gradients:{one}", f"lora-train:{one}"])
+    of_two = [f"gradients:{two}", f"resume:{one}", f"train:{two}", f"resume:{two}"]
+    run_ranks(2, model, two, [*of_two, f"lora-gradients:{two}", f"lora-resume:{one}", f"lora-train:{two}"])
+    run_alone(model, [f"resume:{two}", f"lora-resume:{two}"])
     return Outputs(one, two)
 
 
@@ -118,9 +119,25 @@ def test_loss_and_gradients_equal_the_oracle_on_three_ranks(model: Path, tmp_pat
     check_gradients(torch.load(tmp_path / "gradients_3.pt"), model)
 
 
-def test_a_checkpoint_of_one_rank_continues_on_two_and_back(outputs: Outputs) -> None:
-    unbroken = torch.load(outputs.saved_by_one / "train_1.pt")
-    for path in (outputs.saved_by_one / "resume_2.pt", outputs.saved_by_two / "resume_1.pt"):
+def test_an_adapters_loss_and_gradients_do_not_depend_on_ranks_or_packing(outputs: Outputs) -> None:
+    oracle = load_module(ORACLE)
+    alone, shared = (
+        torch.load(outputs.saved_by_one / "lora-gradients_1.pt"),
+        torch.load(outputs.saved_by_two / "lora-gradients_2.pt"),
+    )
+    assert alone.keys() == shared.keys()
+    for loss, layout in alone:
+        expected = alone[loss, "one row"]
+        for found in (alone[loss, layout], shared[loss, layout]):
+            assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE), (loss, layout)
+            assert found["norm"] == pytest.approx(expected["norm"], rel=TOLERANCE), (loss, layout)
+            assert oracle.gradient_error(found["gradients"], expected["gradients"]) < TOLERANCE, (loss, layout)
+
+
+@pytest.mark.parametrize("prefix", ["", "lora-"], ids=["all weights", "an adapter"])
+def test_a_checkpoint_of_one_rank_continues_on_two_and_back(outputs: Outputs, prefix: str) -> None:
+    unbroken = torch.load(outputs.saved_by_one / f"{prefix}train_1.pt")
+    for path in (outputs.saved_by_one / f"{prefix}resume_2.pt", outputs.saved_by_two / f"{prefix}resume_1.pt"):
         resumed = torch.load(path)
         assert list(resumed["losses"]) == [4, 5, 6]
         for step, loss in resumed["losses"].items():

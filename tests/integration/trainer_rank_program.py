@@ -1,6 +1,7 @@
 """One rank of tests/integration/test_trainer_ranks.py: `trainer_rank_program.py MODEL_DIR ORACLE TASK:DIRECTORY…`.
 
 gradients: the loss and the full gradients of every layout. train: six steps, saved after the third. resume: the last three.
+lora-gradients, lora-train, lora-resume: the same with an adapter.
 Rank 0 writes the results of a task to DIRECTORY/TASK_RANKS.pt.
 """
 
@@ -10,16 +11,21 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig
 from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
 from trivet.trainer.distributed import World, barrier, broadcast_bytes, open_world
 from trivet.trainer.export import gather_weights
 from trivet.trainer.losses.select import make_policy_loss
-from trivet.trainer.model import load_policy
+from trivet.trainer.model import PolicyModel, load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.step import Learner, train_step
+
+LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_proj"])
+"""A rank that no number of ranks divides: some hold nothing of a factor."""
 
 LOSSES = {"token": DefaultLossConfig(kl_tau=0.1), "sequence": DefaultLossConfig(ratio_type="sequence", kl_tau=0.1)}
 
@@ -34,11 +40,17 @@ def load_oracle(path: str) -> ModuleType:
     return module
 
 
-def make_learner(model_dir: str, world: World, *, lr: float, loss: DefaultLossConfig) -> Learner:
-    model = load_policy(TrainerModelConfig(name=model_dir, compute_dtype="float32", fused_lm_head_chunk_size=7), world)
+def make_learner(
+    model_dir: str, world: World, *, lr: float, loss: DefaultLossConfig, lora: LoRAConfig | None = None
+) -> Learner:
+    torch.manual_seed(0)
+    config = TrainerModelConfig(name=model_dir, compute_dtype="float32", fused_lm_head_chunk_size=7, lora=lora)
+    model = load_policy(config, world)
+    if lora is not None:
+        unsettle(model)
     return Learner(
         model=model,
-        optimizer=make_optimizer(model.parameters(), AdamWConfig(lr=lr)),
+        optimizer=make_optimizer(model.trained_parameters, AdamWConfig(lr=lr)),
         learning_rate=LearningRate(peak=lr, schedule=ConstantSchedule(), max_steps=None),
         loss=make_policy_loss(loss),
         max_norm=None if lr == 0 else 1.0,
@@ -46,23 +58,33 @@ def make_learner(model_dir: str, world: World, *, lr: float, loss: DefaultLossCo
     )
 
 
-def measure_gradients(model_dir: str, oracle: ModuleType, world: World) -> dict:
+def unsettle(model: PolicyModel) -> None:
+    """Make the second factors of an adapter other than zero, alike on any number of ranks: else the first have no gradient."""
+    weights = {
+        name: torch.sin(torch.arange(parameter.numel(), dtype=torch.float32)).reshape(parameter.shape) * 0.02
+        for name, parameter in model.named_parameters()
+        if "lora_B" in name
+    }
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def measure_gradients(model_dir: str, oracle: ModuleType, world: World, *, lora: LoRAConfig | None) -> dict:
     results = {}
     examples = oracle.make_examples(count=9, vocab_size=100)
     for loss, config in LOSSES.items():
-        learner = make_learner(model_dir, world, lr=0.0, loss=config)
+        learner = make_learner(model_dir, world, lr=0.0, loss=config, lora=lora)
         for layout, rows in oracle.layouts(examples).items():
             result = train_step(learner, rows, step=1)
-            gradients = {name: parameter.grad.full_tensor() for name, parameter in learner.model.named_parameters()}
+            trained = [(name, each) for name, each in learner.model.named_parameters() if each.requires_grad]
+            gradients = {name: parameter.grad.full_tensor() for name, parameter in trained}
             named = {name.removeprefix("causal_lm."): gradient for name, gradient in gradients.items()}
             kl = float(result.values["mismatch_kl"].mean()) if world.is_main else None
             results[loss, layout] = {"loss": result.loss, "norm": result.grad_norm, "gradients": named, "kl": kl}
     return results
 
 
-def train(model_dir: str, oracle: ModuleType, world: World, directory: Path, *, is_resumed: bool) -> dict:
-    learner = make_learner(model_dir, world, lr=1e-3, loss=LOSSES["token"])
-    half = directory / "half"
+def train(model_dir: str, oracle: ModuleType, world: World, half: Path, *, is_resumed: bool, lora: LoRAConfig | None) -> dict:
+    learner = make_learner(model_dir, world, lr=1e-3, loss=LOSSES["token"], lora=lora)
     first = load_half(half, learner).step + 1 if is_resumed else 1
     losses = {}
     for step in range(first, 7):
@@ -79,10 +101,13 @@ def train(model_dir: str, oracle: ModuleType, world: World, directory: Path, *, 
 def run_tasks(model_dir: str, oracle: ModuleType, tasks: list[str], world: World) -> None:
     for task, _, name in (text.partition(":") for text in tasks):
         directory = Path(name)
-        if task == "gradients":
-            results = measure_gradients(model_dir, oracle, world)
+        prefix, _, kind = task.rpartition("-")
+        lora = LORA if prefix else None
+        if kind == "gradients":
+            results = measure_gradients(model_dir, oracle, world, lora=lora)
         else:
-            results = train(model_dir, oracle, world, directory, is_resumed=task == "resume")
+            half = directory / (f"{prefix}-half" if prefix else "half")
+            results = train(model_dir, oracle, world, half, is_resumed=kind == "resume", lora=lora)
         if world.is_main:
             torch.save(results, directory / f"{task}_{world.size}.pt")
 
