@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -267,7 +267,7 @@ def instant_client(num_tokens: int) -> ModelClient:
     """A client whose server answers at once, in this process."""
     half = num_tokens // 2
     completion = list(range(half, num_tokens))
-    choice = {
+    choice: dict[str, Any] = {
         "index": 0,
         "finish_reason": "stop",
         "message": {"role": "assistant", "content": "ok"},
@@ -293,7 +293,7 @@ def instant_client(num_tokens: int) -> ModelClient:
         return httpx.Response(200, content=answers[version], headers={"content-type": "application/json"})
 
     transport = httpx.MockTransport(answer)
-    http = httpx.AsyncClient(transport=transport)
+    http: Any = httpx.AsyncClient(transport=transport)
     return ModelClient(AsyncOpenAI(base_url=f"{ROOT}/v1", api_key="EMPTY", http_client=http, max_retries=0))
 
 
@@ -349,7 +349,7 @@ PARTS: list[tuple[str, object, str]] = [
 
 
 @contextmanager
-def timed_parts(seconds: Counter[str]) -> Iterator[None]:
+def timed_parts(seconds: defaultdict[str, float]) -> Iterator[None]:
     """Put a stop watch around each part, in whatever thread it runs."""
     kept: list[tuple[object, str, Callable[..., Any]]] = []
     lock = threading.Lock()
@@ -378,12 +378,12 @@ def timed_parts(seconds: Counter[str]) -> Iterator[None]:
 
 def where_the_time_goes(run_group: RunGroup, directory: Path, *, in_flight: int) -> dict[str, float]:
     """Share of the process's CPU time by part."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     started = time.process_time()
     with timed_parts(seconds):
         run_loop(run_group, directory, num_rollouts=4 * in_flight, in_flight=in_flight, examples=EXAMPLES)
     total = time.process_time() - started
-    shares = {name: round(value / total, 3) for name, value in seconds.most_common()}
+    shares = {name: round(value / total, 3) for name, value in sorted(seconds.items(), key=lambda item: -item[1])}
     return {**shares, "turns to samples, tasks, timers and the rest": round(1 - sum(shares.values()), 3)}
 
 

@@ -9,20 +9,32 @@ import pytest
 
 from support.histories import assert_proven
 from support.processes import assert_all_gone, assert_port_free, descendants_of
-from support.rl_run import Run
+from support.rl_run import CONFIG, Run
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
 from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
+from trivet.weights.manifest import read_manifest
 from trivet.wire.events import BatchFormed, Dispatch, Load, Publish, Start
 
 pytestmark = pytest.mark.vllm
 
 MAX_STEPS = 12
+EVALS = """
+[orchestrator.eval]
+interval = 5
+num_examples = 6
+sampling = {{ max_tokens = 12, seed = 1 }}
+env = [{{ id = "vowels" }}]
+
+[orchestrator.val]
+interval = 4
+num_examples = 6
+"""
 
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
-    run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS)
+    run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS, template=CONFIG + EVALS)
     yield run
     run.stop()
 
@@ -45,6 +57,25 @@ def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_g
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert {path.name for path in run.layout.configs.iterdir()} == {"inference.toml", "orchestrator.toml", "trainer.toml"}
     assert run.output.count("SUCCESS Step 12") == 2
+    assert_evaluated(run.layout)
+
+
+def assert_evaluated(layout: RunLayout) -> None:
+    """The base model, each multiple of 5 that was reached or passed, and the last policy; a policy that learnt scores more."""
+    scores = {
+        int(path.parts[-3].removeprefix("step_")): json.loads(path.read_text())
+        for path in layout.evals.glob("*/vowels/summary.json")
+    }
+    assert scores.keys() >= {0, MAX_STEPS}
+    assert len([step for step in scores if 5 <= step < 10]) == 1
+    assert scores[MAX_STEPS]["avg"] > scores[0]["avg"]
+    for step, summary in scores.items():
+        assert (summary["num_failed"], summary["num_examples"]) == (0, 6)
+        if step and layout.weights_step(step).exists():
+            assert summary["digest"] == read_manifest(layout.weights_step(step)).digest
+    logged = [json.loads(line) for line in (layout.metrics / "eval.jsonl").read_text().splitlines()]
+    assert sorted(line["step"] for line in logged if "eval/vowels/avg@1" in line) == sorted(scores)
+    assert any("val_reward/mean" in line for line in map(json.loads, (layout.metrics / "orchestrator.jsonl").open()))
 
 
 def read_batches(layout: RunLayout, *, up_to: int, attempt: int | None = None) -> dict[int, list[int]]:

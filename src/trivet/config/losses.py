@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from trivet.config.base import Section
+from trivet.config.keys import as_table
 
 
 class PolicyLossConfig(Section):
@@ -128,7 +129,8 @@ class CustomLossConfig(PolicyLossConfig):
 
 def _type_of(value: Any) -> str:
     """A table without a type is of the default one."""
-    return str(value.get("type", "default") if isinstance(value, dict) else value.type)
+    table = as_table(value)
+    return str(value.type if table is None else table.get("type", "default"))
 
 
 LossConfig = Annotated[

@@ -80,11 +80,11 @@ class Loop:
         async with asyncio.TaskGroup() as tasks:
             dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
             others = {
-            "policy-watcher": self.watcher.run,
-            "alive": self._say_alive,
-            "garbage": collect_by_the_clock,
-            **self.beside,
-        }
+                "policy-watcher": self.watcher.run,
+                "alive": self._say_alive,
+                "garbage": collect_by_the_clock,
+                **self.beside,
+            }
             running = [tasks.create_task(run(), name=name) for name, run in others.items()]
             evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
             await self._run_steps(dispatching)

@@ -37,8 +37,7 @@ def rollout_filters(config: OrchestratorConfig) -> RolloutFilters:
     repetition, gibberish = filters.repetition, filters.gibberish
     return RolloutFilters(
         repetition=repetition and Repetition(window=repetition.window, prob_threshold=repetition.prob_threshold),
-        gibberish=gibberish
-        and Gibberish(token_id_threshold=gibberish.token_id_threshold, max_logprob=gibberish.max_logprob),
+        gibberish=gibberish and Gibberish(token_id_threshold=gibberish.token_id_threshold, max_logprob=gibberish.max_logprob),
         is_measuring_zero_advantage=filters.zero_advantage is not None,
         enforced=frozenset(enforced),
     )

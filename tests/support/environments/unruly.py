@@ -48,12 +48,12 @@ async def behave(prompt, completion, **kwargs) -> float:
         case "slow":
             await asyncio.sleep(2)
         case "block":
-            time.sleep(3600)
+            time.sleep(3600)  # noqa: ASYNC251  this is what it is for
         case "hold-gil":
             re.match(r"(a*)*b", "a" * 40)
         case "fork":
             if os.fork() == 0:
-                time.sleep(3600)
+                time.sleep(3600)  # noqa: ASYNC251  in the child
         case "fork-and-return":
             os.fork()
     return 1.0
