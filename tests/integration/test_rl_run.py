@@ -73,9 +73,9 @@ def assert_evaluated(layout: RunLayout) -> None:
         assert (summary["num_failed"], summary["num_examples"]) == (0, 6)
         if step and layout.weights_step(step).exists():
             assert summary["digest"] == read_manifest(layout.weights_step(step)).digest
-    logged = [json.loads(line) for line in (layout.metrics / "eval.jsonl").read_text().splitlines()]
+    logged = read_metrics(layout, "eval")
     assert sorted(line["step"] for line in logged if "eval/vowels/avg@1" in line) == sorted(scores)
-    assert any("val_reward/mean" in line for line in map(json.loads, (layout.metrics / "orchestrator.jsonl").open()))
+    assert any("val_reward/mean" in line for line in read_metrics(layout, "orchestrator"))
 
 
 def read_batches(layout: RunLayout, *, up_to: int, attempt: int | None = None) -> dict[int, list[int]]:
@@ -99,9 +99,12 @@ def assert_policy_served_before_first_rollout(layout: RunLayout, *, version: int
     assert published[version] == load.digest
 
 
+def read_metrics(layout: RunLayout, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (layout.metrics / f"{name}.jsonl").read_text().splitlines()]
+
+
 def reward_of(layout: RunLayout, step: int) -> float:
-    lines = map(json.loads, (layout.metrics / "orchestrator.jsonl").read_text().splitlines())
-    return [values["reward/mean"] for values in lines if values["step"] == step][-1]
+    return [values["reward/mean"] for values in read_metrics(layout, "orchestrator") if values["step"] == step][-1]
 
 
 def test_a_killed_launcher_takes_every_role_with_it(run: Run) -> None:
