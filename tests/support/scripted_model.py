@@ -10,6 +10,11 @@ from trivet.environments.model_client import ModelClient
 Answer = Callable[[list[dict[str, Any]]], str]
 
 
+def call_of(name: str, arguments: str) -> str:
+    """An answer that calls a tool, as the server's parser hands it on."""
+    return f"<tool_call>{name} {arguments}"
+
+
 class ScriptedModel(ModelClient):
     """One token per character, log-probability -0.5 each, sampled by `version`; `errors` are raised first, one a request."""
 
@@ -19,6 +24,9 @@ class ScriptedModel(ModelClient):
         self._version = version
         self._errors = errors or []
         self.requests: list[dict[str, Any]] = []
+
+    async def close(self) -> None:
+        pass
 
     async def get_native_response(self, prompt, model, sampling_args, tools=None, **kwargs) -> ChatCompletion:
         self.requests.append({"prompt": prompt, "model": model, "sampling_args": sampling_args})
@@ -36,7 +44,7 @@ class ScriptedModel(ModelClient):
                 {
                     "index": 0,
                     "finish_reason": "stop",
-                    "message": {"role": "assistant", "content": text},
+                    "message": _message(text),
                     "token_ids": tokens,
                     "logprobs": {
                         "content": [{"token": "", "logprob": -0.5, "top_logprobs": [], "bytes": None} for _ in tokens]
@@ -46,3 +54,11 @@ class ScriptedModel(ModelClient):
             ],
         }
         return ChatCompletion.model_validate(body)
+
+
+def _message(text: str) -> dict[str, Any]:
+    if not text.startswith("<tool_call>"):
+        return {"role": "assistant", "content": text}
+    name, _, arguments = text.removeprefix("<tool_call>").partition(" ")
+    call = {"id": "call-1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
