@@ -105,6 +105,8 @@ class Watched:
     rss_mib: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
     """Of this process, receiver not included."""
+    whole_rate: float = 0.0
+    """Trained rollouts per second from the start to the last batch; what was in flight then counts for nothing."""
 
     async def run(self, dispatcher: Dispatcher) -> None:
         process = psutil.Process()
@@ -216,7 +218,9 @@ def run_loop(
             loop = make_loop(config, run_group, sender, telemetry, examples)
             loop.gauges = lambda: on_step(loop)
             loop.beside = {"watched": lambda: watched.run(loop.dispatcher)}
+            started = time.perf_counter()
             await loop.run()
+            watched.whole_rate = batch_size * len(times) / (times[-1] - started)
         finally:
             await sender.aclose()
             telemetry.close()
@@ -331,8 +335,8 @@ def rate_through_verifiers(num_rollouts: int, num_tokens: int, directory: Path) 
     runner = GroupRunner(env=make_environment(), label="toy", model_name="m")
     host = EnvironmentHost(runner, make_client=lambda _: instant_client(num_tokens))
     run_group = group_runner(LocalPool({"toy": host}), sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
-    rate, _ = run_loop(run_group, directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 2, examples=EXAMPLES)
-    return rate
+    _, watched = run_loop(run_group, directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 10, examples=EXAMPLES)
+    return watched.whole_rate
 
 
 PARTS: list[tuple[str, object, str]] = [
@@ -401,7 +405,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=200_000)
     parser.add_argument("--in-flight", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--verifiers-rollouts", type=int, default=4_000)
+    parser.add_argument("--verifiers-rollouts", type=int, default=6_000)
     args = parser.parse_args()
     run_group = costless(args.tokens)
     with tempfile.TemporaryDirectory() as name:
