@@ -21,7 +21,8 @@ from trivet.wire.status import RunState, RunStatus
 
 pytestmark = pytest.mark.vllm
 
-MAX_STEPS = 14
+MAX_STEPS = 80
+"""A step takes a tenth of a second on a machine that does nothing else; there must be some left at every interruption."""
 WATCHDOG_S = 10.0
 BACK_WITHIN_S = 300.0
 
@@ -70,7 +71,10 @@ def test_a_run_completes_although_each_role_is_lost_once(run: Run) -> None:
     inference = run.role("inference")
     run.role("trainer").kill()
     second = wait_for_restart(run, 2)
-    assert second.restarts[1].from_step == 6
+    from_step = second.restarts[1].from_step
+    assert from_step is not None
+    assert from_step >= 6
+    assert from_step % 6 == 0
     assert second.attempt == 2
 
     run.role("orchestrator").send_signal(signal.SIGSTOP)
@@ -95,7 +99,7 @@ def test_a_run_completes_although_each_role_is_lost_once(run: Run) -> None:
 
 
 def test_sigterm_commits_between_two_checkpoints_and_a_resume_goes_on_from_there(run: Run) -> None:
-    launcher = run.start()
+    launcher = run.start("--ckpt.interval", "1000")
     run.wait_for(run.layout.weights_step(2) / STABLE)
     family = descendants_of(launcher.pid)
     os.kill(launcher.pid, signal.SIGTERM)
@@ -103,7 +107,7 @@ def test_sigterm_commits_between_two_checkpoints_and_a_resume_goes_on_from_there
     assert_all_gone(family)
     step = status_of(run.layout).last_commit
     assert step is not None
-    assert 2 <= step < 6, "the checkpoint of the interval is step 6"
+    assert 2 <= step < MAX_STEPS
     assert f"committed up to step {step}" in run.output
     stops = [event for event in read_events(run.layout.events) if isinstance(event, Stop)]
     assert {(stop.role, stop.step, stop.reason) for stop in stops} == {
@@ -111,7 +115,7 @@ def test_sigterm_commits_between_two_checkpoints_and_a_resume_goes_on_from_there
         ("trainer", step, "preempted"),
     }
 
-    assert run.start("--ckpt.resume-step", "-1").wait(BACK_WITHIN_S) == 0, run.output[-4000:]
+    assert run.start("--ckpt.interval", "1000", "--ckpt.resume-step", "-1").wait(BACK_WITHIN_S) == 0, run.output[-4000:]
     resumed = [event for event in read_events(run.layout.events) if isinstance(event, Start) and event.attempt == 2]
     assert {event.from_step for event in resumed} == {step}
     assert_proven(run.layout)
