@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from trivet.launcher.terminal import Terminal
+
 _TAIL_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
 _FOR_THE_TERMINAL = re.compile(r".{0,40}\b(SUCCESS|WARNING|ERROR)\b")
@@ -60,10 +62,11 @@ class RunLog:
     >>> with path.open("a") as file:
     ...     log = RunLog(sys.stdout, file)
     ...     log.say("inference ready")
+    ...     log.close()
     """
 
     def __init__(self, terminal: TextIO, file: TextIO, *, now: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
-        self._terminal: TextIO | None = terminal
+        self._terminal: Terminal | None = Terminal(terminal)
         self._file = file
         self._now = now
 
@@ -75,10 +78,21 @@ class RunLog:
         """Pass on a line as it is."""
         with suppress(OSError):  # a full disk: what is not written yet is tried again with the next line, and the run goes on
             print(line, file=self._file, flush=True)
+        self._use_terminal(lambda terminal: terminal.print(line))
+
+    def show_progress(self, *, step: int, max_steps: int | None, doing: str) -> None:
+        """The bar of a terminal; lines in a file stay lines."""
+        self._use_terminal(lambda terminal: terminal.show_progress(step=step, max_steps=max_steps, doing=doing))
+
+    def close(self) -> None:
+        """Leave the terminal as it was. More can be said afterwards."""
+        self._use_terminal(Terminal.close)
+
+    def _use_terminal(self, use: Callable[[Terminal], None]) -> None:
         if self._terminal is None:
             return
         try:
-            print(line, file=self._terminal, flush=True)
+            use(self._terminal)
         except OSError as exc:  # the terminal was closed, or the reader of our pipe has gone: the run goes on
             if exc.errno != errno.ENOSPC:
                 self._terminal = None

@@ -35,6 +35,7 @@ from trivet.launcher.recovery import (
     Verdict,
 )
 from trivet.launcher.status import StatusFile, role_status
+from trivet.launcher.terminal import finished_step, waiting_words
 from trivet.launcher.watchdog import Watchdog
 from trivet.launcher.words import quote_log, recount
 from trivet.lifetime import adopt_orphans
@@ -136,6 +137,7 @@ class Supervisor:
                         self._sleep(TICK_S)
                 self._announce(verdict)
             finally:
+                self._log.close()
                 self._end_all(interrupts)
             self._conclude(verdict)
         return verdict.exit_code
@@ -319,20 +321,21 @@ class Supervisor:
 
     def _write_status(self, verdict: Verdict | None = None) -> None:
         running = RunState.PREEMPTED if self._recovery.is_preempted else RunState.RUNNING
-        self._status.write(
-            RunStatus(
-                run_id=self._attempts.run.id,
-                attempt=self._attempts.run.attempt,
-                pid=os.getpid(),
-                state=running if verdict is None else RunState(verdict.outcome.value),
-                started=self._started_at,
-                time=self._wall(),
-                max_steps=self._attempts.max_steps,
-                last_commit=self._attempts.last_commit,
-                roles=[role_status(member, phase=self._recovery.phase_of(name)) for name, member in self._members.items()],
-                restarts=list(self._restarts),
-                last_error=self._last_error,
-                exit_code=verdict.exit_code if verdict is not None else None,
-                reason=verdict.reason if verdict is not None else "",
-            )
+        status = RunStatus(
+            run_id=self._attempts.run.id,
+            attempt=self._attempts.run.attempt,
+            pid=os.getpid(),
+            state=running if verdict is None else RunState(verdict.outcome.value),
+            started=self._started_at,
+            time=self._wall(),
+            max_steps=self._attempts.max_steps,
+            last_commit=self._attempts.last_commit,
+            roles=[role_status(member, phase=self._recovery.phase_of(name)) for name, member in self._members.items()],
+            restarts=list(self._restarts),
+            last_error=self._last_error,
+            exit_code=verdict.exit_code if verdict is not None else None,
+            reason=verdict.reason if verdict is not None else "",
         )
+        self._status.write(status)
+        if verdict is None:
+            self._log.show_progress(step=finished_step(status), max_steps=status.max_steps, doing=waiting_words(status))

@@ -1,0 +1,93 @@
+"""Where the launcher prints: plain lines, and on a terminal a bar below them that says how far the run is and what it waits for."""
+
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from trivet.wire.status import RunStatus
+
+
+class Terminal:
+    """Prints whole lines as they are. Raises OSError when the terminal is gone.
+
+    >>> terminal = Terminal(sys.stdout)
+    >>> terminal.show_progress(step=3, max_steps=100, doing="trainer: batch 4 from orchestrator")
+    >>> terminal.print("trainer SUCCESS Step 3 | …")
+    >>> terminal.close()
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._progress = _make_progress(file) if file.isatty() else None
+
+    def print(self, line: str) -> None:
+        if self._progress is not None and self._progress.live.is_started:
+            self._progress.console.out(line, highlight=False)
+        else:
+            print(line, file=self._file, flush=True)
+
+    def show_progress(self, *, step: int, max_steps: int | None, doing: str) -> None:
+        """Nothing where lines go to a file or a pipe.
+
+        Args:
+            step: the last finished one; it may be smaller than before, after a restart.
+            max_steps: None for a run without end.
+        """
+        if self._progress is None:
+            return
+        if not self._progress.tasks:
+            self._progress.add_task("", total=max_steps, doing=doing)
+            self._progress.start()
+        self._progress.update(self._progress.task_ids[0], completed=step, total=max_steps, doing=doing)
+        self._progress.refresh()
+
+    def close(self) -> None:
+        """Remove the bar. May be called again."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def waiting_words(status: RunStatus) -> str:
+    """What the trainer does, else what the orchestrator does: the end of the line that the run hangs on.
+
+    Returns:
+        `waits for batch 12 (filling batch 12)`, `training step 12`, or `starting`.
+    """
+    doing = {role.name: role.reports[0] for role in status.roles if role.reports}
+    trainer, orchestrator = doing.get("trainer"), doing.get("orchestrator")
+    if trainer is None:
+        return orchestrator.activity if orchestrator is not None else "starting"
+    if not trainer.waits_for:
+        return trainer.activity
+    behind = f" ({orchestrator.activity})" if orchestrator is not None and trainer.waits_for == "orchestrator" else ""
+    return f"waits for {trainer.activity}{behind}"
+
+
+def finished_step(status: RunStatus) -> int:
+    """The last step that a trainer rank of this attempt has finished."""
+    return max(_trainer_steps(status), default=0)
+
+
+def _trainer_steps(status: RunStatus) -> Sequence[int]:
+    return [report.step for role in status.roles if role.name == "trainer" for report in role.reports]
+
+
+def _make_progress(file: TextIO) -> Progress:
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[doing]}", markup=False),
+        console=Console(file=file),
+        # No thread of its own, and nobody else's output: the launcher's loop says when something has changed.
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        transient=True,
+    )

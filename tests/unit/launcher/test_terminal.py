@@ -1,0 +1,79 @@
+"""What the launcher shows on a terminal, and what it writes into a file in its place."""
+
+import io
+import os
+import pty
+from collections.abc import Callable
+
+from trivet.launcher.terminal import Terminal, finished_step, waiting_words
+from trivet.wire.status import Report, RoleState, RoleStatus, RunState, RunStatus
+from trivet.wire.versions import Step
+
+STEP_LINE = "12:00:00 trainer SUCCESS Step 3 | Time: 1.99s | Loss: [0.0123] " + "x" * 200
+
+
+def on_a_terminal(use: Callable[[Terminal], None]) -> str:
+    """What a terminal receives while `use` runs."""
+    ours, theirs = pty.openpty()
+    try:
+        with os.fdopen(theirs, "w") as file:
+            use(Terminal(file))
+            os.set_blocking(ours, False)
+            return os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+
+
+def test_lines_in_a_file_stay_lines_and_progress_leaves_nothing() -> None:
+    file = io.StringIO()
+    terminal = Terminal(file)
+    terminal.show_progress(step=3, max_steps=100, doing="training step 4")
+    terminal.print(STEP_LINE)
+    terminal.close()
+    assert file.getvalue() == STEP_LINE + "\n"
+
+
+def test_a_terminal_shows_a_bar_below_whole_lines() -> None:
+    def use(terminal: Terminal) -> None:
+        terminal.show_progress(step=3, max_steps=100, doing="waits for batch 4")
+        terminal.print(STEP_LINE)
+        terminal.show_progress(step=4, max_steps=100, doing="training step 5")
+
+    seen = on_a_terminal(use)
+    assert "3/100" in seen
+    assert "waits for batch 4" in seen
+    assert STEP_LINE in seen.replace("\r\n", "\n")
+    assert seen.index("4/100") > seen.index(STEP_LINE)
+
+
+def test_once_closed_a_terminal_gets_plain_lines() -> None:
+    def use(terminal: Terminal) -> None:
+        terminal.show_progress(step=3, max_steps=None, doing="")
+        terminal.close()
+        terminal.close()
+        terminal.print("done")
+
+    assert on_a_terminal(use).endswith("done\r\n")
+
+
+def _status(*reports: Report) -> RunStatus:
+    roles = [RoleStatus(name=report.role, state=RoleState.RUNNING, pid=1, reports=[report]) for report in reports]
+    return RunStatus(run_id="r", attempt=1, pid=1, state=RunState.RUNNING, started=0.0, time=0.0, roles=roles)
+
+
+def _report(role: str, activity: str, *, step: int = 0, waits_for: str = "") -> Report:
+    return Report(role=role, pid=1, time=0.0, since=0.0, activity=activity, step=Step(step), waits_for=waits_for)
+
+
+def test_the_words_name_what_the_run_hangs_on() -> None:
+    filling = _report("orchestrator", "filling batch 12")
+    assert waiting_words(_status()) == "starting"
+    assert waiting_words(_status(filling)) == "filling batch 12"
+    assert waiting_words(_status(filling, _report("trainer", "training step 11"))) == "training step 11"
+    waiting = _report("trainer", "batch 12", waits_for="orchestrator")
+    assert waiting_words(_status(filling, waiting)) == "waits for batch 12 (filling batch 12)"
+
+
+def test_the_finished_step_is_the_trainers() -> None:
+    assert finished_step(_status()) == 0
+    assert finished_step(_status(_report("orchestrator", "", step=9), _report("trainer", "", step=7))) == 7
