@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
     {"errors", "lifetime", "loop_lag", "durable"},
-    {"faults"},
+    {"faults", "lock"},
     {"wire", "disk"},
     {"algorithms"},
     {"config"},

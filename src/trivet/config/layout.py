@@ -57,6 +57,10 @@ class RunLayout:
     def lock(self) -> Path:
         return self.root / ".lock"
 
+    def role_lock(self, role: str) -> Path:
+        """Held by a role of which a run has one, whoever started it."""
+        return self.root / f".lock.{role}"
+
     @property
     def run_file(self) -> Path:
         """Run id and attempt, so that a resumed run keeps its identity."""

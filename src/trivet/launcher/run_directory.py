@@ -1,6 +1,5 @@
 """One run per output directory: takes it, refuses what another run left there, gives the run its identity."""
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -18,7 +17,8 @@ from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
 from trivet.config.shared import RunIdentity
 from trivet.durable import write_atomically, write_json_atomically
-from trivet.errors import CheckpointError, ConfigError, RunDirectoryBusy
+from trivet.errors import CheckpointError, ConfigError
+from trivet.lock import FileLock
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
 
@@ -49,7 +49,7 @@ class RunDirectory:
 
     def __init__(self, layout: RunLayout) -> None:
         self.layout = layout
-        self._lock = -1
+        self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}")
 
     def __enter__(self) -> "RunDirectory":
         """
@@ -59,19 +59,11 @@ class RunDirectory:
         """
         try:
             self.layout.root.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock.__enter__()
         except OSError as exc:
             raise ConfigError(
                 f"output_dir {str(self.layout.root)!r} cannot be written: {exc.strerror}; choose another"
             ) from exc
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            message = _describe_holder(self.layout)
-            self.close()
-            raise RunDirectoryBusy(message) from exc
-        os.ftruncate(self._lock, 0)
-        os.write(self._lock, f"{os.getpid()} {time.time():.0f}\n".encode())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -79,13 +71,11 @@ class RunDirectory:
 
     def close(self) -> None:
         """Give the directory up; the kernel does the same when the process ends in any way."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
     def keep_over_exec(self) -> None:
         """The program that replaces this process holds the directory on."""
-        os.set_inheritable(self._lock, True)
+        self._lock.keep_over_exec()
 
     def choose_start(self, *, resume_step: int | None, does_clean: bool, resume_from: Path | None = None) -> Step | None:
         """Decide where the run starts, and make sure that nothing of another run is in the way. Changes nothing.
@@ -177,15 +167,6 @@ def read_run(layout: RunLayout) -> RunRecord | None:
 def write_configs(configs: Mapping[Path, Section]) -> None:
     for path, section in configs.items():
         write_atomically(path, to_toml(section).encode())
-
-
-def _describe_holder(layout: RunLayout) -> str:
-    pid, _, started = layout.lock.read_text(errors="replace").strip().partition(" ")
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(int(started))) if started.isdigit() else "unknown"
-    return (
-        f"output_dir {str(layout.root)!r} is in use by the run with pid {pid or 'unknown'}, started {since}; "
-        f"wait for it, stop it (kill {pid or 'PID'}), or choose another output_dir"
-    )
 
 
 def _describe_results(layout: RunLayout, results: list[str]) -> str:

@@ -11,6 +11,7 @@ from trivet.environments.installed import require_installed
 from trivet.errors import TrivetError
 from trivet.faults import arm
 from trivet.lifetime import die_with_parent
+from trivet.lock import hold_role
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.start import open_environments, run
@@ -36,7 +37,8 @@ def start(config: OrchestratorConfig) -> int:
     arm(config.faults.schedule)
     progress.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
     progress.doing("loading environments")
-    return asyncio.run(_run_until_signalled(config))
+    with hold_role(RunLayout(config.output_dir).role_lock("orchestrator")):
+        return asyncio.run(_run_until_signalled(config))
 
 
 async def _run_until_signalled(config: OrchestratorConfig) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 
 import torch
 
@@ -10,6 +11,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.trainer import TrainerConfig, TrainingConfig
 from trivet.faults import arm
 from trivet.lifetime import die_with_parent
+from trivet.lock import hold_role
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.distributed import World, open_world
@@ -30,7 +32,8 @@ def start(config: TrainerConfig) -> int:
     with open_world(device=config.device, timeout_s=config.dist_timeout_seconds, wait_timeout_s=transport.timeout_s) as world:
         set_up_rank(config, world, role="trainer")
         arm(config.faults.schedule, rank=world.rank)
-        run(with_end_of_replay(config), world, make_receiver=lambda from_step: open_receiver(config, from_step))
+        with hold_role(RunLayout(config.output_dir).role_lock("trainer")) if world.is_main else nullcontext():
+            run(with_end_of_replay(config), world, make_receiver=lambda from_step: open_receiver(config, from_step))
     return 0
 
 

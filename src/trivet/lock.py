@@ -1,0 +1,100 @@
+"""A file that one process holds at a time. The launcher holds a run's directory, trainer and orchestrator each their role in it."""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from trivet.errors import RunDirectoryBusy
+
+_LOOK_EVERY_S = 0.1
+_ROLE_WAIT_S = 10.0
+"""A role that was killed a moment ago may still be ending."""
+
+
+class FileLock:
+    """The kernel lets go when the process ends in any way; the file stays and blocks nobody.
+
+    >>> with FileLock(path, what="output_dir 'outputs'"):
+    ...     write_into_it()
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        what: str,
+        wait_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """
+        Args:
+            path: in a directory that exists.
+            what: what is held, as the error names it.
+            wait_s: how long another process may take to let go.
+        """
+        self._path = path
+        self._what = what
+        self._wait_s = wait_s
+        self._clock = clock
+        self._sleep = sleep
+        self._file = -1
+
+    def __enter__(self) -> "FileLock":
+        """
+        Raises:
+            RunDirectoryBusy: a live process holds it.
+            OSError: the file cannot be written.
+        """
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = self._clock() + self._wait_s
+        while not self._is_taken():
+            if self._clock() >= deadline:
+                self.close()
+                raise RunDirectoryBusy(self._describe_holder())
+            self._sleep(_LOOK_EVERY_S)
+        os.ftruncate(self._file, 0)
+        os.write(self._file, f"{os.getpid()} {time.time():.0f}\n".encode())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go. May be called again."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def keep_over_exec(self) -> None:
+        """The program that replaces this process holds it on."""
+        os.set_inheritable(self._file, True)
+
+    def _is_taken(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _describe_holder(self) -> str:
+        pid, _, started = self._path.read_text(errors="replace").strip().partition(" ")
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(int(started))) if started.isdigit() else "unknown"
+        return (
+            f"{self._what} is in use by the run with pid {pid or 'unknown'}, started {since}; "
+            f"wait for it, stop it (kill {pid or 'PID'}), or choose another output_dir"
+        )
+
+
+def hold_role(path: Path) -> FileLock:
+    """The lock of a role of which a directory has one; roles that were started by hand are told apart by it.
+
+    Args:
+        path: `RunLayout.role_lock`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    role = path.suffix.removeprefix(".")
+    return FileLock(path, what=f"the {role}'s place in output_dir {str(path.parent)!r}", wait_s=_ROLE_WAIT_S)

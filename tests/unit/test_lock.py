@@ -1,0 +1,68 @@
+"""One holder at a time, whose name the next one learns."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trivet.config.layout import RunLayout
+from trivet.errors import RunDirectoryBusy
+from trivet.lock import FileLock, hold_role
+
+
+def test_a_second_holder_is_refused_and_learns_who_holds_it(tmp_path: Path) -> None:
+    with (
+        FileLock(tmp_path / "lock", what="this place"),
+        pytest.raises(RunDirectoryBusy, match=rf"this place is in use by the run with pid {os.getpid()}, started \d{{4}}-"),
+        FileLock(tmp_path / "lock", what="this place"),
+    ):
+        pass
+
+
+def test_it_can_be_taken_again_after_it_was_let_go(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock", what="this place")
+    for _ in range(2):
+        with lock:
+            pass
+    lock.close()
+
+
+def test_a_holder_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
+    first = FileLock(tmp_path / "lock", what="this place")
+    first.__enter__()
+    with FileLock(tmp_path / "lock", what="this place", wait_s=10.0, sleep=lambda _: first.close()):
+        pass
+
+
+def test_waiting_ends_at_its_deadline(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    with FileLock(tmp_path / "lock", what="this place"):
+        late = FileLock(tmp_path / "lock", what="this place", wait_s=2.0, clock=lambda: now[0], sleep=sleep)
+        with pytest.raises(RunDirectoryBusy), late:
+            pass
+    assert 2.0 <= now[0] < 3.0
+
+
+def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
+    path = RunLayout(tmp_path).role_lock("trainer")
+    program = (
+        "import sys, time; from pathlib import Path; from trivet.lock import hold_role\n"
+        "hold_role(Path(sys.argv[1])).__enter__(); print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(RunDirectoryBusy, match="the trainer's place in output_dir"),
+            FileLock(path, what=f"the trainer's place in output_dir {str(tmp_path)!r}"),
+        ):
+            pass
+        holder.kill()
+    with hold_role(path):
+        pass
