@@ -131,6 +131,21 @@ class InferenceClient:
     async def policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
         return await self._ask("GET", "/policy", PolicyStatus, timeout_s=timeout_s)
 
+    async def serves_policies(self) -> bool:
+        """Whether it is `uv run inference`; else some other OpenAI-compatible server, whose weights stay as they are.
+
+        Raises:
+            InferenceError: it does not answer, or not now.
+        """
+        response = await self._send("GET", "/policy", timeout_s=self._timeout_s)
+        if response.is_server_error:
+            raise InferenceError(f"GET {self.base_url}/policy was answered with {response.status_code}: {_reason(response)}")
+        try:
+            msgspec.json.decode(response.content, type=PolicyStatus)
+        except msgspec.DecodeError:
+            return False
+        return response.is_success
+
     async def load(self) -> ServerLoad | None:
         """How busy the server is; None when it does not say."""
         response = await self._request("GET", "/metrics", timeout_s=self._timeout_s)
@@ -149,11 +164,15 @@ class InferenceClient:
         return await self._ask("POST", "/reload_weights", PolicyStatus)
 
     async def model_name(self) -> str:
-        """The name that requests must give."""
+        """The name that requests must give; a server of ours names it first."""
+        return (await self.model_names())[0]
+
+    async def model_names(self) -> list[str]:
+        """What requests may give as their model, at least one."""
         models = await self._ask("GET", "/v1/models", _Models)
         if not models.data:
             raise InferenceError(f"GET {self.base_url}/v1/models names no model")
-        return models.data[0].id
+        return [model.id for model in models.data]
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int | None = None
@@ -196,18 +215,21 @@ class InferenceClient:
             ) from exc
 
     async def _request(self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> httpx.Response:
+        response = await self._send(method, path, timeout_s=timeout_s, body=body)
+        if response.is_error:
+            kind = PolicyRefused if response.status_code == httpx.codes.CONFLICT else InferenceError
+            raise kind(f"{method} {self.base_url}{path} was answered with {response.status_code}: {_reason(response)}")
+        return response
+
+    async def _send(self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> httpx.Response:
         asked = f"{method} {self.base_url}{path}"
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._http.request(method, path, json=body, timeout=timeout_s)
+                return await self._http.request(method, path, json=body, timeout=timeout_s)
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise InferenceTimeout(f"{asked} was not answered within {timeout_s:.0f} s") from exc
         except httpx.HTTPError as exc:
             raise InferenceError(f"{asked} failed: {type(exc).__name__}: {exc}") from exc
-        if response.is_error:
-            kind = PolicyRefused if response.status_code == httpx.codes.CONFLICT else InferenceError
-            raise kind(f"{asked} was answered with {response.status_code}: {_reason(response)}")
-        return response
 
 
 def _absolute(directory: Path) -> str:

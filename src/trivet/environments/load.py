@@ -37,7 +37,7 @@ def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: Sta
             api_key=client.api_key(base_url, environ),
             timeout_s=client.timeout,
             headers=client.headers,
-            keeps_tokens=settings.trajectory_strategy == "interleaved",
+            keeps_tokens=settings.trajectory_strategy == "interleaved" and not settings.is_plain,
         )
 
     env = load_environment(settings.env_id, name=settings.name, args=settings.args)
@@ -49,6 +49,7 @@ def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: Sta
         trajectory_strategy=settings.trajectory_strategy,
         on_reward_error=settings.on_reward_error,
         timeout_s=settings.rollout_timeout_s,
+        is_plain=settings.is_plain,
         stages=stages or StageBoard(),
     )
     return EnvironmentHost(runner, make_client=make_client, hash_keys=tuple(settings.hash_keys))

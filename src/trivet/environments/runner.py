@@ -13,7 +13,7 @@ import verifiers as vf
 from trivet.algorithms.seeds import derive_seed
 from trivet.environments.model_client import ModelClient, response_versions
 from trivet.environments.reward_guard import collect_reward_errors
-from trivet.environments.sampling import request_arguments
+from trivet.environments.sampling import plain_arguments, request_arguments
 from trivet.environments.stages import Stage, StageBoard
 from trivet.environments.trajectories import Turn, to_samples
 from trivet.errors import RolloutFailed
@@ -41,6 +41,8 @@ class GroupRunner:
     on_reward_error: Literal["drop", "zero"] = "drop"
     timeout_s: float | None = None
     """Longest time for a group, from its first request to its last score."""
+    is_plain: bool = False
+    """Servers answer text alone: rollouts have no samples."""
     stages: StageBoard = field(default_factory=StageBoard)
 
     async def run(
@@ -85,13 +87,19 @@ class GroupRunner:
             async with asyncio.TaskGroup() as attempts:
                 running = [
                     attempts.create_task(
-                        self._attempt(example, _arguments(sampling, group_id, index), name=(group_id, index), client=client)
+                        self._attempt(
+                            example, self._arguments(sampling, group_id, index), name=(group_id, index), client=client
+                        )
                     )
                     for index in range(num_rollouts)
                 ]
         except ExceptionGroup as failed:  # the first failure has ended the others
             raise failed.exceptions[0] from None
         return [attempt.result() for attempt in running]
+
+    def _arguments(self, sampling: SamplingArguments, group_id: GroupId, index: int) -> dict[str, Any]:
+        seed = None if sampling.seed is None else derive_seed(sampling.seed, group_id, index) % 2**31
+        return plain_arguments(sampling, seed=seed) if self.is_plain else request_arguments(sampling, seed=seed)
 
     async def _attempt(
         self, example: Mapping[str, Any], arguments: dict[str, Any], *, name: tuple[GroupId, int], client: ModelClient
@@ -144,14 +152,15 @@ class GroupRunner:
                 f"reward of environment {self.label!r} is {reward}, not a finite number", kind="RewardNotFinite"
             )
         timing = state["timing"]
+        steps = state["trajectory"]
         trajectory = to_samples(
-            [to_turn(step["response"], is_truncated=step["is_truncated"]) for step in state["trajectory"]],
+            [] if self.is_plain else [to_turn(step["response"], is_truncated=step["is_truncated"]) for step in steps],
             temperature=1.0 if temperature is None else temperature,
             strategy=self.trajectory_strategy,
         )
         metrics: dict[str, Any] = state.get("metrics") or {}
         scores = {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
-        if self.trajectory_strategy == "interleaved" and len(state["trajectory"]) > 1:
+        if self.trajectory_strategy == "interleaved" and len(steps) > 1 and not self.is_plain:
             scores["broken_prefixes"] = float(trajectory.num_broken_prefixes)
         return Rollout(
             index=index,
@@ -160,16 +169,17 @@ class GroupRunner:
             scores=scores,
             prompt=readable(state["prompt"]),
             completion=readable(state.get("completion") or []),
-            num_turns=len(state["trajectory"]),
+            num_turns=len(steps),
             ran_out_of_context=bool(state.get("prompt_too_long")),
+            is_cut=self.is_plain and any(step["response"].message.is_truncated for step in steps),
+            counted_tokens=sum(_counted_tokens(step["response"]) for step in steps) if self.is_plain else 0,
             generation_s=timing.generation.duration,
             scoring_s=timing.scoring.duration,
         )
 
 
-def _arguments(sampling: SamplingArguments, group_id: GroupId, index: int) -> dict[str, Any]:
-    seed = None if sampling.seed is None else derive_seed(sampling.seed, group_id, index) % 2**31
-    return request_arguments(sampling, seed=seed)
+def _counted_tokens(response: vf.Response) -> int:
+    return response.usage.completion_tokens if response.usage else 0
 
 
 def to_turn(response: vf.Response, *, is_truncated: bool = False) -> Turn:

@@ -7,6 +7,7 @@ from trivet.wire.groups import SamplingArguments
 
 _OPENAI = ("max_tokens", "top_p", "presence_penalty", "frequency_penalty")
 """Fields that the OpenAI client knows; every other travels in `extra_body`."""
+_DEFAULTS = RequestSamplingConfig().model_dump()
 
 
 def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | None) -> SamplingArguments:
@@ -47,3 +48,14 @@ def request_arguments(sampling: SamplingArguments, *, seed: int | None) -> dict[
             "return_token_ids": True,
         },
     }
+
+
+def plain_arguments(sampling: SamplingArguments, *, seed: int | None) -> dict[str, Any]:
+    """Sampling arguments of one chat-completions request to a server that is none of ours.
+
+    Only what differs from its default is sent: such a server may refuse fields that it does not know.
+    """
+    fields = {name: value for name, value in sampling.fields.items() if value != _DEFAULTS.get(name)}
+    known = {name: fields.pop(name) for name in _OPENAI if name in fields}
+    asked = {"temperature": sampling.temperature, "seed": seed, **known, "extra_body": fields or None}
+    return {name: value for name, value in asked.items() if value is not None}

@@ -19,10 +19,12 @@ def host_settings(
     hash_keys: Sequence[str] = (),
     rollout_timeout_s: float | None = None,
     log_level: str = "info",
+    is_plain: bool = False,
 ) -> HostSettings:
     """
     Args:
         name: instead of the environment's label.
+        is_plain: the servers are none of ours and answer text alone.
     """
     return HostSettings(
         env_id=env.id,
@@ -35,6 +37,7 @@ def host_settings(
         on_reward_error=env.on_reward_error,
         rollout_timeout_s=rollout_timeout_s,
         log_level=log_level,
+        is_plain=is_plain,
     )
 
 

@@ -161,7 +161,7 @@ def _record(example_id: int, rollout: Rollout) -> ResultRecord:
         scores=rollout.scores,
         num_turns=rollout.num_turns,
         is_truncated=rollout.is_truncated,
-        completion_tokens=sum(sample.num_loss_tokens for sample in rollout.samples),
+        completion_tokens=rollout.num_completion_tokens,
         prompt=rollout.prompt,
         completion=rollout.completion,
     )

@@ -29,7 +29,7 @@ class WandbSink:
         Raises:
             ConfigError: W&B refused to start, for example without a login.
         """
-        settings = wandb.Settings(console="off", silent=True, x_label=role, x_primary=role in (_PRIMARY_ROLE, "sft"))
+        settings = wandb.Settings(console="off", silent=True, x_label=role, x_primary=role in (_PRIMARY_ROLE, "sft", "eval"))
         self._role = role
         self._extras = config.log_extras
         try:

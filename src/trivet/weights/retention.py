@@ -18,18 +18,30 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
     """What the reader has loaded."""
     time: float
     """Unix seconds."""
+    expires: float | None = None
+    """Unix seconds from which on it does not count: of a reader that comes and goes, and may be killed. None: never."""
 
 
-def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion) -> None:
+def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion, *, lifetime_s: float | None = None) -> None:
     """Record that `reader` serves `version` and reads nothing older any more.
 
     Its first word, with what it holds at the start of a run, comes before it loads anything: until then nothing is kept for it.
+
+    Args:
+        lifetime_s: it counts for that long, unless it is said again; None: until the reader says otherwise.
     """
-    write_json_atomically(_reader_file(layout, reader), Acknowledgement(version=version, time=time.time()))
+    now = time.time()
+    expires = None if lifetime_s is None else now + lifetime_s
+    write_json_atomically(_reader_file(layout, reader), Acknowledgement(version=version, time=now, expires=expires))
+
+
+def forget_reader(layout: RunLayout, reader: str) -> None:
+    """`reader` needs nothing any more."""
+    _reader_file(layout, reader).unlink(missing_ok=True)
 
 
 def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
-    """What each reader acknowledged last, by its name.
+    """What each reader acknowledged last, by its name; what has expired is left out.
 
     Raises:
         WeightsError: a file in weights/readers/ is not an acknowledgement.
@@ -42,7 +54,8 @@ def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
             continue
         except msgspec.DecodeError as exc:
             raise WeightsError(f"{path} is not an acknowledgement: {exc}; remove it") from exc
-        versions[unquote(path.stem)] = acknowledgement.version
+        if acknowledgement.expires is None or acknowledgement.expires > time.time():
+            versions[unquote(path.stem)] = acknowledgement.version
     return versions
 
 

@@ -55,6 +55,10 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     num_turns: int = 1
     ran_out_of_context: bool = False
     """It ended because what the model had to read next was longer than its context; the turns before it are kept."""
+    is_cut: bool = False
+    """A turn ended at a length limit, by the word of a server that gives no token ids: there are no samples to tell it."""
+    counted_tokens: int = 0
+    """Tokens of the completions as such a server counts them."""
     generation_s: float = 0.0
     scoring_s: float = 0.0
     advantage: float = 0.0
@@ -63,7 +67,12 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     @property
     def is_truncated(self) -> bool:
         """A turn ended at a length limit, or there was no room for the next."""
-        return self.ran_out_of_context or any(sample.is_truncated for sample in self.samples)
+        return self.ran_out_of_context or self.is_cut or any(sample.is_truncated for sample in self.samples)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Sampled by the model."""
+        return self.counted_tokens + sum(sample.num_loss_tokens for sample in self.samples)
 
 
 class Group(msgspec.Struct, kw_only=True, gc=False):

@@ -29,6 +29,8 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     on_reward_error: Literal["drop", "zero"] = "drop"
     rollout_timeout_s: float | None = None
     """Longest time for a group, from its first request to its last score."""
+    is_plain: bool = False
+    """Servers are none of ours and answer text alone: rollouts are scored, and have no samples."""
     log_level: str = "info"
 
 

@@ -140,3 +140,26 @@ def test_a_server_that_never_answers_costs_no_more_than_the_timeout() -> None:
                 await client.policy()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_ours"),
+    [
+        (None, True),
+        (httpx.Response(404, json={"error": {"message": "no route"}}), False),
+        (httpx.Response(401, json={"error": {"message": "no key"}}), False),
+        (httpx.Response(200, html="<html>a page</html>"), False),
+    ],
+)
+def test_a_server_of_ours_is_told_from_others(failure: httpx.Response | None, is_ours: bool) -> None:
+    server = FakeInference()
+    server.fail_with = failure
+    assert ask(server, lambda client: client.serves_policies()) is is_ours
+
+
+@pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.Response(503, text="loading")])
+def test_what_a_server_is_cannot_be_told_while_it_does_not_answer(failure: httpx.Response | Exception) -> None:
+    server = FakeInference()
+    server.fail_with = failure
+    with pytest.raises(InferenceError, match="GET http://fake/policy"):
+        ask(server, lambda client: client.serves_policies())

@@ -5,12 +5,15 @@ import sys
 import pytest
 import verifiers as vf
 from datasets import Dataset
+from openai.types.chat import ChatCompletion
 
 from support.scripted_model import ScriptedModel
+from trivet.config.sampling import EvalSamplingConfig
 from trivet.environments import runner as runner_module
 from trivet.environments.model_client import make_model_client
 from trivet.environments.reward_guard import guard_rewards
 from trivet.environments.runner import GroupRunner
+from trivet.environments.sampling import sampling_arguments
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
@@ -166,3 +169,39 @@ def test_a_score_that_does_not_exist_is_left_out():
     [rollout] = run(GroupRunner(env=env, label="toy", model_name="m"), ScriptedModel(lambda prompt: "x"), num_rollouts=1)
     assert "undefined" not in rollout.scores
     assert "exact" in rollout.scores
+
+
+def without_tokens(model: ScriptedModel, *, finish_reason: str = "stop") -> ScriptedModel:
+    """Answers as a server that is none of ours."""
+    ours = model.get_native_response
+
+    async def answer(*args, **kwargs):
+        body = (await ours(*args, **kwargs)).model_dump()
+        del body["prompt_token_ids"]
+        [choice] = body["choices"]
+        text = choice["message"]["content"]
+        body["choices"] = [
+            {"index": 0, "finish_reason": finish_reason, "logprobs": None, "message": {"role": "assistant", "content": text}}
+        ]
+        body["usage"] = {"prompt_tokens": 3, "completion_tokens": len(text), "total_tokens": 3 + len(text)}
+        return ChatCompletion.model_validate(body)
+
+    model.get_native_response = answer
+    return model
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_a_server_that_answers_text_alone_gives_scored_rollouts_without_samples(finish_reason):
+    model = without_tokens(ScriptedModel(lambda prompt: "cba"), finish_reason=finish_reason)
+    [rollout] = run(dataclasses.replace(make_runner(exact), is_plain=True), model, num_rollouts=1)
+    assert (rollout.reward, rollout.samples, rollout.num_completion_tokens) == (1.0, [], 3)
+    assert rollout.is_truncated is (finish_reason == "length")
+
+
+def test_a_server_that_is_none_of_ours_is_sent_only_what_was_asked_for():
+    model = without_tokens(ScriptedModel(lambda prompt: "cba"))
+    runner = dataclasses.replace(make_runner(exact), is_plain=True)
+    sampling = sampling_arguments(EvalSamplingConfig(max_tokens=8, top_k=5), temperature=0.0)
+    asyncio.run(runner.run(runner.env.get_dataset()[0], group_id=GroupId(5), num_rollouts=1, sampling=sampling, client=model))
+    sent = {name: value for name, value in model.requests[0]["sampling_args"].items() if value is not None}
+    assert sent == {"temperature": 0.0, "max_tokens": 8, "extra_body": {"top_k": 5}}

@@ -8,7 +8,7 @@ from trivet.config.layout import RunLayout
 from trivet.errors import WeightsError
 from trivet.weights.catalog import published_versions
 from trivet.weights.publish import publish
-from trivet.weights.retention import acknowledge, reader_versions, retirable, retire
+from trivet.weights.retention import acknowledge, forget_reader, reader_versions, retirable, retire
 
 SERVER = "http://127.0.0.1:8000/v1"
 
@@ -73,3 +73,12 @@ def test_an_unreadable_acknowledgement_is_named(layout):
     (layout.readers / "server_1.json").write_text("{}")
     with pytest.raises(WeightsError, match=r"server_1\.json is not an acknowledgement.*remove it"):
         reader_versions(layout)
+
+
+def test_a_reader_that_comes_and_goes_counts_for_its_time_or_until_it_is_forgotten(layout):
+    acknowledge(layout, "killed", 1, lifetime_s=-1.0)
+    acknowledge(layout, "reading", 2, lifetime_s=600.0)
+    assert reader_versions(layout) == {"reading": 2}
+    forget_reader(layout, "reading")
+    forget_reader(layout, "reading")
+    assert reader_versions(layout) == {}
