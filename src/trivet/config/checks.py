@@ -65,6 +65,7 @@ def check(config: Section, findings: Findings) -> None:
     elif isinstance(config, InferenceConfig):
         _extend(findings, inference_problems(config), iter(()))
     elif isinstance(config, EvalConfig):
+        _extend(findings, _eval_target_problems(config), iter(()))
         _extend(findings, _name_problems(config.env, "env"), iter(()))
         _extend(findings, _eval_sampling_problems(config.sampling, config.env, ""), iter(()))
 
@@ -94,6 +95,7 @@ def _rl_problems(config: RLConfig) -> Iterator[str]:
                 f"inference_gpu_ids names {num_gpus} GPUs, which must be divisible by inference.parallel.tp ({tp}):"
                 f" {num_gpus} % {tp} = {num_gpus % tp}"
             )
+    yield from _port_problems(config)
     for key, ids in (("inference_gpu_ids", config.inference_gpu_ids), ("trainer_gpu_ids", config.trainer_gpu_ids)):
         if len(set(ids)) != len(ids) or not ids:
             yield f"{key} must name at least one GPU and each once, got {ids}"
@@ -103,6 +105,18 @@ def _rl_problems(config: RLConfig) -> Iterator[str]:
             f"trainer.model.seq_len ({trainer_len}) must be >= orchestrator.seq_len ({orchestrator_len}), which packs rows of"
             f" that length; raise trainer.model.seq_len, or set seq_len for both"
         )
+
+
+def _port_problems(config: RLConfig) -> Iterator[str]:
+    if config.trainer.metrics_server is None:
+        return
+    port = config.trainer.metrics_server.port
+    others = {"trainer.rollout_transport.port": config.trainer.rollout_transport.port}
+    if config.inference is not None:
+        others["inference.server.port"] = config.inference.server.port
+    for key, taken in others.items():
+        if port == taken:
+            yield f"trainer.metrics_server.port ({port}) is {key} too; set another, or 0 for any that is free"
 
 
 def _length_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[str]:
@@ -138,6 +152,8 @@ def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]
             yield f'{prefix}scheduler.type "{schedule.type}" decays until the last step: set {_shared(prefix)}max_steps'
         if schedule.min_lr > config.optim.lr:
             yield f"{prefix}scheduler.min_lr ({schedule.min_lr}) must be <= {prefix}optim.lr ({config.optim.lr})"
+    if config.trace_path is not None and config.max_steps is not None and config.max_steps < 3:
+        yield f"{prefix}trace_path traces the third and fourth step, and {_shared(prefix)}max_steps is {config.max_steps}; raise it"
     if isinstance(config, TrainerConfig) and isinstance(config.loss, DefaultLossConfig):
         loss = config.loss
         for name in ("token_mask", "geo_mask", "sequence_mask"):
@@ -236,6 +252,27 @@ def _eval_sampling_problems(sampling: EvalSamplingConfig, envs: Sequence[EnvConf
             yield f"{of_env}.temp_scheduler changes with the step, and evaluations are compared; set {of_env}.temperature"
         elif not problems:
             yield from sampling_problems(env.sampling.over(sampling), of_env)
+
+
+def _eval_target_problems(config: EvalConfig) -> Iterator[str]:
+    """What `eval` is to evaluate."""
+    if config.weights_dir is None:
+        given = {"steps": config.steps is not None, "watcher": config.watcher}
+        for key in (key for key, is_given in given.items() if is_given):
+            yield f"{key} is about directories inside weights_dir, which is not set: add --weights-dir outputs/weights"
+        if not config.eval_base:
+            yield "nothing to evaluate: eval_base is false and weights_dir is not set"
+        if not config.env:
+            yield "no environment to evaluate on: add --env.id ID"
+    if config.steps is not None and (not config.steps or min(config.steps) < 1):
+        yield f"steps must name steps >= 1, got {literal(config.steps)}; the start model is eval_base"
+    if config.resume_path is not None and config.output_dir is not None:
+        yield (
+            f"resume_path ({config.resume_path}) says where results are, and output_dir ({config.output_dir}) too;"
+            f" remove output_dir"
+        )
+    if config.retry.wait_min > config.retry.wait_max:
+        yield f"retry.wait_min ({config.retry.wait_min}) must be <= retry.wait_max ({config.retry.wait_max})"
 
 
 def _schedule_problems(config: OrchestratorConfig, sampling: SamplingConfig, name: str) -> Iterator[str]:
@@ -338,7 +375,7 @@ def _shared(prefix: str) -> str:
 def file_problems(config: Section) -> Iterator[str]:
     """What `config` names and this machine does not have."""
     if isinstance(config, EvalConfig):
-        if config.weights_dir is not None and not config.weights_dir.is_dir():
+        if config.weights_dir is not None and not config.weights_dir.is_dir() and not config.watcher:
             yield f"weights_dir ({config.weights_dir}) is not a directory"
         return
     if isinstance(config, TrainerConfig) and (replay := config.data.replay) is not None:

@@ -60,6 +60,8 @@ RENAMED = {
     "inference.vllm.max_cpu_loras": "inference.max_cpu_loras",
     "inference.vllm.max_lora_rank": "inference.max_lora_rank",
     "inference.vllm": "inference.vllm_args",
+    "save.disk.path": "output_dir",
+    "eval_base_model": "eval_base",
 }
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
 
@@ -81,12 +83,29 @@ REFUSED = {
     "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
     "resume": "set ckpt.resume_step; -1 takes the newest committed checkpoint",
     "deployment": "set inference_gpu_ids and trainer_gpu_ids",
+    "save.hf": "results stay on this machine: upload evals/ with `hf upload` if others should have them",
+    "save.env_hub": "results stay on this machine: upload evals/ with `prime eval push` if others should have them",
+    "per_rollout": "the rollouts of an example are scored together, as rewards of groups need it; remove the key",
+    "orchestrator.eval.save.hf": "results stay on this machine: upload evals/ with `hf upload` if others should have them",
+    "orchestrator.eval.save.env_hub": "results stay on this machine: upload evals/ with `prime eval push` if others should have"
+    " them",
+    "orchestrator.eval.per_rollout": "the rollouts of an example are scored together, as rewards of groups need it; remove the"
+    " key",
     "teacher_gpu_ids": "teacher models are not supported",
     "teacher_inference": "teacher models are not supported",
 }
 """Old prefix to what replaced it."""
 
 IGNORED = {
+    "save.disk": "results are always written, to evals/step_N/<env>/ in output_dir",
+    "save.stream": "results are always written as examples finish",
+    "skip_eval_on_resume": "resume_path never repeats what is finished",
+    "reasoning_field": "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with the message",
+    "orchestrator.eval.save.disk": "results are always written, to evals/step_N/<env>/ in output_dir",
+    "orchestrator.eval.save.stream": "results are always written as examples finish",
+    "orchestrator.eval.retry": "a rollout is tried three times, and again on another server when its own was lost",
+    "orchestrator.eval.reasoning_field": "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with"
+    " the message",
     "ckpt.weights.save_adapter_separately": "with LoRA the adapter's own files are what is published",
     "trainer.ckpt.weights.save_adapter_separately": "with LoRA the adapter's own files are what is published",
     "orchestrator.num_train_workers": "packing does not depend on the number of trainer ranks",
@@ -105,9 +124,6 @@ NOT_YET = (
     "trainer.model.cp",
     "trainer.model.tp",
     "trainer.data.fake",
-    "trainer.memory_profiler_path",
-    "trainer.trace_path",
-    "trainer.metrics_server",
 )
 """Keys of the reference that this version does not build."""
 
@@ -119,6 +135,8 @@ SINGLE_VALUES = {
     "orchestrator.weight_broadcast.type": "filesystem",
     "inference.weight_broadcast.type": "filesystem",
     "orchestrator.mask_env_responses": "true",
+    "per_rollout": "false",
+    "orchestrator.eval.per_rollout": "false",
     "orchestrator.buffer.skip_verification": "false",
 }
 """Choices of the reference of which one alone exists here: naming it is right and changes nothing."""

@@ -42,6 +42,15 @@ class HeartbeatConfig(Section):
     """Gets a GET request after every step, for a monitoring service that raises the alarm when they stop."""
 
 
+class MetricsServerConfig(Section):
+    """Gauges for Prometheus under /metrics, and /health, served by the main rank."""
+
+    port: int = Field(default=8010, ge=0, le=65535)
+    """TCP port; 0 takes a free one, which the log names. Not prime-rl's 8000, which is the inference server's here."""
+    host: str = "127.0.0.1"
+    """Interface to listen on; `0.0.0.0` lets a Prometheus on another machine ask. Anyone who reaches it may read."""
+
+
 class CkptWeightsConfig(Section):
     """The policies in weights/: one for each step that the servers need, and those that stay."""
 

@@ -16,6 +16,7 @@ from trivet.config.shared import (
     CkptConfig,
     HeartbeatConfig,
     LogConfig,
+    MetricsServerConfig,
     RunIdentity,
     TransportConfig,
     WandbConfig,
@@ -111,6 +112,13 @@ class TrainingConfig(Section):
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
     heartbeat: HeartbeatConfig | None = None
+    metrics_server: MetricsServerConfig | None = None
+    memory_profiler_path: Path | None = None
+    """Directory that gets a snapshot of the GPU's memory after every step, a file per rank, for pytorch.org/memory_viz. CUDA
+    only. Costs time and disk: for runs of a few steps."""
+    trace_path: Path | None = None
+    """Directory that gets a trace of the third and fourth step of this start, a file per rank, for chrome://tracing or
+    ui.perfetto.dev. The steps before warm up; at least 4 steps are needed."""
     detectors: DetectorsConfig = DetectorsConfig()
     faults: FaultsConfig = FaultsConfig()
     dist_timeout_seconds: int = Field(default=600, ge=1)

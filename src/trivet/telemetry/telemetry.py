@@ -7,12 +7,13 @@ from typing import Literal
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import ShownSamplesConfig
-from trivet.config.shared import HeartbeatConfig, RunIdentity, WandbConfig
+from trivet.config.shared import HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
 from trivet.telemetry.console import LINES, eval_line, sample_lines
 from trivet.telemetry.events import EventWriter
 from trivet.telemetry.heartbeat import Heartbeat
 from trivet.telemetry.logs import SUCCESS
 from trivet.telemetry.metrics import MetricsWriter
+from trivet.telemetry.metrics_server import MetricsServer
 from trivet.telemetry.watch import Watch
 from trivet.wire.events import Event
 from trivet.wire.rollouts import Rollout
@@ -38,8 +39,14 @@ class Telemetry:
         heartbeat: HeartbeatConfig | None = None,
         detectors: DetectorsConfig | None = None,
         shown_samples: ShownSamplesConfig | None = None,
+        metrics_server: MetricsServerConfig | None = None,
         resume_step: int = 0,
     ) -> None:
+        """
+        Raises:
+            ConfigError: the metrics server's port is taken.
+        """
+        self._server = MetricsServer(metrics_server) if metrics_server is not None else None
         self._make_line = LINES[role]
         self._events = EventWriter(layout.events, role=role, attempt=run.attempt)
         self._metrics = MetricsWriter(layout.metrics / f"{role}.jsonl", resume_step=resume_step)
@@ -63,6 +70,8 @@ class Telemetry:
         self._metrics.write(step, values)
         if self._wandb is not None:
             self._wandb.write(step, values)
+        if self._server is not None:
+            self._server.update(step, values)
         logger.log(SUCCESS, "%s", self._make_line(step, values))
         if self._heartbeat is not None:
             self._heartbeat.beat()
@@ -100,6 +109,8 @@ class Telemetry:
         self._metrics.close()
         if self._evals is not None:
             self._evals.close()
+        if self._server is not None:
+            self._server.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None

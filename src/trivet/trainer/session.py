@@ -26,6 +26,7 @@ from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.trainer import TrainingConfig
 from trivet.disk import explaining_full_disk, format_bytes, free_bytes, require_room
+from trivet.durable import FileRecord
 from trivet.errors import ConfigError
 from trivet.faults import reach
 from trivet.telemetry.stats import summarize
@@ -38,6 +39,7 @@ from trivet.trainer.losses.terms import Loss
 from trivet.trainer.model import PolicyModel, load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.performance import ModelCost, model_cost, speed_metrics
+from trivet.trainer.profiling import Profiler
 from trivet.trainer.reference import reference_version
 from trivet.trainer.step import Learner, StepResult
 from trivet.weights.catalog import discard_after, published_versions
@@ -73,6 +75,7 @@ class Session:
     """Steps after which the reference policy is renewed; None: it is not a published one."""
     writer: HalfWriter
     sizes: Sizes
+    profiler: Profiler
     ending: str = "done"
     """What the Stop event says when no error ended the session."""
     being_written: Step | None = None
@@ -111,7 +114,7 @@ class Session:
     def save(self, step: Step, *, halves: Sequence[str]) -> None:
         """Write the trainer's half of checkpoint `step` and commit it together with the other `halves`. Collective.
 
-        Returns once the state is copied, unless ckpt.async_write is off; the commit follows while the next step runs.
+        Returns at once, unless ckpt.async_write is off; the commit follows while the next step runs.
 
         Raises:
             DiskFull: there is no room for it.
@@ -129,7 +132,7 @@ class Session:
                 self.writer.start(
                     staging_directory(self.layout, step) / TRAINER,
                     state_of(self.learner, self.progress),
-                    then=lambda: self._commit(step, halves),
+                    then=lambda known: self._commit(step, halves, known),
                 )
             reach("trainer_half.during", step=step)
 
@@ -147,26 +150,39 @@ class Session:
                 self.writer.raise_failure()
         if self.telemetry is not None:
             reach("clean_up.before", step=self.progress.step)
-            self._remove_old(self.telemetry)
+            self._retire_policies(self.telemetry)
             reach("clean_up.after", step=self.progress.step)
 
-    def _commit(self, step: Step, halves: Sequence[str]) -> None:
-        """Runs on the writer's thread once every rank's shards are written."""
+    def release_state(self) -> None:
+        """Returns once parameters and optimizer may change, although their checkpoint is still being written."""
+        started = time.monotonic()
+        self.writer.release()
+        self.times["time/wait_for_ckpt"] = self.times.get("time/wait_for_ckpt", 0.0) + time.monotonic() - started
+
+    def _commit(self, step: Step, halves: Sequence[str], known: Mapping[str, FileRecord]) -> None:
+        """Runs on the writer's thread once every rank's shards are written.
+
+        Args:
+            known: the records of the shards.
+        """
         if self.telemetry is None:
             return
-        finish_half(self.layout, step, TRAINER)
+        finish_half(self.layout, step, TRAINER, known=known)
         reach("trainer_half.after", step=step)
         self.telemetry.sync_events()
         commit(self.layout, step, halves=halves)
         self.telemetry.write_event(Commit(step=step))
         logger.info("checkpoint committed step=%s", step)
+        # Here rather than between two steps: the content of large files goes away slowly.
+        self._remove_old_checkpoints()
 
-    def _remove_old(self, telemetry: Telemetry) -> None:
-        """Apply retention to checkpoints, then to the policies that neither they nor readers need."""
-        ckpt = self.config.ckpt
-        committed = committed_steps(self.layout)
+    def _remove_old_checkpoints(self) -> None:
+        ckpt, committed = self.config.ckpt, committed_steps(self.layout)
         for step in removable_steps(committed, keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval):
             remove_checkpoint(self.layout, step)
+
+    def _retire_policies(self, telemetry: Telemetry) -> None:
+        """Retire the policies that neither checkpoints nor readers need."""
         published = published_versions(self.layout)
         lag = self.keep_recent if self.config.deterministic else 0
         targets = [*committed_steps(self.layout), self.from_step, self.being_written or self.from_step]
@@ -177,7 +193,7 @@ class Session:
             in_use=list(reader_versions(self.layout).values()),
             kept=needed_to_resume(targets, lag=lag)
             | {reference_version(step, interval=self.reference_interval) for step in targets},
-            keep_interval=ckpt.weights.interval,
+            keep_interval=self.config.ckpt.weights.interval,
         ):
             retire(self.layout, version)
             telemetry.write_event(Retire(version=version))
@@ -207,6 +223,7 @@ class Session:
         self.times.clear()
         if self.telemetry is not None:
             self.telemetry.write_step(step, metrics | dict(extra or {}))
+        self.profiler.finish_step(step)
 
 
 @contextmanager
@@ -236,6 +253,7 @@ def open_session(
     learning_rate = LearningRate(peak=config.optim.lr, schedule=config.scheduler, max_steps=config.max_steps)
     from_step = _choose_start(config, layout)
     torch.manual_seed(config.seed)
+    profiler = Profiler(config, world)
     model = load_policy(config.model, world)
     learner = Learner(
         model=model,
@@ -259,6 +277,7 @@ def open_session(
             wandb=config.wandb,
             heartbeat=config.heartbeat,
             detectors=config.detectors,
+            metrics_server=config.metrics_server,
             resume_step=from_step,
         )
         telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
@@ -284,13 +303,16 @@ def open_session(
             world, is_async=config.ckpt.async_write, timeout_s=max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
         ),
         sizes=sizes,
+        profiler=profiler,
     )
+    learner.before_update = session.release_state
     reason = "failed"
     try:
         yield session
         session.settle(does_wait=True)
         reason = session.ending
     finally:
+        session.profiler.close()
         session.writer.close()
         if telemetry is not None:
             telemetry.write_event(Stop(step=Step(session.progress.step), reason=reason))

@@ -196,3 +196,17 @@ def test_missing_data_and_weights_are_said(tmp_path: Path) -> None:
     assert any("weights_dir" in problem for problem in file_problems(EvalConfig(weights_dir=tmp_path / "weights")))
     assert list(file_problems(EvalConfig(weights_dir=tmp_path))) == []
     assert len(list(file_problems(InferenceConfig(model=InferenceModelConfig(name="./nope"))))) == 1
+
+
+def test_two_servers_of_a_run_cannot_listen_on_one_port() -> None:
+    argv = (*GROUPED, "--trainer.metrics-server.port")
+    assert refusal(RLConfig, *argv, "8000").startswith("trainer.metrics_server.port (8000) is inference.server.port too")
+    assert refusal(RLConfig, *argv, "5555").startswith(
+        "trainer.metrics_server.port (5555) is trainer.rollout_transport.port too"
+    )
+    load_config(RLConfig, [*argv, "0"], environ={})
+
+
+def test_a_trace_needs_the_steps_that_it_is_of() -> None:
+    said = refusal(TrainerConfig, "--trace-path", "traces", "--max-steps", "2")
+    assert said == "trace_path traces the third and fourth step, and max_steps is 2; raise it"

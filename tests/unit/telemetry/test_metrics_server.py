@@ -1,0 +1,71 @@
+"""Prometheus gets the last step's numbers over a real socket, in a form that its own parser reads."""
+
+import socket
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trivet.config.layout import RunLayout
+from trivet.config.shared import MetricsServerConfig, RunIdentity
+from trivet.errors import ConfigError
+from trivet.telemetry.metrics_server import MetricsServer
+from trivet.telemetry.telemetry import Telemetry
+
+
+@pytest.fixture
+def server():
+    server = MetricsServer(MetricsServerConfig(port=0), clock=lambda: 1234.5)
+    yield server
+    server.close()
+
+
+def read(server: MetricsServer) -> dict[str, float]:
+    answer = httpx.get(f"http://127.0.0.1:{server.port}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = list(text_string_to_metric_families(answer.text))
+    assert all(family.type == "gauge" and family.documentation for family in families)
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_the_gauges_are_those_of_the_last_step(server):
+    server.update(1, {"loss/mean": 9.0})
+    server.update(2, {"loss/mean": 0.25, "optim/lr": 1e-6, "perf/mfu": 11.1, "reward/mean": 1.0})
+    assert read(server) == {
+        "trainer_step": 2.0,
+        "trainer_last_step_timestamp_seconds": 1234.5,
+        "trainer_loss": 0.25,
+        "trainer_learning_rate": 1e-6,
+        "trainer_mfu_percent": 11.1,
+    }
+
+
+def test_a_value_that_is_not_a_number_is_absent(server):
+    server.update(1, {"loss/mean": float("nan"), "optim/grad_norm": 0.5})
+    assert set(read(server)) == {"trainer_step", "trainer_last_step_timestamp_seconds", "trainer_grad_norm"}
+
+
+def test_before_the_first_step_it_is_healthy_and_shows_nothing(server):
+    assert read(server) == {}
+    assert httpx.get(f"http://127.0.0.1:{server.port}/health").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{server.port}/other").status_code == 404
+
+
+def test_a_port_that_is_taken_is_named_with_the_key_that_changes_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: .*in use; set metrics_server.port"):
+            MetricsServer(MetricsServerConfig(port=port))
+
+
+def test_the_port_is_free_again_once_telemetry_is_closed(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    for step in (1, 2):
+        telemetry = Telemetry(
+            "trainer", layout=RunLayout(tmp_path), run=RunIdentity(), metrics_server=MetricsServerConfig(port=port)
+        )
+        telemetry.write_step(step, {"time/step": 2.0, "loss/mean": 0.5})
+        assert f"trainer_step {step}.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        telemetry.close()
+        telemetry.close()
