@@ -16,8 +16,10 @@ from trivet.errors import CheckpointError, ResumeError
 from trivet.faults import reach
 from trivet.wire.versions import Step
 
-CHECKPOINT_SCHEMA = 2
+CHECKPOINT_SCHEMA = 3
 """Raised whenever a half changes in a way that an older reader would misread."""
+_READABLE_SCHEMAS = (2, 3)
+"""Schema 2 lists files by their SHA-256."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,10 +137,11 @@ def read_record(layout: RunLayout, step: Step) -> CommitRecord:
         raise CheckpointError(f"{path.parent} has no {COMMITTED}: it was never committed") from exc
     except msgspec.DecodeError as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    if record.schema != CHECKPOINT_SCHEMA:
+    if record.schema not in _READABLE_SCHEMAS:
+        readable = " and ".join(map(str, _READABLE_SCHEMAS))
         raise CheckpointError(
             f"{path.parent} has checkpoint schema {record.schema} (trivet {record.version or 'of an older version'}), this is "
-            f"trivet {version('trivet')}, which reads schema {CHECKPOINT_SCHEMA}; resume with the version that wrote it, or "
+            f"trivet {version('trivet')}, which reads schemas {readable}; resume with the version that wrote it, or "
             f"start a new run with model.name = {str(layout.weights_step(step))!r}"
         )
     return record

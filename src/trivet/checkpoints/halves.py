@@ -4,6 +4,7 @@ The orchestrator writes its half of step N before it sends batch N, the trainer 
 side in checkpoints/.step_N.tmp until `checkpoints.commit` makes one checkpoint of them.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -41,8 +42,11 @@ def begin_half(layout: RunLayout, step: Step, name: str) -> Path:
     return half
 
 
-def finish_half(layout: RunLayout, step: Step, name: str) -> Listing:
+def finish_half(layout: RunLayout, step: Step, name: str, *, known: Mapping[str, FileRecord] | None = None) -> Listing:
     """Make the half durable and mark it done.
+
+    Args:
+        known: records of files that were taken while these were written, by path relative to the half. They are not read again.
 
     Raises:
         CheckpointError: it was not begun, or nothing was written.
@@ -52,7 +56,8 @@ def finish_half(layout: RunLayout, step: Step, name: str) -> Listing:
     if not half.is_dir() or not (names := list_files(half)):
         raise CheckpointError(f"{half} holds no files: the {name}'s half of checkpoint {step} was not written")
     sync_tree(half)
-    files = hash_files(half, names)
+    known = known or {}
+    files = {**known, **hash_files(half, [name for name in names if name not in known])}
     listing = Listing(files=files, digest=digest_of(files))
     write_json_atomically(half / DONE, listing)
     return listing

@@ -5,6 +5,7 @@ Of the model it holds what is trained: beside an adapter the frozen weights are 
 Learning rates are a function of the step, so the schedule has no state but where it began.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trivet.config.shared import CkptConfig
+from trivet.durable import FileRecord
 from trivet.errors import CheckpointError
 from trivet.trainer.model import PolicyModel, has_adapter
+from trivet.trainer.shards import Hold, ShardWriter
 from trivet.trainer.step import Learner
 
 State = dict[str, Any]
@@ -55,17 +57,25 @@ def state_of(learner: Learner, progress: Progress) -> State:
     }
 
 
-def write_state(directory: Path, state: State, group: dist.ProcessGroup) -> None:
+def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold: Hold = nullcontext) -> dict[str, FileRecord]:
     """Collective over `group`: every rank writes its shards into `directory`, which exists.
+
+    Args:
+        hold: what is written of a tensor of `state` in host memory.
+
+    Returns:
+        On the group's first rank the record of each rank's file, by name; elsewhere nothing.
 
     Raises:
         CheckpointError: a rank could not write; says what each met.
     """
+    writer = ShardWriter(directory, hold)
     try:
-        save(state, storage_writer=FileSystemWriter(directory), process_group=group)
+        save(state, storage_writer=writer, process_group=group)
     except CheckpointException as exc:
         causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in exc.failures.items())
         raise CheckpointError(f"{directory} could not be written: {causes}") from exc
+    return writer.records
 
 
 def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> Progress:

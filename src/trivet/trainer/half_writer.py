@@ -1,22 +1,30 @@
 """Writes the trainer's half of a checkpoint while the next step computes, and then runs what makes it count.
 
-consumes: the learner's state of one step, copied before `start` returns
+consumes: the learner's state of one step; in host memory it is read from where it lies until `release`
 produces: the half's files, then whatever `then` does (on the main rank: mark, commit)
 waits for: the write before it, in `start` and `wait`; its thread waits for the other ranks' threads
 unblocked by: the disk; the ranks' group gives up after `timeout_s`
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from trivet.durable import FileRecord
 from trivet.trainer.checkpoint import State, write_state
 from trivet.trainer.distributed import World
+from trivet.trainer.shards import Hold
+from trivet.trainer.snapshot import Key, Snapshot
+
+Then = Callable[[Mapping[str, FileRecord]], None]
+"""Receives the records of every rank's shards on the main rank, nothing on the others."""
 
 
 class HalfWriter:
@@ -24,6 +32,7 @@ class HalfWriter:
 
     >>> writer = HalfWriter(world, is_async=True, timeout_s=1800)
     >>> writer.start(directory, state_of(learner, progress), then=commit_it)
+    >>> writer.release()  # before the learner changes
     >>> writer.raise_failure()  # between steps
     >>> writer.wait()
     >>> writer.close()
@@ -33,43 +42,50 @@ class HalfWriter:
         """Collective.
 
         Args:
-            is_async: copy the state and return; else `start` returns once all is done.
+            is_async: return while it is written; else `start` returns once all is done.
             timeout_s: longest wait of one rank's thread for another's.
         """
-        on_gpu = world.device.type == "cuda"
         # The steps' own group must not carry a second conversation at the same time.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._is_async = is_async
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
-            )
-        )
+        self._stager = _gpu_stager() if world.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._running: Future[None] | None = None
+        self._snapshot: Snapshot | None = None
+        self._buffers: dict[Key, torch.Tensor] = {}
         self.last_write_s: float | None = None
         """Duration of the newest write that ended well."""
 
-    def start(self, directory: Path, state: State, *, then: Callable[[], None]) -> None:
+    def start(self, directory: Path, state: State, *, then: Then) -> None:
         """Collective.
 
         Args:
             directory: exists, empty.
+            state: not to be changed before `release` returns.
             then: runs on the writing thread once every rank's shards are written.
 
         Raises:
             CheckpointError: the write before this one failed, or, unless asynchronous, this one.
         """
         self.wait()
-        if self._is_async:
+        self._snapshot = None
+        if self._is_async and self._stager is not None:
             staged = self._stager.stage(state)
             assert isinstance(staged, dict)
             state = staged
-        self._running = self._thread.submit(self._write, directory, state, then)
+        elif self._is_async:
+            self._snapshot = Snapshot(state, buffers=self._buffers)
+        hold = nullcontext if self._snapshot is None else self._snapshot.hold
+        self._running = self._thread.submit(self._write, directory, state, then, hold)
         if not self._is_async:
             self.wait()
+
+    def release(self) -> None:
+        """Returns once the learner may change: what is not on its way to the disk by now is copied."""
+        if self._snapshot is not None and self._running is not None and not self._running.done():
+            self._snapshot.detach()
 
     def wait(self) -> None:
         """Returns once nothing is being written; raises what a failed write raised."""
@@ -85,10 +101,17 @@ class HalfWriter:
     def close(self) -> None:
         """Let a write that is under way end, without raising what it met. May be called again."""
         self._thread.shutdown(wait=True)
-        self._stager.close()
+        if self._stager is not None:
+            self._stager.close()
 
-    def _write(self, directory: Path, state: State, then: Callable[[], None]) -> None:
+    def _write(self, directory: Path, state: State, then: Then, hold: Hold) -> None:
         started = time.monotonic()
-        write_state(directory, state, self._group)
-        then()
+        then(write_state(directory, state, self._group, hold=hold))
         self.last_write_s = time.monotonic() - started
+
+
+def _gpu_stager() -> DefaultStager:
+    """Copies to pinned memory, which the next copy uses again: what a GPU holds changes before a disk could read it."""
+    return DefaultStager(
+        StagingOptions(use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True)
+    )

@@ -4,7 +4,7 @@ Loss and gradient do not depend on packing, row order or the number of ranks: th
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,8 @@ class Learner:
     world: World
     reference: Reference | None = None
     """Whose log-probabilities the loss wants beside the model's."""
+    before_update: Callable[[], None] = lambda: None
+    """Called before parameters and optimizer change: a checkpoint of theirs may still be being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     for group in learner.optimizer.param_groups:
         group["lr"] = lr
     reach("optimizer_step.during", step=step)
+    learner.before_update()
     learner.optimizer.step()
     return StepResult(
         loss=loss,

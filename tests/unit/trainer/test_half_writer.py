@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trivet.durable import FileRecord, hash_file
 from trivet.errors import CheckpointError
 from trivet.trainer import half_writer
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
@@ -26,9 +27,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The disk writes nothing until it is set."""
     gate = threading.Event()
 
-    def slow(directory, state, group) -> None:
+    def slow(directory, state, group, *, hold) -> dict:
         assert gate.wait(30)
-        write_state(directory, state, group)
+        return write_state(directory, state, group, hold=hold)
 
     monkeypatch.setattr(half_writer, "write_state", slow)
     return gate
@@ -46,9 +47,10 @@ def test_a_step_taken_during_the_write_is_not_in_it(
     tiny_model: Path, make_learner, oracle, writer: HalfWriter, gate: threading.Event, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_model, lr=1e-2)
+    learner.before_update = writer.release
     train(learner, oracle, 1)
     expected, written = parameters_of(learner), list[str]()
-    writer.start(tmp_path, state_of(learner, Progress(step=1)), then=lambda: written.append("done"))
+    writer.start(tmp_path, state_of(learner, Progress(step=1)), then=lambda _: written.append("done"))
     train(learner, oracle, 2)
     writer.raise_failure()
     assert written == []
@@ -63,36 +65,53 @@ def test_a_step_taken_during_the_write_is_not_in_it(
     assert all(torch.equal(ours, theirs) for ours, theirs in both)
 
 
-def test_the_buffers_of_one_write_serve_the_next(
-    tiny_model: Path, make_learner, oracle, writer: HalfWriter, tmp_path: Path
+def test_writes_that_the_learner_overtakes_are_each_of_their_own_step(
+    tiny_model: Path, make_learner, oracle, writer: HalfWriter, gate: threading.Event, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_model, lr=1e-2)
-    for step in (1, 2):
-        train(learner, oracle, step)
+    learner.before_update = writer.release
+    expected = {}
+    train(learner, oracle, 0)
+    for step in (1, 2, 3):
+        gate.clear()
         (tmp_path / str(step)).mkdir()
-        writer.start(tmp_path / str(step), state_of(learner, Progress(step=step)), then=lambda: None)
+        expected[step] = parameters_of(learner)
+        writer.start(tmp_path / str(step), state_of(learner, Progress(step=step)), then=lambda _: None)
+        train(learner, oracle, step)
+        gate.set()
+        writer.wait()
+    for step, parameters in expected.items():
+        resumed = make_learner(tiny_model)
+        assert load_half(tmp_path / str(step), resumed).step == step
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters_of(resumed), parameters, strict=True))
+
+
+def test_the_main_rank_is_told_the_digest_of_what_is_on_disk(
+    tiny_model: Path, make_learner, writer: HalfWriter, tmp_path: Path
+) -> None:
+    told = dict[str, FileRecord]()
+    writer.start(tmp_path, state_of(make_learner(tiny_model), Progress()), then=told.update)
     writer.wait()
-    for step in (1, 2):
-        assert load_half(tmp_path / str(step), make_learner(tiny_model)).step == step
+    assert told == {"__0_0.distcp": hash_file(tmp_path / "__0_0.distcp")}
 
 
 def test_a_failed_write_is_raised_between_steps_and_nothing_follows_it(
     tiny_model: Path, make_learner, world, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(directory, state, group) -> None:
+    def fail(directory, state, group, *, hold) -> None:
         raise CheckpointError("the disk is gone")
 
     monkeypatch.setattr(half_writer, "write_state", fail)
     state, followed = state_of(make_learner(tiny_model), Progress()), list[str]()
     behind = HalfWriter(world, is_async=True, timeout_s=30)
-    behind.start(tmp_path, state, then=lambda: followed.append("commit"))
+    behind.start(tmp_path, state, then=lambda _: followed.append("commit"))
     behind.close()
     with pytest.raises(CheckpointError, match="the disk is gone"):
         behind.raise_failure()
     behind.raise_failure()  # told once
     at_once = HalfWriter(world, is_async=False, timeout_s=30)
     with pytest.raises(CheckpointError, match="the disk is gone"):
-        at_once.start(tmp_path, state, then=lambda: followed.append("commit"))
+        at_once.start(tmp_path, state, then=lambda _: followed.append("commit"))
     at_once.close()
     assert followed == []
 

@@ -1,0 +1,116 @@
+"""How the shards of a checkpoint come into files: torch's distributed checkpoint format, from the learner's own memory.
+
+What is written is what `torch.distributed.checkpoint` reads by itself: one file a rank, in it one `torch.save` archive a tensor,
+and `.metadata`, which says where each lies. Only the way there differs from its FileSystemWriter: the archive around a tensor
+is made once for each shape, and the bytes between go from the tensor to the disk.
+"""
+
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemWriter,
+    _StorageInfo,  # type: ignore[reportPrivateUsage]  # what readers find in .metadata; there is no public name
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from trivet.checkpoints.stream import FileStream
+from trivet.durable import FileRecord
+
+Hold = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
+"""Gives the tensor to write in the place of one of the state's, which does not change inside."""
+
+
+@dataclass(frozen=True)
+class ShardResult(WriteResult):
+    """Where one item was written, and what the whole file came out as."""
+
+    file: str
+    record: FileRecord
+
+
+class ShardWriter(FileSystemWriter):
+    """One save of one rank. On the coordinator `records` describes every rank's file afterwards."""
+
+    def __init__(self, directory: Path, hold: Hold) -> None:
+        super().__init__(directory)
+        self._directory = directory
+        self._hold = hold
+        self.records: dict[str, FileRecord] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        written: dict[tuple[int, torch.dtype, torch.Size], _StorageInfo] = {}
+        places: list[_StorageInfo] = []
+        with FileStream(self._directory / name) as stream:
+            for item in plan.items:
+                data = planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    places.append(_put(stream, name, data.getbuffer()))
+                    continue
+                # Tied weights are one tensor under two names.
+                key = (data.data_ptr(), data.dtype, data.size())
+                if data.numel() == 0 or key not in written:
+                    with self._hold(data) as held:
+                        written[key] = _put_tensor(stream, name, held.detach())
+                places.append(written[key])
+            record = stream.finish()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(
+            [
+                ShardResult(item.index, place.length, place, file=name, record=record)
+                for item, place in zip(plan.items, places, strict=True)
+            ]
+        )
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        for result in (result for rank in results for result in rank):
+            assert isinstance(result, ShardResult)
+            self.records[result.file] = result.record
+
+
+def _put(stream: FileStream, name: str, *parts: memoryview | bytes) -> _StorageInfo:
+    start = stream.position
+    for part in parts:
+        stream.write(part)
+    return _StorageInfo(name, start, stream.position - start)
+
+
+def _put_tensor(stream: FileStream, name: str, tensor: torch.Tensor) -> _StorageInfo:
+    before, after = _archive(tensor.dtype, tensor.size())
+    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    stream.align_with(data, after=len(before))
+    return _put(stream, name, before, data, after)
+
+
+@lru_cache(maxsize=1024)
+def _archive(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """What `torch.save` writes before and after the bytes of a contiguous tensor."""
+    archive = _Archive()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), archive)
+    content = archive.getvalue()
+    return content[: archive.hole], content[archive.hole :]
+
+
+class _Archive(io.BytesIO):
+    """Receives an archive without its data: torch moves on by the length of the data instead of writing it."""
+
+    hole: int | None = None
+    """Where the data belongs; None: there is none."""
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        assert whence == io.SEEK_CUR
+        assert self.hole is None, "one tensor has one storage"
+        self.hole = self.tell()
+        return self.hole

@@ -1,0 +1,85 @@
+"""The tensors of one moment, read by a writing thread while the learner that owns them goes on.
+
+Between two updates of the parameters nothing that a checkpoint holds changes, so it needs no copy for that long. Before the
+next update the learner asks for what is not written yet to be copied. Only for tensors in host memory.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+Key = tuple[int, int]
+"""Address and bytes."""
+
+
+class Snapshot:
+    """Shared by two threads: one calls `hold` for each tensor once, the other may call `detach`.
+
+    >>> snapshot = Snapshot(state, buffers={})
+    >>> with snapshot.hold(tensor) as unchanging:
+    ...     write(unchanging)
+    """
+
+    def __init__(self, state: object, *, buffers: dict[Key, torch.Tensor]) -> None:
+        """
+        Args:
+            state: tensors in nested dicts and lists; of a DTensor this rank's part is meant.
+            buffers: memory that copies are made in, kept by the caller for the next snapshot of the same tensors; no other
+                snapshot may be using it.
+        """
+        self._pending = {_key(tensor): tensor for tensor in _tensors_in(state) if tensor.numel() > 0}
+        self._buffers = buffers
+        self._copied: set[Key] = set()
+        self._held: Key | None = None
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """`tensor` as it was when the snapshot was made; `detach` waits while it is held."""
+        key = _key(tensor)
+        with self._changed:
+            is_copied = key in self._copied
+            self._held = None if is_copied else key
+        try:
+            yield self._buffers[key] if is_copied else tensor
+        finally:
+            with self._changed:
+                self._pending.pop(key, None)
+                self._held = None
+                self._changed.notify_all()
+
+    def detach(self) -> None:
+        """Copy what was not held yet; returns once the tensors may change."""
+        with self._changed:
+            for key, tensor in self._pending.items():
+                if key != self._held and key not in self._copied:
+                    self._copy(key, tensor)
+            self._changed.wait_for(lambda: self._held is None)
+
+    def _copy(self, key: Key, tensor: torch.Tensor) -> None:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.dtype != tensor.dtype or buffer.shape != tensor.shape:
+            self._buffers[key] = buffer = torch.empty_like(tensor)
+        buffer.copy_(tensor)
+        self._copied.add(key)
+
+
+def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, DTensor):
+        yield state.to_local().detach()
+    elif isinstance(state, torch.Tensor):
+        yield state.detach()
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors_in(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors_in(value)
+
+
+def _key(tensor: torch.Tensor) -> Key:
+    return tensor.data_ptr(), tensor.nbytes
