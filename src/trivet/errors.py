@@ -107,3 +107,15 @@ class RoleFailed(TrivetError):
 
 class Diverged(TrivetError):
     exit_code = 3
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What to show of a group of errors: the first of ours, which says what to do, else the first."""
+    leaves = list(_leaves(group))
+    return next((leaf for leaf in leaves if isinstance(leaf, TrivetError)), leaves[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for member in error.exceptions for leaf in _leaves(member)]
+    return [error]

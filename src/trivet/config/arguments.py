@@ -1,7 +1,7 @@
 """A command line as written: files after `@`, flags, and the requests for help and a dry run. Decodes no value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trivet.config.base import Section
@@ -52,12 +52,43 @@ def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings
         else:
             hint = f"; write @ {word}" if word.endswith(".toml") else ""
             findings.refuse(f'unexpected argument "{word}": files follow @, flags start with --{hint}')
+    arguments.flags = _number_repeated(kind, arguments.flags)
     return arguments
 
 
 def flag_path(name: str) -> tuple[str, ...]:
     """`--a.b-c` as the path of its key: ("a", "b_c")."""
     return tuple(name.removeprefix("--").replace("-", "_").split("."))
+
+
+def _number_repeated(kind: type[Section], flags: Sequence[FlagArgument]) -> list[FlagArgument]:
+    """In a list of sections the first flag, when it comes again, begins the next entry: `--env.id a --env.id b`."""
+    firsts: dict[tuple[str, ...], tuple[str, ...]] = {}
+    """First flag of each list, by the list's path."""
+    indices: dict[tuple[str, ...], list[int]] = {}
+    """Entry that each flag is about, by the list's path."""
+    lists = [_list_of(kind, flag.path) for flag in flags]
+    for flag, inside in zip(flags, lists, strict=True):
+        if inside is None:
+            continue
+        so_far = indices.setdefault(inside, [])
+        first = firsts.setdefault(inside, flag.path)
+        so_far.append((so_far[-1] + (flag.path == first)) if so_far else 0)
+    return [
+        replace(flag, path=(*inside, str(indices[inside].pop(0)), *flag.path[len(inside) :]))
+        if inside is not None and indices[inside][-1]
+        else flag
+        for flag, inside in zip(flags, lists, strict=True)
+    ]
+
+
+def _list_of(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The list of sections that `path` enters without saying which entry."""
+    for at in range(1, len(path)):
+        key = find_key(kind, path[:at])
+        if key and key.shape is Shape.SECTION_LIST:
+            return None if path[at].isdecimal() else path[:at]
+    return None
 
 
 def _take_file(word: str, words: list[str], under: tuple[str, ...], arguments: Arguments, findings: Findings) -> None:

@@ -110,5 +110,9 @@ class RunLayout:
         """Output of the workers of an environment; a hub id's slash does not make a folder."""
         return self.logs / "env_workers" / f"{env.replace('/', '--')}.log"
 
+    def eval_worker_log(self, env: str) -> Path:
+        """The same of the command `eval`, which may measure a run that is going on."""
+        return self.logs / "eval" / self.env_worker_log(env).name
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / "trainer" / f"rank_{rank}.stdout"

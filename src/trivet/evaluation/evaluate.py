@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from trivet.config.environment import EnvConfig
-from trivet.errors import ConfigError
+from trivet.errors import ConfigError, RolloutFailed, WorkerLost
+from trivet.evaluation.placement import RunGroup
 from trivet.evaluation.results import ResultRecord, ResultsFile, TaskRecord, read_summary
 from trivet.evaluation.scores import Summary, mean_over_examples, pass_at
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments, Split
 from trivet.wire.rollouts import GroupId, Rollout
 
 logger = logging.getLogger(__name__)
-
-RunGroup = Callable[[GroupRequest], Awaitable[list[Rollout]]]
 
 
 def make_task(
@@ -61,30 +60,60 @@ def make_task(
     )
 
 
+def try_again(
+    run_group: RunGroup,
+    *,
+    max_attempts: int,
+    pause_s: Callable[[int], float],
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> RunGroup:
+    """`run_group` that runs a group which failed again.
+
+    Args:
+        pause_s: before the attempt after the given one, which counts from 1.
+    """
+
+    async def run(request: GroupRequest) -> list[Rollout]:
+        for attempt in range(1, max_attempts):
+            try:
+                return await run_group(request)
+            except (RolloutFailed, WorkerLost) as exc:
+                pause = pause_s(attempt)
+                logger.warning(
+                    "example failed env=%s example=%s attempt=%s of %s, again in %.1f s: %s",
+                    *(request.env, request.example_id, attempt, max_attempts, pause, exc),
+                )
+                await sleep(pause)
+        return await run_group(request)
+
+    return run
+
+
 async def evaluate(
     task: TaskRecord,
     *,
     env: str,
     run_group: RunGroup,
-    base_url: str,
     slots: asyncio.Semaphore,
     directory: Path,
     does_continue: bool,
+    does_reraise: bool = False,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Run the task, or what an earlier run of it left to do, and write the results.
 
     Args:
         env: what the environment is called in requests.
-        base_url: the server, which holds the policy of `task.step`; a `run_group` that finds one itself ignores it.
+        run_group: runs it on a server that holds the policy of `task.step`.
         slots: groups in flight, shared with other evaluations.
         directory: evals/step_N/<env>.
-        does_continue: go on with results that are there already.
+        does_continue: go on with results that are there already; examples that failed are run again.
+        does_reraise: the first example that fails ends it with its error.
         on_progress: called after each example.
     """
     started = time.monotonic()
     results = ResultsFile(directory, task, does_continue=does_continue)
-    if results.is_complete and (summary := read_summary(directory)) is not None:
+    if results.is_complete and (summary := read_summary(directory)) is not None and not summary.num_failed:
         results.close()
         return summary
     errors: dict[int, str] = {}
@@ -92,8 +121,10 @@ async def evaluate(
     async def run_example(example_id: int) -> None:
         async with slots:
             try:
-                rollouts = await run_group(_request(task, example_id, env=env, base_url=base_url))
-            except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this example only
+                rollouts = await run_group(_request(task, example_id, env=env))
+            except Exception as exc:  # an environment is the user's code: what it raises costs this example only
+                if does_reraise:
+                    raise
                 errors[example_id] = f"{type(exc).__name__}: {exc}"
                 logger.warning("example failed env=%s example=%s: %s", task.env, example_id, exc)
             else:
@@ -114,14 +145,14 @@ async def evaluate(
     return summary
 
 
-def _request(task: TaskRecord, example_id: int, *, env: str, base_url: str) -> GroupRequest:
+def _request(task: TaskRecord, example_id: int, *, env: str) -> GroupRequest:
     return GroupRequest(
         group_id=GroupId(-1 - example_id),  # below 0, apart from the groups of a run: seeds are derived from it
         env=env,
         split=task.split,
         example_id=example_id,
         num_rollouts=task.rollouts_per_example,
-        base_url=base_url,
+        base_url="",  # whoever finds a server puts it in
         sampling=task.sampling,
     )
 

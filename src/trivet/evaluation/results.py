@@ -4,7 +4,7 @@ Results are appended as examples finish, so that an evaluation that was cut shor
 last, says that it is complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,23 @@ def holds_task(directory: Path, task: TaskRecord) -> bool:
     return True
 
 
+def require_continuable(directory: Path, task: TaskRecord, *, unknown: Collection[str] = ()) -> bool:
+    """Whether `directory` holds results that `task` goes on with; changes nothing.
+
+    Args:
+        unknown: fields of `task` that are not known yet, and not compared.
+
+    Raises:
+        ConfigError: it holds results of something else.
+    """
+    if (directory / _TASK).exists():
+        _require_same(directory / _TASK, task, unknown=unknown)
+        return True
+    if (directory / _RESULTS).exists():
+        raise ConfigError(f"{directory / _RESULTS} was not written by `uv run eval`: there is no {_TASK} beside it")
+    return False
+
+
 def read_summary(directory: Path) -> Summary | None:
     """The summary of a complete evaluation; None when there is none.
 
@@ -125,12 +142,12 @@ def read_summary(directory: Path) -> Summary | None:
         raise ConfigError(f"{directory / _SUMMARY} cannot be read: {exc}; move the directory away to evaluate anew") from exc
 
 
-def _require_same(path: Path, task: TaskRecord) -> None:
+def _require_same(path: Path, task: TaskRecord, *, unknown: Collection[str] = ()) -> None:
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=TaskRecord)
     except msgspec.DecodeError as exc:
         raise ConfigError(f"{path} cannot be read: {exc}; move the directory away to evaluate anew") from exc
-    for name in task.__struct_fields__:
+    for name in (name for name in task.__struct_fields__ if name not in unknown):
         before, now = getattr(earlier, name), getattr(task, name)
         if before != now:
             raise ConfigError(

@@ -1,6 +1,6 @@
 """What an evaluation says: scores of one environment under one policy. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 
 import msgspec
@@ -81,3 +81,23 @@ def pass_at(rewards: Sequence[Sequence[float]]) -> dict[str, Estimate]:
     powers = {2**exponent for exponent in range(k.bit_length())} | {k}
     passed = [sum(reward >= _PASSED for reward in row) for row in rewards]
     return {str(j): mean_over_examples([pass_probability(k, count, j=j) for count in passed]) for j in sorted(powers) if j <= k}
+
+
+def eval_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
+    """`eval/<env>/…` of each environment; a score that does not exist is left out."""
+    values: dict[str, float] = {}
+    for name, summary in summaries.items():
+        prefix, k = f"eval/{name}", summary.rollouts_per_example
+        found = {
+            f"avg@{k}": summary.avg,
+            f"avg@{k}/ci95": summary.ci95,
+            **{f"pass@{j}": estimate.value for j, estimate in summary.pass_at.items()},
+            **{f"pass@{j}/ci95": estimate.ci95 for j, estimate in summary.pass_at.items()},
+            **{f"metrics/{score}": value for score, value in summary.scores.items()},
+            "is_truncated/mean": summary.truncated,
+            "completion_tokens": float(summary.completion_tokens),
+            "failed_examples": float(summary.num_failed),
+            "time": summary.seconds,
+        }
+        values |= {f"{prefix}/{metric}": value for metric, value in found.items() if value is not None}
+    return values

@@ -8,7 +8,7 @@ from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.installed import require_installed
-from trivet.errors import TrivetError
+from trivet.errors import first_error
 from trivet.faults import arm
 from trivet.lifetime import die_with_parent
 from trivet.lock import hold_role
@@ -72,18 +72,6 @@ async def _run_until_signalled(config: OrchestratorConfig) -> int:
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     return 0
-
-
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What to show of a group of errors: the first of ours, which says what to do, else the first."""
-    leaves = list(_leaves(group))
-    return next((leaf for leaf in leaves if isinstance(leaf, TrivetError)), leaves[0])
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for member in error.exceptions for leaf in _leaves(member)]
-    return [error]
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
 from trivet.config.environment import EnvConfig
 from trivet.config.layout import RunLayout, parse_step
 from trivet.config.orchestrator import OrchestratorConfig
@@ -22,15 +20,14 @@ from trivet.config.sampling import EvalSamplingConfig
 from trivet.durable import remove_directory
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
-from trivet.errors import RolloutFailed, WorkerLost
-from trivet.evaluation.evaluate import RunGroup, evaluate, make_task
+from trivet.evaluation.evaluate import evaluate, make_task
+from trivet.evaluation.placement import RunGroup, Servers, run_somewhere
 from trivet.evaluation.results import holds_task, read_summary
-from trivet.evaluation.scores import Summary
+from trivet.evaluation.scores import Summary, eval_metrics
 from trivet.orchestrator.waker import Waker
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
-from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments
-from trivet.wire.rollouts import Rollout
+from trivet.wire.groups import EnvironmentInfo, SamplingArguments
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -38,9 +35,6 @@ logger = logging.getLogger(__name__)
 VAL = "val"
 """Directory of validations inside evals/step_N/."""
 _IDLE_WAIT_S = 5.0
-_NO_SERVER_WAIT_S = 1.0
-_TRIES = 3
-"""Of a group whose server or worker was lost."""
 DEFAULT_MAX_CONCURRENT = 64
 """Rollouts of validations in flight, where `eval.max_concurrent` does not say."""
 
@@ -171,16 +165,6 @@ def discard_evals_after(layout: RunLayout, version: PolicyVersion) -> None:
             remove_directory(path)
 
 
-class Servers(Protocol):
-    """Which server a group goes to. Adapter: `client.server_pool.ServerPool`."""
-
-    def pick(self, *, num_rollouts: int) -> str | None: ...
-
-    def release(self, root: str, *, num_rollouts: int) -> None: ...
-
-    async def is_at_fault(self, root: str) -> bool: ...
-
-
 class HeldPolicy(Protocol):
     """What the servers hold. Adapter: `orchestrator.policy.PolicyWatcher`."""
 
@@ -292,71 +276,11 @@ class OnlineEval:
         return await evaluate(
             task,
             env=one.pool_name,
-            run_group=partial(self._run_somewhere, version=version),
-            base_url="",
+            run_group=partial(run_somewhere, run_group=self._run_group, servers=self._servers, version=version),
             slots=slots,
             directory=directory,
             does_continue=version != one.repeats and holds_task(directory, task),
         )
-
-    async def _run_somewhere(self, request: GroupRequest, *, version: PolicyVersion) -> list[Rollout]:
-        """On the server with the fewest rollouts; again, on another, when a server or a worker was lost.
-
-        Args:
-            version: that every token must be of; a server that was started again holds another.
-        """
-        last_error: Exception | None = None
-        for _ in range(_TRIES):
-            server = await self._find_server(request.num_rollouts)
-            try:
-                rollouts = await self._run_group(msgspec.structs.replace(request, base_url=server))
-                if not _is_other(rollouts, version):
-                    return rollouts
-                last_error = WorkerLost(
-                    f"the server {server} answered with another policy than {version}: it was started again"
-                )
-            except WorkerLost as exc:
-                last_error = exc
-            except RolloutFailed as exc:
-                if not await self._servers.is_at_fault(server):
-                    raise
-                last_error = exc
-            finally:
-                self._servers.release(server, num_rollouts=request.num_rollouts)
-        assert last_error is not None
-        raise last_error
-
-    async def _find_server(self, num_rollouts: int) -> str:
-        """Waits while none takes rollouts; the pool of servers ends the run when that lasts too long."""
-        while True:
-            server = self._servers.pick(num_rollouts=num_rollouts)
-            if server is not None:
-                return server
-            await asyncio.sleep(_NO_SERVER_WAIT_S)
-
-
-def _is_other(rollouts: Sequence[Rollout], version: PolicyVersion) -> bool:
-    return any(run.version != version for rollout in rollouts for sample in rollout.samples for run in sample.versions)
-
-
-def eval_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """`eval/<env>/…` of each environment; a score that does not exist is left out."""
-    values: dict[str, float] = {}
-    for name, summary in summaries.items():
-        prefix, k = f"eval/{name}", summary.rollouts_per_example
-        found = {
-            f"avg@{k}": summary.avg,
-            f"avg@{k}/ci95": summary.ci95,
-            **{f"pass@{j}": estimate.value for j, estimate in summary.pass_at.items()},
-            **{f"pass@{j}/ci95": estimate.ci95 for j, estimate in summary.pass_at.items()},
-            **{f"metrics/{score}": value for score, value in summary.scores.items()},
-            "is_truncated/mean": summary.truncated,
-            "completion_tokens": float(summary.completion_tokens),
-            "failed_examples": float(summary.num_failed),
-            "time": summary.seconds,
-        }
-        values |= {f"{prefix}/{metric}": value for metric, value in found.items() if value is not None}
-    return values
 
 
 def val_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:

@@ -11,11 +11,13 @@ from trivet.config.environment import EnvConfig
 from trivet.config.evaluation import EvalConfig
 from trivet.config.inference import InferenceConfig
 from trivet.config.load import load_config
+from trivet.config.online_eval import EvalEnvConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.sampling import SamplingConfig
+from trivet.config.sft import FakeDataConfig, SftConfig, ValConfig
 from trivet.config.shared import WandbConfig
-from trivet.config.trainer import AdamWConfig, CosineSchedule, SftConfig, TrainerConfig
+from trivet.config.trainer import AdamWConfig, CosineSchedule, TrainerConfig
 
 AWKWARD = {
     "text": 'a "quote"\nand \\ \t é \x7f',
@@ -34,7 +36,8 @@ CONFIGS: list[Section] = [
         rollouts_per_example=2, env=[EnvConfig(id="a", args=AWKWARD), EnvConfig(id="b"), EnvConfig(id="c", args={"x": 1})]
     ),
     InferenceConfig(vllm_args={"hf_overrides": {"rope": {"factor": 2.0}}}),
-    SftConfig(),
+    SftConfig(val=ValConfig(interval=3)),
+    SftConfig(data=FakeDataConfig(length="variable"), max_steps=2),
     EvalConfig(steps=[1, 2], weights_dir=Path("somewhere") / "weights"),
 ]
 
@@ -65,7 +68,7 @@ def test_a_null_is_left_out_unless_the_default_is_something_else() -> None:
 
 
 def test_every_line_of_a_dump_with_origins_says_one() -> None:
-    config = EvalConfig(env=[EnvConfig(id="a"), EnvConfig(id="b", args={"x": 1})])
+    config = EvalConfig(env=[EvalEnvConfig(id="a"), EvalEnvConfig(id="b", args={"x": 1})])
     lines = to_toml(config, origins={"env.1.args.x": "flag --env.1.args.x"}).splitlines()
     assert "x = 1  # flag --env.1.args.x" in lines
     assert "eval_base = true  # default" in lines

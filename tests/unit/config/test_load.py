@@ -9,7 +9,8 @@ from trivet.config.inference import InferenceConfig
 from trivet.config.load import Loaded, load_config
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
-from trivet.config.trainer import LinearSchedule, SftConfig, TrainerConfig
+from trivet.config.sft import SftConfig
+from trivet.config.trainer import LinearSchedule, TrainerConfig
 from trivet.errors import ConfigError
 
 
@@ -138,6 +139,14 @@ def test_a_key_of_one_of_several_environments_needs_an_index(tmp_path: Path) -> 
     assert loaded.origins["env.0.id"] == file
     assert loaded.origins["env.1.id"] == "flag --env.1.id"
     assert "the next index is 2" in refusal(EvalConfig, "@", file, "--env.3.id", "x")
+
+
+def test_the_first_flag_of_a_list_when_it_comes_again_begins_the_next_entry() -> None:
+    words = ["--env.id", "a", "--env.name", "one", "--env.args.x", "1", "--env.id", "b", "--env.args.x", "2", "--env.id", "c"]
+    envs = load_config(EvalConfig, words, environ={}).config.env
+    assert [(env.id, env.name, env.args) for env in envs] == [("a", "one", {"x": 1}), ("b", None, {"x": 2}), ("c", None, {})]
+    envs = load_config(EvalConfig, ["--env.id", "a", "--env.args.x", "1", "--env.args.x", "2"], environ={}).config.env
+    assert [(env.id, env.args) for env in envs] == [("a", {"x": 2})]
 
 
 def test_environments_can_be_given_as_json() -> None:

@@ -46,7 +46,6 @@ def run(tmp_path, script, *, does_continue=False, **changes):
             task(**changes),
             env="letters",
             run_group=script,
-            base_url="http://server",
             slots=asyncio.Semaphore(1),
             directory=tmp_path,
             does_continue=does_continue,

@@ -1,0 +1,114 @@
+"""Servers by name: the table ENDPOINTS of a Python file (`configs/endpoints.py`), as the command `eval` reads it.
+
+The file is a program of the user's: it runs in a process of its own, with the environment's variables, and what comes back is its
+table alone. Whatever it does there (exit, print, hang) ends in an error that names it. Keys never go to disk.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trivet.config.client import ClientConfig
+from trivet.config.evaluation import EvalClientConfig
+from trivet.config.keys import as_table
+from trivet.errors import ConfigError
+
+KEY_VARIABLE = "EVAL_ENDPOINT_KEY"
+"""Environment variable of this command's processes that holds a key which the file gives itself."""
+
+_TIMEOUT_S = 30.0
+_FIELDS = ("model", "url", "base_url", "key", "api_key")
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_READ = """
+import json, os, runpy, sys
+result = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the file prints is no part of the result
+table = runpy.run_path(sys.argv[1]).get("ENDPOINTS")
+result.write(json.dumps(table))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    url: str
+    model: str | None = None
+    key_variable: str | None = None
+    """Environment variable that holds the key."""
+    key: str | None = None
+    """The key itself."""
+
+
+def read_endpoints(path: Path, *, timeout_s: float = _TIMEOUT_S) -> dict[str, Endpoint]:
+    """
+    Raises:
+        ConfigError: the file is missing, fails, or its table has another form.
+    """
+    if not path.is_file():
+        raise ConfigError(f"endpoints_path ({path}) is not a file; it must be a Python file with a table ENDPOINTS")
+    command = [sys.executable, "-c", _READ, str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False)
+    except subprocess.TimeoutExpired as exc:
+        raise ConfigError(f"{path} did not end within {timeout_s:g} s; it should only define ENDPOINTS") from exc
+    if done.returncode or not done.stdout:
+        last = (done.stderr.strip().splitlines() or [f"it exited with {done.returncode}"])[-1]
+        raise ConfigError(f"{path} failed: {last}")
+    table = as_table(json.loads(done.stdout))
+    if table is None:
+        raise ConfigError(f"{path} defines no table ENDPOINTS = {{name: {{...}}}}")
+    return {name: _endpoint(name, fields, path) for name, fields in table.items()}
+
+
+def choose_client(
+    config: EvalClientConfig, *, endpoints_path: Path, environ: Mapping[str, str]
+) -> tuple[ClientConfig, Endpoint | None]:
+    """The servers to use, and the endpoint that they were found by.
+
+    Raises:
+        ConfigError: there is no endpoint of that name, or the variable with its key is not set.
+    """
+    fields = config.model_dump(exclude={"endpoint"})
+    if config.endpoint is None:
+        return ClientConfig(**fields), None
+    endpoints = read_endpoints(endpoints_path)
+    endpoint = endpoints.get(config.endpoint)
+    if endpoint is None:
+        raise ConfigError(
+            f"client.endpoint ({config.endpoint!r}) is not in {endpoints_path}; there are: {', '.join(endpoints) or 'none'}"
+        )
+    if endpoint.key_variable is not None and endpoint.key_variable not in environ:
+        raise ConfigError(
+            f"endpoint {config.endpoint!r} in {endpoints_path} has its key in the variable {endpoint.key_variable}, which is not "
+            "set: export it"
+        )
+    variable = endpoint.key_variable or (KEY_VARIABLE if endpoint.key else config.api_key_var[0])
+    return ClientConfig(**{**fields, "base_url": [endpoint.url], "api_key_var": [variable]}), endpoint
+
+
+def _endpoint(name: str, value: object, path: Path) -> Endpoint:
+    fields = as_table(value)
+    if fields is None:
+        raise ConfigError(f"endpoint {name!r} in {path} must be a table with `url`, got {value!r}")
+    if unknown := sorted(fields.keys() - set(_FIELDS)):
+        raise ConfigError(f"endpoint {name!r} in {path} has unknown fields {', '.join(unknown)}; known: {', '.join(_FIELDS)}")
+    texts = {field: text for field, text in fields.items() if text is not None}
+    if wrong := [field for field, text in texts.items() if not isinstance(text, str) or not text]:
+        raise ConfigError(f"endpoint {name!r} in {path}: {wrong[0]} must be text")
+    url, key = texts.get("url") or texts.get("base_url"), texts.get("key")
+    if not isinstance(url, str):
+        raise ConfigError(f"endpoint {name!r} in {path} has no url (or base_url)")
+    is_variable = isinstance(key, str) and _VARIABLE.fullmatch(key) is not None
+    return Endpoint(
+        url=url,
+        model=_text(texts.get("model")),
+        key_variable=_text(key) if is_variable else None,
+        key=_text(texts.get("api_key")) or (None if is_variable else _text(key)),
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,107 @@
+"""What the run that wrote a weights directory says about itself: its model, its environments, how many steps it makes.
+
+Read by the command `eval`, so that nobody has to type again what the run knows. Changes nothing in the run's directory.
+"""
+
+import fcntl
+import logging
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trivet.config.client import ClientConfig, server_root
+from trivet.config.keys import as_table
+from trivet.config.layout import RunLayout
+from trivet.config.load import load_config
+from trivet.config.online_eval import EvalEnvConfig
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """All of it is unknown where nothing is known of the run."""
+
+    model_name: str | None = None
+    """What the run started from."""
+    trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
+    max_steps: int | None = None
+    envs: Sequence[EvalEnvConfig] = ()
+    """What it evaluates on, or else what it trains on."""
+    server_roots: Sequence[str] = ()
+    """Servers that it generates with."""
+
+
+def read_origin(weights_dir: Path | None) -> Origin:
+    """Of the run whose output directory holds `weights_dir`."""
+    if weights_dir is None:
+        return Origin()
+    configs = _layout(weights_dir).configs
+    try:
+        if (path := configs / "orchestrator.toml").is_file():
+            return _of_orchestrator(load_config(OrchestratorConfig, ["@", str(path)], environ={}).config)
+        for path in (configs / "trainer.toml", configs / "sft.toml"):
+            if path.is_file():
+                return _of_trainer(path)
+    except (ConfigError, tomllib.TOMLDecodeError) as exc:
+        logger.warning("the configuration in %s is of another version and is not used: %s", configs, exc)
+    return Origin()
+
+
+def require_free_servers(client: ClientConfig, origin: Origin, weights_dir: Path | None) -> None:
+    """
+    Raises:
+        ConfigError: a live run generates with one of the servers, which must not lose its policy.
+    """
+    if weights_dir is None or not _is_live(_layout(weights_dir)):
+        return
+    for url in client.base_url:
+        if server_root(url) in origin.server_roots:
+            raise ConfigError(
+                f"the run in {weights_dir.parent} is going on and generates with {url}: loading other weights there would end it; "
+                "evaluate on a server of your own (client.base_url), or let the run evaluate itself ([orchestrator.eval])"
+            )
+
+
+def _of_orchestrator(config: OrchestratorConfig) -> Origin:
+    envs = config.eval.env if config.eval is not None else [EvalEnvConfig(**env.model_dump()) for env in config.env]
+    return Origin(
+        model_name=config.model.name,
+        trajectory_strategy=config.trajectory_strategy,
+        max_steps=config.max_steps,
+        envs=tuple(envs),
+        server_roots=tuple(server_root(url) for url in config.client.base_url),
+    )
+
+
+def _of_trainer(path: Path) -> Origin:
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    model, max_steps = as_table(table.get("model")) or {}, table.get("max_steps")
+    name = model.get("name")
+    return Origin(
+        model_name=name if isinstance(name, str) else None, max_steps=max_steps if isinstance(max_steps, int) else None
+    )
+
+
+def _layout(weights_dir: Path) -> RunLayout:
+    return RunLayout(weights_dir.absolute().parent)
+
+
+def _is_live(layout: RunLayout) -> bool:
+    """Whether a launcher holds the directory."""
+    try:
+        lock = os.open(layout.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False

@@ -1,0 +1,78 @@
+"""On which server a group of an evaluation runs, and on which it runs again when that one, or its worker, is lost.
+
+Called by the orchestrator's evaluations and by the command `eval`. Waits while no server takes rollouts; the pool of servers ends
+that wait with an error when it lasts too long.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from trivet.errors import RolloutFailed, WorkerLost
+from trivet.wire.groups import GroupRequest
+from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import PolicyVersion
+
+_NO_SERVER_WAIT_S = 1.0
+_TRIES = 3
+"""Of a group whose server or worker was lost."""
+
+RunGroup = Callable[[GroupRequest], Awaitable[list[Rollout]]]
+"""Runs a group on the server that its request names."""
+
+
+class Servers(Protocol):
+    """Which server a group goes to. Adapters: `client.server_pool.ServerPool`, `evaluation.servers.PlainServers`."""
+
+    def pick(self, *, num_rollouts: int) -> str | None: ...
+
+    def release(self, root: str, *, num_rollouts: int) -> None: ...
+
+    async def is_at_fault(self, root: str) -> bool: ...
+
+
+async def run_somewhere(
+    request: GroupRequest, *, run_group: RunGroup, servers: Servers, version: PolicyVersion | None
+) -> list[Rollout]:
+    """On the server with the fewest rollouts; again, on another, when a server or a worker was lost.
+
+    Args:
+        request: its server is replaced.
+        version: that every token must be of; a server that was started again holds another. None: servers do not tell.
+
+    Raises:
+        RolloutFailed: the group failed on a server that answers, or with its worker too often.
+        WorkerLost: every try lost its server or its worker.
+    """
+    last_error: Exception | None = None
+    for _ in range(_TRIES):
+        server = await _find_server(servers, request.num_rollouts)
+        try:
+            rollouts = await run_group(msgspec.structs.replace(request, base_url=server))
+            if version is None or not _is_other(rollouts, version):
+                return rollouts
+            last_error = WorkerLost(f"the server {server} answered with another policy than {version}: it was started again")
+        except WorkerLost as exc:
+            last_error = exc
+        except RolloutFailed as exc:
+            if not await servers.is_at_fault(server):
+                raise
+            last_error = exc
+        finally:
+            servers.release(server, num_rollouts=request.num_rollouts)
+    assert last_error is not None
+    raise last_error
+
+
+async def _find_server(servers: Servers, num_rollouts: int) -> str:
+    while True:
+        server = servers.pick(num_rollouts=num_rollouts)
+        if server is not None:
+            return server
+        await asyncio.sleep(_NO_SERVER_WAIT_S)
+
+
+def _is_other(rollouts: Sequence[Rollout], version: PolicyVersion) -> bool:
+    return any(run.version != version for rollout in rollouts for sample in rollout.samples for run in sample.versions)

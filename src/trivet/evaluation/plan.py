@@ -1,0 +1,125 @@
+"""What `eval` is about to do, decided from its configuration, files and the servers' names before anything is written."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trivet.config.client import ClientConfig
+from trivet.config.evaluation import EvalConfig
+from trivet.config.layout import RunLayout
+from trivet.config.online_eval import EvalEnvConfig
+from trivet.environments.installed import require_installed
+from trivet.errors import ConfigError, ForeignPolicy, InferenceError, WeightsError
+from trivet.evaluation.endpoints import KEY_VARIABLE, Endpoint, choose_client
+from trivet.evaluation.origin import Origin, read_origin, require_free_servers
+from trivet.evaluation.resuming import require_resumable, results_layout
+from trivet.evaluation.servers import EvalServers
+from trivet.evaluation.targets import BASE, Target, present_targets
+from trivet.weights.adapters import base_of, is_adapter, is_same_model
+from trivet.weights.manifest import read_manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    config: EvalConfig
+    origin: Origin
+    envs: Sequence[EvalEnvConfig]
+    targets: Sequence[Target]
+    """What is there now."""
+    client: ClientConfig
+    endpoint: Endpoint | None
+    layout: RunLayout
+    """Where results go."""
+
+
+def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> Plan:
+    """
+    Raises:
+        ConfigError: something that is asked for is not there.
+        EnvironmentLoadError: an environment is not installed.
+    """
+    origin = read_origin(config.weights_dir)
+    envs = config.env or list(origin.envs)
+    if not envs:
+        where = f" ({config.weights_dir.parent} says of none)" if config.weights_dir else ""
+        raise ConfigError(f"no environment to evaluate on{where}: add --env.id ID")
+    for env in envs:
+        require_installed(env.id)
+    targets = present_targets(config, envs)
+    client, endpoint = choose_client(config.client, endpoints_path=config.endpoints_path, environ=environ)
+    require_free_servers(client, origin, config.weights_dir)
+    layout = results_layout(config)
+    return Plan(config=config, origin=origin, envs=envs, targets=targets, client=client, endpoint=endpoint, layout=layout)
+
+
+def keep_key(endpoint: Endpoint | None) -> None:
+    """Hand a key that the file of endpoints gives itself to this process and those it starts."""
+    if endpoint is not None and endpoint.key is not None:
+        os.environ[KEY_VARIABLE] = endpoint.key
+
+
+async def prove(plan: Plan, servers: EvalServers) -> str:
+    """Find out whether the servers can do what is planned; returns the model name that requests give.
+
+    The first weights are loaded once, then the start model: a directory that a server does not see, or adapters of another base,
+    are found before the first result.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    try:
+        name = choose_model_name(plan, await servers.model_names(), is_plain=servers.is_plain)
+        _require_adapters_of(name, plan.targets)
+        first = next((target for target in plan.targets if target.directory is not None), None)
+        if first is not None:
+            await servers.hold(first)
+        base_digest = await servers.hold(BASE) if BASE in plan.targets or first is None else ""
+    except ForeignPolicy:
+        raise
+    except (InferenceError, WeightsError) as exc:
+        raise ConfigError(str(exc)) from exc
+    if plan.config.resume_path is not None:
+        digests = [(target, _digest_of(target, base_digest)) for target in plan.targets]
+        require_resumable(plan.config, digests, envs=plan.envs)
+    return name
+
+
+def choose_model_name(plan: Plan, served: Sequence[str], *, is_plain: bool) -> str:
+    """
+    Args:
+        served: names that the servers tell; a server of ours tells that of its model first.
+
+    Raises:
+        ConfigError: what is asked for is not served.
+    """
+    asked, origin = plan.config.model.name or (plan.endpoint.model if plan.endpoint else None), plan.origin.model_name
+    wanted = asked or origin
+    if not served and wanted is None:
+        raise ConfigError("the servers do not tell what they serve: set model.name")
+    if wanted is None or not served:
+        return wanted or served[0]
+    if (found := next((name for name in served if is_same_model(name, wanted)), None)) is not None:
+        return found
+    where = ", ".join(plan.client.base_url)
+    if asked is not None:
+        raise ConfigError(f"model.name ({asked}) is not served by {where}, which serves: {', '.join(served)}")
+    same = "" if is_plain else f", or add --model.name {served[0]} if it is the same model"
+    raise ConfigError(
+        f"the run that wrote {plan.config.weights_dir} started from {wanted}, and {where} serves {', '.join(served)}; start "
+        f"`uv run inference --model.name {wanted}`{same}"
+    )
+
+
+def _require_adapters_of(name: str, targets: Sequence[Target]) -> None:
+    for target in targets:
+        if target.directory is None or not is_adapter(target.directory):
+            continue
+        if not is_same_model(base := base_of(target.directory), name):
+            raise ConfigError(
+                f"{target.directory} is an adapter for {base}, and the server serves {name}: start one with "
+                f"`uv run inference --model.name {base} --enable-lora`"
+            )
+
+
+def _digest_of(target: Target, base_digest: str) -> str:
+    return base_digest if target.directory is None else read_manifest(target.directory).digest

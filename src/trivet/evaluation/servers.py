@@ -1,0 +1,296 @@
+"""The servers of the command `eval`: what kind they are, how they come to hold a policy, and what they hold afterwards.
+
+Servers of ours load every policy that is evaluated and are put back on what they held before. Any other OpenAI-compatible server
+is asked as it is: it serves one policy, the base. Nothing here writes files.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from trivet.client.inference_client import InferenceClient, PolicyStatus
+from trivet.client.server import Policy, Server
+from trivet.client.server_pool import ServerPool
+from trivet.config.client import ClientConfig
+from trivet.errors import ConfigError, InferenceError, WeightsError
+from trivet.evaluation.placement import Servers
+from trivet.evaluation.targets import Target, complete_steps
+from trivet.weights.manifest import read_manifest
+from trivet.wire.versions import START_VERSION, PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_SAY_S = 10.0
+"""How often a wait for a server is reported."""
+_START = Policy(version=START_VERSION, digest=None, directory=None)
+PLAIN_DIGEST = "unknown"
+"""Of what a server serves that does not tell it."""
+
+
+class EvalServers(Servers, Protocol):
+    """
+    >>> servers = await connect(client, environ=os.environ, weights_dir=weights_dir)
+    >>> digest = await servers.hold(target)
+    >>> await servers.aclose()
+    """
+
+    @property
+    def is_plain(self) -> bool:
+        """They are none of ours: they answer text alone and load nothing."""
+        ...
+
+    async def model_names(self) -> list[str]:
+        """What requests may give as their model."""
+        ...
+
+    async def hold(self, target: Target) -> str:
+        """Have every server serve `target`; returns the digest of its weights.
+
+        Raises:
+            InferenceError: none can.
+        """
+        ...
+
+    async def run(self) -> None:
+        """Watch them, until cancelled.
+
+        Raises:
+            InferenceError: none was left for too long.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Put back what they held before. May be called again."""
+        ...
+
+
+async def connect(
+    config: ClientConfig,
+    *,
+    environ: Mapping[str, str],
+    weights_dir: Path | None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> EvalServers:
+    """Reach the servers of `config`, all of which must answer.
+
+    Args:
+        weights_dir: where a policy that a server holds now must lie, to be put back.
+
+    Raises:
+        ConfigError: a server is down, servers are of two kinds, or one holds a policy that could not be put back.
+    """
+
+    def make_client(url: str) -> InferenceClient:
+        key = config.api_key(url, environ)
+        return InferenceClient(url, timeout_s=config.admin_timeout, api_key=key, headers=config.headers)
+
+    if config.elastic is not None:
+        return await OwnServers.open(config, make_client=make_client, clients=[], weights_dir=weights_dir)
+    clients = [make_client(url) for url in config.base_url]
+    try:
+        deadline = clock() + config.wait_for_ready_timeout
+        kinds = {client: await _is_ours(client, config, deadline=deadline, clock=clock, sleep=sleep) for client in clients}
+        if all(kinds.values()):
+            return await OwnServers.open(config, make_client=make_client, clients=clients, weights_dir=weights_dir)
+        if any(kinds.values()):
+            raise ConfigError(
+                f"client.base_url names servers of ours ({_roots(kinds, is_ours=True)}) and others "
+                f"({_roots(kinds, is_ours=False)}), which cannot hold the same policy; name one kind"
+            )
+        return PlainServers(clients)
+    except BaseException:
+        for client in clients:
+            await client.aclose()
+        raise
+
+
+class OwnServers:
+    """Servers started with `uv run inference`."""
+
+    is_plain = False
+
+    def __init__(self, pool: ServerPool, *, before: Mapping[InferenceClient, Policy]) -> None:
+        """
+        Args:
+            before: what each server held, to be put back.
+        """
+        self._pool = pool
+        self._before = dict(before)
+        self._held: Policy | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        config: ClientConfig,
+        *,
+        make_client: Callable[[str], InferenceClient],
+        clients: list[InferenceClient],
+        weights_dir: Path | None,
+    ) -> "OwnServers":
+        """
+        Args:
+            clients: of the listed servers; none for servers that are found by name.
+
+        Raises:
+            ConfigError: as `connect`.
+        """
+        pool = ServerPool(config, make_client=make_client, write_event=lambda event: None)
+        try:
+            before = {client: _findable(client, await client.policy(), weights_dir) for client in clients}
+            await pool.start()
+            return cls(pool, before=before)
+        except InferenceError as exc:
+            await pool.aclose()
+            raise ConfigError(str(exc)) from exc
+        except BaseException:
+            await pool.aclose()
+            raise
+
+    async def model_names(self) -> list[str]:
+        client = next(iter(self._before), None)
+        return await client.model_names() if client is not None else []
+
+    async def hold(self, target: Target) -> str:
+        policy = _START if target.directory is None else _published(target.directory)
+        held = self._held
+        if held is None or policy.directory is None:  # held by all; of later ones a server that fails is set aside
+            self._held = await self._pool.bring(policy)
+        elif (held.version, held.digest) != (policy.version, policy.digest):
+            await self._pool.load(policy)
+            self._held = policy
+        assert self._held is not None
+        return self._held.digest or ""
+
+    async def run(self) -> None:
+        await self._pool.run()
+
+    def pick(self, *, num_rollouts: int) -> str | None:
+        return self._pool.pick(num_rollouts=num_rollouts)
+
+    def release(self, root: str, *, num_rollouts: int) -> None:
+        self._pool.release(root, num_rollouts=num_rollouts)
+
+    async def is_at_fault(self, root: str) -> bool:
+        return await self._pool.is_at_fault(root)
+
+    async def aclose(self) -> None:
+        before, self._before = self._before, {}
+        for client, policy in before.items():
+            try:
+                await Server(client=client).hold(policy)
+            except InferenceError as exc:
+                logger.warning("%s could not be put back on policy %s: %s", client.base_url, policy.version, exc)
+            await client.aclose()
+        if not before and self._pool.roots:  # servers found by name: where they come from they have the start weights
+            await self._pool.bring(_START)
+        await self._pool.aclose()
+
+
+class PlainServers:
+    """Any OpenAI-compatible servers, each with what it serves."""
+
+    is_plain = True
+
+    def __init__(self, clients: list[InferenceClient]) -> None:
+        self._clients = clients
+        self._in_flight: Counter[str] = Counter()
+
+    async def model_names(self) -> list[str]:
+        return await self._clients[0].model_names()
+
+    async def hold(self, target: Target) -> str:
+        if target.directory is not None:
+            raise ConfigError(
+                f"{self._clients[0].base_url} is not `uv run inference` and loads no weights: it can be evaluated as it is, "
+                "without --weights-dir; to evaluate steps start a server of ours with the base model"
+            )
+        return PLAIN_DIGEST
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()  # nothing is known of such servers but their answers
+
+    def pick(self, *, num_rollouts: int) -> str | None:
+        client = min(self._clients, key=lambda client: self._in_flight[client.base_url])
+        self._in_flight[client.base_url] += num_rollouts
+        return client.base_url
+
+    def release(self, root: str, *, num_rollouts: int) -> None:
+        self._in_flight[root] -= num_rollouts
+
+    async def is_at_fault(self, root: str) -> bool:
+        return False
+
+    async def aclose(self) -> None:
+        clients, self._clients = self._clients, []
+        for client in clients:
+            await client.aclose()
+
+
+async def _is_ours(
+    client: InferenceClient,
+    config: ClientConfig,
+    *,
+    deadline: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], Awaitable[None]],
+) -> bool:
+    """Waits until the server answers.
+
+    Raises:
+        ConfigError: it did not in time.
+    """
+    said_at = float("-inf")
+    while True:
+        try:
+            return await client.serves_policies()
+        except InferenceError as exc:
+            if clock() >= deadline:
+                raise ConfigError(
+                    f"no server answers at {client.base_url} after {config.wait_for_ready_timeout:g} s "
+                    f"(client.wait_for_ready_timeout): {exc}; start one with `uv run inference @ inference.toml`, or set "
+                    "client.base_url to where it is"
+                ) from exc
+            if clock() - said_at >= _SAY_S:
+                said_at = clock()
+                logger.info("waiting for %s, at most %.0f s: %s", client.base_url, max(deadline - clock(), 0), exc)
+        await sleep(_POLL_S)
+
+
+def _findable(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> Policy:
+    """What a server holds, with the directory from which it can be loaded again.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    if status.version == START_VERSION:
+        return Policy(version=status.version, digest=status.digest, directory=None)
+    directory = complete_steps(weights_dir).get(status.version) if weights_dir is not None else None
+    if directory is None or _published(directory).digest != status.digest:
+        raise ConfigError(
+            f"{client.base_url} serves policy {status.version} with digest {status.digest[:12]}, which is not in "
+            f"{weights_dir or 'any weights_dir'}, so that it could not be put back afterwards: another run may use this server. "
+            f"Evaluate on one of your own, or have it go back to its start weights: curl -X POST {client.base_url}/reload_weights"
+        )
+    return Policy(version=status.version, digest=status.digest, directory=directory)
+
+
+def _published(directory: Path) -> Policy:
+    """
+    Raises:
+        ConfigError: it is gone, or its manifest cannot be read.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except WeightsError as exc:
+        raise ConfigError(str(exc)) from exc
+    return Policy(version=PolicyVersion(manifest.version), digest=manifest.digest, directory=directory)
+
+
+def _roots(kinds: Mapping[InferenceClient, bool], *, is_ours: bool) -> str:
+    return ", ".join(client.base_url for client, kind in kinds.items() if kind is is_ours)
