@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "metrics_server",
     "memory_profiler_path",
     "trace_path",
+    "bench",
     "detectors",
     "faults",
     "rollout_transport",

@@ -79,6 +79,10 @@ def _extend(findings: Findings, problems: Iterator[str], notices: Iterator[str])
 
 def _rl_problems(config: RLConfig) -> Iterator[str]:
     yield from training_problems(config.trainer, "trainer.")
+    if config.trainer.bench is not None:
+        return  # the trainer alone is started
+    if config.trainer.data.fake is not None:
+        yield "trainer.data.fake trains without orchestrator and servers: give it to `uv run trainer` as data.fake"
     if config.trainer.data.replay is not None:
         yield (
             f"trainer.data.replay ({config.trainer.data.replay}) trains without orchestrator and servers: give it to"
@@ -154,6 +158,8 @@ def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]
             yield f"{prefix}scheduler.min_lr ({schedule.min_lr}) must be <= {prefix}optim.lr ({config.optim.lr})"
     if config.trace_path is not None and config.max_steps is not None and config.max_steps < 3:
         yield f"{prefix}trace_path traces the third and fourth step, and {_shared(prefix)}max_steps is {config.max_steps}; raise it"
+    if isinstance(config, TrainerConfig) and config.data.fake is not None and config.data.replay is not None:
+        yield f"{prefix}data.fake and {prefix}data.replay are two sources of batches; remove one"
     if isinstance(config, TrainerConfig) and isinstance(config.loss, DefaultLossConfig):
         loss = config.loss
         for name in ("token_mask", "geo_mask", "sequence_mask"):
@@ -313,6 +319,8 @@ def _name_problems(envs: Sequence[EnvConfig], name: str) -> Iterator[str]:
 
 
 def _rl_notices(config: RLConfig) -> Iterator[str]:
+    if config.trainer.bench is not None:
+        return
     if config.max_steps is None:
         yield "max_steps is not set: the run goes on until it is stopped"
     yield from _sampling_notices(config.orchestrator, "orchestrator.")
@@ -383,7 +391,7 @@ def file_problems(config: Section) -> Iterator[str]:
             yield f"data.replay ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
         elif replay.resolve() == config.output_dir.resolve():
             yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
-    if isinstance(config, SftConfig) and not Path(config.data.name).expanduser().exists():
+    if isinstance(config, SftConfig) and config.bench is None and not Path(config.data.name).expanduser().exists():
         yield f"data.name ({config.data.name}) does not exist: give a JSONL file or a data set directory"
     seen: set[str] = set()
     for path, key in all_keys(type(config)):

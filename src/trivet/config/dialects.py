@@ -66,9 +66,7 @@ RENAMED = {
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
 
 REFUSED = {
-    "bench": "benchmarks are scripts here: uv run python scripts/bench/NAME.py",
-    "trainer.bench": "benchmarks are scripts here: uv run python scripts/bench/NAME.py",
-    "orchestrator.bench": "benchmarks are scripts here: uv run python scripts/bench/NAME.py",
+    "orchestrator.bench": "its benchmark is a script: uv run python scripts/bench/orchestrator.py",
     "orchestrator.train.source": "environments are [[orchestrator.env]] with id, name and args",
     "orchestrator.max_inflight_rollouts": "set orchestrator.oversampling_factor (in flight = factor * batch_size)"
     " or orchestrator.max_concurrent",
@@ -123,7 +121,6 @@ NOT_YET = (
     "trainer.model.ep",
     "trainer.model.cp",
     "trainer.model.tp",
-    "trainer.data.fake",
 )
 """Keys of the reference that this version does not build."""
 
@@ -214,6 +211,8 @@ def _translate_value(kind: type[Section], entry: Entry, findings: Findings) -> E
     key = find_key(kind, entry.path)
     if name == "orchestrator.advantage" and entry.value in (None, "None"):
         return Entry(path=(*entry.path, "type"), value="none", origin=entry.origin)
+    if name in ("bench", "trainer.bench") and isinstance(entry.value, bool):
+        return Entry(path=entry.path, value={} if entry.value else None, origin=entry.origin)
     if isinstance(entry.value, str) and (today := VALUES.get((name, entry.value))):
         findings.notice(f'{".".join(entry.path)} = "{entry.value}" is called "{today}" here ({entry.origin})')
         return Entry(path=entry.path, value=today, origin=entry.origin)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic.fields import FieldInfo
 
+from trivet.config.bench import BenchConfig
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.dump import literal
 from trivet.config.findings import Findings
@@ -63,6 +64,7 @@ def resolve(draft: Draft, findings: Findings) -> None:
     _fill_section(draft, "wandb", ("trainer.wandb", "orchestrator.wandb"), WandbConfig.model_fields)
     _fill_section(draft, "wandb.log_extras", ("orchestrator.wandb.log_extras",), LogExtrasConfig.model_fields)
     _fill_section(draft, "detectors", ("trainer.detectors", "orchestrator.detectors"), DetectorsConfig.model_fields)
+    _fill_section(draft, "bench", ("trainer.bench",), BenchConfig.model_fields)
     _fill_section(draft, "log", ("trainer.log", "orchestrator.log", "inference.log"), LogConfig.model_fields)
     weights = (f"weights.{name}" for name in CkptWeightsConfig.model_fields)
     for name in (*(name for name in CkptConfig.model_fields if name != "weights"), *weights):

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from trivet.config.base import Section
+from trivet.config.bench import BenchConfig
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.faults import FaultsConfig
 from trivet.config.inference import InferenceConfig
@@ -55,6 +56,8 @@ class RLConfig(Section):
     """Shared by trainer and orchestrator."""
     recovery: RecoveryConfig = RecoveryConfig()
     """What the launcher does about a role that ends or hangs."""
+    bench: BenchConfig | None = None
+    """Fills trainer.bench: the trainer alone is measured, on trainer_gpu_ids."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig | None = InferenceConfig()

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trivet.config.base import Section
+from trivet.config.bench import BenchConfig
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.faults import FaultsConfig
 from trivet.config.lora import LoRAConfig
@@ -119,6 +120,7 @@ class TrainingConfig(Section):
     trace_path: Path | None = None
     """Directory that gets a trace of the third and fourth step of this start, a file per rank, for chrome://tracing or
     ui.perfetto.dev. The steps before warm up; at least 4 steps are needed."""
+    bench: BenchConfig | None = None
     detectors: DetectorsConfig = DetectorsConfig()
     faults: FaultsConfig = FaultsConfig()
     dist_timeout_seconds: int = Field(default=600, ge=1)
@@ -129,14 +131,24 @@ class TrainingConfig(Section):
     """`auto` takes CUDA when there is a GPU."""
 
 
+class FakeBatchesConfig(Section):
+    """Made-up batches: a run of the trainer by itself, with all that it writes and without orchestrator and servers."""
+
+    batch_size: int = Field(default=2, ge=1)
+    """Rows of model.seq_len tokens per step."""
+    generate_samples: bool = False
+    """Cut each row into samples of many lengths; false: one sample fills a row."""
+
+
 class TrainerDataConfig(Section):
-    """Batches kept, and trained on again."""
+    """Where batches come from when not from an orchestrator, and whether they are kept."""
 
     record: bool = False
     """Keep every batch in batches/step_N.msgpack: a few bytes per token and number, in all some MB a step."""
     replay: Path | None = None
     """Output directory of a run that recorded its batches: `uv run trainer` trains on them again, without orchestrator and
     servers. Its own output_dir must be another."""
+    fake: FakeBatchesConfig | None = None
 
 
 class TrainerConfig(TrainingConfig):

@@ -116,7 +116,7 @@ def plan(
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes = [
         _orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
-        _trainer_process(config, python, configs / "trainer.toml", shares, machine),
+        trainer_process(config, python, configs / "trainer.toml", shares, machine),
     ]
     if inference is not None:
         sections[configs / "inference.toml"] = inference
@@ -273,7 +273,8 @@ def _orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cp
     )
 
 
-def _trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares, machine: Machine) -> ProcessSpec:
+def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares, machine: Machine) -> ProcessSpec:
+    """The trainer's ranks, which read `file`."""
     num_ranks = len(shares.trainer) or config.trainer_cpu_ranks
     is_on_cpu = not shares.trainer
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}

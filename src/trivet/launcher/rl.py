@@ -11,6 +11,7 @@ from trivet.environments.installed import require_installed
 from trivet.environments.probe import Wanted, require_loadable
 from trivet.environments.settings import run_settings
 from trivet.launcher.attempts import Attempts, role_environment
+from trivet.launcher.bench import measure_trainer
 from trivet.launcher.custom_advantage import require_advantage
 from trivet.launcher.logs import RunLog
 from trivet.launcher.machine import inspect_machine
@@ -31,6 +32,9 @@ def check(config: RLConfig) -> None:
         EnvironmentLoadError: an environment is not installed, cannot be loaded, or has no data.
         ConfigError: GPU ids that do not exist, or a custom advantage that does not work.
     """
+    if config.trainer.bench is not None:
+        share_gpus(config, inspect_machine().gpus)
+        return
     for env in config.orchestrator.environments.values():
         require_installed(env.id)
     share_gpus(config, inspect_machine().gpus)
@@ -44,6 +48,8 @@ def check(config: RLConfig) -> None:
 
 def start(config: RLConfig) -> int:
     """Run `config`, resolved and checked, to its end; returns the exit code."""
+    if config.trainer.bench is not None:
+        return measure_trainer(config)
     layout = RunLayout(config.output_dir)
     with ExitStack() as held:
         directory = held.enter_context(RunDirectory(layout))

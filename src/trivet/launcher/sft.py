@@ -33,6 +33,8 @@ def check(config: SftConfig) -> None:
 
 
 def start(config: SftConfig) -> int:
+    if config.bench is not None:
+        return become_ranks("trivet.trainer.sft", sys.argv[1:], device=config.device, num_ranks=config.num_ranks)
     layout, ckpt = RunLayout(config.output_dir), config.ckpt
     directory = RunDirectory(layout)
     directory.__enter__()

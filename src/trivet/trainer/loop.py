@@ -167,7 +167,7 @@ def _make_room(session: Session, batch: Batch) -> None:
 
 def _halves_due(config: TrainerConfig, batch: Batch) -> Sequence[str]:
     """What the checkpoint of `batch` consists of, nothing when none is due: the orchestrator decides, in a replay the key."""
-    if config.data.replay is None:
+    if config.data.replay is None and config.data.fake is None:
         return HALVES if batch.has_orchestrator_half else ()
     return (TRAINER,) if config.ckpt.is_due(batch.step, max_steps=config.max_steps) else ()
 

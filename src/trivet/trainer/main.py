@@ -14,8 +14,11 @@ from trivet.lifetime import die_with_parent
 from trivet.lock import hold_role
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
+from trivet.trainer.bench import run_bench
 from trivet.trainer.distributed import World, open_world
+from trivet.trainer.fake_batches import FakeReceiver
 from trivet.trainer.loop import run
+from trivet.trainer.losses.select import make_policy_loss
 from trivet.transport.port import BatchReceiver
 from trivet.transport.recording import RecordingReceiver, ReplayReceiver, discard_recorded_after, recorded_steps
 from trivet.transport.zeromq import ZmqReceiver
@@ -30,6 +33,9 @@ def main() -> int:
 def start(config: TrainerConfig) -> int:
     transport = config.rollout_transport
     with open_world(device=config.device, timeout_s=config.dist_timeout_seconds, wait_timeout_s=transport.timeout_s) as world:
+        if config.bench is not None:
+            run_bench(config, world, loss=make_policy_loss(config.loss), kind="rl")
+            return 0
         set_up_rank(config, world, role="trainer")
         arm(config.faults.schedule, rank=world.rank)
         with hold_role(RunLayout(config.output_dir).role_lock("trainer")) if world.is_main else nullcontext():
@@ -41,6 +47,8 @@ def open_receiver(config: TrainerConfig, from_step: Step) -> BatchReceiver:
     """Where the batches after `from_step` come from."""
     if config.data.replay is not None:
         return ReplayReceiver(config.data.replay, from_step=from_step)
+    if config.data.fake is not None:
+        return FakeReceiver(config, from_step=from_step)
     receiver = ZmqReceiver(config.rollout_transport, run_id=config.run.id, attempt=config.run.attempt)
     if not config.data.record:
         return receiver

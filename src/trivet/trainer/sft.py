@@ -15,6 +15,7 @@ from trivet.config.command import run_command
 from trivet.config.trainer import SftConfig
 from trivet.lifetime import die_with_parent
 from trivet.telemetry import progress
+from trivet.trainer.bench import run_bench
 from trivet.trainer.distributed import World, open_world
 from trivet.trainer.losses.select import cross_entropy
 from trivet.trainer.main import set_up_rank
@@ -34,6 +35,9 @@ def main() -> int:
 
 def start(config: SftConfig) -> int:
     with open_world(device=config.device, timeout_s=config.dist_timeout_seconds) as world:
+        if config.bench is not None:
+            run_bench(config, world, loss=cross_entropy, kind="sft")
+            return 0
         set_up_rank(config, world, role="sft")
         run(config, world)
     return 0

@@ -207,6 +207,20 @@ def test_two_servers_of_a_run_cannot_listen_on_one_port() -> None:
     load_config(RLConfig, [*argv, "0"], environ={})
 
 
+def test_a_measurement_of_the_trainer_asks_for_nothing_that_it_does_not_use() -> None:
+    """Neither a group to compare rollouts in nor a GPU count that servers could share."""
+    config = load_config(RLConfig, ["--bench.output-json", "b.json", "--trainer.optim.lr", "1e-5"], environ={}).config
+    assert config.trainer.bench is not None
+    assert config.trainer.bench.output_json == Path("b.json")
+    assert load_config(RLConfig, ["--bench"], environ={}).notices == ()
+    assert not list(file_problems(SftConfig.model_validate({"bench": {}, "data": {"name": "nowhere.jsonl"}})))
+
+
+def test_made_up_batches_are_for_the_trainer_alone() -> None:
+    assert "give it to `uv run trainer` as data.fake" in refusal(RLConfig, *GROUPED, "--trainer.data.fake")
+    assert "two sources of batches" in refusal(TrainerConfig, "--data.fake", "--data.replay", "elsewhere")
+
+
 def test_a_trace_needs_the_steps_that_it_is_of() -> None:
     said = refusal(TrainerConfig, "--trace-path", "traces", "--max-steps", "2")
     assert said == "trace_path traces the third and fourth step, and max_steps is 2; raise it"

@@ -104,12 +104,12 @@ def test_activation_checkpointing_as_text_shows_the_table() -> None:
 
 def test_a_table_that_is_not_built_yet_is_named_once(tmp_path: Path) -> None:
     file = tmp_path / "t.toml"
-    file.write_text("[data.fake]\nseed = 8\nlength = 16\n[model.ac]\nfreq = 1\n")
+    file.write_text("[model.cp]\nseed = 8\nlength = 16\n[model.ac]\nfreq = 1\n")
     with pytest.raises(ConfigError) as caught:
         load_config(TrainerConfig, ["@", str(file)], environ={})
     assert str(caught.value).splitlines() == [
         "2 problems in the configuration:",
-        f"- data.fake ({file}) is not available in this version; remove it",
+        f"- model.cp ({file}) is not available in this version; remove it",
         f"- model.ac ({file}) is not available in this version; remove it",
     ]
 
@@ -126,7 +126,15 @@ def test_what_was_replaced_is_refused_with_its_replacement() -> None:
     assert load("--resume.step", "5").config.trainer.ckpt.resume_step == 5
     assert "[[orchestrator.env]]" in refusal("--orchestrator.train.source", "[]")
     assert "the policy did not sample it" in refusal("--orchestrator.mask-env-responses", "false")
-    assert "scripts/bench" in refusal("--bench")
+    assert "scripts/bench" in refusal("--orchestrator.bench")
+
+
+@pytest.mark.parametrize(("text", "is_on"), [("true", True), ("false", False)])
+def test_a_benchmark_may_be_switched_on_as_a_boolean(tmp_path: Path, text: str, is_on: bool) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text(f"bench = {text}\n")
+    assert (load_config(TrainerConfig, ["@", str(file)], environ={}).config.bench is not None) is is_on
+    assert (load("@", str(file)).config.trainer.bench is not None) is is_on
 
 
 def test_a_key_without_meaning_here_is_said_and_left_out() -> None:
