@@ -1,4 +1,5 @@
-"""Writes `rollouts/step_N/rollouts.jsonl`: what was trained in step N, for a human to read."""
+"""Writes `rollouts/step_N/`: what was trained in step N. `rollouts.jsonl` is for a human to read, `tokens.msgpack.z` for
+`trivet view` to show which tokens were likely and which policy sampled them."""
 
 from collections.abc import Sequence
 
@@ -6,6 +7,7 @@ import msgspec
 
 from trivet.config.layout import RunLayout, parse_step
 from trivet.durable import remove_directory, replace_file
+from trivet.wire.rollout_tokens import TOKENS_FILE, pack_tokens
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import Step, VersionRun
 
@@ -28,10 +30,13 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
 
 
 def write_rollouts(layout: RunLayout, step: Step, groups: Sequence[Group]) -> None:
-    """The file appears whole, or not at all."""
+    """Each file appears whole, or not at all; the tokens first, so that who sees the rollouts finds them too."""
     encoder = msgspec.json.Encoder()
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     lines = [encoder.encode(_record(group, rollout)) + b"\n" for group in groups for rollout in group.rollouts]
-    replace_file(layout.rollouts_step(step) / "rollouts.jsonl", b"".join(lines))
+    directory = layout.rollouts_step(step)
+    replace_file(directory / TOKENS_FILE, pack_tokens(rollouts))
+    replace_file(directory / "rollouts.jsonl", b"".join(lines))
 
 
 def discard_rollouts_after(layout: RunLayout, step: Step) -> None:
