@@ -13,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -70,8 +71,10 @@ def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold
         CheckpointError: a rank could not write; says what each met.
     """
     writer = ShardWriter(directory, hold)
+    # Who writes what is the same at every step; agreeing on it anew takes as long as the digests.
+    planner = DefaultSavePlanner(enable_plan_caching=True)
     try:
-        save(state, storage_writer=writer, process_group=group)
+        save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as exc:
         causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in exc.failures.items())
         raise CheckpointError(f"{directory} could not be written: {causes}") from exc

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +26,14 @@ from trivet.trainer.snapshot import Key, Snapshot
 
 Then = Callable[[Mapping[str, FileRecord]], None]
 """Receives the records of every rank's shards on the main rank, nothing on the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteTimes:
+    seconds: float
+    """From the first shard to the end of what follows the last."""
+    cpu_s: float
+    """Processor time of the writing thread: what it takes from the training where cores are few."""
 
 
 class HalfWriter:
@@ -55,8 +64,8 @@ class HalfWriter:
         self._running: Future[None] | None = None
         self._snapshot: Snapshot | None = None
         self._buffers: dict[Key, torch.Tensor] = {}
-        self.last_write_s: float | None = None
-        """Duration of the newest write that ended well."""
+        self.last_write: WriteTimes | None = None
+        """Of the newest write that ended well."""
 
     def start(self, directory: Path, state: State, *, then: Then) -> None:
         """Collective.
@@ -105,9 +114,9 @@ class HalfWriter:
             self._stager.close()
 
     def _write(self, directory: Path, state: State, then: Then, hold: Hold) -> None:
-        started = time.monotonic()
+        started, started_cpu = time.monotonic(), time.thread_time()
         then(write_state(directory, state, self._group, hold=hold))
-        self.last_write_s = time.monotonic() - started
+        self.last_write = WriteTimes(seconds=time.monotonic() - started, cpu_s=time.thread_time() - started_cpu)
 
 
 def _gpu_stager() -> DefaultStager:

@@ -3,6 +3,7 @@
 Methods that say collective are called by every rank; files are written by rank 0 alone, except sharded checkpoints.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -217,8 +218,9 @@ class Session:
             "progress/total_samples": self.progress.total_samples,
         }
         metrics |= self.times
-        if self.writer.last_write_s is not None:
-            metrics["time/write_ckpt"], self.writer.last_write_s = self.writer.last_write_s, None
+        if (write := self.writer.last_write) is not None:
+            metrics |= {"time/write_ckpt": write.seconds, "time/write_ckpt_cpu": write.cpu_s}
+            self.writer.last_write = None
         metrics |= speed_metrics(self.cost, rows, seconds=seconds, num_ranks=self.world.size, device=self.world.device)
         self.times.clear()
         if self.telemetry is not None:
@@ -307,11 +309,15 @@ def open_session(
     )
     learner.before_update = session.release_state
     reason = "failed"
+    # What was loaded stays: no collection of garbage has to look at it again.
+    gc.collect()
+    gc.freeze()
     try:
         yield session
         session.settle(does_wait=True)
         reason = session.ending
     finally:
+        gc.unfreeze()
         session.profiler.close()
         session.writer.close()
         if telemetry is not None:

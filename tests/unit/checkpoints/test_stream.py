@@ -1,0 +1,112 @@
+"""What is on the disk is what was written, digested, whatever its size and wherever it lay in memory."""
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trivet.checkpoints import stream
+from trivet.checkpoints.stream import FileStream
+from trivet.durable import hash_file
+
+
+def make_bytes(num_bytes: int, *, shift: int = 0) -> memoryview:
+    """Random bytes that begin `shift` bytes behind the begin of a page."""
+    room = np.random.default_rng(num_bytes).integers(0, 256, num_bytes + 8192, dtype=np.uint8)
+    begin = -room.ctypes.data % 4096 + shift
+    return room[begin : begin + num_bytes].data
+
+
+def write(path: Path, parts: list[memoryview]) -> bytes:
+    """The content that the file should have."""
+    expected = bytearray()
+    with FileStream(path) as file:
+        for part in parts:
+            file.align_with(part)
+            expected += bytes(file.position - len(expected)) + bytes(part)
+            file.write(part)
+        record = file.finish()
+    assert record == hash_file(path)
+    return bytes(expected)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[0], [1], [4096], [5, 70_000, 0, 3], [(1 << 20) - 1, 2, 1 << 20], [3_000_000, 64 << 10, (64 << 10) - 1, 5_000_001]],
+    ids=str,
+)
+def test_the_file_holds_what_was_written_and_zeros_between(tmp_path: Path, sizes: list[int]) -> None:
+    parts = [make_bytes(size, shift=64 * index) for index, size in enumerate(sizes)]
+    expected = write(tmp_path / "file", parts)
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_what_is_not_aligned_is_written_all_the_same(tmp_path: Path) -> None:
+    data = make_bytes(1_000_000, shift=17)
+    with FileStream(tmp_path / "file") as file:
+        file.write(b"x")
+        file.write(data)
+        file.finish()
+    assert (tmp_path / "file").read_bytes() == b"x" + bytes(data)
+
+
+def test_large_parts_go_to_the_disk_from_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, copied = make_bytes(3_000_000, shift=192), list[int]()
+    append = FileStream._append
+
+    def count(self: FileStream, rest: memoryview) -> None:
+        copied.append(len(rest))
+        append(self, rest)
+
+    monkeypatch.setattr(FileStream, "_append", count)
+    write(tmp_path / "file", [make_bytes(100), data])
+    assert sum(copied) < 100 + 4 * 4096
+
+
+@pytest.mark.parametrize("moment", ["open", "write"])
+def test_a_file_system_without_direct_writes_is_written_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    real_open, real_pwrite = os.open, os.pwrite
+
+    def refuse_open(path, flags, mode=0o777):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct writes")
+        return real_open(path, flags, mode)
+
+    def refuse_write(fd, data, offset):
+        if stream.fcntl.fcntl(fd, stream.fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct writes")
+        return real_pwrite(fd, data, offset)
+
+    if moment == "open":
+        monkeypatch.setattr(os, "open", refuse_open)
+    else:
+        monkeypatch.setattr(os, "pwrite", refuse_write)
+    expected = write(tmp_path / "file", [make_bytes(200_000), make_bytes(7)])
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_a_write_that_stops_in_the_middle_goes_on_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real_pwrite(fd, data[: max(512, len(data) // 3)], offset))
+    expected = write(tmp_path / "file", [make_bytes(200_000), make_bytes(100_001, shift=64)])
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_an_error_of_the_disk_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd, data, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "file", [make_bytes(200_000)])
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        FileStream(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"old"
