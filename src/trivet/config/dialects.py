@@ -10,7 +10,7 @@ from trivet.config.base import Section
 from trivet.config.dump import literal
 from trivet.config.findings import Findings
 from trivet.config.inference import InferenceConfig
-from trivet.config.keys import Shape, as_table, find_key
+from trivet.config.keys import Shape, find_key
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.sources import Entry, Text
@@ -89,6 +89,10 @@ REFUSED = {
     " them",
     "orchestrator.eval.per_rollout": "the rollouts of an example are scored together, as rewards of groups need it; remove the"
     " key",
+    "trainer.model.ep": "experts are not spread over ranks: FSDP shards them like every other parameter; remove the key",
+    "trainer.model.tp": "FSDP shards parameters, and no matrix product is split over ranks; remove the key",
+    "trainer.model.cp": "a row is not split over ranks: torch's ring attention knows one causal sequence, and would let the"
+    " samples of a packed row see each other; lower trainer.model.seq_len, or set trainer.model.ac to have memory for long rows",
     "teacher_gpu_ids": "teacher models are not supported",
     "teacher_inference": "teacher models are not supported",
 }
@@ -112,19 +116,13 @@ IGNORED = {
 """Old prefix to why it needs no key here."""
 
 NOT_YET = (
-    "trainer.model.ac",
-    "trainer.model.ac_offloading",
-    "trainer.model.compile",
-    "trainer.model.fsdp_cpu_offload",
-    "trainer.model.optim_cpu_offload",
-    "trainer.model.dp_replicate",
-    "trainer.model.ep",
-    "trainer.model.cp",
-    "trainer.model.tp",
 )
 """Keys of the reference that this version does not build."""
 
 SINGLE_VALUES = {
+    "trainer.model.ep": "1",
+    "trainer.model.tp": "1",
+    "trainer.model.cp": "1",
     "trainer.rollout_transport.type": "zmq",
     "orchestrator.rollout_transport.type": "zmq",
     "weight_broadcast.type": "filesystem",
@@ -144,6 +142,9 @@ VALUES = {
 }
 """Old values of keys that exist."""
 
+SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile")
+"""Tables that `true` turns on as they are, and `false` off."""
+
 GPU_COUNTS = {
     "inference_gpus": "inference",
     "deployment.num_infer_gpus": "inference",
@@ -162,7 +163,13 @@ def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings)
             gpu_counts[GPU_COUNTS[name]] = entry
         else:
             today = entry if find_key(kind, entry.path) else _rename(kind, entry, name, findings)
-            if find_key(kind, today.path):
+            if name == "trainer.model.ac" and entry.value in ("full", "selective"):
+                table, and_mode = ".".join(entry.path), "" if entry.value == "full" else ', mode = "selective"'
+                findings.refuse(
+                    f'{table} is a table, not "{entry.value}": write [{table}] and below it freq = 1'
+                    f'{and_mode} ({entry.origin})'
+                )
+            elif find_key(kind, today.path):
                 kept.append(_translate_value(kind, today, findings))
             elif not _dispose(today, name, findings):
                 kept.append(today)
@@ -187,12 +194,7 @@ def _rename(kind: type[Section], entry: Entry, name: str, findings: Findings) ->
 def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     """Refuse or drop an entry that has no key here; False when the tables do not know it."""
     said = f"{'.'.join(entry.path)} ({entry.origin})"
-    if name == "trainer.model.ac" and as_table(entry.value) is None:
-        findings.refuse(
-            f'{".".join(entry.path)} is a table, not "{entry.value}": write [{".".join(entry.path)}] and below it freq = 1'
-            f" ({entry.origin}); activation checkpointing is not available in this version: remove the key"
-        )
-    elif name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
+    if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
         findings.notice(f"{said}: {SINGLE_VALUES[name]} is the only choice here; the key can go")
     elif old := _longest_prefix(name, IGNORED):
         findings.notice(f"{said} has no effect: {IGNORED[old]}")
@@ -209,6 +211,8 @@ def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
 def _translate_value(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
     name = _full_name(kind, entry)
     key = find_key(kind, entry.path)
+    if name in SWITCHES and str(entry.value).lower() in ("true", "false"):
+        return Entry(path=entry.path, value={} if str(entry.value).lower() == "true" else None, origin=entry.origin)
     if name == "orchestrator.advantage" and entry.value in (None, "None"):
         return Entry(path=(*entry.path, "type"), value="none", origin=entry.origin)
     if name in ("bench", "trainer.bench") and isinstance(entry.value, bool):

@@ -9,10 +9,9 @@ from trivet.config.base import Section
 from trivet.config.bench import BenchConfig
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.faults import FaultsConfig
-from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig, LossConfig
+from trivet.config.model import TrainerModelConfig
 from trivet.config.shared import (
-    DEFAULT_MODEL,
     DEFAULT_OUTPUT_DIR,
     CkptConfig,
     HeartbeatConfig,
@@ -22,31 +21,6 @@ from trivet.config.shared import (
     TransportConfig,
     WandbConfig,
 )
-
-Dtype = Literal["bfloat16", "float32"]
-
-
-class TrainerModelConfig(Section):
-    name: str = DEFAULT_MODEL
-    """Hugging Face name or a directory."""
-    seq_len: int = Field(default=2048, ge=2)
-    """Tokens of one packed row; longer samples are cut."""
-    attn: Literal["auto", "sdpa", "flash_varlen"] = "auto"
-    """Attention over packed rows: `flash_varlen` needs a CUDA device, `sdpa` runs anywhere; `auto` takes the first that can."""
-    compute_dtype: Dtype = "bfloat16"
-    """Dtype of forward and backward."""
-    optimization_dtype: Dtype = "float32"
-    """Dtype of the master weights and the optimizer state."""
-    reduce_dtype: Dtype = "float32"
-    """Dtype of gradient reduction over ranks."""
-    reshard_after_forward: bool = True
-    """Free gathered parameters between forward and backward: less memory, one more gather."""
-    fused_lm_head_chunk_size: int = Field(default=2048, ge=1)
-    """Tokens whose logits exist at one time."""
-    trust_remote_code: bool = False
-    """Run code that the model's repository ships."""
-    lora: LoRAConfig | None = None
-    """Train adapters instead of all weights."""
 
 
 class TokenizerConfig(Section):

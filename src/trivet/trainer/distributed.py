@@ -24,8 +24,14 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    """One dimension, over which the model is sharded; or two, copies and shards."""
     control: dist.ProcessGroup
     """Gloo, on host memory; waits longer than a collective may, because rank 0 waits for batches."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the sharded model."""
+        return self.mesh.size(0) if self.mesh.ndim > 1 else 1
 
     @property
     def is_main(self) -> bool:
@@ -33,20 +39,23 @@ class World:
 
 
 @contextmanager
-def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0) -> Iterator[World]:
+def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, num_replicas: int = 1) -> Iterator[World]:
     """Join the other ranks that torchrun started; alone when there is none.
 
     Args:
         device: `auto`, `cpu` or `cuda`.
         timeout_s: longest collective operation.
         wait_timeout_s: how much longer the other ranks may wait while rank 0 waits for a batch.
+        num_replicas: copies of the model, each sharded over its part of the ranks.
 
     Raises:
-        ConfigError: `cuda` without a CUDA device.
+        ConfigError: `cuda` without a CUDA device; or the copies do not divide the ranks.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    require_replicas(num_replicas, num_ranks=size)
     chosen = _choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    # On the CPU too, for what is kept there: parameters and optimizer state that are off-loaded.
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
@@ -58,10 +67,26 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0) ->
     try:
         control = dist.new_group(backend="gloo", timeout=timeout + timedelta(seconds=wait_timeout_s))
         assert isinstance(control, dist.ProcessGroup)
-        mesh = init_device_mesh(chosen.type, (size,), mesh_dim_names=("shard",))
+        if num_replicas == 1:
+            mesh = init_device_mesh(chosen.type, (size,), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh(chosen.type, (num_replicas, size // num_replicas), mesh_dim_names=("replicate", "shard"))
         yield World(rank=rank, size=size, device=chosen, mesh=mesh, control=control)
     finally:
         dist.destroy_process_group()
+
+
+def require_replicas(num_replicas: int, *, num_ranks: int) -> None:
+    """
+    Raises:
+        ConfigError: they do not divide the ranks.
+    """
+    if num_ranks % num_replicas:
+        divisors = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
+        raise ConfigError(
+            f"model.dp_replicate ({num_replicas}) must divide the trainer's ranks ({num_ranks}): {num_ranks} % {num_replicas} = "
+            f"{num_ranks % num_replicas}; set it to one of {divisors}"
+        )
 
 
 def broadcast_bytes(world: World, data: bytes | None) -> bytes:

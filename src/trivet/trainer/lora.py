@@ -28,7 +28,7 @@ _PREFIX = "base_model.model."
 
 
 def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: str, dtype: torch.dtype) -> None:
-    """Freeze `causal_lm` and put trainable adapters of `dtype` into it, which change nothing yet.
+    """Freeze `causal_lm` and put trainable adapters of `dtype` into it, without memory: `start.fill` gives them their values.
 
     Args:
         base_name: what the adapter's files name as their base model.
@@ -50,6 +50,7 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
         ),
         causal_lm,
         adapter_name=ADAPTER,
+        low_cpu_mem_usage=True,
     )
     for parameter in causal_lm.parameters():
         if parameter.requires_grad:

@@ -32,7 +32,12 @@ def main() -> int:
 
 def start(config: TrainerConfig) -> int:
     transport = config.rollout_transport
-    with open_world(device=config.device, timeout_s=config.dist_timeout_seconds, wait_timeout_s=transport.timeout_s) as world:
+    with open_world(
+        device=config.device,
+        timeout_s=config.dist_timeout_seconds,
+        wait_timeout_s=transport.timeout_s,
+        num_replicas=config.model.dp_replicate,
+    ) as world:
         if config.bench is not None:
             run_bench(config, world, loss=make_policy_loss(config.loss), kind="rl")
             return 0

@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
 
-from trivet.config.trainer import TrainerModelConfig
+from trivet.config.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention import register_attention, require_full_attention
+from trivet.trainer.blocks import blocks_of, prepare_blocks
 from trivet.trainer.distributed import World
 from trivet.trainer.logprobs import TokenScores, score_tokens
 from trivet.trainer.rows import RowTensors
+from trivet.trainer.start import build, fill, read_config
 from trivet.weights.adapters import is_adapter
 
 logger = logging.getLogger(__name__)
@@ -74,19 +76,12 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         ConfigError: there is no such model, or it is one that packed rows cannot be trained on.
     """
     require_model(config.name)
-    try:
-        hf_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
-        require_full_attention(hf_config, seq_len=config.seq_len)
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            config.name,
-            dtype=getattr(torch, config.compute_dtype if config.lora else config.optimization_dtype),
-            attn_implementation=register_attention(config.attn, device=world.device),
-            trust_remote_code=config.trust_remote_code,
-        )
-    except (OSError, ValueError) as exc:
-        if isinstance(exc, ConfigError):
-            raise
-        raise ConfigError(f"model.name = {config.name!r} cannot be loaded as a causal language model: {exc}") from exc
+    require_dtypes(config, world.device)
+    hf_config = read_config(config)
+    require_full_attention(hf_config, seq_len=config.seq_len)
+    attention = register_attention(config.attn, device=world.device)
+    dtype = getattr(torch, config.compute_dtype if config.lora else config.optimization_dtype)
+    causal_lm = build(hf_config, config, attention=attention, dtype=dtype)
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise ConfigError(f"model.name = {config.name!r} has no plain linear head without bias, which the trainer needs")
@@ -94,13 +89,34 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         from trivet.trainer.lora import add_adapter
 
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=getattr(torch, config.optimization_dtype))
+    prepare_blocks(causal_lm, config, attention=attention, device=world.device)
     model = PolicyModel(causal_lm.train(), chunk_size=config.fused_lm_head_chunk_size)
     shard(model, config, world)
+    fill(model, causal_lm, config, world)
     logger.info("model loaded name=%s parameters=%s ranks=%s", config.name, model.num_parameters, world.size)
     if config.lora is not None:
         num_trained = sum(parameter.numel() for parameter in model.trained_parameters)
         logger.info("adapter added rank=%s trained_parameters=%s", config.lora.rank, num_trained)
     return model
+
+
+def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: the device, or the attention that was asked for, cannot compute in a dtype.
+    """
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        for key in ("compute_dtype", "optimization_dtype", "reduce_dtype"):
+            if getattr(config, key) == "bfloat16":
+                raise ConfigError(
+                    f'model.{key} = "bfloat16", which {torch.cuda.get_device_name(device)} cannot compute in; it can float32: set '
+                    f'model.{key} = "float32"'
+                )
+    if config.attn == "flash_varlen" and config.compute_dtype == "float32":
+        raise ConfigError(
+            'model.attn = "flash_varlen" computes in bfloat16 only, and model.compute_dtype is "float32"; set model.attn = "sdpa", '
+            'or model.compute_dtype = "bfloat16"'
+        )
 
 
 def has_adapter(causal_lm: PreTrainedModel) -> bool:
@@ -135,11 +151,13 @@ def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
     )
     # Alone, a rank's gathered parameters are its shards: freeing and copying them again would buy nothing.
     reshard = config.reshard_after_forward and world.size > 1
-    block_names = set(model.causal_lm._no_split_modules or ())
-    for module in list(model.causal_lm.modules()):
-        if type(module).__name__ in block_names:
-            fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+    # Pinned memory is what a GPU can copy from while it computes; without a GPU there is none.
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
+    if config.fsdp_cpu_offload and world.device.type != "cuda":
+        logger.info("model.fsdp_cpu_offload does nothing here: parameters are in main memory already")
+    for module in blocks_of(model.causal_lm):
+        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
     if world.size > 1:
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -67,7 +67,8 @@ def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tens
 def gradient_norm(gradients: list[torch.Tensor], world: World) -> float:
     """The 2-norm over all parameters and ranks. Works on shards directly: a DTensor operation per parameter costs more."""
     norms = torch.stack([gradient.norm() for gradient in gradients])
-    return float(sum_over_ranks(world, norms.double().square().sum()).sqrt())
+    squares = sum_over_ranks(world, norms.double().square().sum())
+    return float((squares / world.num_replicas).sqrt())
 
 
 def clip_gradients(gradients: list[torch.Tensor], *, norm: float, max_norm: float | None) -> None:

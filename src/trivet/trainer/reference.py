@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from trivet.config.layout import RunLayout
 from trivet.config.losses import PolicyLossConfig
-from trivet.config.trainer import TrainerModelConfig
+from trivet.config.model import TrainerModelConfig
 from trivet.errors import CheckpointError, WeightsError
 from trivet.trainer.distributed import World
 from trivet.trainer.model import PolicyModel, free_gathered, load_policy, without_dropout

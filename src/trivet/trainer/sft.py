@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def start(config: SftConfig) -> int:
-    with open_world(device=config.device, timeout_s=config.dist_timeout_seconds) as world:
+    with open_world(device=config.device, timeout_s=config.dist_timeout_seconds, num_replicas=config.model.dp_replicate) as world:
         if config.bench is not None:
             run_bench(config, world, loss=cross_entropy, kind="sft")
             return 0

@@ -9,6 +9,7 @@ from trivet.config.dialects import GPU_COUNTS, IGNORED, NOT_YET, REFUSED, RENAME
 from trivet.config.inference import InferenceConfig
 from trivet.config.keys import find_key
 from trivet.config.load import Loaded, load_config
+from trivet.config.model import ActivationCheckpointConfig, CompileConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.trainer import TrainerConfig
@@ -99,19 +100,22 @@ def test_gpu_counts_of_a_flag_win_over_ids_of_a_file(tmp_path: Path) -> None:
 def test_activation_checkpointing_as_text_shows_the_table() -> None:
     said = refusal("--trainer.model.ac", "full")
     assert 'trainer.model.ac is a table, not "full": write [trainer.model.ac] and below it freq = 1' in said
-    assert "not available in this version" in said
+    assert "not available" not in said
+    assert 'mode = "selective"' in refusal("--trainer.model.ac", "selective")
 
 
-def test_a_table_that_is_not_built_yet_is_named_once(tmp_path: Path) -> None:
-    file = tmp_path / "t.toml"
-    file.write_text("[model.cp]\nseed = 8\nlength = 16\n[model.ac]\nfreq = 1\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config(TrainerConfig, ["@", str(file)], environ={})
-    assert str(caught.value).splitlines() == [
-        "2 problems in the configuration:",
-        f"- model.cp ({file}) is not available in this version; remove it",
-        f"- model.ac ({file}) is not available in this version; remove it",
-    ]
+def test_a_table_of_a_lever_is_turned_on_by_true() -> None:
+    config = load("--trainer.model.compile", "true", "--trainer.model.ac").config.trainer.model
+    assert (config.compile, config.ac) == (CompileConfig(), ActivationCheckpointConfig())
+    assert load("--trainer.model.compile", "false").config.trainer.model.compile is None
+
+
+@pytest.mark.parametrize("key", ["ep", "cp", "tp"])
+def test_a_way_of_spreading_a_model_that_does_not_exist_is_refused_unless_it_is_off(key: str) -> None:
+    assert f"trainer.model.{key}: 1 is the only choice here" in load(f"--trainer.model.{key}", "1").notices[0].replace(
+        " (flag --trainer.model." + key + ")", ""
+    )
+    assert f"trainer.model.{key} (flag --trainer.model.{key}) does not exist here" in refusal(f"--trainer.model.{key}", "2")
 
 
 def test_a_choice_without_alternative_changes_nothing() -> None:

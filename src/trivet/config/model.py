@@ -1,0 +1,104 @@
+"""`[trainer.model]`: the model, its dtypes, and what trades time for memory. `sft` has the same section."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from trivet.config.base import Section
+from trivet.config.lora import LoRAConfig
+from trivet.config.shared import DEFAULT_MODEL
+
+Dtype = Literal["bfloat16", "float32"]
+
+
+class ActivationCheckpointConfig(Section):
+    """Compute a block again in the backward pass instead of keeping what it computed: more time, less memory."""
+
+    mode: Literal["full", "selective"] = "full"
+    """What of a block is computed again: all of it, or the parts that `targets` names."""
+    freq: int = Field(default=1, ge=1)
+    """Every so many blocks one is checkpointed; 1: all of them."""
+    targets: list[str] = ["norm"]
+    """Of mode `selective`: `norm`, `attn` and `mlp`, or the names of a block's modules. Norms keep the most for the least work."""
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> "ActivationCheckpointConfig":
+        if self.mode == "selective" and not self.targets:
+            raise ValueError('targets must name at least one part of a block, e.g. ["norm", "mlp"]')
+        if self.mode == "full" and "targets" in self.model_fields_set and self.targets != ["norm"]:
+            raise ValueError('targets are for mode = "selective": "full" computes whole blocks again')
+        return self
+
+
+class ActivationOffloadConfig(Section):
+    """Keep what checkpointed blocks start again from in main memory instead of on the GPU. Needs `ac`; on the CPU it does
+    nothing, because they are there already."""
+
+    pin_memory: bool = True
+    """Use page-locked memory, which is copied to and from while the GPU computes."""
+    max_inflight_activations: int = Field(default=5, ge=1)
+    """Activations whose copies may be under way; more hide more of the copying, and keep more on the GPU."""
+
+
+class CompileConfig(Section):
+    """Compile each block with torch.compile, for rows of any length."""
+
+    fullgraph: bool = False
+    """Fail where a block cannot be one graph, instead of compiling its parts. Not with attention `sdpa`, which takes the
+    samples of a row one by one."""
+
+
+class DebugModelConfig(Section):
+    """A model that is not the one of that name: for tests and measurements, with `sft` or a replay."""
+
+    num_layers: int | None = Field(default=None, ge=1)
+    """Keep only the first so many layers."""
+    random_init: bool = False
+    """Draw the weights from the seed instead of reading them."""
+
+
+class TrainerModelConfig(Section):
+    name: str = DEFAULT_MODEL
+    """Hugging Face name or a directory."""
+    seq_len: int = Field(default=2048, ge=2)
+    """Tokens of one packed row; longer samples are cut."""
+    attn: Literal["auto", "sdpa", "flash_varlen"] = "auto"
+    """Attention over packed rows: `flash_varlen` needs a CUDA device, `sdpa` runs anywhere; `auto` takes the first that can."""
+    compute_dtype: Dtype = "bfloat16"
+    """Dtype of forward and backward."""
+    optimization_dtype: Dtype = "float32"
+    """Dtype of the master weights and the optimizer state."""
+    reduce_dtype: Dtype = "float32"
+    """Dtype of gradient reduction over ranks."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between forward and backward: less memory, one more gather."""
+    fused_lm_head_chunk_size: int = Field(default=2048, ge=1)
+    """Tokens whose logits exist at one time."""
+    trust_remote_code: bool = False
+    """Run code that the model's repository ships."""
+    lora: LoRAConfig | None = None
+    """Train adapters instead of all weights."""
+    ac: ActivationCheckpointConfig | None = None
+    ac_offloading: ActivationOffloadConfig | None = None
+    fsdp_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in main memory; each block goes to the GPU while it computes. The
+    optimizer runs on the CPU."""
+    optim_cpu_offload: bool = False
+    """Keep the optimizer's state alone in main memory; it comes to the GPU part by part for the update."""
+    dp_replicate: int = Field(default=1, ge=1)
+    """Copies of the model, each sharded over ranks / dp_replicate ranks: between nodes gradients are reduced, parameters are
+    not gathered."""
+    compile: CompileConfig | None = None
+    debug: DebugModelConfig = DebugModelConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TrainerModelConfig":
+        if self.ac_offloading is not None and self.ac is None:
+            raise ValueError(
+                "ac_offloading keeps what checkpointed blocks start from: add ac, e.g. [trainer.model.ac] freq = 1"
+            )
+        if self.fsdp_cpu_offload and self.optim_cpu_offload:
+            raise ValueError(
+                "fsdp_cpu_offload keeps the optimizer's state in main memory too: set it or optim_cpu_offload, not both"
+            )
+        return self
