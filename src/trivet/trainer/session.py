@@ -36,6 +36,7 @@ from trivet.trainer.checkpoint import Progress, begin_anew, load_half, state_of
 from trivet.trainer.distributed import World, barrier
 from trivet.trainer.export import Exporter, load_tokenizer
 from trivet.trainer.half_writer import HalfWriter
+from trivet.trainer.host_state import keep_state_on_host, return_state
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.model import PolicyModel, load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
@@ -265,6 +266,8 @@ def open_session(
         max_norm=config.optim.max_norm,
         world=world,
     )
+    if config.model.optim_cpu_offload:
+        keep_state_on_host(learner.optimizer, world.device)
     progress = _resume(config, layout, learner, from_step) if from_step else Progress()
     sizes = _measure(model, served_dtype=getattr(torch, config.model.compute_dtype))
     telemetry = None
@@ -342,6 +345,8 @@ def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: S
         verify_checkpoint(layout, step)
     barrier(learner.world)
     saved = load_half(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
+    if config.model.optim_cpu_offload:
+        return_state(learner.optimizer)
     progress = begin_anew(saved, config.ckpt)
     learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
     logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
