@@ -20,6 +20,7 @@ LAYERS = [
     {"evaluation", "inference", "trainer", "launcher"},
     {"orchestrator"},
     {"history"},
+    {"view"},
     {"tools"},
 ]
 """Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
@@ -37,6 +38,7 @@ WITHOUT_TORCH = [
     "weights",
     "checkpoints",
     "history",
+    "view",
     "tools",
 ]
 

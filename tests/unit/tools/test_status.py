@@ -8,7 +8,7 @@ import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.tools.cli import main
-from trivet.tools.status import describe_role, describe_run, read_status
+from trivet.view.status import describe_role, describe_run, read_status
 from trivet.wire.status import Report, RestartRecord, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 from trivet.wire.versions import PolicyVersion, Step
 

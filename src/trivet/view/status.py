@@ -1,0 +1,179 @@
+"""What a run's status says, read from its files and put into words. Used by the tools that look at a run; changes nothing."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from trivet.checkpoints.commit import committed_steps
+from trivet.config.layout import RunLayout
+from trivet.errors import ConfigError
+from trivet.launcher.words import describe_restart
+from trivet.telemetry.progress import read_report
+from trivet.wire.status import Report, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
+
+_OLD_S = 15.0
+"""A launcher writes every two seconds, a role every second; what is older than this is said to be old."""
+_STUCK_WORKER_S = 30.0
+"""A worker in the environment's own code for longer than this is named."""
+
+
+def read_status(layout: RunLayout) -> RunStatus:
+    """What the launcher wrote; of roles that were started by hand, their own reports.
+
+    Raises:
+        ConfigError: the directory holds no run, or its status cannot be read.
+    """
+    try:
+        return msgspec.json.decode(layout.status.read_bytes(), type=RunStatus)
+    except FileNotFoundError:
+        reports = read_reports(layout)
+    except (OSError, msgspec.DecodeError) as exc:
+        raise ConfigError(f"{layout.status} cannot be read: {exc}; it may be of another version of trivet") from exc
+    if not reports:
+        raise ConfigError(
+            f"{str(layout.root)!r} holds no run: neither status.json nor reports of roles; give a run's output_dir"
+        )
+    roles = [
+        RoleStatus(
+            name=name,
+            state=RoleState.RUNNING,
+            pid=reports_of[0].pid,
+            reports=reports_of,
+        )
+        for name in sorted({report.role for report in reports})
+        if (reports_of := [report for report in reports if report.role == name])
+    ]
+    return RunStatus(
+        run_id="started by hand",
+        attempt=max(report.attempt for report in reports),
+        pid=0,
+        state=RunState.RUNNING,
+        started=min(report.since for report in reports),
+        time=max(report.time for report in reports),
+        last_commit=max(committed_steps(layout), default=None),
+        roles=roles,
+    )
+
+
+def read_reports(layout: RunLayout) -> list[Report]:
+    """Of every process that has reported in this directory."""
+    paths = sorted(layout.reports.glob("*.json")) if layout.reports.is_dir() else []
+    reports = (read_report(path) for path in paths if not path.name.startswith("."))
+    return [report for report in reports if report is not None]
+
+
+def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: Callable[[int], bool]) -> Iterator[str]:
+    """The status, line by line.
+
+    Args:
+        is_alive: whether a process of this machine exists.
+    """
+    step = max((report.step for role in status.roles for report in role.reports), default=0)
+    of = f" of {status.max_steps}" if status.max_steps is not None else ""
+    commit = f"last commit step {status.last_commit}" if status.last_commit is not None else "nothing committed yet"
+    state = _state(status, now=now, is_alive=is_alive)
+    yield f"run {status.run_id} attempt {status.attempt}: {state}; step {step}{of}, {commit}"
+    if status.state in (RunState.RUNNING, RunState.PREEMPTED):
+        for role in status.roles:
+            yield from (f"  {line}" for line in describe_role(role, now=now))
+        yield from (f"  {line}" for line in _workers(status))
+    for record in status.restarts:
+        yield f"restart {_clock(record.time)} {describe_restart(record)}"
+    if status.last_error:
+        yield "last error:"
+        yield from (f"  {line}" for line in status.last_error.splitlines())
+    if is_over(status, now=now, is_alive=is_alive) and status.state is not RunState.DONE and status.last_commit is not None:
+        yield f"go on from step {status.last_commit}: the same command with --ckpt.resume-step -1 (output_dir {layout.root})"
+
+
+def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
+    """One line for each process that reports: what it does, or who it waits for and how long."""
+    if role.state is not RoleState.RUNNING:
+        yield f"{role.name} {role.state}{f': {role.exit}' if role.exit else ''}"
+        return
+    if role.stuck:
+        yield f"{role.name} is stuck: {role.stuck}"
+    if not role.reports:
+        yield f"{role.name} is starting (pid {role.pid}); it has not reported yet"
+    for report in role.reports:
+        name = f"{role.name} rank {report.rank} of {report.num_ranks}" if report.num_ranks > 1 else role.name
+        for_s = _seconds(report.time - report.since)
+        line = (
+            f"{name} has waited {for_s} for {report.activity} (from {report.waits_for})"
+            if report.waits_for
+            else f"{name} alive, {report.activity} for {for_s}"
+        )
+        if now - report.time > _OLD_S:
+            line += f"; it has not reported for {_seconds(now - report.time)}"
+        yield line + "".join(f"; {number}" for number in _numbers(report))
+
+
+def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> str:
+    if status.exit_code is not None:
+        return f"{status.state} with exit code {status.exit_code} at {_clock(status.time)} ({status.reason})"
+    if now - status.time <= _OLD_S:
+        return f"{status.state} for {_seconds(now - status.started)}"
+    silent = f"last heard of {_seconds(now - status.time)} ago"
+    if status.pid and is_alive(status.pid):
+        return f"its launcher (pid {status.pid}) is there but silent: stopped or stuck, {silent}"
+    return f"ended without a word: its launcher was killed, {silent}" if status.pid else silent
+
+
+def is_over(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> bool:
+    """Nothing more is to be expected of it."""
+    return status.exit_code is not None or (now - status.time > _OLD_S and not (status.pid and is_alive(status.pid)))
+
+
+def _numbers(report: Report) -> Iterator[str]:
+    if report.policy_version is not None:
+        yield f"policy {report.policy_version} served"
+    if report.num_ready is not None:
+        yield f"{report.num_ready} groups ready"
+    if report.num_in_flight is not None:
+        yield f"{report.num_in_flight} in flight"
+
+
+def _workers(status: RunStatus) -> Iterator[str]:
+    workers = [worker for role in status.roles for report in role.reports for worker in report.workers]
+    for env in sorted({worker.env for worker in workers}):
+        mine = [worker for worker in workers if worker.env == env]
+        yield f"env `{env}`: {', '.join(_describe_workers(mine))}"
+
+
+def _describe_workers(workers: Sequence[WorkerStatus]) -> Iterator[str]:
+    total = len(workers)
+    faults = (
+        ("stuck in scoring", [worker for worker in workers if worker.scoring_for_s > _STUCK_WORKER_S]),
+        ("blocked in synchronous code", [worker for worker in workers if worker.blocked_for_s > _STUCK_WORKER_S]),
+        ("dead", [worker for worker in workers if not worker.is_alive]),
+    )
+    found = [f"{len(those)} of {total} workers {what}" for what, those in faults if those]
+    yield from found or [f"{total} {'worker' if total == 1 else 'workers'} alive"]
+    yield f"{sum(worker.num_pending for worker in workers)} groups pending"
+    if restarts := sum(worker.num_restarts for worker in workers):
+        yield f"{restarts} restarts"
+
+
+def _seconds(seconds: float) -> str:
+    """`41 s`, `12 min`, `3 h 5 min`."""
+    minutes = int(seconds // 60)
+    if minutes < 5:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+def process_exists(pid: int) -> bool:
+    """Whether a process of this machine has this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
