@@ -55,6 +55,7 @@ def truncate(sample: Sample, *, seq_len: int) -> Sample:
         token_ids_T=sample.token_ids_T[:seq_len],
         loss_mask_T=sample.loss_mask_T[:seq_len],
         logprobs_T=sample.logprobs_T[:seq_len],
+        teacher_logprobs_T=None if sample.teacher_logprobs_T is None else sample.teacher_logprobs_T[:seq_len],
         versions=first_versions(sample.versions, count_tokens(sample.versions) - num_cut),
         temperature=sample.temperature,
         is_truncated=True,
@@ -80,4 +81,10 @@ def _join(members: Sequence[tuple[Sample, float]]) -> MicroBatch:
         advantages_T=np.repeat(np.array([advantage for _, advantage in members], dtype=np.float32), lengths_S),
         temperatures_T=np.repeat(np.array([sample.temperature for sample in samples], dtype=np.float32), lengths_S),
         sequence_lengths_S=lengths_S,
+        teacher_logprobs_T=_join_teachers(samples),
     )
+
+
+def _join_teachers(samples: Sequence[Sample]) -> np.ndarray | None:
+    known = [sample.teacher_logprobs_T for sample in samples if sample.teacher_logprobs_T is not None]
+    return np.concatenate(known).astype(np.float32) if len(known) == len(samples) else None

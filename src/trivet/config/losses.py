@@ -19,6 +19,11 @@ class PolicyLossConfig(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of an entropy bonus, which keeps the policy from narrowing too soon."""
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Every batch must carry a teacher's log-probabilities."""
+        return False
+
 
 class DefaultLossConfig(PolicyLossConfig):
     """Masked, detached importance sampling, as prime-rl had it by default from December 2025 to March 2026."""
@@ -42,8 +47,16 @@ class DefaultLossConfig(PolicyLossConfig):
     """Samples with any token ratio above this carry no gradient."""
     adv_tau: float = Field(default=1.0, ge=0)
     """Weight of the advantage."""
+    teacher_tau: float = Field(default=0.0, ge=0)
+    """Weight of the pull towards a teacher, which orchestrator.teacher_model names: on-policy distillation. With adv_tau = 0 the
+    teacher alone is learnt from."""
     kl_tau: float = Field(default=0.0, ge=0)
     """Weight of the log-ratio penalty against the sampling policy."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Every batch must carry a teacher's log-probabilities."""
+        return self.teacher_tau > 0
 
 
 class CispoLossConfig(PolicyLossConfig):

@@ -140,6 +140,7 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
         world=world,
         reference=Reference(model) if isinstance(config, TrainerConfig) and config.loss.beta else None,
     )
+    has_teacher = isinstance(config, TrainerConfig) and config.loss.needs_teacher
     seconds: list[float] = []
     num_tokens = 0
     for step in range(1, config.bench.num_steps + 1):
@@ -151,6 +152,8 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
             num_ranks=world.size,
             rows_per_rank=config.bench.rows_per_rank,
         )
+        for row in rows:
+            row.teacher_logprobs_T = row.logprobs_T if has_teacher else None
         num_tokens = sum(row.num_tokens for row in rows)
         barrier(world)
         with Stopwatch(world.device) as watch:

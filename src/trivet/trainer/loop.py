@@ -87,12 +87,20 @@ def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:
     return batch
 
 
-def check_batch(batch: Batch, *, seq_len: int, vocab_size: int) -> None:
+def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: bool = False) -> None:
     """
+    Args:
+        needs_teacher: the loss is computed with a teacher's log-probabilities.
+
     Raises:
         BatchError: a row is longer than the trainer's rows, or holds a token that the model does not know.
     """
     for row in batch.micro_batches:
+        if needs_teacher and row.teacher_logprobs_T is None:
+            raise BatchError(
+                f"batch {batch.step} carries no log-probabilities of a teacher, and trainer.loss.teacher_tau is above 0; set "
+                "orchestrator.teacher_model, or teacher_tau = 0"
+            )
         if row.num_tokens > seq_len:
             raise BatchError(
                 f"batch {batch.step} has a row of {row.num_tokens} tokens, trainer.model.seq_len is {seq_len}; "
@@ -173,4 +181,9 @@ def _halves_due(config: TrainerConfig, batch: Batch) -> Sequence[str]:
 
 
 def _check(session: Session, config: TrainerConfig, batch: Batch) -> None:
-    check_batch(batch, seq_len=config.model.seq_len, vocab_size=session.learner.model.embedding.num_embeddings)
+    check_batch(
+        batch,
+        seq_len=config.model.seq_len,
+        vocab_size=session.learner.model.embedding.num_embeddings,
+        needs_teacher=batch.purpose is BatchPurpose.TRAIN and config.loss.needs_teacher,
+    )

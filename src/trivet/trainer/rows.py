@@ -28,6 +28,8 @@ class RowTensors:
     advantages_N: torch.Tensor
     reference_logprobs_N: torch.Tensor | None = None
     """Of the reference policy, where the loss needs them."""
+    teacher_logprobs_N: torch.Tensor | None = None
+    """Of the teacher, when the batch carries them."""
     samples_N: torch.Tensor
     """int64 [N]: each loss token's sample, numbered from 0 among the samples that have one."""
     num_samples: int
@@ -84,6 +86,7 @@ def to_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
         temperatures_N=floats(row.temperatures_T),
         sampler_logprobs_N=floats(row.logprobs_T),
         advantages_N=floats(row.advantages_T),
+        teacher_logprobs_N=None if row.teacher_logprobs_T is None else floats(row.teacher_logprobs_T),
         samples_N=ints(samples_N),
         num_samples=len(present),
     )

@@ -33,6 +33,8 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     """float32 [T]."""
     sequence_lengths_S: np.ndarray
     """int32 [S]: sums to T."""
+    teacher_logprobs_T: np.ndarray | None = None
+    """float32 [T]: a teacher's; None when one of the samples has none."""
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,8 @@ class Sample(msgspec.Struct, kw_only=True, gc=False):
     """bool [T]: true on tokens to train on. Never true at position 0, which nothing predicts."""
     logprobs_T: np.ndarray
     """float32 [T]: log-probability of each token as sampled, temperature applied; 0 where the mask is false."""
+    teacher_logprobs_T: np.ndarray | None = None
+    """float32 [T]: the teacher's log-probability of each token to train on, at temperature 1; None without a teacher."""
     versions: list[VersionRun]
     """The policy of each token that the model sampled, in order."""
     temperature: float

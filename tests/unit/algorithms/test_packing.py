@@ -15,6 +15,7 @@ def make_sample(length, *, first=0, prompt=1, temperature=1.0):
         token_ids_T=np.arange(first, first + length, dtype=np.int32),
         loss_mask_T=np.arange(length) >= prompt,
         logprobs_T=-np.arange(length, dtype=np.float32),
+        teacher_logprobs_T=-0.5 * np.arange(length, dtype=np.float32),
         versions=[VersionRun(0, length - prompt)],
         temperature=temperature,
     )
@@ -83,6 +84,7 @@ def test_rows_have_the_dtypes_of_the_wire():
         "advantages_T": "<f4",
         "temperatures_T": "<f4",
         "sequence_lengths_S": "<i4",
+        "teacher_logprobs_T": "<f4",
     }
 
 

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 parse = TypeAdapter(LossConfig).validate_python
 
 
-def make_row(sampler, advantages, reference=None) -> RowTensors:
+def make_row(sampler, advantages, reference=None, teacher=None) -> RowTensors:
     """A row of samples, each given by the sampler's log-probabilities of its loss tokens."""
     lengths = [len(sample) for sample in sampler]
     index = torch.zeros(sum(lengths), dtype=torch.int64)
@@ -38,6 +38,7 @@ def make_row(sampler, advantages, reference=None) -> RowTensors:
         sampler_logprobs_N=flat(sampler),
         advantages_N=flat([[advantage] * length for advantage, length in zip(advantages, lengths, strict=True)]),
         reference_logprobs_N=None if reference is None else flat(reference),
+        teacher_logprobs_N=None if teacher is None else flat(teacher),
         samples_N=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         num_samples=len(lengths),
     )
@@ -46,6 +47,13 @@ def make_row(sampler, advantages, reference=None) -> RowTensors:
 def total(row_loss, *, num_tokens, num_samples) -> torch.Tensor:
     counts = {Unit.TOKEN: num_tokens, Unit.SAMPLE: num_samples}
     return torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
+
+
+def distil(inputs: SampleInputs) -> SampleLoss:
+    """A custom loss that learns from the teacher alone."""
+    assert inputs.teacher_logprobs_L is not None
+    gap = (inputs.teacher_logprobs_L - inputs.trainer_logprobs_L).detach()
+    return SampleLoss(-(gap * inputs.trainer_logprobs_L).sum())
 
 
 def reinforce(inputs: SampleInputs, *, scale: float) -> SampleLoss:
@@ -72,6 +80,13 @@ def by_token(term):
 
 def stop(value: torch.Tensor) -> float:
     return value.item()
+
+
+def distilled(lp, q, advantage):
+    """The teacher of these tests finds each token 0.3 nats less likely than the sampler does."""
+    d = stop(lp) - q
+    is_kept = 0.125 <= math.exp(d) <= 8.0
+    return -is_kept * math.exp(d) * (0.7 * advantage + 0.5 * ((q - 0.3) - stop(lp)) - 0.1 * d) * lp
 
 
 def ppo(low, high, divide):
@@ -117,6 +132,10 @@ def sequence_default(trainer, sampler, advantage, num_tokens, num_samples):
 
 FORMULAS = {
     "default, sequence": ({"type": "default", "ratio_type": "sequence", "kl_tau": 0.1}, sequence_default),
+    "default, with a teacher": (
+        {"type": "default", "adv_tau": 0.7, "teacher_tau": 0.5, "kl_tau": 0.1, "geo_mask_low": 0.0, "geo_mask_high": 1e9},
+        by_token(distilled),
+    ),
     "cispo": (
         {"type": "cispo", "clip_low": 0.4, "clip_high": 0.5},
         by_token(lambda lp, q, a: -min(max(math.exp(stop(lp) - q), 0.6), 1.5) * a * lp),
@@ -137,6 +156,10 @@ FORMULAS = {
     "custom": (
         {"type": "custom", "import_path": f"{__name__}.reinforce", "kwargs": {"scale": 0.5}},
         by_token(lambda lp, q, a: -0.5 * math.exp(stop(lp) - q) * a * lp),
+    ),
+    "custom, with a teacher": (
+        {"type": "custom", "import_path": f"{__name__}.distil"},
+        by_token(lambda lp, q, a: -((q - 0.3) - stop(lp)) * lp),
     ),
     "with a reference": (
         {"type": "cispo", "beta": 0.2},
@@ -165,7 +188,8 @@ def test_value_and_gradient_equal_the_formula(name):
     sampler = [(-2.0 * torch.rand(n, generator=generator, dtype=torch.float64) - 0.05).tolist() for n in lengths]
     moved = [[q + 0.8 * torch.randn((), generator=generator).item() for q in sample] for sample in sampler]
     trainer = torch.tensor([min(lp, -1e-3) for sample in moved for lp in sample], dtype=torch.float64, requires_grad=True)
-    row = make_row(sampler, advantages, reference=[[q - 0.3 for q in sample] for sample in sampler])
+    others = [[q - 0.3 for q in sample] for sample in sampler]
+    row = make_row(sampler, advantages, reference=others, teacher=others)
     scores = TokenScores(trainer, torch.zeros_like(trainer))
     found = total(make_policy_loss(parse(values))(scores, row), num_tokens=40, num_samples=11)
     expected = sum(
@@ -267,6 +291,33 @@ def test_the_pull_towards_a_reference_has_the_gradient_of_its_forward_divergence
     divergence = (reference.softmax(-1) * (reference.log_softmax(-1) - theta.log_softmax(-1))).sum(-1)
     expected = torch.autograd.grad((reached * divergence).sum() / HORIZON, theta)[0]
     torch.testing.assert_close(mean, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_teacher_alone_has_the_gradient_of_the_divergence_from_it_at_each_token():
+    theta, teacher = random_policy(0).requires_grad_(), random_policy(5)
+    loss = make_policy_loss(parse({"type": "default", "adv_tau": 0.0, "teacher_tau": 1.0}))
+    mean, kl = torch.zeros_like(theta), 0.0
+    for sequence in SEQUENCES:
+        logprobs = token_logprobs(theta, sequence)
+        sampled = logprobs.detach()
+        row = make_row([sampled.tolist()], [REWARDS[sequence]], teacher=[token_logprobs(teacher, sequence).tolist()])
+        row_loss = loss(TokenScores(logprobs, torch.zeros_like(logprobs)), row)
+        estimate = total(row_loss, num_tokens=HORIZON, num_samples=1)
+        mean += sampled.sum().exp() * torch.autograd.grad(estimate, theta)[0]
+        kl += sampled.sum().exp() * row_loss.values["teacher_kl"].mean()
+    reached = torch.cat([torch.ones(1, dtype=torch.float64), theta.detach()[0].softmax(0)])
+    divergence = (theta.softmax(-1) * (theta.log_softmax(-1) - teacher.log_softmax(-1))).sum(-1)
+    expected = torch.autograd.grad((reached * divergence).sum() / HORIZON, theta)[0]
+    torch.testing.assert_close(mean, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(kl, (reached * divergence).sum().detach() / HORIZON, rtol=1e-10, atol=1e-12)
+
+
+def test_a_teacher_that_says_what_the_policy_says_changes_nothing():
+    logprobs = torch.tensor([-0.5, -1.5], dtype=torch.float64, requires_grad=True)
+    scores = TokenScores(logprobs, torch.zeros_like(logprobs))
+    row = make_row([[-0.6, -1.4]], [0.4], teacher=[logprobs.tolist()])
+    losses = [make_policy_loss(parse({"teacher_tau": tau}))(scores, row).terms[Unit.TOKEN].item() for tau in (0.0, 3.0)]
+    assert losses[0] == losses[1] != 0.0
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ def make_batch(step: int, *, num_tokens: int = 8, purpose: BatchPurpose = BatchP
         advantages_T=np.full(num_tokens, 0.5, dtype=np.float32),
         temperatures_T=np.ones(num_tokens, dtype=np.float32),
         sequence_lengths_S=np.array([num_tokens], dtype=np.int32),
+        teacher_logprobs_T=-0.5 * ids_T.astype(np.float32),
     )
     return Batch(step=step, purpose=purpose, micro_batches=[row], group_ids=[step], num_rollouts=1)
 

@@ -24,6 +24,7 @@ def make_row(num_tokens=6):
         advantages_T=np.ones(num_tokens, dtype=np.float32),
         temperatures_T=np.ones(num_tokens, dtype=np.float32),
         sequence_lengths_S=np.array([num_tokens], dtype=np.int32),
+        teacher_logprobs_T=np.linspace(-2, 0, num_tokens, dtype=np.float32),
     )
 
 

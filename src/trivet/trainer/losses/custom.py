@@ -27,6 +27,8 @@ class SampleInputs:
     """float32, nats."""
     advantages_L: torch.Tensor
     """float32: the rollout's advantage at every token."""
+    teacher_logprobs_L: torch.Tensor | None = None
+    """float32: the teacher's, when the run has one."""
 
 
 class SampleLoss(NamedTuple):
@@ -78,9 +80,18 @@ def load_custom_loss(config: CustomLossConfig) -> Loss:
 def _by_sample(scores: TokenScores, row: RowTensors) -> list[SampleInputs]:
     lengths = torch.bincount(row.samples_N, minlength=row.num_samples).tolist()
     columns = (scores.logprobs_N, row.sampler_logprobs_N, scores.entropies_N.detach(), row.advantages_N)
+    teachers = [None] * len(lengths) if row.teacher_logprobs_N is None else row.teacher_logprobs_N.split(lengths)
     return [
-        SampleInputs(trainer_logprobs_L=mine, sampler_logprobs_L=theirs, entropies_L=entropies, advantages_L=advantages)
-        for mine, theirs, entropies, advantages in zip(*(column.split(lengths) for column in columns), strict=True)
+        SampleInputs(
+            trainer_logprobs_L=mine,
+            sampler_logprobs_L=theirs,
+            entropies_L=entropies,
+            advantages_L=advantages,
+            teacher_logprobs_L=teacher,
+        )
+        for mine, theirs, entropies, advantages, teacher in zip(
+            *(column.split(lengths) for column in columns), teachers, strict=True
+        )
     ]
 
 

@@ -20,7 +20,7 @@ _MAX_LOG_RATIO = 10.0
 
 
 def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossConfig) -> RowLoss:
-    """- sum over kept tokens of sg(rho * (adv_tau * A - kl_tau * d)) * logprob.
+    """- sum over kept tokens of sg(rho * (adv_tau * A + teacher_tau * (teacher - logprob) - kl_tau * d)) * logprob.
 
     With ratio_type `token`, rho = r and the step divides by its loss tokens, masked ones included. With `sequence`, rho is
     the clipped product over the sample, each sample's sum is divided by its own number of loss tokens, and the step divides
@@ -29,6 +29,10 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
     Bias: on policy (r = 1) the gradient is that of the expected advantage. Off policy, `token` leaves out the ratios of the
     tokens before (first order in d); `sequence` is unbiased for samples of one length as long as nothing is clipped or
     masked. Every mask and clip biases towards the sampling policy and bounds the variance.
+
+    The teacher's term is a reward of its own for each token. On policy it gives the gradient of the mean over the sampled
+    prefixes of KL(policy || teacher) of the next token; what a token does to later ones is left out. Temperature: the teacher's
+    log-probabilities are its own, at temperature 1, whatever the policy is sampled with.
 
     Source: prime-rl's default loss of December 2025 to March 2026.
     """
@@ -47,7 +51,13 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
     else:
         rho_S = ratios.sums_S.clamp(max=_MAX_LOG_RATIO).exp().clamp(max=config.sequence_clip_high)
         rho_N, weight_N, unit = rho_S[row.samples_N], (1.0 / ratios.lengths_S)[row.samples_N], Unit.SAMPLE
-    coefficient_N = rho_N * (config.adv_tau * row.advantages_N - config.kl_tau * d_N)
+    pull_N = config.adv_tau * row.advantages_N - config.kl_tau * d_N
+    teacher_values: dict[str, torch.Tensor] = {}
+    if row.teacher_logprobs_N is not None:
+        teacher_kl_N = logprobs_N.detach() - row.teacher_logprobs_N
+        pull_N = pull_N - config.teacher_tau * teacher_kl_N
+        teacher_values["teacher_kl"] = teacher_kl_N
+    coefficient_N = rho_N * pull_N
     # A ratio that overflowed is masked; multiplied by zero it would still be NaN.
     loss_N = -torch.where(masked_N, 0.0, coefficient_N) * weight_N * logprobs_N
     values = {
@@ -58,5 +68,6 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
         "geo_masked_low": geo_low_S,
         "geo_masked_high": geo_high_S,
         "geo_seq_ratio": geo_S,
+        **teacher_values,
     }
     return RowLoss({unit: loss_N.sum()}, values)
