@@ -1,28 +1,37 @@
-"""What does a checkpoint after every step add to the time of a step?
+"""What does a checkpoint after every step add to the time of a step, and where does it go?
 
-The state is copied before the next step starts and written, synced and hashed while it computes, so the least it can cost is
-one copy of 12 bytes a parameter at memory speed; what it costs beyond that is the cores the writing takes from the training.
+The state is written from the learner's own memory while the next step computes, so the least it can cost is the processor time
+of the writing thread, where training uses every core; the ceiling is the disk, which has one step's time for 12 bytes a
+parameter.
 
-    uv run python scripts/bench/checkpoint.py [--model tiny|DIRECTORY] [--tokens 5000] [--steps 6] [--rounds 2]
+    uv run python scripts/bench/checkpoint.py [--model tiny|DIRECTORY] [--tokens 2048 8192] [--steps 7] [--rounds 3]
 
 Trains the same recorded batches without and with `ckpt.interval = 1`, in turns, with `uv run trainer` and `data.replay`: the
-real loop, which publishes its weights after every step in both. Medians over the steps of all rounds, the first of each left
-out, because there is no write before it; spread is that of the rounds' medians. The last line is one JSON object.
+real loop, which publishes its weights after every step in both. A run's time is the median over its steps, the first and the
+last left out: no write goes on beside the first, and the last is committed in both. `overhead` is the median over the rounds of
+the ratio of the two runs of a round; the others are medians over all steps. `stream_s` is writing as many bytes from memory,
+alone. The last line is one JSON object; its `overhead` is the larger of the sizes'.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
+from safetensors import safe_open
 
+from trivet.checkpoints.stream import FileStream
 from trivet.config.layout import RunLayout
 from trivet.transport.recording import record_batch
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
@@ -76,53 +85,102 @@ def train(model: Path, replay: Path, output_dir: Path, *flags: str) -> list[dict
 
 
 def measure(model: Path, scratch: Path, *, steps: int, tokens: int, rounds: int) -> dict[str, object]:
+    """One size of a step."""
     record_batches(scratch / "recorded", steps=steps, tokens=tokens)
     kinds = {"without": (), "with": ("--ckpt.interval", "1", "--ckpt.keep-last", "1")}
     rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     medians: dict[str, list[float]] = {kind: [] for kind in kinds}
-    num_bytes = 0
     for round_ in range(rounds):
-        for kind, flags in kinds.items():
-            output_dir = scratch / f"{kind}_{round_}"
-            # Without an interval only the last step commits, so its time is left out on that side.
-            found = train(model, scratch / "recorded", output_dir, *flags)[1:-1]
+        # The first of a pair is not always the same: what the machine does meanwhile may last.
+        for kind in sorted(kinds, reverse=bool(round_ % 2)):
+            output_dir = scratch / "run"
+            found = train(model, scratch / "recorded", output_dir, *kinds[kind])[1:-1]
             rows[kind] += found
             medians[kind].append(statistics.median(row["time/step"] for row in found))
-            halves = RunLayout(output_dir).checkpoint_step(steps).rglob("*.distcp")
-            num_bytes = sum(path.stat().st_size for path in halves)
-    step_s = {kind: statistics.median(row["time/step"] for row in found) for kind, found in rows.items()}
+            shutil.rmtree(output_dir)
+    ratios = [ours / plain for ours, plain in zip(medians["with"], medians["without"], strict=True)]
+
+    def median_of(name: str) -> float:
+        return round(statistics.median(row[name] for row in rows["with"] if name in row), 3)
+
     return {
-        "bench": "checkpoint",
-        "overhead": round(step_s["with"] / step_s["without"] - 1, 4),
-        "step_s": round(step_s["with"], 3),
-        "plain_step_s": round(step_s["without"], 3),
-        "copy_s": round(statistics.median(row["time/save_ckpt"] for row in rows["with"]), 3),
-        "write_s": round(statistics.median(row["time/write_ckpt"] for row in rows["with"] if "time/write_ckpt" in row), 3),
-        "spread_s": {kind: round(max(values) - min(values), 3) for kind, values in medians.items()},
-        "bytes": num_bytes,
-        "model": model.name,
         "tokens": max(1, round(tokens / _ROW_TOKENS)) * _ROW_TOKENS,
-        "steps": steps,
-        "rounds": rounds,
-        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        "overhead": round(statistics.median(ratios) - 1, 4),
+        "overhead_of_rounds": [round(ratio - 1, 4) for ratio in ratios],
+        "step_s": median_of("time/step"),
+        "plain_step_s": round(statistics.median(row["time/step"] for row in rows["without"]), 3),
+        "spread_s": {kind: round(max(values) - min(values), 3) for kind, values in medians.items()},
+        "save_s": median_of("time/save_ckpt"),
+        "wait_s": median_of("time/wait_for_ckpt"),
+        "write_s": median_of("time/write_ckpt"),
+        "write_cpu_s": median_of("time/write_ckpt_cpu"),
     }
+
+
+def measure_stream(path: Path, *, num_bytes: int) -> dict[str, float]:
+    """Seconds that the disk and the digest take for `num_bytes`, with nothing beside them."""
+    data = np.ones(num_bytes, dtype=np.uint8).data
+    started = time.monotonic()
+    xxhash.xxh3_128(data).hexdigest()
+    hashed, started_cpu = time.monotonic(), time.thread_time()
+    with FileStream(path) as stream:
+        stream.align_with(data)
+        stream.write(data)
+        written = time.monotonic()
+        stream.finish()
+    ended = time.monotonic()
+    hash_s = hashed - started
+    return {
+        "hash": round(hash_s, 3),
+        "write": round(written - hashed - hash_s, 3),
+        "fsync": round(ended - written, 3),
+        "cpu": round(time.thread_time() - started_cpu, 3),
+        "gb_per_s": round(num_bytes / (ended - hashed) / 1e9, 2),
+    }
+
+
+def num_checkpoint_bytes(model: Path) -> int:
+    """Float32 weights and two moments of every parameter; tied ones count once, as safetensors stores them."""
+    count = 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  # no iterator
+    return 12 * count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--tokens", type=int, default=5000)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trivet-bench-") as name:
         scratch = Path(name)
         model = scratch / "tiny" if args.model == "tiny" else Path(args.model)
         if args.model == "tiny":
             subprocess.run([sys.executable, _ROOT / "scripts" / "make_tiny_model.py", model], check=True)
-        print(json.dumps(measure(model, scratch, steps=args.steps, tokens=args.tokens, rounds=args.rounds)))
+        num_bytes = num_checkpoint_bytes(model)
+        stream_s = measure_stream(scratch / "stream", num_bytes=num_bytes)
+        sizes = []
+        for tokens in args.tokens:
+            (scratch / str(tokens)).mkdir()
+            sizes.append(measure(model, scratch / str(tokens), steps=args.steps, tokens=tokens, rounds=args.rounds))
+            print(json.dumps(sizes[-1]), file=sys.stderr, flush=True)
+    result = {
+        "bench": "checkpoint",
+        "overhead": max(size["overhead"] for size in sizes),
+        "sizes": sizes,
+        "stream_s": stream_s,
+        "bytes": num_bytes,
+        "model": model.name,
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
