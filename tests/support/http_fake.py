@@ -19,8 +19,12 @@ def serve_fake(fake: FakeInference) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            answer = client.post(self.path, content=body)
+            self._answer(client.post(self.path, content=self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def do_GET(self) -> None:
+            self._answer(client.get(self.path))
+
+        def _answer(self, answer: httpx.Response) -> None:
             self.send_response(answer.status_code)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(answer.content)))

@@ -115,6 +115,8 @@ async def follow(
                 yield Target(step, directory)
                 changed_at = clock()
         if last is not None and newest >= last:
+            if missed := sorted(set(config.steps or ()) - seen):
+                logger.warning("steps that were never published or removed before: %s", ", ".join(map(str, missed)))
             return
         if clock() - changed_at >= config.watcher_timeout:
             logger.warning(

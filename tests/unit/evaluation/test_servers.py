@@ -1,0 +1,120 @@
+"""Servers over real sockets: how they come to hold a policy, what they hold afterwards, and which are refused."""
+
+import asyncio
+
+import pytest
+
+from support.fake_inference import START_DIGEST, FakeInference
+from support.http_fake import serve_fake
+from support.servers import free_port
+from trivet.config.client import ClientConfig
+from trivet.config.layout import RunLayout
+from trivet.errors import ConfigError, InferenceError
+from trivet.evaluation.servers import PLAIN_DIGEST, connect
+from trivet.evaluation.targets import BASE, Target
+from trivet.weights.publish import publish
+
+
+@pytest.fixture
+def layout(tmp_path):
+    layout = RunLayout(tmp_path)
+    for version in (1, 2):
+        publish(
+            layout,
+            version=version,
+            run_id="run",
+            write=lambda path, version=version: (path / "model.safetensors").write_bytes(bytes([version])),
+        )
+    return layout
+
+
+class Plain(FakeInference):
+    """Knows no route of ours."""
+
+    def _handle(self, request):
+        if request.url.path in ("/policy", "/health"):
+            return super()._handle(type(request)("GET", "http://fake/nothing"))
+        return super()._handle(request)
+
+
+def target(layout, step):
+    return Target(step, layout.weights_step(step))
+
+
+def use(urls, question, *, weights_dir=None, timeout_s=5.0):
+    async def scenario():
+        config = ClientConfig(base_url=urls, wait_for_ready_timeout=timeout_s)
+        servers = await connect(config, environ={}, weights_dir=weights_dir)
+        try:
+            return await question(servers)
+        finally:
+            await servers.aclose()
+            await servers.aclose()
+
+    return asyncio.run(scenario())
+
+
+def test_every_server_holds_what_is_evaluated_and_gets_back_what_it_held(layout):
+    first, second = FakeInference(), FakeInference()
+    first._update(layout.weights_step(1))
+    digest = first.digest
+
+    async def question(servers):
+        held = []
+        for one in (target(layout, 2), BASE, target(layout, 2), target(layout, 2)):
+            held.append((await servers.hold(one), first.version, second.version))
+        return held, servers.pick(num_rollouts=2), servers.pick(num_rollouts=1), servers.pick(num_rollouts=1)
+
+    with serve_fake(first) as a, serve_fake(second) as b:
+        held, *picked = use([a, b], question, weights_dir=layout.weights)
+        assert picked == [root.removesuffix("/v1") for root in (a, b, b)]
+    assert [versions for _, *versions in held] == [[2, 2], [0, 0], [2, 2], [2, 2]]
+    assert held[1][0] == START_DIGEST
+    assert (first.version, first.digest, second.version) == (1, digest, 0)
+    assert [path for _, path, _ in second.requests].count("/update_weights") == 2, "what is held already is not loaded again"
+
+
+def test_a_server_that_is_down_is_named_with_what_to_do():
+    port = free_port()
+    with pytest.raises(ConfigError, match=rf"no server answers at http://127\.0\.0\.1:{port} .*uv run inference"):
+        use([f"http://127.0.0.1:{port}/v1"], lambda servers: servers.model_names(), timeout_s=0.2)
+
+
+def test_a_server_that_holds_a_policy_which_could_not_be_put_back_is_refused(layout, tmp_path):
+    fake = FakeInference()
+    fake._update(layout.weights_step(2))
+    with serve_fake(fake) as url:
+        for weights_dir in (None, tmp_path / "elsewhere"):
+            with pytest.raises(ConfigError, match=r"serves policy 2 .* could not be put back .*/reload_weights"):
+                use([url], lambda servers: servers.hold(BASE), weights_dir=weights_dir)
+    assert fake.version == 2
+    assert [method for method, _, _ in fake.requests if method == "POST"] == []
+
+
+def test_a_plain_server_is_asked_as_it_is(layout):
+    fake = Plain(model="other/model")
+
+    async def question(servers):
+        root = servers.pick(num_rollouts=1)
+        servers.release(root, num_rollouts=1)
+        with pytest.raises(ConfigError, match=r"is not `uv run inference` and loads no weights: it can be evaluated as it is"):
+            await servers.hold(target(layout, 1))
+        return servers.is_plain, await servers.model_names(), await servers.hold(BASE), await servers.is_at_fault(root)
+
+    with serve_fake(fake) as url:
+        assert use([url], question) == (True, ["other/model"], PLAIN_DIGEST, False)
+    assert [method for method, _, _ in fake.requests if method == "POST"] == []
+
+
+def test_servers_of_two_kinds_are_refused():
+    with serve_fake(Plain()) as a, serve_fake(FakeInference()) as b, pytest.raises(ConfigError) as refused:
+        use([a, b], lambda servers: servers.hold(BASE))
+    assert f"servers of ours ({b.removesuffix('/v1')}) and others ({a.removesuffix('/v1')})" in str(refused.value)
+
+
+def test_a_directory_that_a_server_refuses_is_an_error_and_nothing_stays_loaded(layout):
+    fake = FakeInference()
+    (layout.weights_step(1) / "model.safetensors").write_bytes(b"altered")
+    with serve_fake(fake) as url, pytest.raises(InferenceError, match=r"409: .*model\.safetensors"):
+        use([url], lambda servers: servers.hold(target(layout, 1)), weights_dir=layout.weights)
+    assert fake.version == 0
