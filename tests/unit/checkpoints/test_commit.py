@@ -1,5 +1,8 @@
 """Two halves, one commit, and going back to it."""
 
+import hashlib
+import json
+
 import pytest
 
 from trivet.checkpoints.commit import (
@@ -21,6 +24,7 @@ from trivet.checkpoints.halves import (
     staging_directory,
 )
 from trivet.config.layout import COMMITTED, RunLayout
+from trivet.durable import FileRecord
 from trivet.errors import CheckpointError
 
 
@@ -167,4 +171,50 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(layout, half, damage
     write_checkpoint(layout, 5)
     damage(layout.checkpoint_step(5) / half)
     with pytest.raises(CheckpointError, match=expected):
+        verify_checkpoint(layout, 5)
+
+
+def write_as_version_2(layout, step):
+    """A checkpoint as it was written when listings had SHA-256."""
+    digests = {}
+    for name in HALVES:
+        half = layout.checkpoint_step(step) / name
+        half.mkdir(parents=True)
+        (half / "data.bin").write_bytes(b"state")
+        sha256 = hashlib.sha256(b"state").hexdigest()
+        digests[name] = hashlib.sha256(json.dumps([f"data.bin 5 {sha256}"]).encode()).hexdigest()
+        listing = {"files": {"data.bin": {"num_bytes": 5, "sha256": sha256}}, "digest": digests[name]}
+        (half / DONE).write_text(json.dumps(listing))
+    record = {"step": step, "time": 1.0, "halves": digests, "schema": 2, "version": "0.1.0"}
+    (layout.checkpoint_step(step) / COMMITTED).write_text(json.dumps(record))
+
+
+def test_a_checkpoint_with_sha256_is_read_and_refused_when_damaged(layout):
+    write_as_version_2(layout, 5)
+    assert verify_checkpoint(layout, 5).schema == 2
+    (layout.checkpoint_step(5) / TRAINER / "data.bin").write_bytes(b"statE")
+    with pytest.raises(CheckpointError, match=r"data\.bin does not match"):
+        verify_checkpoint(layout, 5)
+
+
+def test_a_checkpoint_older_than_what_can_be_read_is_refused_with_what_to_do(layout):
+    write_checkpoint(layout, 5)
+    path = layout.checkpoint_step(5) / COMMITTED
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": schema}))
+    with pytest.raises(
+        CheckpointError, match=f"has checkpoint schema {schema} .* reads schemas 2 and 3; resume with the version"
+    ):
+        verify_checkpoint(layout, 5)
+
+
+def test_what_was_digested_while_it_was_written_is_not_read_again_but_refused_when_it_differs(layout):
+    for name in HALVES:
+        half = begin_half(layout, 5, name)
+        (half / "data.bin").write_bytes(b"state")
+        (half / "other").write_bytes(b"x")
+        listing = finish_half(layout, 5, name, known={"data.bin": FileRecord(5, "0" * 32)})
+        assert listing.files["data.bin"].xxh3_128 == "0" * 32
+        assert sorted(listing.files) == ["data.bin", "other"]
+    commit(layout, 5)
+    with pytest.raises(CheckpointError, match=r"data\.bin does not match"):
         verify_checkpoint(layout, 5)
