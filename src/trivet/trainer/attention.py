@@ -33,20 +33,27 @@ class Segments:
         return cls(lengths=tuple(lengths), offsets=offsets.to(device))
 
 
-def register_attention(attn: str, *, device: torch.device) -> str:
+def register_attention(attn: str, *, device: torch.device, has_softcap: bool = False) -> str:
     """Make the configured attention known to transformers; returns its name there.
 
     Transformers builds no mask for a name that it has no mask function for, so none is registered.
 
+    Args:
+        has_softcap: the model caps the scores before the softmax, which no kernel of torch does.
+
     Raises:
-        ConfigError: `flash_varlen` without a CUDA device.
+        ConfigError: `flash_varlen` without a CUDA device, or for a model that caps its scores.
     """
+    if attn == "flash_varlen" and has_softcap:
+        raise ConfigError('model.attn = "flash_varlen" cannot cap scores as this model does; set model.attn = "sdpa"')
     if attn == "flash_varlen" and device.type != "cuda":
         raise ConfigError(f'model.attn = "flash_varlen" needs a CUDA device, this is {device.type}; set model.attn = "sdpa"')
-    chosen = ("flash_varlen" if device.type == "cuda" else "sdpa") if attn == "auto" else attn
+    chosen = ("flash_varlen" if device.type == "cuda" and not has_softcap else "sdpa") if attn == "auto" else attn
     logger.info("attention chosen attn=%s device=%s", chosen, device.type)
-    AttentionInterface.register(_PREFIX + chosen, {"sdpa": sdpa_packed, "flash_varlen": flash_varlen_packed}[chosen])
-    return _PREFIX + chosen
+    # A name with "sdpa" or "flash" in it would be checked for what transformers' own functions of that name can do.
+    name, function = {"sdpa": ("by_sample", sdpa_packed), "flash_varlen": ("varlen", flash_varlen_packed)}[chosen]
+    AttentionInterface.register(_PREFIX + name, function)
+    return _PREFIX + name
 
 
 def require_full_attention(config: PreTrainedConfig, *, seq_len: int) -> None:
@@ -74,12 +81,14 @@ def sdpa_packed(
     *,
     segments: Segments,
     scaling: float | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention sample by sample.
 
     Args:
         query: [1, H, T, D]; key and value [1, K, T, D].
+        softcap: scores become softcap * tanh(score / softcap).
 
     Returns:
         [1, T, H, D], and no attention weights.
@@ -91,8 +100,28 @@ def sdpa_packed(
     enable_gqa = query.shape[1] != key.shape[1]
     lengths = list(segments.lengths)
     parts = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
-    outputs = [scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=enable_gqa) for q, k, v in parts]
+    if softcap is None:
+        outputs = [
+            scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=enable_gqa) for q, k, v in parts
+        ]
+    else:
+        outputs = [_capped_attention(q, k, v, scaling=scaling, softcap=softcap) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
+
+
+def _capped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, softcap: float
+) -> torch.Tensor:
+    """Causal attention of one sample with all its scores in memory, because no kernel of torch caps them."""
+    num_groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(num_groups, dim=1), value.repeat_interleave(num_groups, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    weights = scores.masked_fill(is_later, float("-inf")).softmax(
+        dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)
+    )
+    return weights.to(value.dtype) @ value
 
 
 def flash_varlen_packed(

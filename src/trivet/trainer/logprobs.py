@@ -22,8 +22,9 @@ def score_tokens(
     targets_N: torch.Tensor,
     temperatures_N: torch.Tensor,
     chunk_size: int,
+    softcap: float | None = None,
 ) -> TokenScores:
-    """Score `targets_N` under softmax(hidden @ weight.T / temperature).
+    """Score `targets_N` under softmax(logits / temperature), logits = hidden @ weight.T.
 
     The matrix products run in the dtype of `hidden_NH`, everything after them in float32 (float64 for float64 input).
 
@@ -31,8 +32,9 @@ def score_tokens(
         targets_N: int64.
         temperatures_N: float32, > 0.
         chunk_size: tokens whose logits exist at one time.
+        softcap: logits are softcap * tanh(hidden @ weight.T / softcap).
     """
-    logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, targets_N, temperatures_N, chunk_size)
+    logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, targets_N, temperatures_N, chunk_size, softcap)
     return TokenScores(logprobs_N, entropies_N)
 
 
@@ -45,10 +47,11 @@ class _ChunkedHead(torch.autograd.Function):
         targets_N: torch.Tensor,
         temperatures_N: torch.Tensor,
         chunk_size: int,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropies, log_totals = [], [], []
         for hidden_CH, targets_C, temperatures_C in _chunks(hidden_NH, targets_N, temperatures_N, chunk_size=chunk_size):
-            logits_CV = _logits(hidden_CH, weight_VH, temperatures_C)
+            logits_CV = _logits(hidden_CH, weight_VH, temperatures_C, softcap=softcap)
             log_totals.append(logits_CV.logsumexp(dim=-1))
             logprobs.append(logits_CV.gather(1, targets_C[:, None])[:, 0] - log_totals[-1])
             logits_CV -= log_totals[-1][:, None]
@@ -56,11 +59,12 @@ class _ChunkedHead(torch.autograd.Function):
         entropies_N = torch.cat(entropies)
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, torch.cat(log_totals), entropies_N)
         ctx.chunk_size = chunk_size
+        ctx.softcap = softcap
         ctx.set_materialize_grads(False)
         return torch.cat(logprobs), entropies_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
         hidden_NH, weight_VH, targets_N, temperatures_N, log_totals_N, entropies_N = ctx.saved_tensors
         grad_logprobs_N = torch.zeros_like(log_totals_N) if grads[0] is None else grads[0]
         grad_entropies_N = grads[1]
@@ -70,7 +74,9 @@ class _ChunkedHead(torch.autograd.Function):
         chunks = _chunks(hidden_NH, targets_N, temperatures_N, log_totals_N, grad_logprobs_N, chunk_size=ctx.chunk_size)
         for hidden_CH, targets_C, temperatures_C, log_totals_C, grad_C in chunks:
             scale_C1 = (grad_C / temperatures_C)[:, None]
-            logprobs_CV = _logits(hidden_CH, weight_VH, temperatures_C).sub_(log_totals_C[:, None])
+            logits_CV = _logits(hidden_CH, weight_VH, temperatures_C, softcap=ctx.softcap)
+            slope_CV = None if ctx.softcap is None else 1.0 - (logits_CV * (temperatures_C[:, None] / ctx.softcap)).square()
+            logprobs_CV = logits_CV.sub_(log_totals_C[:, None])
             if grad_entropies_N is None:
                 grad_logits_CV = logprobs_CV.exp_().mul_(-scale_C1)
             else:
@@ -78,12 +84,14 @@ class _ChunkedHead(torch.autograd.Function):
                 bonus_C1 = (grad_entropies_N[chunk] / temperatures_C)[:, None]
                 grad_logits_CV = _mix(logprobs_CV, entropies_N[chunk], scale_C1=scale_C1, bonus_C1=bonus_C1)
             grad_logits_CV.scatter_add_(1, targets_C[:, None], scale_C1)
+            if slope_CV is not None:
+                grad_logits_CV.mul_(slope_CV)
             grad_logits_CV = grad_logits_CV.to(weight_VH.dtype)
             grad_hidden.append(grad_logits_CV @ weight_VH)
             part_VH = (grad_logits_CV.T @ hidden_CH).to(log_totals_N.dtype)
             grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
         assert grad_weight_VH is not None
-        return torch.cat(grad_hidden), grad_weight_VH.to(weight_VH.dtype), None, None, None
+        return torch.cat(grad_hidden), grad_weight_VH.to(weight_VH.dtype), None, None, None, None
 
 
 def _mix(
@@ -94,9 +102,13 @@ def _mix(
     return logprobs_CV.add_(entropies_C[:, None]).mul_(bonus_C1).add_(scale_C1).mul_(probabilities_CV).neg_()
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:
+def _logits(
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperatures_C: torch.Tensor, *, softcap: float | None
+) -> torch.Tensor:
     logits_CV = hidden_CH @ weight_VH.T
     wide = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+    if softcap is not None:
+        wide = wide.div_(softcap).tanh_().mul_(softcap)
     return wide.div_(temperatures_C[:, None])
 
 

@@ -20,6 +20,7 @@ from trivet.trainer.distributed import World
 from trivet.trainer.logprobs import TokenScores, score_tokens
 from trivet.trainer.rows import RowTensors
 from trivet.trainer.start import build, fill, read_config
+from trivet.trainer.supported import LogitRule, find_logit_rule, require_packable, require_text_decoder
 from trivet.weights.adapters import is_adapter
 
 logger = logging.getLogger(__name__)
@@ -28,10 +29,11 @@ logger = logging.getLogger(__name__)
 class PolicyModel(torch.nn.Module):
     """Rows in, log-probabilities and entropies of their loss tokens out."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, chunk_size: int) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, chunk_size: int, logit_rule: LogitRule) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self._chunk_size = chunk_size
+        self._logit_rule = logit_rule
 
     def forward(self, row: RowTensors) -> TokenScores:
         outputs = self.causal_lm.base_model(
@@ -41,8 +43,9 @@ class PolicyModel(torch.nn.Module):
             outputs.last_hidden_state[0].index_select(0, row.predictors_N),
             self.head.weight,
             targets_N=row.targets_N,
-            temperatures_N=row.temperatures_N,
+            temperatures_N=row.temperatures_N / self._logit_rule.scale,
             chunk_size=self._chunk_size,
+            softcap=self._logit_rule.softcap,
         )
 
     @property
@@ -78,19 +81,20 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
     require_model(config.name)
     require_dtypes(config, world.device)
     hf_config = read_config(config)
+    require_text_decoder(hf_config, name=config.name, seq_len=config.seq_len)
     require_full_attention(hf_config, seq_len=config.seq_len)
-    attention = register_attention(config.attn, device=world.device)
+    has_softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
+    attention = register_attention(config.attn, device=world.device, has_softcap=has_softcap)
     dtype = getattr(torch, config.compute_dtype if config.lora else config.optimization_dtype)
     causal_lm = build(hf_config, config, attention=attention, dtype=dtype)
-    head = causal_lm.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
-        raise ConfigError(f"model.name = {config.name!r} has no plain linear head without bias, which the trainer needs")
+    require_packable(causal_lm, name=config.name)
+    logit_rule = find_logit_rule(causal_lm, name=config.name)
     if config.lora is not None:
         from trivet.trainer.lora import add_adapter
 
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=getattr(torch, config.optimization_dtype))
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
-    model = PolicyModel(causal_lm.train(), chunk_size=config.fused_lm_head_chunk_size)
+    model = PolicyModel(causal_lm.train(), chunk_size=config.fused_lm_head_chunk_size, logit_rule=logit_rule)
     shard(model, config, world)
     fill(model, causal_lm, config, world)
     logger.info("model loaded name=%s parameters=%s ranks=%s", config.name, model.num_parameters, world.size)

@@ -68,7 +68,9 @@ def layouts(examples: list[Example]) -> dict[str, list[MicroBatch]]:
 
 def load_model(directory: Path, *, adapter: Path | None = None) -> torch.nn.Module:
     """By plain transformers and PEFT, in float64; with an adapter only that is trainable."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
     return model if adapter is None else PeftModel.from_pretrained(model, str(adapter), is_trainable=True).base_model.model
 
 

@@ -57,7 +57,7 @@ def test_a_token_changes_nothing_outside_its_sample(tiny_model: Path, make_learn
 
 
 def test_auto_takes_sdpa_on_the_cpu() -> None:
-    assert register_attention("auto", device=CPU).endswith("sdpa")
+    assert register_attention("auto", device=CPU).endswith("by_sample")
 
 
 def test_flash_attention_is_refused_without_cuda() -> None:

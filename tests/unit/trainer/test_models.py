@@ -1,0 +1,183 @@
+"""Every kind of causal language model comes out as in plain transformers, packed or not, or is refused with the reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from trivet.config.losses import DefaultLossConfig
+from trivet.config.trainer import TrainerModelConfig
+from trivet.errors import ConfigError
+from trivet.trainer.export import Exporter, gather_weights
+from trivet.trainer.model import load_policy
+from trivet.trainer.rows import to_tensors
+from trivet.trainer.step import train_step
+
+VOCAB = 64
+TOLERANCE = 1e-6
+"""Relative, float32 (design invariant 8)."""
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "gemma": ("GemmaConfig", {}),
+    # Caps small enough to bend what these weights give.
+    "gemma2": (
+        "Gemma2Config",
+        {"sliding_window": 4096, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.7, "query_pre_attn_scalar": 8},
+    ),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 4096, "query_pre_attn_scalar": 8}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**EXPERTS, "output_router_logits": False, "router_aux_loss_coef": 0.5}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "granite": ("GraniteConfig", {"logits_scaling": 3.0, "embedding_multiplier": 2.0}),
+}
+
+
+def merge(*changes: dict[str, object]) -> dict[str, Any]:
+    merged: dict[str, Any] = dict(SIZES)
+    for change in changes:
+        merged |= change
+    return merged
+
+
+def make_config(kind: str, **changes: object) -> PreTrainedConfig:
+    class_name, own = MODELS[kind]
+    return getattr(transformers, class_name)(**merge(own, changes))
+
+
+def save_model(config: PreTrainedConfig, directory: Path) -> Path:
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: save_model(make_config(kind), tmp_path_factory.mktemp(kind)) for kind in MODELS}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_loss_and_gradient_equal_those_of_plain_transformers_however_rows_are_packed(
+    models: dict[str, Path], make_learner, oracle, kind: str
+) -> None:
+    examples = oracle.make_examples(count=6, vocab_size=VOCAB)
+    config = DefaultLossConfig(token_mask_low=0.0, token_mask_high=1e9, geo_mask_low=0.0, geo_mask_high=1e9, kl_tau=0.1)
+    config = config.model_copy(update={"sequence_mask_high": 1e9})
+    expected_loss, expected = oracle.loss_and_gradients(models[kind], examples, config)
+    learner = make_learner(models[kind], loss=config)
+    for name, rows in oracle.layouts(examples).items():
+        result = train_step(learner, rows, step=1)
+        assert result.loss == pytest.approx(expected_loss, rel=TOLERANCE), name
+        named = [(each.removeprefix("causal_lm."), parameter) for each, parameter in learner.model.named_parameters()]
+        gradients = {each: parameter.grad.full_tensor() for each, parameter in named}
+        assert oracle.gradient_error(gradients, expected) < 2 * TOLERANCE, name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_is_published_scores_the_same_in_plain_transformers(
+    models: dict[str, Path], make_learner, oracle, tmp_path: Path, kind: str
+) -> None:
+    examples = oracle.make_examples(count=3, vocab_size=VOCAB)
+    learner = make_learner(models[kind], lr=1e-2)
+    train_step(learner, [oracle.make_row(examples)], step=1)
+    exporter = Exporter(model=learner.model, tokenizer=NoTokenizer(), dtype=torch.float32)  # type: ignore[arg-type]
+    exporter.write(tmp_path, gather_weights(learner.model, dtype=torch.float32, keep=True))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    row = to_tensors(oracle.make_row(examples[:1]), device=torch.device("cpu"))
+    with torch.no_grad():
+        ours = learner.model(row).logprobs_N
+        logits = plain(input_ids=row.token_ids_1T).logits[0] / examples[0].temperature
+    theirs = torch.log_softmax(logits, dim=-1)[row.predictors_N, row.targets_N]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
+class NoTokenizer:
+    """What the exporter asks of one, for models that have none."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        pass
+
+
+def refuse(directory: Path, world, **changes: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_policy(TrainerModelConfig.model_validate({"name": str(directory), **changes}), world)
+    return str(caught.value)
+
+
+def save_config(config: PreTrainedConfig, directory: Path) -> Path:
+    """No weights: what is refused is refused before they are looked for."""
+    config.save_pretrained(directory)
+    return directory
+
+
+def test_a_model_of_images_and_text_is_refused_before_its_weights_are_read(world, tmp_path: Path) -> None:
+    config = transformers.Gemma3Config(text_config=dict(SIZES), vision_config={"hidden_size": 32, "num_hidden_layers": 1})
+    assert "parts other than a language model (vision_config)" in refuse(save_config(config, tmp_path), world)
+
+
+def test_an_encoder_with_a_decoder_is_refused(world, tmp_path: Path) -> None:
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, num_layers=1)
+    assert "it is an encoder with a decoder" in refuse(save_config(config, tmp_path), world)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4),
+        transformers.Qwen3NextConfig(**merge(EXPERTS, {"layer_types": ["linear_attention", "full_attention"]})),
+    ],
+    ids=["mamba", "qwen3-next"],
+)
+def test_layers_that_carry_a_state_are_refused(world, tmp_path: Path, config: PreTrainedConfig) -> None:
+    assert "a state along the row, which would leak from one packed sample" in refuse(save_config(config, tmp_path), world)
+
+
+def test_attention_that_cannot_be_told_where_samples_end_is_refused(world, tmp_path: Path) -> None:
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
+    assert "cannot be told where the samples of a packed row end" in refuse(save_config(config, tmp_path), world)
+
+
+def test_attention_with_sinks_is_refused(world, tmp_path: Path) -> None:
+    config = transformers.GptOssConfig(**merge({"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4096}))
+    assert "its attention has sinks" in refuse(save_config(config, tmp_path), world)
+
+
+def test_a_window_shorter_than_a_row_is_refused(world, tmp_path: Path) -> None:
+    message = refuse(save_config(make_config("gemma2", sliding_window=16), tmp_path), world, seq_len=32)
+    assert "a window of 16 tokens only, model.seq_len is 32" in message
+
+
+def test_logits_that_are_changed_in_an_unknown_way_are_refused(world, models, monkeypatch) -> None:
+    forward = transformers.LlamaForCausalLM.forward
+
+    def forward_with_scaled_logits(self, *args, **kwargs):
+        outputs = forward(self, *args, **kwargs)
+        outputs.logits = outputs.logits * 2.0
+        return outputs
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward_with_scaled_logits)
+    assert "changes its logits in a way that the trainer does not know" in refuse(models["llama"], world)
+
+
+def test_a_kernel_that_cannot_cap_scores_is_refused_for_a_model_that_does(world, models) -> None:
+    message = refuse(models["gemma2"], world, attn="flash_varlen")
+    assert "cannot cap scores as this model does" in message
