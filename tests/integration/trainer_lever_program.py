@@ -1,0 +1,206 @@
+"""One rank of tests/integration/test_trainer_levers.py: `trainer_lever_program.py MODEL_DIR ORACLE DIRECTORY`.
+
+Loss and gradients of every loss with every lever, runs that are saved and resumed with a lever, and what the start costs.
+Rank 0 writes them to DIRECTORY/levers_RANKS.pt.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from trivet.config import losses as kinds
+from trivet.config.lora import LoRAConfig
+from trivet.config.model import (
+    ActivationCheckpointConfig,
+    ActivationOffloadConfig,
+    CompileConfig,
+    TrainerModelConfig,
+)
+from trivet.config.trainer import AdamWConfig, ConstantSchedule
+from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
+from trivet.trainer.distributed import World, barrier, open_world
+from trivet.trainer.export import gather_weights
+from trivet.trainer.host_state import keep_state_on_host, return_state
+from trivet.trainer.losses.custom import SampleInputs, SampleLoss
+from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.model import PolicyModel, load_policy
+from trivet.trainer.optimizer import LearningRate, make_optimizer
+from trivet.trainer.reference import Reference
+from trivet.trainer.step import Learner, train_step
+
+LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_proj"])
+
+LOSSES: dict[str, kinds.LossConfig] = {
+    "default": kinds.DefaultLossConfig(kl_tau=0.1, token_mask_low=0.5, token_mask_high=3.0),
+    "default of samples": kinds.DefaultLossConfig(ratio_type="sequence", kl_tau=0.1, entropy_coef=0.05),
+    "cispo": kinds.CispoLossConfig(clip_high=0.5),
+    "aipo": kinds.AipoLossConfig(clip_ratio=3.0),
+    "grpo": kinds.GrpoLossConfig(beta=0.3),
+    "grpo of samples": kinds.GrpoLossConfig(normalization="sample", entropy_coef=0.1),
+    "grpo of a constant": kinds.GrpoLossConfig(normalization="constant", normalization_length=16),
+    "gspo": kinds.GspoLossConfig(clip_low=0.3, clip_high=0.4, beta=0.1),
+    "dppo": kinds.DppoLossConfig(dppo_mask_low=0.01, dppo_mask_high=0.01),
+    "ipo": kinds.IpoLossConfig(ipo_threshold=0.01),
+    "custom": kinds.CustomLossConfig(import_path="trainer_lever_program.likelihood", kwargs={"weight": 0.5}, unit="sample"),
+}
+
+FULL, SELECTIVE = ActivationCheckpointConfig(freq=2), ActivationCheckpointConfig(mode="selective", targets=["norm", "mlp"])
+
+LEVERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lora": {"lora": LORA},
+    "checkpointed": {"ac": ActivationCheckpointConfig(), "ac_offloading": ActivationOffloadConfig()},
+    "every second": {"ac": FULL},
+    "selective": {"ac": SELECTIVE},
+    "offloaded": {"fsdp_cpu_offload": True},
+    "compiled": {"compile": CompileConfig(), "ac": FULL},
+    "lora, checkpointed": {"lora": LORA, "ac": ActivationCheckpointConfig()},
+}
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "lora, checkpointed": LEVERS["lora, checkpointed"],
+    "offloaded": LEVERS["offloaded"],
+    "state on the host": {"optim_cpu_offload": True, "ac": SELECTIVE},
+}
+
+
+def likelihood(inputs: SampleInputs, *, weight: float) -> SampleLoss:
+    """A loss of the user's own."""
+    return SampleLoss(-weight * (inputs.advantages_L * inputs.trainer_logprobs_L).mean())
+
+
+def load_oracle(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("oracle", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["oracle"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_learner(model_dir: str, world: World, *, lr: float, lever: dict[str, Any]) -> Learner:
+    torch.manual_seed(0)
+    config = TrainerModelConfig(name=model_dir, compute_dtype="float32", fused_lm_head_chunk_size=7, **lever)
+    model = load_policy(config, world)
+    learner = Learner(
+        model=model,
+        optimizer=make_optimizer(model.trained_parameters, AdamWConfig(lr=lr)),
+        learning_rate=LearningRate(peak=lr, schedule=ConstantSchedule(), max_steps=None),
+        loss=make_policy_loss(LOSSES["default"]),
+        max_norm=None if lr == 0 else 1.0,
+        world=world,
+    )
+    if config.optim_cpu_offload:
+        keep_state_on_host(learner.optimizer, world.device, part_bytes=10_000)
+    return learner
+
+
+def move(model: PolicyModel) -> None:
+    """Other weights than at the start, alike on any number of ranks."""
+    moved = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            whole = parameter.detach().full_tensor()
+            wave = torch.sin(torch.arange(whole.numel(), dtype=torch.float32)).reshape(whole.shape)
+            moved[name] = whole + 0.02 * wave
+    set_model_state_dict(model, moved, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def measure(model_dir: str, oracle: ModuleType, world: World) -> dict[tuple[str, str], Any]:
+    rows = oracle.layouts(oracle.make_examples(count=7, vocab_size=100))["one row" if world.size == 1 else "uneven rows"]
+    results = {}
+    for lever, options in LEVERS.items():
+        learner = make_learner(model_dir, world, lr=0.0, lever=options)
+        reference = Reference(learner.model)
+        move(learner.model)
+        for name, config in LOSSES.items():
+            learner.loss = make_policy_loss(config)
+            learner.reference = reference if config.beta else None
+            result = train_step(learner, rows, step=1)
+            trained = [(path, each) for path, each in learner.model.named_parameters() if each.requires_grad]
+            gradients = {path.removeprefix("causal_lm."): each.grad.full_tensor() for path, each in trained}
+            results[lever, name] = {"loss": result.loss, "norm": result.grad_norm, "gradients": gradients}
+    return results
+
+
+def run_steps(learner: Learner, oracle: ModuleType, *, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        rows = [oracle.make_row([example]) for example in oracle.make_examples(count=3, vocab_size=100, seed=step)]
+        train_step(learner, rows, step=step)
+
+
+def resume(model_dir: str, oracle: ModuleType, world: World, half: Path, *, lever: dict[str, Any]) -> dict[str, Any]:
+    """Weights of a run of four steps, and of one that was saved after the second and went on from there."""
+    unbroken = make_learner(model_dir, world, lr=1e-3, lever=lever)
+    run_steps(unbroken, oracle, first=1, last=2)
+    half.mkdir(parents=True, exist_ok=True)
+    barrier(world)
+    write_state(half, state_of(unbroken, Progress(step=2)), world.control)
+    run_steps(unbroken, oracle, first=3, last=4)
+    resumed = make_learner(model_dir, world, lr=1e-3, lever=lever)
+    first = load_half(half, resumed).step + 1
+    if lever.get("optim_cpu_offload"):
+        return_state(resumed.optimizer)
+    run_steps(resumed, oracle, first=first, last=4)
+    return {
+        name: gather_weights(learner.model, dtype=torch.float32, keep=world.is_main)
+        for name, learner in (("unbroken", unbroken), ("resumed", resumed))
+    }
+
+
+@contextmanager
+def counting_allocations(*, mapped: Path) -> Iterator[dict[str, int]]:
+    """The most bytes that were allocated at one time on the CPU by what runs inside, under `peak`.
+
+    Args:
+        mapped: a file that counts for nothing when it is mapped into memory, although torch counts it as allocated.
+    """
+    counted: dict[str, int] = {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield counted
+    held, peak = 0, 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]" and abs(event.nbytes()) != mapped.stat().st_size:
+            held += event.nbytes()
+            peak = max(peak, held)
+    counted["peak"] = peak
+
+
+def measure_start(model_dir: str, world: World) -> dict[str, int]:
+    config = TrainerModelConfig(name=model_dir, compute_dtype="float32")
+    with counting_allocations(mapped=Path(model_dir) / "model.safetensors") as counted:
+        model = load_policy(config, world)
+    return {"peak": counted["peak"], "whole": 4 * model.num_parameters}
+
+
+def run_all(model_dir: str, oracle: ModuleType, directory: Path, world: World) -> None:
+    results = {
+        "start": measure_start(model_dir, world),
+        "gradients": measure(model_dir, oracle, world),
+        "resumed": {
+            name: resume(model_dir, oracle, world, directory / f"half-{world.size}-{index}", lever=lever)
+            for index, (name, lever) in enumerate(RESUMED.items())
+        },
+    }
+    if world.is_main:
+        torch.save(results, directory / f"levers_{world.size}.pt")
+
+
+def main() -> None:
+    model_dir, oracle_path, directory, num_replicas = sys.argv[1:]
+    torch.set_num_threads(1)
+    sys.modules["trainer_lever_program"] = sys.modules["__main__"]
+    with open_world(device="cpu", timeout_s=180, num_replicas=int(num_replicas)) as world:
+        run_all(model_dir, load_oracle(oracle_path), Path(directory), world)
+
+
+if __name__ == "__main__":
+    main()
