@@ -62,12 +62,26 @@ def truncate(sample: Sample, *, seq_len: int) -> Sample:
     )
 
 
-def pack(items: Sequence[PackItem], *, seq_len: int) -> list[MicroBatch]:
-    """Pack samples, cut to `seq_len`, into rows by first-fit decreasing; samples without loss tokens are left out."""
-    kept = [(truncate(item.sample, seq_len=seq_len), item.advantage) for item in items]
-    kept = [(sample, advantage) for sample, advantage in kept if sample.num_loss_tokens]
-    bins = first_fit_decreasing([sample.num_tokens for sample, _ in kept], capacity=seq_len)
+def pack(items: Sequence[PackItem], *, seq_len: int, row_len: int | None = None) -> list[MicroBatch]:
+    """Pack samples, cut to `seq_len`, into rows by first-fit decreasing; samples without loss tokens are left out.
+
+    Args:
+        row_len: tokens of a row, at least `seq_len`, which it is when None.
+    """
+    kept = _trainable(items, seq_len=seq_len)
+    bins = first_fit_decreasing([sample.num_tokens for sample, _ in kept], capacity=row_len or seq_len)
     return [_join([kept[index] for index in bin_]) for bin_ in bins]
+
+
+def stack(items: Sequence[PackItem], *, seq_len: int, samples_per_row: int) -> list[MicroBatch]:
+    """Rows of `samples_per_row` samples, cut to `seq_len`, of alike length; samples without loss tokens are left out."""
+    kept = sorted(_trainable(items, seq_len=seq_len), key=lambda member: -member[0].num_tokens)
+    return [_join(kept[start : start + samples_per_row]) for start in range(0, len(kept), samples_per_row)]
+
+
+def _trainable(items: Sequence[PackItem], *, seq_len: int) -> list[tuple[Sample, float]]:
+    cut = [(truncate(item.sample, seq_len=seq_len), item.advantage) for item in items]
+    return [(sample, advantage) for sample, advantage in cut if sample.num_loss_tokens]
 
 
 def _join(members: Sequence[tuple[Sample, float]]) -> MicroBatch:

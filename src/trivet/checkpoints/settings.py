@@ -35,6 +35,8 @@ MAY_CHANGE = (
     "device",
     "num_ranks",
     "max_mismatch_kl",
+    "data.micro_batch_size",
+    "data.pack_function",
     "data.record",
     "data.replay",
     "model.attn",

@@ -21,8 +21,10 @@ from trivet.config.online_eval import OnlineEvalConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.sampling import EvalSamplingConfig, RequestSamplingConfig, SamplingConfig
+from trivet.config.sft import SftConfig
+from trivet.config.sft_checks import data_problems, sft_problems
 from trivet.config.shared import RunIdentity
-from trivet.config.trainer import SftConfig, TrainerConfig, TrainingConfig
+from trivet.config.trainer import TrainerConfig, TrainingConfig
 
 BIASING_KEYS = ("min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Sampling keys that change the distribution in a way that the trainer's log-probabilities do not follow."""
@@ -62,6 +64,8 @@ def check(config: Section, findings: Findings) -> None:
         _extend(findings, orchestrator_problems(config), _orchestrator_notices(config))
     elif isinstance(config, TrainingConfig):
         _extend(findings, training_problems(config), iter(()))
+        if isinstance(config, SftConfig):
+            _extend(findings, sft_problems(config), iter(()))
     elif isinstance(config, InferenceConfig):
         _extend(findings, inference_problems(config), iter(()))
     elif isinstance(config, EvalConfig):
@@ -152,7 +156,7 @@ def _adapter_problems(lora: LoRAConfig | None, inference: InferenceConfig) -> It
 def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]:
     schedule = config.scheduler
     if schedule.type != "constant":
-        if config.max_steps is None:
+        if config.max_steps is None and not isinstance(config, SftConfig):
             yield f'{prefix}scheduler.type "{schedule.type}" decays until the last step: set {_shared(prefix)}max_steps'
         if schedule.min_lr > config.optim.lr:
             yield f"{prefix}scheduler.min_lr ({schedule.min_lr}) must be <= {prefix}optim.lr ({config.optim.lr})"
@@ -391,8 +395,8 @@ def file_problems(config: Section) -> Iterator[str]:
             yield f"data.replay ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
         elif replay.resolve() == config.output_dir.resolve():
             yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
-    if isinstance(config, SftConfig) and config.bench is None and not Path(config.data.name).expanduser().exists():
-        yield f"data.name ({config.data.name}) does not exist: give a JSONL file or a data set directory"
+    if isinstance(config, SftConfig) and config.bench is None:
+        yield from data_problems(config)
     seen: set[str] = set()
     for path, key in all_keys(type(config)):
         if key.shape is Shape.VALUE and path[-1] == "name" and path[-2:-1] in (("model",), ("tokenizer",)):

@@ -13,8 +13,9 @@ from trivet.config.inference import InferenceConfig
 from trivet.config.keys import Shape, find_key
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
+from trivet.config.sft import SftConfig
 from trivet.config.sources import Entry, Text
-from trivet.config.trainer import SftConfig, TrainerConfig
+from trivet.config.trainer import TrainerConfig
 
 ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     TrainerConfig: ("trainer",),
@@ -42,6 +43,7 @@ RENAMED = {
     "orchestrator.resume.step": "orchestrator.ckpt.resume_step",
     "trainer.model.experimental.lora": "trainer.model.lora",
     "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",
+    "trainer.data.seq_len": "trainer.model.seq_len",
     "inference.vllm.model": "inference.model.name",
     "inference.vllm.dtype": "inference.model.dtype",
     "inference.vllm.max_model_len": "inference.model.max_model_len",
@@ -98,6 +100,8 @@ REFUSED = {
 }
 """Old prefix to what replaced it."""
 
+HELD_OUT = "the held-out loss is the mean over the whole set, in any order and packing, at model.seq_len"
+
 IGNORED = {
     "save.disk": "results are always written, to evals/step_N/<env>/ in output_dir",
     "save.stream": "results are always written as examples finish",
@@ -110,6 +114,14 @@ IGNORED = {
     " the message",
     "ckpt.weights.save_adapter_separately": "with LoRA the adapter's own files are what is published",
     "trainer.ckpt.weights.save_adapter_separately": "with LoRA the adapter's own files are what is published",
+    "trainer.loss_impl": "head and loss are computed together, in chunks of model.fused_lm_head_chunk_size tokens",
+    "trainer.data.num_workers": "a batch is read and tokenized in the milliseconds before its step",
+    "trainer.val.data.batch_size": HELD_OUT,
+    "trainer.val.data.micro_batch_size": HELD_OUT,
+    "trainer.val.data.pack_function": HELD_OUT,
+    "trainer.val.data.shuffle": HELD_OUT,
+    "trainer.val.data.num_workers": HELD_OUT,
+    "trainer.val.data.seq_len": HELD_OUT,
     "orchestrator.num_train_workers": "packing does not depend on the number of trainer ranks",
     "orchestrator.model.trust_remote_code": "the orchestrator runs no model code",
 }
@@ -120,6 +132,7 @@ NOT_YET = (
 """Keys of the reference that this version does not build."""
 
 SINGLE_VALUES = {
+    "trainer.val.data.type": "sft",
     "trainer.model.ep": "1",
     "trainer.model.tp": "1",
     "trainer.model.cp": "1",

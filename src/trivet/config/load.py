@@ -24,8 +24,9 @@ from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.origins import Draft, Node, Sourced, Tree, leaves, plain
 from trivet.config.resolve import resolve
 from trivet.config.rl import RLConfig
+from trivet.config.sft import SftConfig
 from trivet.config.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
-from trivet.config.trainer import SftConfig, TrainerConfig
+from trivet.config.trainer import TrainerConfig
 from trivet.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)

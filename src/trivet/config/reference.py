@@ -14,7 +14,8 @@ from trivet.config.inference import InferenceConfig
 from trivet.config.keys import KeyPath, Shape, dotted, key_of, members
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
-from trivet.config.trainer import SftConfig, TrainerConfig
+from trivet.config.sft import SftConfig
+from trivet.config.trainer import TrainerConfig
 
 USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run]"
 EXAMPLES: dict[type[Section], tuple[str, str]] = {

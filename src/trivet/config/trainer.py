@@ -1,4 +1,4 @@
-"""Sections of the trainer and of supervised fine-tuning, which share model, optimizer and schedule."""
+"""Sections of the trainer, and what supervised fine-tuning shares with it: model, optimizer and schedule."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -137,20 +137,3 @@ class TrainerConfig(TrainingConfig):
     """How many policies the servers may lag behind; that many published weights are kept, besides what readers hold."""
     max_mismatch_kl: float = Field(default=0.1, gt=0)
     """The self-check at start refuses to train when trainer and server disagree by more than this (mean k3 estimate, nats)."""
-
-
-class SftDataConfig(Section):
-    name: str = "data.jsonl"
-    """JSONL file with `messages`, or `prompt` and `completion`, per line; or a data set directory saved by `datasets`."""
-    batch_size: int = Field(default=128, ge=1)
-    """Conversations per optimizer step."""
-    shuffle: bool = True
-    """Reshuffle each epoch with seed + epoch."""
-
-
-class SftConfig(TrainingConfig):
-    """`uv run sft @ sft.toml`."""
-
-    data: SftDataConfig = SftDataConfig()
-    num_ranks: int | None = Field(default=None, ge=1)
-    """Processes; unset: one per visible GPU, one on the CPU."""

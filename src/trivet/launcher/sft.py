@@ -8,7 +8,8 @@ from trivet.checkpoints.resume import require_resumable
 from trivet.checkpoints.settings import EVERY_KEY
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
-from trivet.config.trainer import SftConfig
+from trivet.config.sft import FakeDataConfig, SftConfig
+from trivet.conversations.mixture import open_data
 from trivet.errors import ConfigError
 from trivet.launcher.ranks import become_ranks
 from trivet.launcher.run_directory import RunDirectory
@@ -19,7 +20,15 @@ def main() -> int:
 
 
 def check(config: SftConfig) -> None:
-    """Refuse what cannot go on or be forked, before anything is started or written."""
+    """Refuse what cannot go on or be forked, and data that cannot be read, before anything is started or written."""
+    _require_start(config)
+    if not isinstance(config.data, FakeDataConfig):
+        open_data(config.data, seed=config.seed, key="data")
+    if config.val is not None:
+        open_data(config.val.data, seed=config.seed, key="val.data")
+
+
+def _require_start(config: SftConfig) -> None:
     layout, ckpt = RunLayout(config.output_dir), config.ckpt
     if ckpt.resume_from is None:
         require_resumable(config)

@@ -27,6 +27,7 @@ _TRAINER = (
     _Part("MFU", "perf/mfu", "{:.1f}%"),
     _Part("Peak Mem.", "perf/peak_memory", "{:.1f} GiB"),
 )
+_SFT = (*_TRAINER[:2], _Part("Val. Loss", "val/loss", "{:.4f}"), *_TRAINER[2:])
 _ORCHESTRATOR = (
     _Part("Time", "time/step", "{:.2f}s"),
     _Part("Reward", "reward/mean", "{:.4f}"),
@@ -52,9 +53,14 @@ def orchestrator_line(step: int, values: Mapping[str, float]) -> str:
     return _line(step, values, _ORCHESTRATOR)
 
 
+def sft_line(step: int, values: Mapping[str, float]) -> str:
+    """As `trainer_line`, with the held-out loss of the steps that measured it."""
+    return _line(step, values, _SFT)
+
+
 LineFunction = Callable[[int, Mapping[str, float]], str]
 
-LINES: dict[str, LineFunction] = {"trainer": trainer_line, "orchestrator": orchestrator_line, "sft": trainer_line}
+LINES: dict[str, LineFunction] = {"trainer": trainer_line, "orchestrator": orchestrator_line, "sft": sft_line}
 """By role."""
 
 

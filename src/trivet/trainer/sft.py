@@ -6,21 +6,19 @@ the other ranks.
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from trivet.algorithms.packing import pack
 from trivet.checkpoints.halves import TRAINER
 from trivet.config.command import run_command
-from trivet.config.trainer import SftConfig
+from trivet.config.sft import SftConfig
 from trivet.lifetime import die_with_parent
 from trivet.telemetry import progress
-from trivet.trainer.bench import run_bench
 from trivet.trainer.distributed import World, open_world
+from trivet.trainer.export import load_tokenizer
 from trivet.trainer.losses.select import cross_entropy
 from trivet.trainer.main import set_up_rank
 from trivet.trainer.session import Session, open_session
-from trivet.trainer.sft_data import load_data, step_indices, to_items
+from trivet.trainer.sft_batches import Batches, make_batch, open_batches
+from trivet.trainer.sft_validation import Validation, open_validation
 from trivet.trainer.step import train_step
 from trivet.wire.events import Train
 from trivet.wire.versions import Step
@@ -34,10 +32,9 @@ def main() -> int:
 
 
 def start(config: SftConfig) -> int:
-    with open_world(device=config.device, timeout_s=config.dist_timeout_seconds, num_replicas=config.model.dp_replicate) as world:
-        if config.bench is not None:
-            run_bench(config, world, loss=cross_entropy, kind="sft")
-            return 0
+    with open_world(
+        device=config.device, timeout_s=config.dist_timeout_seconds, num_replicas=config.model.dp_replicate
+    ) as world:
         set_up_rank(config, world, role="sft")
         run(config, world)
     return 0
@@ -45,34 +42,36 @@ def start(config: SftConfig) -> int:
 
 def run(config: SftConfig, world: World) -> None:
     """Train to max_steps, by default once over the data; publish and commit at the interval and at the end."""
-    data = load_data(config.data.name)
+    progress.doing("reading the data")
+    tokenizer = load_tokenizer(config)
+    batches = open_batches(config, tokenizer, vocab_size=len(tokenizer))
+    validation = open_validation(config, tokenizer)
     if config.max_steps is None:
-        config = config.model_copy(update={"max_steps": -(-len(data) // config.data.batch_size)})
+        config = config.model_copy(update={"max_steps": batches.num_steps})
     assert config.max_steps is not None
     with open_session(config, world, loss=cross_entropy, role="sft", keep_recent=0) as session:
-        logger.info("data loaded rows=%s steps=%s batch_size=%s", len(data), config.max_steps, config.data.batch_size)
+        logger.info(
+            "data loaded steps=%s steps_per_epoch=%s batch_size=%s", config.max_steps, batches.num_steps, config.data.batch_size
+        )
+        if session.from_step == 0 and validation is not None and validation.is_due(0, is_last=False):
+            progress.doing("measuring the held-out loss")
+            values = validation.measure(session.learner.model, world, step=Step(0))
+            if session.telemetry is not None:
+                session.telemetry.write_step(0, values)
         for step in range(session.from_step + 1, config.max_steps + 1):
-            _take_step(session, config, data, Step(step))
+            _take_step(session, config, batches, validation, Step(step))
 
 
-def _take_step(session: Session, config: SftConfig, data: Sequence[Mapping[str, Any]], step: Step) -> None:
+def _take_step(session: Session, config: SftConfig, batches: Batches, validation: Validation | None, step: Step) -> None:
+    data_step = step - session.progress.data_start
     with session.timed("step"):
         with session.timed("load_data"):
-            indices = step_indices(
-                step - session.progress.data_start,
-                batch_size=config.data.batch_size,
-                num_rows=len(data),
-                seed=config.seed,
-                does_shuffle=config.data.shuffle,
-            )
-            items = to_items([data[index] for index in indices], session.exporter.tokenizer)
-            num_cut = sum(item.sample.num_tokens > config.model.seq_len for item in items)
-            rows = pack(items, seq_len=config.model.seq_len)
+            batch = make_batch(batches.items(data_step), config)
         progress.doing(f"training step {step}")
-        result = train_step(session.learner, rows, step=step)
+        result = train_step(session.learner, batch.rows, step=step)
         session.progress.step = step
-        session.progress.total_tokens += sum(row.num_tokens for row in rows)
-        session.progress.total_samples += len(items)
+        session.progress.total_tokens += sum(row.num_tokens for row in batch.rows)
+        session.progress.total_samples += batch.num_samples
         progress.note(step=step)
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=[]))
@@ -80,8 +79,16 @@ def _take_step(session: Session, config: SftConfig, data: Sequence[Mapping[str, 
             session.publish(step)
             session.save(step, halves=(TRAINER,))
         session.settle()
-    epoch = ((step - session.progress.data_start) * config.data.batch_size - 1) // len(data)
-    session.report(step, result, rows, extra={"data/epoch": epoch, "data/num_truncated": num_cut})
+    extra = {
+        "data/epoch": batches.epoch(data_step),
+        "data/num_truncated": batch.num_truncated,
+        "data/num_empty": batch.num_empty,
+    }
+    if validation is not None and validation.is_due(step, is_last=step == config.max_steps):
+        progress.doing(f"measuring the held-out loss after step {step}")
+        with session.timed("val"):
+            extra |= validation.measure(session.learner.model, session.world, step=step)
+    session.report(step, result, batch.rows, extra=extra)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivet.algorithms.packing import PackItem, first_fit_decreasing, pack, truncate
+from trivet.algorithms.packing import PackItem, first_fit_decreasing, pack, stack, truncate
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import VersionRun
 
@@ -92,3 +92,15 @@ def test_a_sample_without_loss_tokens_is_left_out_also_when_the_cut_took_them():
     items = [PackItem(sample=make_sample(4, prompt=4), advantage=1.0), PackItem(sample=make_sample(9, prompt=6), advantage=1.0)]
     assert pack(items, seq_len=6) == []
     assert pack([], seq_len=6) == []
+
+
+def test_longer_rows_hold_several_rows_worth_of_cut_samples():
+    items = [PackItem(sample=make_sample(length), advantage=0.0) for length in (10, 3, 3, 2)]
+    rows = pack(items, seq_len=4, row_len=8)
+    assert [row.sequence_lengths_S.tolist() for row in rows] == [[4, 3], [3, 2]]
+
+
+def test_stacked_rows_hold_so_many_samples_of_alike_length():
+    items = [PackItem(sample=make_sample(length), advantage=0.0) for length in (3, 9, 2, 8, 5)]
+    rows = stack(items, seq_len=8, samples_per_row=2)
+    assert [row.sequence_lengths_S.tolist() for row in rows] == [[8, 8], [5, 3], [2]]

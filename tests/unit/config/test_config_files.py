@@ -10,7 +10,8 @@ from trivet.config.inference import InferenceConfig
 from trivet.config.load import load_config
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
-from trivet.config.trainer import SftConfig, TrainerConfig
+from trivet.config.sft import SftConfig
+from trivet.config.trainer import TrainerConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 KINDS: dict[str, type[Section]] = {

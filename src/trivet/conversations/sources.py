@@ -1,0 +1,172 @@
+"""One source of rows: a JSONL file, a split in a directory, or a split of a data set of the hub. Called by conversations.mixture.
+
+JSONL is read line by line and not by `datasets`, whose columns would give every row the keys of all others.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trivet.config.sft_checks import looks_local
+from trivet.conversations.rows import Row
+from trivet.errors import ConfigError
+
+Rows = Sequence[Row]
+
+DEFAULT_SPLIT = "train"
+
+_SLICED = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<slice>[^\[\]]*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class _View(Sequence[Row]):
+    """Part of a table, cleaned where it comes from columns."""
+
+    rows: Any
+    """Has rows by number."""
+    numbers: range
+    is_columnar: bool
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self.rows[self.numbers[index]]
+        return _without_nulls(row) if self.is_columnar else row
+
+
+def open_source(name: str, *, subset: str | None = None, split: str | None = None, key: str = "data") -> Rows:
+    """The rows of `split` (unset: `train`), which may carry a slice: `train[:5%]`.
+
+    Args:
+        key: section of the configuration, for errors.
+
+    Raises:
+        ConfigError: there is no such data, it cannot be read or reached, or it has no rows; says what there is.
+    """
+    load = _hub_loader if not looks_local(name) else _local_loader
+    rows = _slice(split or DEFAULT_SPLIT, load(name, subset, key), key=key)
+    if len(rows) == 0:
+        part = "".join(f", {word} {value!r}" for word, value in (("subset", subset), ("split", split)) if value)
+        raise ConfigError(f"{key}.name = {name!r}{part} holds no rows")
+    return rows
+
+
+def _slice(split: str, load: Callable[[str], Any], *, key: str) -> Rows:
+    sliced = _SLICED.fullmatch(split)
+    if sliced is None:
+        rows = load(split)
+        return _View(rows, range(len(rows)), not isinstance(rows, list))
+    from datasets import ReadInstruction
+
+    rows = load(sliced["split"])
+    try:
+        (part,) = ReadInstruction.from_spec(f"{DEFAULT_SPLIT}[{sliced['slice']}]").to_absolute({DEFAULT_SPLIT: len(rows)})
+    except (ValueError, AssertionError) as exc:
+        raise ConfigError(f"{key}.splits: {split!r} is no slice ({exc}); write one as `train[:1000]` or `train[95%:]`") from exc
+    return _View(rows, range(len(rows))[part.from_ : part.to], not isinstance(rows, list))
+
+
+def _local_loader(name: str, subset: str | None, key: str) -> Callable[[str], Any]:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return lambda split: _read_file(path, split, key)
+    place = path / subset if subset is not None and (path / subset).is_dir() else path
+    if not place.is_dir():
+        raise ConfigError(f"{key}.name = {name!r} is neither a JSONL file nor a directory")
+    if (place / "dataset_dict.json").is_file() or (place / "dataset_info.json").is_file():
+        return lambda split: _read_saved(place, split, key)
+    files = {file.stem: file for file in sorted(place.glob("*.jsonl"))}
+    if files and (subset is None or place != path):
+        return lambda split: _read_split_file(files, split, place, key)
+    return _hub_loader(str(place), None if place != path else subset, key)
+
+
+def _read_file(path: Path, split: str, key: str) -> list[Row]:
+    if split != DEFAULT_SPLIT:
+        raise ConfigError(
+            f"{key}.splits: the file {path} is one split, {DEFAULT_SPLIT!r}, and has no {split!r}; give a directory with a JSONL "
+            f"file for each split"
+        )
+    return read_jsonl(path)
+
+
+def _read_split_file(files: Mapping[str, Path], split: str, place: Path, key: str) -> list[Row]:
+    if split not in files:
+        raise ConfigError(f"{key}.splits: {place} has the splits {', '.join(files)}, and no {split!r}")
+    return read_jsonl(files[split])
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    """
+    Raises:
+        ConfigError: a line is not a JSON object.
+    """
+    with path.open(encoding="utf-8") as file:
+        return [_parse_line(line, number, path) for number, line in enumerate(file, start=1) if line.strip()]
+
+
+def _parse_line(line: str, number: int, path: Path) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as exc:
+        raise ConfigError(f"{path}, line {number}, is not JSON: {exc}") from exc
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}, line {number}, must be a JSON object, got {line.strip()[:60]!r}")
+    return row
+
+
+def _read_saved(place: Path, split: str, key: str) -> Any:
+    """What `save_to_disk` wrote: one table, or one for each split."""
+    from datasets import load_from_disk
+
+    try:
+        loaded: Any = load_from_disk(str(place))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{key}.name: {place} was saved by `datasets` and cannot be read: {exc}") from exc
+    if not isinstance(loaded, Mapping):
+        if split != DEFAULT_SPLIT:
+            raise ConfigError(f"{key}.splits: {place} holds one split, saved as such, and no {split!r}; remove {key}.splits")
+        return loaded
+    if split not in loaded:
+        raise ConfigError(f"{key}.splits: {place} has the splits {', '.join(sorted(loaded))}, and no {split!r}")
+    return loaded[split]
+
+
+def _hub_loader(name: str, subset: str | None, key: str) -> Callable[[str], Any]:
+    return lambda split: _load(name, subset, split, key)
+
+
+def _load(name: str, subset: str | None, split: str, key: str) -> Any:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return load_dataset(name, subset, split=split)
+    except ConnectionError as exc:
+        raise ConfigError(
+            f"{key}.name = {name!r} is taken for a data set of the Hugging Face hub, which cannot be reached: {exc}. On a machine "
+            f"with network, download it (`hf download --repo-type dataset {name} --local-dir DIR`) and set {key}.name to the "
+            f"directory; for a file of your own give its path"
+        ) from exc
+    except (OSError, ValueError, DatasetsError) as exc:
+        what = f"{name!r}, subset {subset!r}, split {split!r}" if subset else f"{name!r}, split {split!r}"
+        raise ConfigError(
+            f"{key}.name: {what} cannot be loaded: {exc}. Look at the name, {key}.subsets and {key}.splits; for a file of your own "
+            f"give its path"
+        ) from exc
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columns give every message the keys of all others, with nulls, which templates take for what is there.
+
+    `content` stays: an assistant that only calls tools says null.
+    """
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None or name == "content"}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
