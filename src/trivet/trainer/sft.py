@@ -12,6 +12,7 @@ from trivet.config.command import run_command
 from trivet.config.sft import SftConfig
 from trivet.lifetime import die_with_parent
 from trivet.telemetry import progress
+from trivet.trainer.bench import run_bench
 from trivet.trainer.distributed import World, open_world
 from trivet.trainer.export import load_tokenizer
 from trivet.trainer.losses.select import cross_entropy
@@ -35,6 +36,9 @@ def start(config: SftConfig) -> int:
     with open_world(
         device=config.device, timeout_s=config.dist_timeout_seconds, num_replicas=config.model.dp_replicate
     ) as world:
+        if config.bench is not None:
+            run_bench(config, world, loss=cross_entropy, kind="sft")
+            return 0
         set_up_rank(config, world, role="sft")
         run(config, world)
     return 0
