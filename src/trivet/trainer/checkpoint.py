@@ -74,7 +74,9 @@ def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold
     # Who writes what is the same at every step; agreeing on it anew takes as long as the digests.
     planner = DefaultSavePlanner(enable_plan_caching=True)
     try:
-        save(state, storage_writer=writer, planner=planner, process_group=group)
+        # A thread has gradients on of its own accord, and each shard of a DTensor would be a step of autograd.
+        with torch.no_grad():
+            save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as exc:
         causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in exc.failures.items())
         raise CheckpointError(f"{directory} could not be written: {causes}") from exc

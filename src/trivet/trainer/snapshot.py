@@ -31,7 +31,8 @@ class Snapshot:
             buffers: memory that copies are made in, kept by the caller for the next snapshot of the same tensors; no other
                 snapshot may be using it.
         """
-        self._pending = {_key(tensor): tensor for tensor in _tensors_in(state) if tensor.numel() > 0}
+        with torch.no_grad():
+            self._pending = {_key(tensor): tensor for tensor in _tensors_in(state) if tensor.numel() > 0}
         self._buffers = buffers
         self._copied: set[Key] = set()
         self._held: Key | None = None
@@ -64,15 +65,16 @@ class Snapshot:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.dtype != tensor.dtype or buffer.shape != tensor.shape:
             self._buffers[key] = buffer = torch.empty_like(tensor)
-        buffer.copy_(tensor)
+        with torch.no_grad():
+            buffer.copy_(tensor)
         self._copied.add(key)
 
 
 def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
     if isinstance(state, DTensor):
-        yield state.to_local().detach()
+        yield state.to_local()
     elif isinstance(state, torch.Tensor):
-        yield state.detach()
+        yield state
     elif isinstance(state, dict):
         for value in state.values():
             yield from _tensors_in(value)
