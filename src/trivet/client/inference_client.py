@@ -56,6 +56,23 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Scored(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _TokenLogprob] | None]
+    """By token id, as text; None for the first token, which nothing predicts."""
+
+
+class _Scores(msgspec.Struct):
+    choices: list[_Scored]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
 class _Model(msgspec.Struct):
     id: str
 
@@ -131,13 +148,13 @@ class InferenceClient:
     async def policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
         return await self._ask("GET", "/policy", PolicyStatus, timeout_s=timeout_s)
 
-    async def serves_policies(self) -> bool:
+    async def serves_policies(self, *, timeout_s: float) -> bool:
         """Whether it is `uv run inference`; else some other OpenAI-compatible server, whose weights stay as they are.
 
         Raises:
             InferenceError: it does not answer, or not now.
         """
-        response = await self._send("GET", "/policy", timeout_s=self._timeout_s)
+        response = await self._send("GET", "/policy", timeout_s=min(self._timeout_s, timeout_s))
         if response.is_server_error:
             raise InferenceError(f"GET {self.base_url}/policy was answered with {response.status_code}: {_reason(response)}")
         try:
@@ -192,6 +209,36 @@ class InferenceClient:
             logprobs=[token.logprob for token in choice.logprobs.content],
             versions=choice.policy_versions,
         )
+
+    async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
+        """What the server's model thinks of tokens that someone else sampled. Any vLLM server answers, not only ours.
+
+        Returns:
+            The log-probability of each token given those before it, at temperature 1; 0 for the first.
+
+        Raises:
+            InferenceError: it refused, for one because there is no room for one more token, or left tokens out.
+        """
+        # The answer has to be for a completion; its one token is thrown away.
+        body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = await self._ask("POST", "/v1/completions", _Scores, body=body)
+        scored = answer.choices[0].prompt_logprobs if answer.choices else []
+        found = [entry.get(str(token)) for entry, token in zip(scored[1:], token_ids[1:], strict=False) if entry is not None]
+        values = [0.0, *(token.logprob for token in found if token is not None)]
+        if len(values) != len(token_ids):
+            raise InferenceError(
+                f"{self.base_url} scored {len(values) - 1} of {len(token_ids) - 1} tokens; it must be a vLLM server, which answers "
+                "`prompt_logprobs` of /v1/completions"
+            )
+        return values
+
+    async def tokenize(self, text: str | Sequence[Mapping[str, Any]], *, model: str) -> list[int]:
+        """Token ids of a plain text, or of messages under the server's chat template."""
+        given = {"prompt": text, "add_special_tokens": False} if isinstance(text, str) else {"messages": list(text)}
+        return (await self._ask("POST", "/tokenize", _Tokens, body={"model": model, **given})).tokens
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str) -> str:
+        return (await self._ask("POST", "/detokenize", _Text, body={"model": model, "tokens": list(token_ids)})).prompt
 
     async def aclose(self) -> None:
         await self._http.aclose()

@@ -68,7 +68,7 @@ async def prove(plan: Plan, servers: EvalServers) -> str:
         ConfigError: they cannot.
     """
     try:
-        name = choose_model_name(plan, await servers.model_names(), is_plain=servers.is_plain)
+        name = await _model_name(plan, servers)
         _require_adapters_of(name, plan.targets)
         first = next((target for target in plan.targets if target.directory is not None), None)
         if first is not None:
@@ -84,16 +84,23 @@ async def prove(plan: Plan, servers: EvalServers) -> str:
     return name
 
 
-def choose_model_name(plan: Plan, served: Sequence[str], *, is_plain: bool) -> str:
+async def _model_name(plan: Plan, servers: EvalServers) -> str:
+    asked = plan.config.model.name or (plan.endpoint.model if plan.endpoint else None)
+    if servers.is_plain and asked is not None:
+        return asked  # such a server may serve more than it lists, or list nothing
+    return choose_model_name(plan, await servers.model_names(), asked=asked, is_plain=servers.is_plain)
+
+
+def choose_model_name(plan: Plan, served: Sequence[str], *, asked: str | None, is_plain: bool) -> str:
     """
     Args:
         served: names that the servers tell; a server of ours tells that of its model first.
+        asked: by the user.
 
     Raises:
         ConfigError: what is asked for is not served.
     """
-    asked, origin = plan.config.model.name or (plan.endpoint.model if plan.endpoint else None), plan.origin.model_name
-    wanted = asked or origin
+    wanted = asked or plan.origin.model_name
     if not served and wanted is None:
         raise ConfigError("the servers do not tell what they serve: set model.name")
     if wanted is None or not served:

@@ -31,8 +31,7 @@ class WeightsReader:
 
     def __init__(self, weights_dir: Path | None, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         layout = None if weights_dir is None else RunLayout(weights_dir.absolute().parent)
-        is_of_a_run = layout is not None and weights_dir is not None and layout.weights == weights_dir.absolute()
-        self._layout = layout if is_of_a_run and layout is not None and layout.readers.is_dir() else None
+        self._layout = layout if weights_dir is not None and weights_dir.name == "weights" else None
         self._name = f"eval-{socket.gethostname()}-{os.getpid()}"
         self._sleep = sleep
         self._needed: int | None = None
@@ -40,7 +39,7 @@ class WeightsReader:
     def need(self, step: int) -> None:
         """The policy of `step` and all that are newer are needed, older ones no more."""
         self._needed = step
-        if self._layout is None:
+        if self._layout is None or not self._layout.readers.is_dir():
             return
         try:
             acknowledge(self._layout, self._name, PolicyVersion(step), lifetime_s=_LIFETIME_S)

@@ -248,7 +248,7 @@ async def _is_ours(
     said_at = float("-inf")
     while True:
         try:
-            return await client.serves_policies()
+            return await client.serves_policies(timeout_s=max(deadline - clock(), _POLL_S))
         except InferenceError as exc:
             if clock() >= deadline:
                 raise ConfigError(

@@ -154,7 +154,7 @@ def test_a_server_that_never_answers_costs_no_more_than_the_timeout() -> None:
 def test_a_server_of_ours_is_told_from_others(failure: httpx.Response | None, is_ours: bool) -> None:
     server = FakeInference()
     server.fail_with = failure
-    assert ask(server, lambda client: client.serves_policies()) is is_ours
+    assert ask(server, lambda client: client.serves_policies(timeout_s=5)) is is_ours
 
 
 @pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.Response(503, text="loading")])
@@ -162,4 +162,4 @@ def test_what_a_server_is_cannot_be_told_while_it_does_not_answer(failure: httpx
     server = FakeInference()
     server.fail_with = failure
     with pytest.raises(InferenceError, match="GET http://fake/policy"):
-        ask(server, lambda client: client.serves_policies())
+        ask(server, lambda client: client.serves_policies(timeout_s=5))
