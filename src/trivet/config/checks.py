@@ -69,7 +69,7 @@ def check(config: Section, findings: Findings) -> None:
     elif isinstance(config, InferenceConfig):
         _extend(findings, inference_problems(config), iter(()))
     elif isinstance(config, EvalConfig):
-        _extend(findings, _eval_target_problems(config), iter(()))
+        _extend(findings, _offline_problems(config), iter(()))
         _extend(findings, _name_problems(config.env, "env"), iter(()))
         _extend(findings, _eval_sampling_problems(config.sampling, config.env, ""), iter(()))
 
@@ -264,16 +264,7 @@ def _eval_sampling_problems(sampling: EvalSamplingConfig, envs: Sequence[EnvConf
             yield from sampling_problems(env.sampling.over(sampling), of_env)
 
 
-def _eval_target_problems(config: EvalConfig) -> Iterator[str]:
-    """What `eval` is to evaluate."""
-    if config.weights_dir is None:
-        given = {"steps": config.steps is not None, "watcher": config.watcher}
-        for key in (key for key, is_given in given.items() if is_given):
-            yield f"{key} is about directories inside weights_dir, which is not set: add --weights-dir outputs/weights"
-        if not config.eval_base:
-            yield "nothing to evaluate: eval_base is false and weights_dir is not set"
-        if not config.env:
-            yield "no environment to evaluate on: add --env.id ID"
+def _offline_problems(config: EvalConfig) -> Iterator[str]:
     if config.steps is not None and (not config.steps or min(config.steps) < 1):
         yield f"steps must name steps >= 1, got {literal(config.steps)}; the start model is eval_base"
     if config.resume_path is not None and config.output_dir is not None:

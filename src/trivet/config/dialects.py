@@ -1,13 +1,15 @@
 """Older and newer spellings of keys, accepted with one line that says what they are called here, or refused with what
 replaced them. Applied to each source before unknown keys are looked for, so a key that exists is never touched.
 
-The tables speak of a whole run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix.
+The tables speak of a whole run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix. Those of
+the command `eval` begin with `eval.` here alone.
 """
 
 from collections.abc import Sequence
 
 from trivet.config.base import Section
 from trivet.config.dump import literal
+from trivet.config.evaluation import EvalConfig
 from trivet.config.findings import Findings
 from trivet.config.inference import InferenceConfig
 from trivet.config.keys import Shape, find_key
@@ -22,6 +24,7 @@ ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     SftConfig: ("trainer",),
     OrchestratorConfig: ("orchestrator",),
     InferenceConfig: ("inference",),
+    EvalConfig: ("eval",),
 }
 
 RENAMED = {
@@ -62,8 +65,8 @@ RENAMED = {
     "inference.vllm.max_cpu_loras": "inference.max_cpu_loras",
     "inference.vllm.max_lora_rank": "inference.max_lora_rank",
     "inference.vllm": "inference.vllm_args",
-    "save.disk.path": "output_dir",
-    "eval_base_model": "eval_base",
+    "eval.save.disk.path": "eval.output_dir",
+    "eval.eval_base_model": "eval.eval_base",
 }
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
 
@@ -83,12 +86,11 @@ REFUSED = {
     "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
     "resume": "set ckpt.resume_step; -1 takes the newest committed checkpoint",
     "deployment": "set inference_gpu_ids and trainer_gpu_ids",
-    "save.hf": "results stay on this machine: upload evals/ with `hf upload` if others should have them",
-    "save.env_hub": "results stay on this machine: upload evals/ with `prime eval push` if others should have them",
-    "per_rollout": "the rollouts of an example are scored together, as rewards of groups need it; remove the key",
+    "eval.save.hf": "results stay on this machine: upload evals/ with `hf upload` if others should have them",
+    "eval.save.env_hub": "results stay on this machine: upload evals/ by other means if others should have them",
+    "eval.per_rollout": "the rollouts of an example are scored together, as rewards of groups need it; remove the key",
     "orchestrator.eval.save.hf": "results stay on this machine: upload evals/ with `hf upload` if others should have them",
-    "orchestrator.eval.save.env_hub": "results stay on this machine: upload evals/ with `prime eval push` if others should have"
-    " them",
+    "orchestrator.eval.save.env_hub": "results stay on this machine: upload evals/ by other means if others should have them",
     "orchestrator.eval.per_rollout": "the rollouts of an example are scored together, as rewards of groups need it; remove the"
     " key",
     "trainer.model.ep": "experts are not spread over ranks: FSDP shards them like every other parameter; remove the key",
@@ -103,10 +105,10 @@ REFUSED = {
 HELD_OUT = "the held-out loss is the mean over the whole set, in any order and packing, at model.seq_len"
 
 IGNORED = {
-    "save.disk": "results are always written, to evals/step_N/<env>/ in output_dir",
-    "save.stream": "results are always written as examples finish",
-    "skip_eval_on_resume": "resume_path never repeats what is finished",
-    "reasoning_field": "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with the message",
+    "eval.save.disk": "results are always written, to evals/step_N/<env>/ in output_dir",
+    "eval.save.stream": "results are always written as examples finish",
+    "eval.skip_eval_on_resume": "resume_path never repeats what is finished",
+    "eval.reasoning_field": "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with the message",
     "orchestrator.eval.save.disk": "results are always written, to evals/step_N/<env>/ in output_dir",
     "orchestrator.eval.save.stream": "results are always written as examples finish",
     "orchestrator.eval.retry": "a rollout is tried three times, and again on another server when its own was lost",
@@ -143,7 +145,7 @@ SINGLE_VALUES = {
     "orchestrator.weight_broadcast.type": "filesystem",
     "inference.weight_broadcast.type": "filesystem",
     "orchestrator.mask_env_responses": "true",
-    "per_rollout": "false",
+    "eval.per_rollout": "false",
     "orchestrator.eval.per_rollout": "false",
     "orchestrator.buffer.skip_verification": "false",
 }

@@ -1,5 +1,6 @@
 """Checks over several keys: each can fail, and says the arithmetic and what to change."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,5 @@ def test_made_up_batches_are_for_the_trainer_alone() -> None:
 def test_a_trace_needs_the_steps_that_it_is_of() -> None:
     said = refusal(TrainerConfig, "--trace-path", "traces", "--max-steps", "2")
     assert said == "trace_path traces the third and fourth step, and max_steps is 2; raise it"
+
+
