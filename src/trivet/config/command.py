@@ -3,15 +3,19 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from trivet.config.arguments import parse_arguments
+from trivet.config.base import Section
 from trivet.config.checks import file_problems
 from trivet.config.dump import to_toml
 from trivet.config.findings import Findings
-from trivet.config.load import SectionT, load_arguments
+from trivet.config.load import Loaded, SectionT, load_arguments
 from trivet.config.reference import help_text
 from trivet.disk import describe_full_disk, is_full_disk
 from trivet.errors import DiskFull, TrivetError
+
+TargetT = TypeVar("TargetT", bound=Section)
 
 
 def run_command(
@@ -21,7 +25,19 @@ def run_command(
     *,
     check: Callable[[SectionT], None] | None = None,
 ) -> int:
-    """Load a `kind` from the command line and hand it to `main`.
+    """Load a `kind` from the command line and hand it to `main`: `run_translated` without a translation."""
+    return run_translated(kind, main, argv, translate=lambda loaded: loaded, check=check)
+
+
+def run_translated(
+    kind: type[SectionT],
+    main: Callable[[TargetT], int],
+    argv: Sequence[str] | None = None,
+    *,
+    translate: Callable[[Loaded[SectionT]], Loaded[TargetT]],
+    check: Callable[[TargetT], None] | None = None,
+) -> int:
+    """Load a `kind` from the command line, make of it what the command works with, and hand that to `main`.
 
     Args:
         argv: the words after the command's name; None takes those of this process.
@@ -37,7 +53,7 @@ def run_command(
         print(help_text(kind))
         return 0
     try:
-        loaded = load_arguments(kind, arguments, findings, environ=os.environ)
+        loaded = translate(load_arguments(kind, arguments, findings, environ=os.environ))
         for problem in file_problems(loaded.config):
             findings.refuse(problem)
         findings.raise_problems()

@@ -2,7 +2,7 @@
 replaced them. Applied to each source before unknown keys are looked for, so a key that exists is never touched.
 
 The tables speak of a whole run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix. Those of
-the command `eval` begin with `eval.` here alone.
+the commands `eval` and `vf-rl` begin with `eval.` and `vf.` here alone.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig
 from trivet.config.sources import Entry, Text
 from trivet.config.trainer import TrainerConfig
+from trivet.config.vf_rl import VfRLConfig
 
 ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     TrainerConfig: ("trainer",),
@@ -25,6 +26,7 @@ ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     OrchestratorConfig: ("orchestrator",),
     InferenceConfig: ("inference",),
     EvalConfig: ("eval",),
+    VfRLConfig: ("vf",),
 }
 
 RENAMED = {
@@ -47,6 +49,8 @@ RENAMED = {
     "trainer.model.experimental.lora": "trainer.model.lora",
     "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",
     "trainer.data.seq_len": "trainer.model.seq_len",
+    "vf.trainer.args.num_generations": "vf.trainer.args.rollouts_per_example",
+    "vf.trainer.args.per_device_train_batch_size": "vf.trainer.args.micro_batch_size",
     "inference.vllm.model": "inference.model.name",
     "inference.vllm.dtype": "inference.model.dtype",
     "inference.vllm.max_model_len": "inference.model.max_model_len",
@@ -79,8 +83,8 @@ REFUSED = {
     "orchestrator.algo": "set orchestrator.advantage",
     "orchestrator.mask_env_responses": "what the environment says is always masked: the policy did not sample it, so there is no"
     " log-probability to weigh it by; remove the key",
-    "orchestrator.buffer.skip_verification": "without rewards every advantage is 0 and nothing is learnt; it serves"
-    " distillation from a teacher, which is not supported",
+    "orchestrator.buffer.skip_verification": "set trainer.loss.adv_tau = 0 to learn from a teacher alone; rewards are computed"
+    " and recorded all the same",
     "run": "the launcher names the run; set output_dir to choose where it is kept",
     "orchestrator.ckpt.wait_for_weights_timeout": "set orchestrator.rollout_transport.timeout_s",
     "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
@@ -124,20 +128,24 @@ IGNORED = {
     "trainer.val.data.shuffle": HELD_OUT,
     "trainer.val.data.num_workers": HELD_OUT,
     "trainer.val.data.seq_len": HELD_OUT,
+    "vf.trainer.args.gradient_accumulation_steps": "batch_size says how many rollouts a step has",
+    "vf.trainer.args.generation_batch_size": "max_concurrent says how many rollouts are in flight",
+    "vf.trainer.args.ds3_gather_for_generation": "a server of its own generates",
+    "vf.trainer.args.use_liger": "logits are never kept whole",
+    "vf.trainer.args.remove_unused_columns": "environments keep what they need",
     "orchestrator.num_train_workers": "packing does not depend on the number of trainer ranks",
     "orchestrator.model.trust_remote_code": "the orchestrator runs no model code",
 }
 """Old prefix to why it needs no key here."""
 
-NOT_YET = (
-)
+NOT_YET = ()
 """Keys of the reference that this version does not build."""
 
 SINGLE_VALUES = {
-    "trainer.val.data.type": "sft",
     "trainer.model.ep": "1",
     "trainer.model.tp": "1",
     "trainer.model.cp": "1",
+    "trainer.val.data.type": "sft",
     "trainer.rollout_transport.type": "zmq",
     "orchestrator.rollout_transport.type": "zmq",
     "weight_broadcast.type": "filesystem",
@@ -181,8 +189,7 @@ def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings)
             if name == "trainer.model.ac" and entry.value in ("full", "selective"):
                 table, and_mode = ".".join(entry.path), "" if entry.value == "full" else ', mode = "selective"'
                 findings.refuse(
-                    f'{table} is a table, not "{entry.value}": write [{table}] and below it freq = 1'
-                    f'{and_mode} ({entry.origin})'
+                    f'{table} is a table, not "{entry.value}": write [{table}] and below it freq = 1{and_mode} ({entry.origin})'
                 )
             elif find_key(kind, today.path):
                 kept.append(_translate_value(kind, today, findings))

@@ -88,13 +88,22 @@ def load_arguments(
     kind: type[SectionT], arguments: Arguments, findings: Findings, *, environ: Mapping[str, str]
 ) -> Loaded[SectionT]:
     """Like `load_config`, from arguments already parsed, whose problems `findings` holds."""
-    sources = [[entry for entry in read_environment(environ) if not _is_for_another_command(kind, entry)]]
+    sources = [environment_entries(kind, environ)]
     for file in arguments.files:
         try:
             sources.extend(read_toml(file.path, under=file.under))
         except ConfigError as exc:
             findings.refuse(str(exc))
     sources.append(read_flags(arguments.flags))
+    return load_sources(kind, sources, findings)
+
+
+def load_sources(kind: type[SectionT], sources: Sequence[Sequence[Entry]], findings: Findings) -> Loaded[SectionT]:
+    """Like `load_config`, from values already read.
+
+    Args:
+        sources: later ones win.
+    """
     layers: list[Tree] = []
     for entries in sources:
         layers.append(build_layer(kind, translate(kind, entries, findings), findings, below=layers))
@@ -108,6 +117,11 @@ def load_arguments(
     findings.raise_problems()
     assert config is not None
     return Loaded(config=config, origins=draft.origins(), notices=tuple(findings.notices))
+
+
+def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:
+    """Variables with our prefix, apart from those that only other commands know."""
+    return [entry for entry in read_environment(environ) if not _is_for_another_command(kind, entry)]
 
 
 def _is_for_another_command(kind: type[Section], entry: Entry) -> bool:

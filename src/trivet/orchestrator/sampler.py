@@ -155,10 +155,11 @@ class ExampleSampler:
         )
 
     def metrics(self) -> dict[str, float]:
-        """`pool/*` as shares of examples, `evicted_examples/*` as counts since the last call; nothing without thresholds."""
+        """`progress/epoch`: passes over the examples so far, of the environment that had the fewest; with thresholds `pool/*` as
+        shares of examples, and `evicted_examples/*` as counts since the last call."""
+        values = {"progress/epoch": min(row.passes for row in self._rows.values())}
         if self._rules.easy_threshold is None and self._rules.hard_threshold is None:
-            return {}
-        values: dict[str, float] = {}
+            return values
         sizes = {env: self._pools.sizes(env) for env in self._examples}
         evicted, total = self._pools.evicted.copy(), sum(len(hashes) for hashes in self._examples.values())
         self._pools.evicted.clear()
@@ -226,6 +227,11 @@ class _Row:
             example_id = place - (int(self._ends[index - 1]) if index else 0)
             if not pools.is_parked(env, self._examples[env][example_id]):
                 return env, example_id
+
+    @property
+    def passes(self) -> float:
+        """Over all examples; a started one counts in part."""
+        return self._epoch + self._position / len(self._order)
 
     def snapshot(self) -> RowState:
         return RowState(epoch=self._epoch, position=self._position, fingerprint=self._fingerprint)

@@ -14,6 +14,7 @@ from trivet.config.model import ActivationCheckpointConfig, CompileConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.trainer import TrainerConfig
+from trivet.config.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
 
 QUIET = ["--orchestrator.rollouts-per-example", "2", "--max-steps", "10"]

@@ -81,7 +81,14 @@ def test_easy_and_hard_examples_are_not_drawn_again():
 
 
 def test_without_thresholds_there_are_no_pools_to_report():
-    assert ExampleSampler(EXAMPLES, seed=0).metrics() == {}
+    assert ExampleSampler(EXAMPLES, seed=0).metrics() == {"progress/epoch": 0.0}
+
+
+def test_the_epoch_counts_passes_over_the_examples():
+    sampler = ExampleSampler(EXAMPLES, seed=0)
+    total = sum(len(hashes) for hashes in EXAMPLES.values())
+    take(sampler, total + 2)
+    assert sampler.metrics()["progress/epoch"] == pytest.approx(1 + 2 / total)
 
 
 def test_an_environment_without_normal_examples_leaves_its_turns_to_the_others():
@@ -233,7 +240,7 @@ def test_pools_conserve_examples_and_only_normal_ones_are_drawn(rules, actions):
         elif action == "take":
             assert len(parked) == 8
         values = script.sampler.metrics()
-        assert not values or sum(values[f"pool/{pool}"] for pool in ("easy", "normal", "hard")) == pytest.approx(1.0)
+        assert len(values) == 1 or sum(values[f"pool/{pool}"] for pool in ("easy", "normal", "hard")) == pytest.approx(1.0)
         for members in script.sampler.snapshot().parked.values():
             assert [parked.step for parked in members] == sorted(parked.step for parked in members)
             assert len({parked.example_hash for parked in members}) == len(members)

@@ -75,6 +75,7 @@ def common_values(
     kl_N = mismatch_kl(ratios.d_N)
     return {
         "entropy": scores.entropies_N.detach(),
+        "importance_ratio": ratios.ratio_N,
         "mismatch_kl": kl_N,
         "masked_mismatch_kl": kl_N[masked_N],
         "unmasked_mismatch_kl": kl_N[~masked_N],

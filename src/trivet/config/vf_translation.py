@@ -1,0 +1,216 @@
+"""From the dialect of `vf-rl` to the keys of a run. Pure; called by the command `vf-rl`, whose `--dry-run` prints the result."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from trivet.config.checks import VLLM_NAMES
+from trivet.config.findings import Findings
+from trivet.config.load import Loaded, environment_entries, load_sources
+from trivet.config.rl import RLConfig
+from trivet.config.sources import Entry
+from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
+
+_ARGS = "trainer.args"
+_CHECKPOINT = re.compile(r"(?:.*/)?checkpoint-(\d+)/?")
+_SAME_MEANING = {
+    "learning_rate": "trainer.optim.lr",
+    "weight_decay": "trainer.optim.weight_decay",
+    "adam_beta1": "trainer.optim.betas1",
+    "adam_beta2": "trainer.optim.betas2",
+    "adam_epsilon": "trainer.optim.eps",
+    "max_grad_norm": "trainer.optim.max_norm",
+    "batch_size": "orchestrator.batch_size",
+    "rollouts_per_example": "orchestrator.rollouts_per_example",
+    "max_steps": "max_steps",
+    "max_seq_len": "seq_len",
+    "max_tokens": "orchestrator.sampling.max_tokens",
+    "temperature": "orchestrator.sampling.temperature",
+    "top_p": "orchestrator.sampling.top_p",
+    "top_k": "orchestrator.sampling.top_k",
+    "min_p": "orchestrator.sampling.min_p",
+    "repetition_penalty": "orchestrator.sampling.repetition_penalty",
+    "presence_penalty": "orchestrator.sampling.presence_penalty",
+    "frequency_penalty": "orchestrator.sampling.frequency_penalty",
+    "mask_ratio_low": "trainer.loss.token_mask_low",
+    "mask_ratio_high": "trainer.loss.token_mask_high",
+    "mask_truncated_completions": "orchestrator.mask_truncated_completions",
+    "zero_truncated_completions": "orchestrator.zero_truncated_completions",
+    "beta": "trainer.loss.beta",
+    "num_iterations": "trainer.num_iterations",
+    "num_batches_ahead": "max_async_level",
+    "max_concurrent": "orchestrator.max_concurrent",
+    "generation_timeout": "orchestrator.rollout_timeout_s",
+    "seed": "seed",
+    "overwrite_output_dir": "clean",
+    "save_total_limit": "ckpt.keep_last",
+    "vllm_server_host": "inference.server.host",
+    "vllm_server_port": "inference.server.port",
+    "vllm_server_timeout": "orchestrator.client.wait_for_ready_timeout",
+}
+"""Key of [trainer.args] to the run's key that has its value as it is."""
+_LORA = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_use_rslora": "rslora",
+}
+"""The same below trainer.model.lora."""
+
+
+def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loaded[RLConfig]:
+    """The run that a `vf-rl` configuration describes, checked like any other.
+
+    Args:
+        environ: variables with our prefix set keys of the run that the file says nothing of.
+
+    Raises:
+        ConfigError: lists every problem, by the names that the user wrote.
+    """
+    findings = Findings()
+    for problem in batch_problems(loaded.config):
+        findings.refuse(problem)
+    findings.raise_problems()
+    for notice in (*loaded.notices, *notices_of(loaded.config)):
+        findings.notice(notice)
+    return load_sources(RLConfig, [environment_entries(RLConfig, environ), list(translate(loaded))], findings)
+
+
+def translate(loaded: Loaded[VfRLConfig]) -> Iterator[Entry]:
+    """Every value of the dialect as a value of the run; each origin names the key that was written, and where."""
+
+    def entry(key: str, value: object, source: str) -> Entry:
+        origin = f"{source}, {loaded.origins.get(source, 'its default')}"
+        return Entry(path=tuple(key.split(".")), value="None" if value is None else value, origin=origin)
+
+    config = loaded.config
+    args = config.trainer.args
+    yield entry("model.name", config.model, "model")
+    yield entry("orchestrator.env", [{"id": environment_name(config), "args": config.env.args}], "env.id")
+    yield from (
+        entry(f"inference.{key}", value, source) for key, value, source in _inference(config) if key != "model.max_model_len"
+    )
+    yield entry("max_model_len", *_max_model_len(config))
+    first = config.inference.gpus
+    yield entry("inference_gpu_ids", list(range(first)), "inference.gpus")
+    yield entry("trainer_gpu_ids", list(range(first, first + config.trainer.gpus)), "trainer.gpus")
+    for name, key in _SAME_MEANING.items():
+        value = getattr(args, name)
+        if value is not None or name == "max_grad_norm":
+            yield entry(key, value, f"{_ARGS}.{name}")
+    if args.use_lora:
+        for name, key in _LORA.items():
+            if (value := getattr(args, name)) is not None:
+                yield entry(f"trainer.model.lora.{key}", value, f"{_ARGS}.{name}")
+    for key, value, name in _derived(config):
+        yield entry(key, value, f"{_ARGS}.{name}")
+
+
+def batch_problems(config: VfRLConfig) -> Iterator[str]:
+    """What the dialect asks of its batch settings and we would not."""
+    args, num_gpus = config.trainer.args, config.trainer.gpus
+    at_once = args.micro_batch_size * num_gpus
+    if args.batch_size % at_once:
+        yield (
+            f"{_ARGS}.batch_size ({args.batch_size}) must be divisible by {_ARGS}.micro_batch_size * trainer.gpus "
+            f"({args.micro_batch_size} * {num_gpus} = {at_once}): {args.batch_size} % {at_once} = {args.batch_size % at_once}; "
+            f"try batch_size = {at_once * max(1, round(args.batch_size / at_once))}"
+        )
+    if isinstance(args.resume_from_checkpoint, str) and _CHECKPOINT.fullmatch(args.resume_from_checkpoint) is None:
+        yield (
+            f'{_ARGS}.resume_from_checkpoint must be true, false, or end with checkpoint-N, got "{args.resume_from_checkpoint}"'
+        )
+    unknown = sorted({*_reports(args)} - {"wandb", "none", "all"})
+    if unknown:
+        yield f'{_ARGS}.report_to knows "wandb" and "none", got "{", ".join(unknown)}"'
+
+
+def notices_of(config: VfRLConfig) -> Iterator[str]:
+    """What the dialect says and we do in another way."""
+    args = config.trainer.args
+    written = args.model_fields_set
+    if "micro_batch_size" in written:
+        yield (
+            f"{_ARGS}.micro_batch_size: rows of packed rollouts have at most max_seq_len ({args.max_seq_len}) tokens, however "
+            "many rollouts fit"
+        )
+    if args.max_prompt_len is not None:
+        yield f"{_ARGS}.max_prompt_len: prompts are not cut; max_seq_len ({args.max_seq_len}) bounds prompt and completion"
+    if "/" in config.env.id:
+        yield f'env.id "{config.env.id}": the package {environment_name(config)} of this machine is used; nothing is downloaded'
+
+
+def environment_name(config: VfRLConfig) -> str:
+    return config.env.id.rpartition("/")[2]
+
+
+def run_name(config: VfRLConfig) -> str:
+    return config.trainer.args.run_name or environment_name(config)
+
+
+def _inference(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
+    for name, value in config.inference.args.items():
+        argument = name.removeprefix("--").replace("-", "_")
+        yield VLLM_NAMES.get(argument, f"vllm_args.{argument}"), value, f"inference.args.{name}"
+
+
+def _max_model_len(config: VfRLConfig) -> tuple[object, str]:
+    """And the name that says it."""
+    said = ((value, source) for key, value, source in _inference(config) if key == "model.max_model_len")
+    return next(said, (config.trainer.args.max_seq_len, f"{_ARGS}.max_seq_len"))
+
+
+def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
+    """Keys whose value here is made of what is said there: key, value, and the name it follows from."""
+    args = config.trainer.args
+    yield "output_dir", args.output_dir or f"outputs/{run_name(config)}", "output_dir" if args.output_dir else "run_name"
+    yield from _schedule(args)
+    yield "trainer.model.compute_dtype", "bfloat16" if args.bf16 else "float32", "bf16"
+    if args.gradient_checkpointing:
+        yield "trainer.model.ac.freq", 1, "gradient_checkpointing"
+    if args.sync_ref_model:
+        yield "trainer.loss.reference_update_interval", args.ref_model_sync_steps, "sync_ref_model"
+    if args.save_strategy == "steps":
+        yield "ckpt.interval", args.save_steps, "save_steps"
+        yield "ckpt.weights.interval", args.save_steps, "save_steps"
+    if args.resume_from_checkpoint:
+        named = _CHECKPOINT.fullmatch(str(args.resume_from_checkpoint))
+        yield "ckpt.resume_step", int(named.group(1)) if named else -1, "resume_from_checkpoint"
+    if args.eval_strategy == "steps":
+        yield "orchestrator.eval.interval", args.eval_steps, "eval_steps"
+        env = {"id": environment_name(config), "args": config.env.args}
+        yield "orchestrator.eval.env", [env], "eval_strategy"
+    if args.wandb is not None or not {"wandb", "all"}.isdisjoint(_reports(args)):
+        wandb = args.wandb
+        yield "wandb.project", wandb.project if wandb else "trivet", "wandb.project"
+        yield "wandb.name", (wandb.name if wandb else None) or run_name(config), "wandb.name"
+        yield "wandb.offline", wandb.offline if wandb else False, "wandb.offline"
+    if not args.log_completions:
+        yield "orchestrator.shown_samples", None, "log_completions"
+    else:
+        yield "orchestrator.shown_samples.count", args.num_completions_to_print, "num_completions_to_print"
+
+
+def _schedule(args: VfTrainerArgs) -> Iterator[tuple[str, object, str]]:
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * args.max_steps)
+    source = "warmup_steps" if args.warmup_steps or not args.warmup_ratio else "warmup_ratio"
+    match args.lr_scheduler_type:
+        case "constant":
+            yield "trainer.scheduler.type", "constant", "lr_scheduler_type"
+        case "constant_with_warmup":
+            yield "trainer.scheduler.type", "linear", "lr_scheduler_type"
+            yield "trainer.scheduler.warmup_steps", warmup, source
+            yield "trainer.scheduler.decay_steps", 0, "lr_scheduler_type"
+        case "linear":
+            yield "trainer.scheduler.type", "linear", "lr_scheduler_type"
+            yield "trainer.scheduler.warmup_steps", warmup, source
+            yield "trainer.scheduler.decay_steps", max(0, args.max_steps - warmup), "lr_scheduler_type"
+        case "cosine":
+            yield "trainer.scheduler.type", "cosine", "lr_scheduler_type"
+            yield "trainer.scheduler.warmup_steps", warmup, source
+
+
+def _reports(args: VfTrainerArgs) -> list[str]:
+    return [args.report_to] if isinstance(args.report_to, str) else args.report_to

@@ -1,0 +1,116 @@
+"""What `vf-rl` prints: the lines of verifiers' trainer, made of what the launcher says and of the metrics that the roles write.
+
+Used by `launcher.vf_rl`, which prints them. Reads files and changes none.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from trivet.config.keys import as_table
+from trivet.config.layout import RunLayout
+from trivet.launcher.logs import LogFollower
+
+Row = dict[str, float]
+"""One line of a metrics file."""
+
+_STEP_LINE = re.compile(r" SUCCESS Step \d+ \|")
+_OTHER_SUCCESS = re.compile(r".* SUCCESS (.*)")
+_STARTED = re.compile(r" rl started inference ")
+_READY = re.compile(r" rl inference ready ")
+_STEP_PARTS = (("reward", "reward/mean"), ("entropy", "entropy/mean"), ("importance_ratio", "importance_ratio/mean"))
+_DICTIONARY_PARTS = (("loss", "loss/mean"), ("learning_rate", "optim/lr"), ("grad_norm", "optim/grad_norm"))
+
+
+class VfConsole:
+    """
+    >>> console = VfConsole(layout, model="models/tiny", env="reverse-text", max_steps=100)
+    >>> for line in console.translate("12:00:00 rl inference ready url=…"):
+    ...     print(line)
+    >>> for line in console.step_lines():
+    ...     print(line)
+    """
+
+    def __init__(self, layout: RunLayout, *, model: str, env: str, max_steps: int, every: int = 1, from_step: int = 0) -> None:
+        """
+        Args:
+            every: steps between lines.
+            from_step: the step that is resumed; lines of steps up to it were printed before.
+        """
+        self._layout = layout
+        self._model = model
+        self._env = env
+        self._max_steps = max_steps
+        self._every = every
+        self._shown = from_step
+
+    def translate(self, line: str) -> Iterator[str]:
+        """What is printed for a line of the launcher: its step lines have another form here, the rest stays."""
+        if _STARTED.search(line):
+            yield line
+            yield f"Loading model {self._model}..."
+            yield f"Starting vLLM server on port {self._port()}..."
+            yield "Waiting for vLLM server to be ready..."
+        elif _READY.search(line):
+            yield "vLLM server is ready"
+            yield f"Loading environment {self._env}..."
+        elif found := None if _STEP_LINE.search(line) else _OTHER_SUCCESS.match(line):
+            yield found[1]
+        elif not _STEP_LINE.search(line):
+            yield line
+
+    def step_lines(self) -> Iterator[str]:
+        """The lines of steps that both roles have finished since the last call."""
+        rows = read_steps(self._layout)
+        for step in sorted(step for step in rows if step > self._shown):
+            self._shown = step
+            if step % self._every == 0 or step == self._max_steps:
+                yield str(dictionary_of(rows[step]))
+                parts = ", ".join(f"{label}={rows[step][name]:.4g}" for label, name in _STEP_PARTS if name in rows[step])
+                yield f"Step {step}/{self._max_steps}: {parts}"
+
+    def _port(self) -> object:
+        try:
+            written = tomllib.loads((self._layout.configs / "inference.toml").read_text())
+        except (OSError, tomllib.TOMLDecodeError):
+            return "unknown"
+        return (as_table(written.get("server")) or {}).get("port", "unknown")
+
+
+def dictionary_of(row: Row) -> dict[str, float]:
+    """A step as `transformers` logs it: `loss`, `learning_rate`, `grad_norm`, `epoch`."""
+    named = {label: float(f"{row[name]:.4g}") for label, name in _DICTIONARY_PARTS if name in row}
+    return named | ({"epoch": round(row["progress/epoch"], 4)} if "progress/epoch" in row else {})
+
+
+def read_steps(layout: RunLayout) -> dict[int, Row]:
+    """The metrics of each step that both roles have finished, joined; a step that was taken again counts as it was last."""
+    trainer, orchestrator = (_read_rows(layout.metrics / f"{role}.jsonl") for role in ("trainer", "orchestrator"))
+    return {step: orchestrator[step] | trainer[step] for step in trainer if step in orchestrator}
+
+
+def _read_rows(path: Path) -> dict[int, Row]:
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return {}
+    rows = (cast("Row", msgspec.json.decode(line)) for line in lines if line)
+    return {int(row["step"]): row for row in rows}
+
+
+def follow(path: Path, *, show: Callable[[str], None], console: VfConsole) -> Callable[[], None]:
+    """A function that shows what was added to the launcher's output since its last call, and the steps that were finished."""
+    follower = LogFollower(path, offset=0)
+
+    def look() -> None:
+        for line in follower.read_lines():
+            for said in console.translate(line):
+                show(said)
+        for said in console.step_lines():
+            show(said)
+
+    return look

@@ -1,0 +1,161 @@
+"""The command `vf-rl`: a run that is described in the dialect of verifiers' trainer, with its console and its checkpoints.
+
+The run itself is `rl`, started as a process of its own; this command prints what it does in the dialect's words and leaves
+`checkpoint-N/` beside the run's files. In tmux it shows the inference server's log above that (`launcher.vf_tmux`).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trivet.config.command import run_translated
+from trivet.config.dump import to_toml
+from trivet.config.layout import RunLayout
+from trivet.config.load import Loaded
+from trivet.config.rl import RLConfig
+from trivet.config.vf_rl import VfRLConfig
+from trivet.config.vf_translation import load_run
+from trivet.durable import remove_directory
+from trivet.errors import ConfigError
+from trivet.launcher import rl
+from trivet.launcher.interrupts import Interrupts
+from trivet.launcher.vf_checkpoints import VfCheckpoints
+from trivet.launcher.vf_console import VfConsole, follow, read_steps
+from trivet.launcher.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
+
+_LOOK_EVERY_S = 0.5
+_USAGE = f"""usage: vf-rl @ FILE.toml [-s SESSION] [--no-tmux] [--key VALUE …]
+
+-s, --session NAME   the tmux session; default {DEFAULT_SESSION}
+--no-tmux            in this terminal, without tmux
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class Options:
+    """What belongs to the command and not to the run."""
+
+    session: str = DEFAULT_SESSION
+    in_tmux: bool = True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options, rest = take_options(words)
+    except ConfigError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return exc.exit_code
+    dialect: list[VfRLConfig] = []
+
+    def translate(loaded: Loaded[VfRLConfig]) -> Loaded[RLConfig]:
+        dialect.append(loaded.config)
+        return load_run(loaded, environ=os.environ)
+
+    def start(config: RLConfig) -> int:
+        if options.in_tmux:
+            return run_in_tmux(rest, session=options.session, layout=RunLayout(config.output_dir))
+        return run(config, dialect[0])
+
+    def check(config: RLConfig) -> None:
+        if options.in_tmux and "--dry-run" not in rest:
+            require_tmux(options.session)
+        if options.in_tmux or "--dry-run" in rest:  # else the run's own process checks it
+            rl.check(config)
+
+    if {"--help", "-h"} & set(rest):
+        print(_USAGE)
+    return run_translated(VfRLConfig, start, rest, translate=translate, check=check)
+
+
+def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
+    """The command's own options, and the words that remain.
+
+    Raises:
+        ConfigError: `-s` without a name that tmux can address.
+    """
+    options, rest = Options(), list[str]()
+    remaining = iter(words)
+    for word in remaining:
+        if word in ("-s", "--session"):
+            options.session = next(remaining, "")
+            if not options.session or set(options.session) & set(".:"):
+                raise ConfigError(f"{word} needs the name of a session, without '.' and ':', got {options.session!r}")
+        elif word == "--no-tmux":
+            options.in_tmux = False
+        else:
+            rest.append(word)
+    return options, rest
+
+
+def run(config: RLConfig, dialect: VfRLConfig) -> int:
+    """Run `config` to its end in this terminal; returns the exit code of the training."""
+    layout, args = RunLayout(config.output_dir), dialect.trainer.args
+    assert config.max_steps is not None, "the dialect always has max_steps"
+    if config.clean:
+        for path in layout.root.glob("checkpoint-*"):
+            remove_directory(path)
+    resumed = config.ckpt.resume_step
+    console = VfConsole(
+        layout,
+        model=dialect.model,
+        env=dialect.env.id,
+        max_steps=config.max_steps,
+        every=args.logging_steps,
+        from_step=max(read_steps(layout), default=0) if resumed is not None else 0,
+    )
+    every = args.save_steps if args.save_strategy == "steps" else None
+    checkpoints = VfCheckpoints(layout, every=every, max_steps=config.max_steps)
+    with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch:
+        file, output = Path(scratch) / "run.toml", Path(scratch) / "launcher.stdout"
+        file.write_text(to_toml(config))
+        look = follow(output, show=_show, console=console)
+        with Interrupts(clock=time.monotonic) as interrupts, output.open("wb") as stdout:
+            launcher = _start(file, stdout=stdout.fileno())
+            forwarded = 0
+            while launcher.poll() is None:
+                look()
+                for path in checkpoints.write_due():
+                    _show(f"Saved {path}")
+                forwarded = _forward(interrupts, launcher, forwarded)
+                time.sleep(_LOOK_EVERY_S)
+        look()
+        for path in checkpoints.write_due():
+            _show(f"Saved {path}")
+    code = launcher.returncode
+    return code if code >= 0 else 128 - code
+
+
+def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
+    """`rl` on the resolved configuration, which ends when this process does."""
+    command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(file)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _forward(interrupts: Interrupts, launcher: "subprocess.Popen[bytes]", forwarded: int) -> int:
+    """Pass the first signal on, and once more when a second one says that there is hurry; returns how many were."""
+    wanted = (interrupts.first is not None) + interrupts.is_hurried
+    if wanted > forwarded and interrupts.first is not None:
+        launcher.send_signal(signal.Signals(interrupts.first))
+    return max(wanted, forwarded)
+
+
+def _show(line: str) -> None:
+    if not line.startswith("notice: "):  # said before, by this command
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

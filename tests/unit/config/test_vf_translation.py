@@ -1,0 +1,223 @@
+"""The dialect of `vf-rl` as a run."""
+
+from pathlib import Path
+
+import pytest
+
+from trivet.config.dump import to_toml
+from trivet.config.load import load_config
+from trivet.config.losses import DefaultLossConfig
+from trivet.config.rl import RLConfig
+from trivet.config.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
+from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.vf_translation import load_run
+from trivet.errors import ConfigError
+
+BASE = """
+model = "Qwen/Qwen3-4B-Instruct-2507"
+
+[env]
+id = "kalomaze/alphabet-sort"
+
+[inference]
+gpus = 1
+
+[inference.args]
+enforce_eager = true
+
+[trainer]
+gpus = 1
+
+[trainer.args]
+"""
+
+OTHER_VALUES: dict[str, str] = {
+    "run_name": '"another"',
+    "output_dir": '"elsewhere"',
+    "overwrite_output_dir": "true",
+    "use_lora": "false",
+    "lora_rank": "8",
+    "lora_alpha": "64.0",
+    "lora_dropout": "0.1",
+    "lora_target_modules": '["q_proj"]',
+    "lora_use_rslora": "true",
+    "learning_rate": "3e-5",
+    "lr_scheduler_type": '"cosine"',
+    "warmup_steps": "5",
+    "warmup_ratio": "0.1",
+    "weight_decay": "0.1",
+    "adam_beta1": "0.8",
+    "adam_beta2": "0.95",
+    "adam_epsilon": "1e-6",
+    "max_grad_norm": "0.5",
+    "bf16": "false",
+    "gradient_checkpointing": "true",
+    "micro_batch_size": "16",
+    "batch_size": "256",
+    "rollouts_per_example": "8",
+    "max_steps": "7",
+    "max_seq_len": "1024",
+    "max_prompt_len": "512",
+    "max_tokens": "100",
+    "temperature": "1.0",
+    "top_p": "0.9",
+    "top_k": "50",
+    "min_p": "0.1",
+    "repetition_penalty": "1.1",
+    "presence_penalty": "0.1",
+    "frequency_penalty": "0.1",
+    "mask_ratio_low": "0.2",
+    "mask_ratio_high": "5.0",
+    "mask_truncated_completions": "true",
+    "zero_truncated_completions": "true",
+    "beta": "0.1",
+    "sync_ref_model": "true",
+    "num_iterations": "2",
+    "num_batches_ahead": "0",
+    "max_concurrent": "64",
+    "generation_timeout": "100.0",
+    "seed": "7",
+    "eval_strategy": '"steps"',
+    "save_strategy": '"no"',
+    "save_steps": "10",
+    "save_total_limit": "2",
+    "resume_from_checkpoint": "true",
+    "log_completions": "false",
+    "num_completions_to_print": "5",
+    "report_to": '"wandb"',
+    "wandb": '{ project = "mine" }',
+    "vllm_server_host": '"0.0.0.0"',
+    "vllm_server_port": "8001",
+    "vllm_server_timeout": "600.0",
+}
+"""A value other than the default, of each key that changes the run by itself."""
+NEEDS = {
+    "warmup_steps": 'lr_scheduler_type = "linear"\n',
+    "warmup_ratio": 'lr_scheduler_type = "linear"\n',
+    "sync_ref_model": "beta = 0.1\n",
+}
+ELSEWHERE = {
+    "lora_modules_to_save": "is refused: servers cannot load them",
+    "logging_steps": "the command's own lines",
+    "eval_steps": "only with eval_strategy",
+    "ref_model_sync_steps": "only with sync_ref_model",
+    "mask_env_responses": "has one value",
+}
+
+
+def translated(tmp_path: Path, text: str) -> tuple[RLConfig, str]:
+    """The run, and everything that is said about it."""
+    file = tmp_path / "vf.toml"
+    file.write_text(text)
+    loaded = load_run(load_config(VfRLConfig, ["@", str(file)], environ={}), environ={})
+    return loaded.config, "\n".join(loaded.notices)
+
+
+def test_the_documented_example_becomes_a_run(tmp_path: Path) -> None:
+    run, _ = translated(
+        tmp_path,
+        BASE + 'run_name = "sorting"\nuse_lora = true\nlearning_rate = 1e-5\nmicro_batch_size = 4\nrollouts_per_example = 16\n'
+        "batch_size = 512\nmax_steps = 100\nmax_tokens = 512\nmax_seq_len = 2048\n",
+    )
+    assert run.output_dir == Path("outputs/sorting")
+    assert run.model.name == "Qwen/Qwen3-4B-Instruct-2507"
+    assert [(env.id, env.args) for env in run.orchestrator.env] == [("alphabet-sort", {})]
+    assert (run.inference_gpu_ids, run.trainer_gpu_ids) == ([0], [1])
+    assert run.inference is not None
+    assert run.inference.model.enforce_eager
+    assert run.inference.enable_lora
+    assert (run.orchestrator.batch_size, run.orchestrator.rollouts_per_example) == (512, 16)
+    assert run.orchestrator.sampling.max_tokens == 512
+    assert run.trainer.model.seq_len == run.orchestrator.seq_len == run.inference.model.max_model_len == 2048
+    assert run.max_steps == run.trainer.max_steps == 100
+
+
+def test_defaults_are_the_documented_ones(tmp_path: Path) -> None:
+    run, _ = translated(tmp_path, BASE)
+    lora = run.trainer.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha) == (16, 16.0)
+    assert set(lora.target_modules) == {"q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "up_proj"}
+    assert run.trainer.optim.lr == 1e-5
+    assert run.orchestrator.sampling.temperature == 0.7
+    assert (run.orchestrator.batch_size, run.orchestrator.rollouts_per_example, run.max_steps) == (512, 16, 500)
+    assert isinstance(run.trainer.scheduler, ConstantSchedule)
+    assert isinstance(run.trainer.loss, DefaultLossConfig)
+    assert (run.trainer.loss.token_mask_low, run.trainer.loss.token_mask_high) == (0.125, 8.0)
+
+
+def test_every_key_of_the_trainer_is_accounted_for() -> None:
+    assert set(OTHER_VALUES) | set(ELSEWHERE) == set(VfTrainerArgs.model_fields)
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_VALUES))
+def test_each_key_changes_the_run_or_is_answered(tmp_path: Path, name: str) -> None:
+    before, said_before = translated(tmp_path, BASE + NEEDS.get(name, ""))
+    after, said = translated(tmp_path, f"{BASE}{NEEDS.get(name, '')}{name} = {OTHER_VALUES[name]}\n")
+    assert to_toml(after) != to_toml(before) or (name in said and name not in said_before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "today"),
+    [("num_generations", "8", "rollouts_per_example"), ("per_device_train_batch_size", "4", "micro_batch_size")],
+)
+def test_keys_of_the_older_trainer_are_named_by_todays(tmp_path: Path, name: str, value: str, today: str) -> None:
+    _, said = translated(tmp_path, f"{BASE}{name} = {value}\n")
+    assert f"trainer.args.{name} is called trainer.args.{today} here" in said
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "ds3_gather_for_generation", "generation_batch_size"])
+def test_keys_without_a_meaning_here_are_said_to_have_none(tmp_path: Path, name: str) -> None:
+    _, said = translated(tmp_path, f"{BASE}{name} = 4\n")
+    assert f"trainer.args.{name}" in said
+    assert "has no effect" in said
+
+
+def test_arguments_of_the_server_reach_it(tmp_path: Path) -> None:
+    arguments = 'dtype = "float32"\n"tensor-parallel-size" = 2\nmax_model_len = 4096\nswap_space = 1\n'
+    run, _ = translated(tmp_path, BASE.replace("gpus = 1", "gpus = 2", 1).replace("enforce_eager = true\n", arguments))
+    assert run.inference is not None
+    assert (run.inference.model.dtype, run.inference.parallel.tp, run.inference.model.max_model_len) == ("float32", 2, 4096)
+    assert run.inference.vllm_args == {"swap_space": 1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ('lr_scheduler_type = "linear"\nwarmup_ratio = 0.1\n', LinearSchedule(warmup_steps=10, decay_steps=90)),
+        ('lr_scheduler_type = "constant_with_warmup"\nwarmup_steps = 10\n', LinearSchedule(warmup_steps=10, decay_steps=0)),
+        ('lr_scheduler_type = "cosine"\nwarmup_steps = 10\n', CosineSchedule(warmup_steps=10)),
+    ],
+)
+def test_schedules_keep_their_course(tmp_path: Path, schedule: str, expected: LinearSchedule | CosineSchedule) -> None:
+    run, _ = translated(tmp_path, f"{BASE}max_steps = 100\n{schedule}")
+    assert run.trainer.scheduler == expected
+
+
+def test_a_checkpoint_is_resumed_by_its_name(tmp_path: Path) -> None:
+    run, _ = translated(tmp_path, f'{BASE}resume_from_checkpoint = "outputs/x/checkpoint-50"\n')
+    assert run.trainer.ckpt.resume_step == 50
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("batch_size = 512\nmicro_batch_size = 24\n", r"512 % 24 = 8; try batch_size = 504"),
+        ("batch_size = 8\nrollouts_per_example = 3\nmicro_batch_size = 8\n", r"rollouts_per_example \(3\)"),
+        ('resume_from_checkpoint = "latest"\n', "must be true, false, or end with checkpoint-N"),
+        ("lerning_rate = 1.0\n", "did you mean trainer.args.learning_rate"),
+        ('report_to = "tensorboard"\n', 'knows "wandb" and "none"'),
+        ('lora_modules_to_save = ["norm"]\n', "modules_to_save"),
+        ("fp16 = true\n", "unknown key trainer.args.fp16"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(tmp_path: Path, lines: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translated(tmp_path, BASE + lines)
+
+
+def test_the_keys_that_every_file_needs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translated(tmp_path, 'model = "m"\n')
+    for name in ("env", "inference", "trainer"):
+        assert name in str(caught.value)
