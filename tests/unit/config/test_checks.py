@@ -229,3 +229,37 @@ def test_a_trace_needs_the_steps_that_it_is_of() -> None:
     assert said == "trace_path traces the third and fourth step, and max_steps is 2; raise it"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--weights-dir", "w", "--steps", "0,2"], r"steps must name steps >= 1, got \[0, 2\]"),
+        (["--env.id", "a", "--resume-path", "r", "--output-dir", "o"], r"resume_path \(r\) .* and output_dir \(o\) too"),
+        (["--env.id", "a", "--retry.wait-max", "0.5"], r"retry\.wait_min \(1\.0\) must be <= retry\.wait_max \(0\.5\)"),
+        (["--env.id", "a", "--client.endpoint", "e", "--client.base-url", "http://x"], r"endpoint \('e'\) and base_url"),
+        (["--env.id", "a", "--save.hf.dataset-name", "d"], r"save\.hf\.dataset_name .* does not exist here: results stay"),
+        (
+            ["--env.id", "a", "--per-rollout"],
+            "per_rollout .* does not exist here: the rollouts of an example are scored together",
+        ),
+    ],
+)
+def test_what_eval_cannot_evaluate_is_refused(words: list[str], message: str) -> None:
+    assert re.search(message, refusal(EvalConfig, *words))
+
+
+def test_keys_of_eval_that_say_what_is_so_anyway_are_accepted_with_a_notice() -> None:
+    words = [
+        "--env.id",
+        "a",
+        "--save.stream",
+        "true",
+        "--save.disk.path",
+        "o",
+        "--reasoning-field",
+        "r",
+        "--per-rollout",
+        "false",
+    ]
+    loaded = load_config(EvalConfig, words, environ={})
+    assert loaded.config.output_dir == Path("o")
+    assert len(loaded.notices) == 4

@@ -37,8 +37,7 @@ def path_of(key: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("today", sorted(set(RENAMED.values())))
 def test_every_renamed_key_leads_to_one_that_exists(today: str) -> None:
     path = path_of(today)
-    command = {"eval": EvalConfig, "vf": VfRLConfig}.get(path[0])
-    assert find_key(command, path[1:]) if command else find_key(RLConfig, path)
+    assert find_key(EvalConfig, path[1:]) if path[0] == "eval" else find_key(RLConfig, path)
 
 
 @pytest.mark.parametrize("old", [*RENAMED, *REFUSED, *IGNORED, *NOT_YET, *SINGLE_VALUES, *GPU_COUNTS])
