@@ -31,12 +31,18 @@ class Tool:
 
 TOOLS = {
     "status": Tool(module="trivet.tools.status", does="what a run is doing: who waits for whom, since when, and how it ended"),
+    "view": Tool(
+        module="trivet.tools.view", does="a run as a web page on this machine: curves, time line, rollouts, evaluations"
+    ),
+    "top": Tool(module="trivet.tools.top", does="a run at a glance in the terminal"),
     "check": Tool(
         module="trivet.tools.check", does="prove that a run lost and repeated nothing, or name the event that broke it"
     ),
     "merge": Tool(
         module="trivet.tools.merge", does="put a trained adapter into its base model, as a model that any program loads"
     ),
+    "init": Tool(module="trivet.tools.init", does="a workspace: example configurations, endpoints, a place for environments"),
+    "env": Tool(module="trivet.tools.env", does="environment packages: init NAME writes one, install NAME|PATH installs one"),
     "doctor": Tool(module="trivet.tools.doctor", does="what this machine has for a run, what is missing, and how to get it"),
 }
 """By the name that is typed."""

@@ -1,0 +1,55 @@
+"""`trivet view OUTPUT_DIR…`: a run, or several side by side, as a web page on this machine. It reads, and writes nothing."""
+
+import argparse
+import signal
+import threading
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+
+from trivet.view.api import Api
+from trivet.view.run import ViewedRun, name_runs, open_run
+from trivet.view.server import ViewServer, open_server
+
+_ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "output_dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="a run's output_dir; several are compared"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one is found)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: a directory holds no run, or the port is taken.
+    """
+    layouts = [open_run(directory) for directory in arguments.output_dirs]
+    runs = [ViewedRun(layout, name=name) for layout, name in zip(layouts, name_runs(arguments.output_dirs), strict=True)]
+    server = open_server(Api(runs), host=arguments.host, port=arguments.port)
+    if arguments.open:
+        webbrowser.open(server.url)
+    # Before any thread starts: a signal is waited for, and no thread may take it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    for viewed in runs:
+        threading.Thread(target=viewed.warm_up, name=f"warm-up-{viewed.name}", daemon=True).start()
+    print(f"{', '.join(viewed.name for viewed in runs)} at {server.url} (Ctrl-C ends)", flush=True)
+    serve(server, until=lambda: signal.sigwait(_ENDS))
+    return 0
+
+
+def serve(server: ViewServer, *, until: Callable[[], object]) -> None:
+    """Serve while `until` has not returned."""
+    thread = threading.Thread(target=server.serve_forever, name="server", kwargs={"poll_interval": 0.1})
+    thread.start()
+    try:
+        until()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,221 @@
+"""What the page asks for, as JSON: a function for each route, over the runs that are looked at. No sockets, no paths from outside.
+
+A route says from the files' stamps whether anything changed before it reads anything, so that a page that asks every two seconds
+costs next to nothing while a run is quiet.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from trivet.errors import ConfigError
+from trivet.view.configs import read_configs
+from trivet.view.files import NotServed, stamp_of
+from trivet.view.metrics import PHASES, SHOWN_FIRST, MetricKey
+from trivet.view.rollouts import PageQuery
+from trivet.view.run import ViewedRun
+from trivet.view.status import describe_run, is_over, process_exists, read_status
+from trivet.view.timeline import make_timeline
+from trivet.wire.rollout_tokens import Tokens
+
+_MAX_POINTS = 5000
+_MAX_ROWS = 200
+_MAX_STEPS = 500
+_MAX_METRICS = 64
+
+Query = Mapping[str, str]
+
+
+class BadQuery(NotServed):
+    """A value of the query has the wrong form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    body: bytes
+    """JSON; empty when `is_known`."""
+    tag: str
+    """Of this content; the same content has the same."""
+    is_known: bool = False
+    """Whoever asked has it already."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    answer: Callable[[ViewedRun, Query], object]
+    stamp: Callable[[ViewedRun, Query], object]
+    """Differs when the answer may."""
+
+
+class Api:
+    """
+    >>> Api(runs).answer("/api/series", {"run": "0", "names": "trainer:loss/mean"}, known="")
+    """
+
+    def __init__(self, runs: Sequence[ViewedRun], *, clock: Callable[[], float] = lambda: time.time()) -> None:
+        self._runs = runs
+        self._clock = clock
+        self._routes = {
+            "series": _Route(_series, lambda run, _: run.metrics.stamp()),
+            "metrics": _Route(_metric_names, lambda run, _: run.metrics.stamp()),
+            "status": _Route(self._status, lambda *_: self._clock()),
+            "timeline": _Route(_timeline, lambda run, _: [*run.metrics.stamp(), stamp_of(run.layout.events)]),
+            "steps": _Route(_steps, lambda run, _: stamp_of(run.rollouts.directory)),
+            "rollouts": _Route(_rollouts, _rollouts_stamp),
+            "rollout": _Route(_rollout, _rollouts_stamp),
+            "evals": _Route(_evals, lambda run, _: run.evals.stamp()),
+            "config": _Route(_config, lambda run, _: [stamp_of(run.layout.configs), stamp_of(run.layout.run_file)]),
+        }
+
+    def answer(self, path: str, query: Query, *, known: str) -> Answer:
+        """
+        Args:
+            known: the tag of the answer that whoever asks has; empty when none.
+
+        Raises:
+            NotServed: there is no such route, run or content.
+        """
+        if path == "/api/runs":
+            return _tagged(msgspec.json.encode([{"index": index, "name": run.name} for index, run in enumerate(self._runs)]))
+        route = self._routes.get(path.removeprefix("/api/"))
+        if route is None:
+            raise NotServed(f"there is no {path}")
+        run = self._runs[_number(query, "run", default=0, high=len(self._runs) - 1)]
+        with run.lock:
+            tag = _digest(repr((path, sorted(query.items()), route.stamp(run, query))).encode())
+            if tag == known:
+                return Answer(b"", tag, is_known=True)
+            return Answer(msgspec.json.encode(route.answer(run, query)), tag)
+
+    def _status(self, run: ViewedRun, _: Query) -> object:
+        now = self._clock()
+        try:
+            status = read_status(run.layout)
+        except (ConfigError, msgspec.DecodeError) as exc:
+            return {"fault": str(exc), "words": [], "is_over": True, "num_damaged": run.metrics.num_damaged()}
+        return {
+            "words": list(describe_run(status, layout=run.layout, now=now, is_alive=process_exists)),
+            "is_over": is_over(status, now=now, is_alive=process_exists),
+            "state": status.state,
+            "run_id": status.run_id,
+            "attempt": status.attempt,
+            "started": status.started,
+            "time": status.time,
+            "step": max((report.step for role in status.roles for report in role.reports), default=0),
+            "max_steps": status.max_steps,
+            "last_commit": status.last_commit,
+            "last_error": status.last_error,
+            "num_restarts": len(status.restarts),
+            "roles": status.roles,
+            "num_damaged": run.metrics.num_damaged() + run.notes.num_damaged,
+        }
+
+
+def _series(run: ViewedRun, query: Query) -> object:
+    names = [name for name in query.get("names", "").split(",") if name]
+    keys = [MetricKey.parse(name) for name in names[:_MAX_METRICS]] or SHOWN_FIRST
+    # What is shown first is always read together: a further set of columns would read the file again.
+    run.metrics.refresh([*SHOWN_FIRST, *keys])
+    points = _number(query, "points", default=1000, low=2, high=_MAX_POINTS)
+    first, last = _optional(query, "from"), _optional(query, "to")
+    curves = {str(key): run.metrics.curve(key, num_points=points, first=first, last=last) for key in keys}
+    return {"curves": curves, "num_damaged": run.metrics.num_damaged()}
+
+
+def _metric_names(run: ViewedRun, _: Query) -> object:
+    return [str(key) for key in run.metrics.measured()]
+
+
+def _timeline(run: ViewedRun, query: Query) -> object:
+    run.metrics.refresh([MetricKey(role, name) for role, names in PHASES.items() for name in ["time/step", *names]])
+    run.notes.refresh()
+    count = _number(query, "steps", default=40, low=1, high=_MAX_STEPS)
+    return make_timeline(run.metrics, run.notes.notes, last_step=_optional(query, "last"), num_steps=count)
+
+
+def _steps(run: ViewedRun, _: Query) -> object:
+    return run.rollouts.steps()
+
+
+def _rollouts(run: ViewedRun, query: Query) -> object:
+    return run.rollouts.page(
+        _rollouts_file(run, query),
+        PageQuery(
+            offset=_number(query, "offset", default=0),
+            limit=_number(query, "limit", default=50, low=1, high=_MAX_ROWS),
+            sort=query.get("sort", "line"),
+            env=query.get("env", ""),
+            contains=query.get("contains", ""),
+        ),
+    )
+
+
+def _rollout(run: ViewedRun, query: Query) -> object:
+    path = _rollouts_file(run, query)
+    line = _number(query, "line", default=0)
+    record = run.rollouts.record(path, line)
+    fault, samples = "", []
+    if "eval" not in query:
+        try:
+            samples = [_token_table(run, tokens) for tokens in run.rollouts.tokens(path.parent, line)]
+        except NotServed as exc:
+            fault = str(exc)
+    return {"record": record, "samples": samples, "fault": fault}
+
+
+def _token_table(run: ViewedRun, tokens: Tokens) -> dict[str, Any]:
+    """Columns over the tokens of a sample; null where the model did not sample."""
+    token_ids = tokens.token_ids_T.tolist()
+    logprobs = iter(float(f"{value:.4g}") for value in tokens.logprobs_S.tolist())
+    versions = iter([version.version for version in tokens.versions for _ in range(version.length)])
+    is_sampled = tokens.is_sampled_T.tolist()
+    return {
+        "token_ids": token_ids,
+        "texts": run.token_text.pieces(token_ids),
+        "logprobs": [next(logprobs) if sampled else None for sampled in is_sampled],
+        "versions": [next(versions, None) if sampled else None for sampled in is_sampled],
+    }
+
+
+def _rollouts_file(run: ViewedRun, query: Query) -> Any:
+    step = _number(query, "step", default=0)
+    if "eval" in query:
+        return run.evals.results_file(step, query["eval"])
+    return run.layout.rollouts_step(step) / "rollouts.jsonl"
+
+
+def _rollouts_stamp(run: ViewedRun, query: Query) -> object:
+    return stamp_of(_rollouts_file(run, query))
+
+
+def _evals(run: ViewedRun, _: Query) -> object:
+    return run.evals.results()
+
+
+def _config(run: ViewedRun, _: Query) -> object:
+    return read_configs(run.layout)
+
+
+def _number(query: Query, name: str, *, default: int, low: int = 0, high: int = 1 << 40) -> int:
+    text = query.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or not low <= int(text[:20]) <= high:
+        raise BadQuery(f"{name} must be a number from {low} to {high}, got {text[:40]!r}")
+    return int(text)
+
+
+def _optional(query: Query, name: str) -> int | None:
+    return _number(query, name, default=0) if query.get(name) else None
+
+
+def _tagged(body: bytes) -> Answer:
+    return Answer(body, _digest(body))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=12).hexdigest()

@@ -1,0 +1,43 @@
+"""The resolved configuration of each role, as dotted keys; what may be a secret is left out."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trivet.config.layout import RunLayout
+from trivet.view.files import NotServed, read_inside
+
+_SECRET = re.compile(r"(^|_)(api_key|password|secret|token|authorization)$", re.IGNORECASE)
+_HIDDEN = "(not shown: it may be a secret)"
+
+
+def read_configs(layout: RunLayout) -> dict[str, dict[str, str]]:
+    """By role, each key's value as TOML would write it; a file that cannot be read says so in its place."""
+    if not layout.configs.is_dir():
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted(layout.configs.glob("*.toml")):
+        try:
+            found[path.stem] = dict(_flatten(tomllib.loads(read_inside(layout.root, path).decode("utf-8"))))
+        except (NotServed, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+            found[path.stem] = {"(fault)": f"cannot be read: {exc}"}
+    return found
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{name}.")
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):
+                yield from _flatten(item, f"{name}[{index}].")
+        else:
+            yield name, _HIDDEN if _SECRET.search(key) and value else _written(value)
+
+
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,103 @@
+"""Opening files of a run for somebody who asks over the network. Every file that `trivet view` reads is opened here.
+
+Nothing outside the run's directory is ever opened, through a link neither, and nothing is written.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trivet.errors import TrivetError
+
+_CHUNK_BYTES = 1 << 22
+
+
+class NotServed(TrivetError):
+    """What was asked for is not there, or is not the run's. Its text is shown to who asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """Changes whenever the file does: an appended line, or another file under the name."""
+
+    inode: int
+    num_bytes: int
+    time_ns: int
+
+
+def stamp_of(path: Path) -> FileStamp | None:
+    """None when there is no such file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return FileStamp(inode=found.st_ino, num_bytes=found.st_size, time_ns=found.st_mtime_ns)
+
+
+def check_inside(root: Path, path: Path) -> Path:
+    """The real path of `path`.
+
+    Raises:
+        NotServed: it is not there, or leads out of `root`.
+    """
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError) as exc:
+        raise NotServed(f"the run has no {_name_in(root, path)}") from exc
+    if not real.is_relative_to(root.resolve()):
+        raise NotServed(f"{_name_in(root, path)} leads out of the run's directory and is not shown")
+    return real
+
+
+def read_inside(root: Path, path: Path) -> bytes:
+    """The content of a file of the run.
+
+    Raises:
+        NotServed: as `check_inside`, or it cannot be read.
+    """
+    try:
+        return check_inside(root, path).read_bytes()
+    except OSError as exc:
+        raise NotServed(f"{_name_in(root, path)} cannot be read: {exc.strerror}") from exc
+
+
+class GrowingLines:
+    """The whole lines of a file that somebody appends to, each once.
+
+    >>> lines = GrowingLines(root, path)
+    >>> if lines.was_replaced(): forget()
+    >>> for line in lines.read_new(): use(line)
+    """
+
+    def __init__(self, root: Path, path: Path) -> None:
+        self._root, self.path = root, path
+        self._offset = 0
+        self._inode: int | None = None
+
+    def was_replaced(self) -> bool:
+        """Whether it is not the file that was read before, or lost lines: a resume did that. Reading then starts anew."""
+        found = stamp_of(self.path)
+        inode, num_bytes = (found.inode, found.num_bytes) if found is not None else (None, 0)
+        is_other = self._inode is not None and (inode != self._inode or num_bytes < self._offset)
+        if is_other:
+            self._offset = 0
+        self._inode = inode
+        return is_other
+
+    def read_new(self) -> Iterator[bytes]:
+        """Lines that were completed since; half a last line waits for its end."""
+        if stamp_of(self.path) is None:
+            return
+        with check_inside(self._root, self.path).open("rb") as file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset)
+            rest = b""
+            while chunk := file.read(_CHUNK_BYTES):
+                whole, newline, rest = (rest + chunk).rpartition(b"\n")
+                self._offset += len(whole) + len(newline)
+                yield from whole.split(b"\n") if newline else ()
+
+
+def _name_in(root: Path, path: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name

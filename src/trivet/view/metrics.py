@@ -1,0 +1,117 @@
+"""The metrics of all roles of a run: which there are, and those that are shown first."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trivet.config.layout import RunLayout
+from trivet.view.files import FileStamp, check_inside, stamp_of
+from trivet.view.series import Curve, MetricFile
+
+
+@dataclass(frozen=True, slots=True)
+class MetricKey:
+    """`trainer:loss/mean`."""
+
+    role: str
+    """The name of its file in metrics/."""
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> "MetricKey":
+        role, _, name = text.partition(":")
+        return cls(role, name)
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.name}"
+
+
+REWARD = MetricKey("orchestrator", "reward/mean")
+LOSS = MetricKey("trainer", "loss/mean")
+ENTROPY = MetricKey("trainer", "entropy/mean")
+MISMATCH = MetricKey("trainer", "mismatch_kl/mean")
+THROUGHPUT = MetricKey("trainer", "perf/throughput")
+STEP_TIME = MetricKey("trainer", "time/step")
+SHOWN_FIRST = [
+    REWARD,
+    LOSS,
+    ENTROPY,
+    MISMATCH,
+    MetricKey("orchestrator", "batch/off_policy_level/mean"),
+    THROUGHPUT,
+    STEP_TIME,
+    MetricKey("trainer", "time/wait_for_batch"),
+    MetricKey("trainer", "optim/grad_norm"),
+    MetricKey("orchestrator", "completion_len/mean"),
+    MetricKey("orchestrator", "is_truncated/mean"),
+    MetricKey("orchestrator", "error/mean"),
+]
+PHASES: Mapping[str, list[str]] = {
+    "trainer": [
+        "time/wait_for_batch",
+        "time/forward_backward",
+        "time/optimizer",
+        "time/broadcast_weights",
+        "time/wait_for_ckpt",
+        "time/save_ckpt",
+    ],
+    "orchestrator": ["time/generate_completions", "time/update_weights"],
+}
+"""What a step of each role consists of, in its order; `time/update_weights` is the server's and lies within others."""
+
+
+class RunMetrics:
+    """Not for several threads at a time.
+
+    >>> metrics = RunMetrics(layout)
+    >>> metrics.refresh(SHOWN_FIRST)
+    >>> metrics.curve(REWARD, num_points=1000)
+    """
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
+        self._files: dict[str, MetricFile] = {}
+
+    def roles(self) -> list[str]:
+        return sorted(path.stem for path in self._layout.metrics.glob("*.jsonl"))
+
+    def path(self, role: str) -> Path:
+        return self._layout.metrics / f"{role}.jsonl"
+
+    def stamp(self) -> list[FileStamp | None]:
+        """Changes when any metric does."""
+        return [stamp_of(self.path(role)) for role in self.roles()]
+
+    def refresh(self, keys: Iterable[MetricKey]) -> None:
+        """Read what was appended; the metrics of `keys` have curves then."""
+        wanted: dict[str, list[str]] = {}
+        for key in keys:
+            wanted.setdefault(key.role, []).append(key.name)
+        for role in self.roles():
+            if names := [name for name in wanted.get(role, []) if name]:
+                self.file(role).refresh(names)
+
+    def file(self, role: str) -> MetricFile:
+        """
+        Raises:
+            NotServed: there is none of that role.
+        """
+        if role not in self._files:
+            # A name of the listing, so that nothing a client sends becomes a path.
+            listed = next((name for name in self.roles() if name == role), None)
+            check_inside(self._layout.root, self.path(listed or "of_no_such_role"))
+            self._files[role] = MetricFile(self._layout.root, self.path(role))
+        return self._files[role]
+
+    def curve(self, key: MetricKey, *, num_points: int, first: int | None = None, last: int | None = None) -> Curve | None:
+        """None while there is no file of that role."""
+        if key.role not in self.roles():
+            return None
+        return self.file(key.role).curve(key.name, num_points=num_points, first=first, last=last)
+
+    def measured(self) -> list[MetricKey]:
+        """Of everything that is measured."""
+        return [MetricKey(role, name) for role in self.roles() for name in sorted(self.file(role).names())]
+
+    def num_damaged(self) -> int:
+        return sum(file.num_damaged for file in self._files.values())

@@ -1,0 +1,60 @@
+"""One run that is looked at: its files behind one lock, so that several requests may ask at a time."""
+
+import threading
+from pathlib import Path
+
+from trivet.config.layout import RunLayout
+from trivet.errors import ConfigError
+from trivet.view.evals import RunEvals
+from trivet.view.metrics import SHOWN_FIRST, RunMetrics
+from trivet.view.rollouts import RolloutFiles
+from trivet.view.timeline import NoteReader
+from trivet.view.token_text import TokenText
+
+
+class ViewedRun:
+    """
+    >>> run = ViewedRun(open_run(Path("outputs")), name="outputs")
+    >>> with run.lock:
+    ...     run.metrics.refresh(SHOWN_FIRST)
+    """
+
+    def __init__(self, layout: RunLayout, *, name: str) -> None:
+        self.layout, self.name = layout, name
+        self.lock = threading.Lock()
+        """Held by whoever uses the rest."""
+        self.metrics = RunMetrics(layout)
+        self.rollouts = RolloutFiles(layout)
+        self.token_text = TokenText(layout)
+        self.evals = RunEvals(layout)
+        self.notes = NoteReader(layout)
+
+    def warm_up(self) -> None:
+        """Read what the first page shows."""
+        with self.lock:
+            self.metrics.refresh(SHOWN_FIRST)
+
+
+def open_run(directory: Path) -> RunLayout:
+    """
+    Raises:
+        ConfigError: the directory holds no run.
+    """
+    layout = RunLayout(directory)
+    if not directory.is_dir():
+        raise ConfigError(f"{str(directory)!r} is no directory; give a run's output_dir")
+    signs = [layout.status, layout.run_file, layout.events, layout.metrics, layout.reports, layout.evals, layout.configs]
+    if not any(path.exists() for path in signs):
+        raise ConfigError(
+            f"{str(directory)!r} holds no run: none of {', '.join(path.name for path in signs)} is there; give a run's output_dir"
+        )
+    return layout
+
+
+def name_runs(directories: list[Path]) -> list[str]:
+    """As few last parts of each path as tell the runs apart."""
+    paths = [path.resolve().parts for path in directories]
+    depth = 1
+    while len({parts[-depth:] for parts in paths}) < len(set(paths)):
+        depth += 1
+    return ["/".join(parts[-depth:]).removeprefix("//") for parts in paths]
