@@ -9,6 +9,7 @@ TrivetError                  exit code 1 unless said otherwise
 ├── CheckpointError          a checkpoint is incomplete, altered or does not fit
 │   └── ResumeError          2: the step to resume from is not there; nothing was started
 ├── DiskFull                 no room for what must be written next; everything committed before is whole
+├── OutOfMemory              a row or an update does not fit into the memory of the device
 ├── HistoryError             a run's history cannot be read
 ├── InferenceError           an inference server is unreachable, refused a request or answered wrongly
 │   ├── InferenceTimeout     it did not answer in time
@@ -56,6 +57,10 @@ class ResumeError(CheckpointError):
 
 
 class DiskFull(TrivetError):
+    pass
+
+
+class OutOfMemory(TrivetError):
     pass
 
 

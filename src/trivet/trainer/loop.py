@@ -14,6 +14,7 @@ from trivet.errors import BatchError, WeightsError
 from trivet.faults import reach
 from trivet.telemetry import progress
 from trivet.trainer.distributed import World, broadcast_bytes
+from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.reference import open_reference
 from trivet.trainer.self_check import measure_mismatch, require_agreement
@@ -137,9 +138,10 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         progress.doing(f"training step {step}")
         _check(session, config, batch)
         reach("optimizer_step.before", step=step)
-        result = train_step(session.learner, batch.micro_batches, step=step)
-        for _ in range(1, config.num_iterations):
+        with naming_last_weights(session.layout):
             result = train_step(session.learner, batch.micro_batches, step=step)
+            for _ in range(1, config.num_iterations):
+                result = train_step(session.learner, batch.micro_batches, step=step)
         reach("optimizer_step.after", step=step)
         session.progress.step = step
         session.progress.total_tokens += batch.num_tokens

@@ -32,7 +32,7 @@ class PolicyModel(torch.nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, *, chunk_size: int, logit_rule: LogitRule) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self._chunk_size = chunk_size
+        self.chunk_size = chunk_size
         self._logit_rule = logit_rule
 
     def forward(self, row: RowTensors) -> TokenScores:
@@ -44,7 +44,7 @@ class PolicyModel(torch.nn.Module):
             self.head.weight,
             targets_N=row.targets_N,
             temperatures_N=row.temperatures_N / self._logit_rule.scale,
-            chunk_size=self._chunk_size,
+            chunk_size=self.chunk_size,
             softcap=self._logit_rule.softcap,
         )
 

@@ -1,4 +1,4 @@
-"""From the packed rows of a batch to what one rank computes on: who takes which row, and rows as tensors.
+"""From the packed rows of a batch to what one rank computes on: what one rank takes, and rows as tensors.
 
 Legend: T tokens of a row, S samples in it, N its loss tokens.
 """
@@ -9,8 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trivet.algorithms.balance import Cost, arrange
 from trivet.trainer.attention import Segments
 from trivet.wire.batches import MicroBatch
+
+Place = tuple[int, int]
+"""A row of the batch, and a sample in it, both counted from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,37 +38,78 @@ class RowTensors:
     """int64 [N]: each loss token's sample, numbered from 0 among the samples that have one."""
     num_samples: int
     """Samples with loss tokens."""
+    places: tuple[Place, ...] = ()
+    """Of those samples, for messages: where they are in the batch."""
     is_dummy: bool = False
     """Stands in for a row that this rank does not have, so that its collectives match the others'. Counts for nothing."""
 
 
-def deal_rows(lengths: Sequence[int], *, num_ranks: int) -> list[list[int]]:
-    """Deal rows to ranks, the longest first, each to the rank with the fewest tokens among those with a place left.
+def rows_of_rank(
+    rows: Sequence[MicroBatch],
+    *,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    cost: Cost = sum,
+    max_tokens: int | None = None,
+) -> list[RowTensors]:
+    """This rank's rows, filled up with dummies to as many as every other rank has; samples without loss tokens may be left out.
 
-    Every rank has ceil(rows / ranks) places, because ranks compute row by row in lock step.
-
-    Returns:
-        Row indices of each rank.
+    Args:
+        cost: of a row, by which ranks are balanced; by default its tokens.
+        max_tokens: pack the batch's samples anew, into rows of at most so many tokens.
     """
-    places = -(-len(lengths) // num_ranks)
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min((rank for rank in range(num_ranks) if len(dealt[rank]) < places), key=lambda r: (loads[r], r))
-        dealt[rank].append(index)
-        loads[rank] += lengths[index]
-    return dealt
+    samples: list[Place] = []
+    packed: list[list[int]] = []
+    for index, row in enumerate(rows):
+        trained = _trained_samples(row)
+        if trained.any():
+            # A row that stays whole keeps all its samples, so that it need not be copied.
+            kept = [number for number in range(len(trained)) if max_tokens is None or trained[number]]
+            packed.append(list(range(len(samples), len(samples) + len(kept))))
+            samples += [(index, number) for number in kept]
+    lengths = [int(rows[index].sequence_lengths_S[number]) for index, number in samples]
+    dealt = arrange(packed, lengths, num_ranks=num_ranks, cost=cost, max_tokens=max_tokens)
+    mine = [_take(rows, [samples[each] for each in row], device=device) for row in dealt[rank]]
+    return [row for row in mine if row.num_samples] + [_dummy(device)] * (
+        max(map(len, dealt)) - sum(row.num_samples > 0 for row in mine)
+    )
 
 
-def rows_of_rank(rows: Sequence[MicroBatch], *, rank: int, num_ranks: int, device: torch.device) -> list[RowTensors]:
-    """This rank's rows, filled up with dummies to as many as every other rank has; rows without loss tokens are left out."""
-    kept = [row for row in rows if row.loss_mask_T.any()]
-    dealt = deal_rows([row.num_tokens for row in kept], num_ranks=num_ranks)
-    mine = [to_tensors(kept[index], device=device) for index in dealt[rank]]
-    return mine + [_dummy(device)] * (max(map(len, dealt)) - len(mine))
+def _trained_samples(row: MicroBatch) -> np.ndarray:
+    """bool [S]: which have loss tokens."""
+    starts_S = np.cumsum(row.sequence_lengths_S) - row.sequence_lengths_S
+    return np.add.reduceat(row.loss_mask_T, starts_S, dtype=np.int64) > 0 if len(starts_S) else np.zeros(0, dtype=np.bool_)
 
 
-def to_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
+def _take(rows: Sequence[MicroBatch], places: Sequence[Place], *, device: torch.device) -> RowTensors:
+    index = places[0][0]
+    if len(places) == len(rows[index].sequence_lengths_S) and all(place == (index, n) for n, place in enumerate(places)):
+        return to_tensors(rows[index], device=device, places=places)
+    return to_tensors(join_samples(rows, places), device=device, places=places)
+
+
+def join_samples(rows: Sequence[MicroBatch], places: Sequence[Place]) -> MicroBatch:
+    """A row of these samples of `rows`, in this order."""
+    ends = {index: np.cumsum(rows[index].sequence_lengths_S) for index, _ in places}
+    spans = [
+        (index, slice(ends[index][number] - rows[index].sequence_lengths_S[number], ends[index][number]))
+        for index, number in places
+    ]
+    joined: dict[str, np.ndarray | None] = {}
+    for name in (name for name in MicroBatch.__struct_fields__ if name.endswith("_T")):
+        parts = [(getattr(rows[index], name), span) for index, span in spans]
+        is_whole = all(values is not None for values, _ in parts)
+        joined[name] = np.concatenate([values[span] for values, span in parts]) if is_whole else None
+    lengths_S = np.array([rows[index].sequence_lengths_S[number] for index, number in places], dtype=np.int32)
+    return MicroBatch(sequence_lengths_S=lengths_S, **joined)  # type: ignore[arg-type]  # only optional fields are None
+
+
+def to_tensors(row: MicroBatch, *, device: torch.device, places: Sequence[Place] = ()) -> RowTensors:
+    """
+    Args:
+        places: where in the batch the row's samples are.
+    """
     lengths = [int(length) for length in row.sequence_lengths_S]
     loss_N = np.flatnonzero(row.loss_mask_T)
     starts_S = np.cumsum(row.sequence_lengths_S) - row.sequence_lengths_S
@@ -89,6 +134,7 @@ def to_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
         teacher_logprobs_N=None if row.teacher_logprobs_T is None else floats(row.teacher_logprobs_T),
         samples_N=ints(samples_N),
         num_samples=len(present),
+        places=tuple(places[number - 1] for number in present) if places else (),
     )
 
 

@@ -13,9 +13,11 @@ import torch
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
 from trivet.trainer.distributed import World, gather_values, join_values, sum_over_ranks
+from trivet.trainer.failures import RowOutcome, describe_gradients, describe_rows, explaining_memory, explaining_update_memory
 from trivet.trainer.losses.terms import Loss, Unit
 from trivet.trainer.model import PolicyModel, set_last_row
 from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
+from trivet.trainer.performance import model_cost
 from trivet.trainer.reference import Reference
 from trivet.trainer.rows import rows_of_rank
 from trivet.wire.batches import MicroBatch
@@ -32,6 +34,8 @@ class Learner:
     loss: Loss
     max_norm: float | None
     world: World
+    micro_batch_tokens: int | None = None
+    """Pack batches anew into rows of at most so many tokens; None: as they come."""
     reference: Reference | None = None
     """Whose log-probabilities the loss wants beside the model's."""
     before_update: Callable[[], None] = lambda: None
@@ -59,22 +63,28 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     Raises:
         BatchError: no row has a loss token.
         Diverged: loss or gradient norm is NaN or infinite; the parameters are as before.
+        OutOfMemory: a row, or the update, does not fit into memory.
     """
     started = time.monotonic()
     learner.optimizer.zero_grad(set_to_none=True)
-    loss, parts = _accumulate(learner, rows, counts=_count_units(rows, step=step))
+    loss, parts, outcomes = _accumulate(learner, rows, counts=_count_units(rows, step=step))
     computed = time.monotonic()
-    _require_finite(loss, "loss", step=step)
+    if not np.isfinite(loss):
+        raise _diverged("loss", loss, step=step, where=describe_rows(outcomes, learner.world))
+    del outcomes
     gradients = local_gradients(learner.model.parameters())
     norm = gradient_norm(gradients, learner.world)
-    _require_finite(norm, "gradient norm", step=step)
+    if not np.isfinite(norm):
+        where = describe_gradients(learner.model.named_parameters(), learner.world)
+        raise _diverged("gradient norm", norm, step=step, where=where)
     clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
     lr = learner.learning_rate.at(step)
     for group in learner.optimizer.param_groups:
         group["lr"] = lr
     reach("optimizer_step.during", step=step)
     learner.before_update()
-    learner.optimizer.step()
+    with explaining_update_memory():
+        learner.optimizer.step()
     return StepResult(
         loss=loss,
         grad_norm=norm,
@@ -87,26 +97,36 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
 
 def _accumulate(
     learner: Learner, rows: Sequence[MicroBatch], *, counts: Mapping[Unit, int]
-) -> tuple[float, list[dict[str, np.ndarray]]]:
-    """Gradients of the step's loss into the parameters; returns the loss and each row's values."""
+) -> tuple[float, list[dict[str, np.ndarray]], list[RowOutcome]]:
+    """Gradients of the step's loss into the parameters; returns the loss, each row's values and what each row came to."""
     world, model = learner.world, learner.model
-    mine = rows_of_rank(rows, rank=world.rank, num_ranks=world.size, device=world.device)
+    mine = rows_of_rank(
+        rows,
+        rank=world.rank,
+        num_ranks=world.size,
+        device=world.device,
+        cost=model_cost(model).flops,
+        max_tokens=learner.micro_batch_tokens,
+    )
     if learner.reference is not None:
         mine = learner.reference.score(model, mine)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     parts: list[dict[str, np.ndarray]] = []
+    outcomes: list[RowOutcome] = []
     for index, row in enumerate(mine):
         set_last_row(model, is_last=index == len(mine) - 1, world=world)
-        scores = model(row)
-        if row.is_dummy:
-            (scores.logprobs_N.sum() * 0.0).backward()
-            continue
-        row_loss = learner.loss(scores, row)
-        share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
-        share.backward()
+        with explaining_memory(row, chunk_size=model.chunk_size):
+            scores = model(row)
+            if row.is_dummy:
+                (scores.logprobs_N.sum() * 0.0).backward()
+                continue
+            row_loss = learner.loss(scores, row)
+            share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
+            share.backward()
         total += share.detach()
+        outcomes.append(RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach()))
         parts.append({name: values.cpu().numpy() for name, values in row_loss.values.items()})
-    return float(sum_over_ranks(world, total)), parts
+    return float(sum_over_ranks(world, total)), parts, outcomes
 
 
 def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[Unit, int]:
@@ -125,9 +145,8 @@ def _count_samples(row: MicroBatch) -> int:
     return sum(bool(mask.any()) for mask in masks)
 
 
-def _require_finite(value: float, name: str, *, step: Step) -> None:
-    if not np.isfinite(value):
-        raise Diverged(
-            f"the {name} of step {step} is {value}; the weights of step {step - 1} are untouched. Lower optim.lr, or look at "
-            f"mismatch_kl and rewards of the steps before in metrics/"
-        )
+def _diverged(name: str, value: float, *, step: Step, where: str) -> Diverged:
+    return Diverged(
+        f"the {name} of step {step} is {value} ({where}); the weights of step {step - 1} are untouched. Lower optim.lr, or look at "
+        f"mismatch_kl and rewards of the steps before in metrics/"
+    )

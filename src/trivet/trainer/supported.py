@@ -5,7 +5,7 @@ Called by `trainer.model` before weights are read. What is not known to come out
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,7 +36,7 @@ def require_text_decoder(config: PreTrainedConfig, *, name: str, seq_len: int) -
         ConfigError: a model of more than text, an encoder with a decoder, or one whose layers carry a state along the row.
     """
     refusal = f"model.name = {name!r} ({config.model_type}) cannot be trained: "
-    if parts := sorted(set(type(config).sub_configs) - {"text_config"}):
+    if parts := sorted(set(cast("dict[str, object]", type(config).sub_configs)) - {"text_config"}):
         raise ConfigError(f"{refusal}it has parts other than a language model ({', '.join(parts)}); give a text-only model")
     if config.is_encoder_decoder:
         raise ConfigError(f"{refusal}it is an encoder with a decoder; give a causal language model")

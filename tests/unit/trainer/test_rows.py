@@ -3,25 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from trivet.trainer.rows import deal_rows, rows_of_rank, to_tensors
+from trivet.trainer.rows import join_samples, rows_of_rank, to_tensors
 
 CPU = torch.device("cpu")
-
-
-@given(st.lists(st.integers(1, 4096), max_size=40), st.integers(1, 9))
-def test_every_row_is_dealt_once_and_ranks_differ_by_places_only(lengths: list[int], num_ranks: int) -> None:
-    dealt = deal_rows(lengths, num_ranks=num_ranks)
-    assert sorted(index for rows in dealt for index in rows) == list(range(len(lengths)))
-    assert max(map(len, dealt)) == -(-len(lengths) // num_ranks)
-
-
-def test_tokens_are_balanced_over_ranks() -> None:
-    lengths = [100, 90, 80, 20, 15, 10]
-    loads = [sum(lengths[index] for index in rows) for rows in deal_rows(lengths, num_ranks=3)]
-    assert loads == [110, 105, 100]
 
 
 def test_ranks_without_a_row_of_their_own_get_dummies(oracle) -> None:
@@ -56,3 +41,34 @@ def test_a_trained_first_token_is_our_own_mistake(oracle) -> None:
     packed.loss_mask_T[packed.sequence_lengths_S[0]] = True
     with pytest.raises(AssertionError, match="first token of a sample"):
         to_tensors(packed, device=CPU)
+
+
+def test_samples_are_packed_anew_under_a_cap_and_know_where_they_came_from(oracle) -> None:
+    examples = oracle.make_examples(count=8, vocab_size=50)
+    rows = [oracle.make_row(examples[:5]), oracle.make_row(examples[5:])]
+    longest = max(len(example.token_ids) for example in examples)
+    packed = rows_of_rank(rows, rank=0, num_ranks=1, device=CPU, max_tokens=longest)
+    assert len(packed) > 2
+    assert max(row.token_ids_1T.shape[1] for row in packed) == longest == packed[0].token_ids_1T.shape[1]
+    places = [place for row in packed for place in row.places]
+    assert sorted(places) == [(0, number) for number in range(5)] + [(1, number) for number in range(3)]
+    for row in packed:
+        parts = row.token_ids_1T[0].split(list(row.segments.lengths))
+        assert [part.tolist() for part in parts] == [examples[5 * index + number].token_ids for index, number in row.places]
+
+
+def test_a_row_is_divided_so_that_no_rank_waits_with_a_dummy(oracle) -> None:
+    rows = [oracle.make_row(oracle.make_examples(count=6, vocab_size=50))]
+    per_rank = [rows_of_rank(rows, rank=rank, num_ranks=2, device=CPU) for rank in range(2)]
+    assert [len(mine) for mine in per_rank] == [1, 1]
+    assert not any(row.is_dummy for mine in per_rank for row in mine)
+    assert sorted(place for mine in per_rank for row in mine for place in row.places) == [(0, number) for number in range(6)]
+
+
+def test_what_only_some_rows_carry_is_left_out_of_a_joined_row(oracle) -> None:
+    rows = [oracle.make_row([example]) for example in oracle.make_examples(count=2, vocab_size=50)]
+    rows[0].teacher_logprobs_T = np.zeros(rows[0].num_tokens, dtype=np.float32)
+    assert join_samples(rows, [(1, 0), (0, 0)]).teacher_logprobs_T is None
+    alone = join_samples(rows, [(0, 0)])
+    assert alone.teacher_logprobs_T is not None
+    assert alone.token_ids_T.tolist() == rows[0].token_ids_T.tolist()

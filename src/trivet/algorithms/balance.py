@@ -1,0 +1,91 @@
+"""Which samples of a batch share a row, and which rank computes it. Called by `trainer.rows`, on every rank with the same result.
+
+Ranks compute row by row in lock step, so a good deal has equally many rows on every rank, rows of like cost at the same place,
+and like sums.
+"""
+
+from collections.abc import Callable, Sequence
+
+from trivet.algorithms.packing import first_fit_decreasing
+
+Cost = Callable[[Sequence[int]], float]
+"""Of a row whose samples have these lengths."""
+
+
+def arrange(
+    rows: Sequence[Sequence[int]], lengths: Sequence[int], *, num_ranks: int, cost: Cost, max_tokens: int | None = None
+) -> list[list[list[int]]]:
+    """Rows for each rank, the one with the most tokens first: if memory does not suffice, that shows at once.
+
+    Without `max_tokens` rows stay as they are, but for as many as must be divided to give every rank equally many.
+
+    Args:
+        rows: indices of samples, each sample in one row.
+        lengths: of all samples, in tokens.
+        max_tokens: pack all samples anew into rows of at most so many tokens; a longer sample gets a row of its own.
+
+    Returns:
+        Of each rank its rows. A rank has one row less than others only when there is no row left to divide.
+    """
+    packed = [list(row) for row in rows] if max_tokens is None else repack(lengths, max_tokens=max_tokens)
+
+    def row_cost(row: Sequence[int]) -> float:
+        return cost([lengths[index] for index in row])
+
+    packed = divide(packed, lengths, multiple_of=num_ranks, cost=cost)
+    dealt = deal([row_cost(row) for row in packed], num_ranks=num_ranks)
+    return [
+        sorted((packed[place] for place in places), key=lambda row: -sum(lengths[index] for index in row)) for places in dealt
+    ]
+
+
+def repack(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """All samples in rows of at most `max_tokens`; a longer sample is alone."""
+    long = [[index] for index, length in enumerate(lengths) if length > max_tokens]
+    short = [index for index, length in enumerate(lengths) if length <= max_tokens]
+    bins = first_fit_decreasing([lengths[index] for index in short], capacity=max_tokens)
+    return long + [[short[place] for place in bin_] for bin_ in bins]
+
+
+def divide(rows: Sequence[list[int]], lengths: Sequence[int], *, multiple_of: int, cost: Cost) -> list[list[int]]:
+    """Divide the most costly rows of several samples until their number is a multiple, or none can be divided."""
+    divided = list(rows)
+    while len(divided) % multiple_of:
+        candidates = [place for place, row in enumerate(divided) if len(row) > 1]
+        if not candidates:
+            break
+        row = divided.pop(max(candidates, key=lambda place: cost([lengths[index] for index in divided[place]])))
+        divided += _halve(row, lengths)
+    return divided
+
+
+def _halve(row: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Two rows of like tokens: the longest sample first, each to the row with fewer."""
+    halves: list[list[int]] = [[], []]
+    sums = [0, 0]
+    for index in sorted(row, key=lambda each: -lengths[each]):
+        half = 0 if sums[0] <= sums[1] else 1
+        halves[half].append(index)
+        sums[half] += lengths[index]
+    return halves
+
+
+def deal(costs: Sequence[float], *, num_ranks: int) -> list[list[int]]:
+    """Deal rows in rounds of one row a rank, the most costly first; in a round the most costly goes to the rank with the least.
+
+    Two ranks' sums never differ by more than the largest cost: a round in which costs differ by d leaves the difference at
+    most the larger of d and what it was, because the more costly row goes where less is. The rows of a round are neighbours by
+    cost, so no rank waits long for another within it.
+
+    Returns:
+        Indices of each rank, the most costly first.
+    """
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    sums = [0.0] * num_ranks
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    for start in range(0, len(order), num_ranks):
+        ranks = sorted(range(num_ranks), key=lambda rank: (sums[rank], rank))
+        for rank, index in zip(ranks, order[start : start + num_ranks], strict=False):
+            dealt[rank].append(index)
+            sums[rank] += costs[index]
+    return dealt

@@ -1,0 +1,163 @@
+"""What a step that cannot be finished says: which rows and parameters are not finite, what did not fit into memory.
+
+Called by `trainer.step` on the rank that meets it; nothing here goes on with a run.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from trivet.config.layout import RunLayout
+from trivet.errors import Diverged, OutOfMemory
+from trivet.trainer.distributed import World
+from trivet.trainer.rows import RowTensors
+from trivet.weights.catalog import latest_version
+
+_HUGE = 1e4
+"""An advantage beyond this is worth a word: normalized ones are below 10."""
+_MAX_NAMED = 5
+_ALLOCATOR_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOutcome:
+    """What a row came to, kept until the step's loss is known to be finite."""
+
+    row: RowTensors
+    logprobs_N: torch.Tensor
+    share: torch.Tensor
+    """Of the step's loss."""
+
+
+def describe_rows(outcomes: Sequence[RowOutcome], world: World) -> str:
+    """Which samples of which rows, over all ranks, made the loss what it is. Collective."""
+    mine = [text for outcome in outcomes if not bool(outcome.share.isfinite()) for text in _describe_row(outcome)]
+    return _list(_gather(mine, world)) or "no row's own share is infinite, but their sum is"
+
+
+def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], world: World) -> str:
+    """Names of parameters whose gradients are not finite on some rank. Collective."""
+    bad: list[str] = []
+    for name, parameter in parameters:
+        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if gradient is not None and not bool(gradient.isfinite().all()):
+            bad.append(name.removeprefix("causal_lm."))
+    return _list(list(dict.fromkeys(_gather(bad, world)))) or "every gradient is finite, and their norm is not"
+
+
+@contextmanager
+def naming_last_weights(layout: RunLayout) -> Iterator[None]:
+    """A `Diverged` from within says which weights are still good."""
+    try:
+        yield
+    except Diverged as exc:
+        last = latest_version(layout)
+        where = "the model it started from" if last is None else str(layout.weights_step(last))
+        raise Diverged(f"{exc}. Nothing was published for this step; the last good weights are {where}") from exc
+
+
+@contextmanager
+def explaining_memory(row: RowTensors, *, chunk_size: int) -> Iterator[None]:
+    """
+    Raises:
+        OutOfMemory: instead of what the allocator raises in forward or backward of `row`.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as exc:
+        if not is_out_of_memory(exc):
+            raise
+        raise OutOfMemory(_explain_row(row, exc, chunk_size=chunk_size)) from exc
+
+
+@contextmanager
+def explaining_update_memory() -> Iterator[None]:
+    """
+    Raises:
+        OutOfMemory: instead of what the allocator raises in the optimizer's update.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as exc:
+        if not is_out_of_memory(exc):
+            raise
+        raise OutOfMemory(
+            f"memory ran out in the optimizer's update, whose state is made in the first step: {_first_line(exc)}. Use more ranks, "
+            "set trainer.model.optim_cpu_offload = true (on a GPU), or train an adapter with [trainer.model.lora]"
+        ) from exc
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Torch's own type for a GPU; on the CPU its allocator raises a plain RuntimeError."""
+    return isinstance(exc, (torch.OutOfMemoryError, MemoryError)) or any(text in str(exc) for text in _ALLOCATOR_MESSAGES)
+
+
+def _explain_row(row: RowTensors, exc: BaseException, *, chunk_size: int) -> str:
+    num_tokens, longest = row.token_ids_1T.shape[1], max(row.segments.lengths)
+    num_trained = len(row.targets_N)
+    if len(row.segments.lengths) > 1:
+        shorter = f"trainer.micro_batch_tokens = {max(longest, math.ceil(num_tokens / 2))}"
+    else:
+        shorter = f"a smaller trainer.model.seq_len, such as {max(2, num_tokens // 2)}, as the row is one sample"
+    return (
+        f"memory ran out in a row of {num_tokens} tokens ({len(row.segments.lengths)} samples, the longest of {longest} tokens, "
+        f"{num_trained} tokens trained): {_first_line(exc)}. Set {shorter}; [trainer.model.ac] freq = 1, if it is not set; or "
+        f"trainer.model.fused_lm_head_chunk_size = {max(1, min(chunk_size, num_trained) // 2)}"
+    )
+
+
+def _describe_row(outcome: RowOutcome) -> list[str]:
+    row = outcome.row
+    columns = {
+        "the model's log-probability": outcome.logprobs_N,
+        "the sampler's log-probability": row.sampler_logprobs_N,
+        "the advantage": row.advantages_N,
+    }
+    texts: list[str] = []
+    for number in range(row.num_samples):
+        is_mine_N = row.samples_N == number
+        found = [text for name, values_N in columns.items() if (text := _describe_values(name, values_N[is_mine_N]))]
+        if found:
+            texts.append(f"{_name_sample(row, number)}: {', '.join(found)}")
+    if not texts:
+        ratio = float((outcome.logprobs_N - row.sampler_logprobs_N).max())
+        texts = [f"{_name_sample(row, 0)} or one beside it: the largest log-ratio is {ratio:.4g}"]
+    return texts
+
+
+def _describe_values(name: str, values: torch.Tensor) -> str | None:
+    bad = values[~values.isfinite()]
+    if len(bad):
+        return f"{name} is {float(bad[0])} at {len(bad)} of {len(values)} tokens"
+    if name == "the advantage" and float(values.abs().max()) > _HUGE:
+        return f"{name} is {float(values[values.abs().argmax()]):.4g}"
+    return None
+
+
+def _name_sample(row: RowTensors, number: int) -> str:
+    if not row.places:
+        return f"sample {number}"
+    index, sample = row.places[number]
+    return f"row {index} sample {sample}"
+
+
+def _gather(texts: list[str], world: World) -> list[str]:
+    if world.size == 1:
+        return texts
+    parts: list[list[str]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(parts, texts, group=world.control)
+    return [text for part in parts for text in part]
+
+
+def _list(texts: Sequence[str]) -> str:
+    more = f", and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
+    return "; ".join(texts[:_MAX_NAMED]) + more
+
+
+def _first_line(exc: BaseException) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
