@@ -12,6 +12,8 @@ from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig
 from trivet.config.trainer import TrainerConfig
+from trivet.config.vf_rl import VfRLConfig
+from trivet.config.vf_translation import load_run
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 KINDS: dict[str, type[Section]] = {
@@ -26,5 +28,12 @@ FILES = sorted(CONFIGS.rglob("*.toml"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
 def test_a_file_loads_in_todays_spelling(file: Path) -> None:
-    loaded = load_config(KINDS.get(file.stem.split("_")[0], RLConfig), ["@", str(file)], environ={})
+    kind = VfRLConfig if file.parent.name == "vf-rl" else KINDS.get(file.stem.split("_")[0], RLConfig)
+    loaded = load_config(kind, ["@", str(file)], environ={})
     assert not [notice for notice in loaded.notices if " called " in notice]
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "vf-rl").glob("*.toml")), ids=lambda file: file.stem)
+def test_a_file_of_the_dialect_is_a_run(file: Path) -> None:
+    run = load_run(load_config(VfRLConfig, ["@", str(file)], environ={}), environ={}).config
+    assert [env.id for env in run.orchestrator.env] == [file.stem]
