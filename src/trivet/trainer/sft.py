@@ -10,6 +10,7 @@ import sys
 from trivet.checkpoints.halves import TRAINER
 from trivet.config.command import run_command
 from trivet.config.sft import SftConfig
+from trivet.faults import arm, reach
 from trivet.lifetime import die_with_parent
 from trivet.telemetry import progress
 from trivet.trainer.bench import run_bench
@@ -40,6 +41,7 @@ def start(config: SftConfig) -> int:
             run_bench(config, world, loss=cross_entropy, kind="sft")
             return 0
         set_up_rank(config, world, role="sft")
+        arm(config.faults.schedule, rank=world.rank)
         run(config, world)
     return 0
 
@@ -72,7 +74,9 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
         with session.timed("load_data"):
             batch = make_batch(batches.items(data_step), config)
         progress.doing(f"training step {step}")
+        reach("optimizer_step.before", step=step)
         result = train_step(session.learner, batch.rows, step=step)
+        reach("optimizer_step.after", step=step)
         session.progress.step = step
         session.progress.total_tokens += sum(row.num_tokens for row in batch.rows)
         session.progress.total_samples += batch.num_samples

@@ -181,7 +181,7 @@ def test_a_token_that_lies_across_a_boundary_goes_with_its_beginning() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     words = [{"role": "user", "content": "mess"}, {"role": "system", "content": "age.role"}, ANSWER]
     sample = to_sample(talk(*words), tokenizer, loss_mask=LossMaskConfig(user=True, assistant=False))
-    tokens = [tokenizer.decode(token) for token in sample.token_ids_T]
+    tokens = tokenizer.batch_decode(sample.token_ids_T[:, None])
     assert "".join(tokens) == "message.rolecba"
     assert "message" in tokens[0] + tokens[1]
     is_begun_by_user = [len("".join(tokens[:number])) < len("mess") for number in range(len(tokens))]
