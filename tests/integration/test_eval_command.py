@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -109,10 +108,11 @@ def test_a_plain_endpoint_is_evaluated_by_name_with_its_key(tmp_path, monkeypatc
         endpoints = tmp_path / "endpoints.py"
         endpoints.write_text(f"ENDPOINTS = {{'mine': {{'url': {url!r}, 'model': 'other/model', 'key': 'local'}}}}\n")
         words = ["--endpoints-path", str(endpoints), "--client.endpoint", "mine", "--output-dir", str(tmp_path / "out")]
-        process = start(*words, "--sampling.temperature", "0.5")
+        process = start(*words, "--sampling.temperature", "0.5", "--wandb.offline")
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert "base │ vowels      │ 0.6667" in output
     assert len(asked) == 4
     assert {name: asked[0][name] for name in asked[0] if name != "messages"} == {"model": "other/model", "temperature": 0.5}
-    assert (Path(tmp_path) / "out" / "evals" / "step_0" / "vowels" / "summary.json").is_file()
+    assert (tmp_path / "out" / "evals" / "step_0" / "vowels" / "summary.json").is_file()
+    assert list((tmp_path / "out" / "wandb").glob("offline-run-*"))

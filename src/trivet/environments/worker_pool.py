@@ -240,7 +240,7 @@ class WorkerPool:
             if delay_s is None:
                 raise RoleFailed(
                     f"environment worker {slot.name} {cause}, {slot.budget.in_a_row + 1} times in a row without finishing a "
-                    f"group; orchestrator.max_env_worker_restarts is {slot.budget.limit}.{worker.last_lines()}"
+                    f"group; max_env_worker_restarts is {slot.budget.limit}.{worker.last_lines()}"
                 )
             logger.warning("environment worker %s %s; starting it again in %.1f s", slot.name, cause, delay_s)
             self._write_event(EnvRestart(env=slot.settings.name, worker=slot.name, pid=worker.pid, cause=cause))
@@ -274,7 +274,7 @@ class WorkerPool:
         if blocked_s > self._limits.blocked_timeout_s:
             await worker.kill(
                 f"was ended because its event loop was blocked for {blocked_s:.0f} s "
-                "(orchestrator.env_worker_timeout_s); where it was is in its log"
+                "(env_worker_timeout_s); where it was is in its log"
             )
         elif blocked_s > _WARN_BLOCKED_S and not slot.is_warned:
             slot.is_warned = True

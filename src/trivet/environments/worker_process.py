@@ -131,7 +131,7 @@ class WorkerProcess:
                 return await asyncio.shield(self._info)
         except TimeoutError as exc:
             raise WaitTimeout(
-                f"environment {self.name!r} was not loaded after {timeout_s:.0f} s; raise orchestrator.env_start_timeout_s if "
+                f"environment {self.name!r} was not loaded after {timeout_s:.0f} s; raise env_start_timeout_s if "
                 f"its load_environment needs longer.{self.last_lines()}"
             ) from exc
 
