@@ -104,8 +104,8 @@ class RunMetrics:
         return self._files[role]
 
     def curve(self, key: MetricKey, *, num_points: int, first: int | None = None, last: int | None = None) -> Curve | None:
-        """None while there is no file of that role."""
-        if key.role not in self.roles():
+        """None while there is no file of that role, or it was not asked for."""
+        if key.role not in self.roles() or not self.file(key.role).is_read(key.name):
             return None
         return self.file(key.role).curve(key.name, num_points=num_points, first=first, last=last)
 

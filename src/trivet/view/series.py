@@ -16,7 +16,7 @@ from trivet.view.files import GrowingLines
 
 KEYS = ("step", "time")
 _MAX_NAMES = 2000
-"""Metrics of one file; a name that is no number's costs nothing, this bounds what a damaged file costs."""
+"""Metrics of one file that are kept or listed; bounds what a damaged file, or who asks for names that are not there, costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +69,17 @@ class MetricFile:
     def refresh(self, names: Iterable[str]) -> None:
         """Read what was appended, of `names` and of all that was asked for before."""
         unknown = [name for name in dict.fromkeys(names) if name not in self._place and name not in KEYS]
-        if unknown:
+        if unknown and len(self._place) < _MAX_NAMES:
             self._add(unknown)
         for group in self._groups:
             if group.lines.was_replaced():
                 group.clear()
             for line in group.lines.read_new():
                 _append(group, line)
+
+    def is_read(self, name: str) -> bool:
+        """Whether `refresh` was asked for it."""
+        return name in self._place
 
     def steps(self, name: str) -> np.ndarray:
         """int64: the step of each line."""

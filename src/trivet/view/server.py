@@ -7,6 +7,7 @@ their host (a foreign name that resolves to the loopback address is refused), an
 
 import gzip
 import ipaddress
+import logging
 import socket
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ import msgspec
 from trivet.errors import ConfigError
 from trivet.view.api import Api, BadQuery
 from trivet.view.files import NotServed
+
+logger = logging.getLogger(__name__)
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -140,6 +143,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.BAD_REQUEST, _error(str(exc)), _JSON, with_body=with_body)
         except NotServed as exc:
             self._send(HTTPStatus.NOT_FOUND, _error(str(exc)), _JSON, with_body=with_body)
+        except Exception:  # a fault of ours, or a file nobody foresaw: the page says so, and the other pages work
+            logger.exception("cannot answer %s", path)
+            fault = _error(f"{path} cannot be answered: a fault of trivet view; its terminal has the details")
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, fault, _JSON, with_body=with_body)
         else:
             status = HTTPStatus.NOT_MODIFIED if answer.is_known else HTTPStatus.OK
             self._send(status, answer.body, _JSON, tag=answer.tag, with_body=with_body)

@@ -1,0 +1,239 @@
+"""What the server answers, and what it refuses: asked over a real socket."""
+
+import http.client
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.big_run import trainer_line, write_run
+from trivet.config.layout import RunLayout
+from trivet.errors import ConfigError
+from trivet.tools.cli import main
+from trivet.view.api import Api
+from trivet.view.run import ViewedRun, name_runs, open_run
+from trivet.view.server import open_server, read_pages
+
+STEPS = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    layout: RunLayout
+    port: int
+
+    def ask(self, target: str, *, method: str = "GET", host: str = "", **headers: str) -> Asked:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+            for name, value in {"Host": host or f"127.0.0.1:{self.port}", **headers}.items():
+                connection.putheader(name.replace("_", "-"), value)
+            connection.endheaders()
+            response = connection.getresponse()
+            return Asked(status=response.status, headers=dict(response.getheaders()), body=response.read())
+        finally:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    layout = write_run(tmp_path_factory.mktemp("runs") / "run", num_steps=STEPS)
+    server = open_server(Api([ViewedRun(layout, name="run")]), host="127.0.0.1", port=0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield Site(layout=layout, port=server.port)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_page_and_its_files_are_served_with_a_policy_that_allows_nothing_else(site: Site):
+    for path in read_pages():
+        found = site.ask(path)
+        assert found.status == 200
+        assert "default-src 'none'; script-src 'self'" in found.headers["Content-Security-Policy"]
+        assert found.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/../pyproject.toml",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "//etc/passwd",
+        "/api/../status.json",
+        "/status.json",
+        "/api/nothing",
+        "/api/rollouts?step=99",
+        "/api/rollouts?step=1&eval=../../status.json",
+        "/api/rollouts?step=0&eval=/etc",
+        "/api/rollout?step=1&line=999",
+    ],
+)
+def test_nothing_but_what_was_listed_is_found(site: Site, target: str):
+    found = site.ask(target)
+    assert found.status == 404
+    assert set(found.json) == {"error"}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "run=1",
+        "run=-1",
+        "run=x",
+        "run=%F0%9D%9F%98",
+        "points=1",
+        "points=9999",
+        "from=1e3",
+        "names=a&points=" + "9" * 5000,
+    ],
+)
+def test_a_query_of_the_wrong_form_is_refused_with_what_is_allowed(site: Site, query: str):
+    found = site.ask(f"/api/series?{query}")
+    assert found.status == 400
+    assert "must be a number from" in found.json["error"]
+
+
+@pytest.mark.parametrize("names", ["../../etc:loss", "nobody:loss/mean", ":", "trainer:", "trainer:step", ",,,"])
+def test_a_metric_of_nobody_has_no_curve(site: Site, names: str):
+    assert not any(site.ask(f"/api/series?names={names}").json["curves"].get(name) for name in names.split(",") if name)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "169.254.1.1", "localhost.evil.example", ""])
+def test_a_request_under_another_name_is_refused(site: Site, host: str):
+    # A page of another site has its name resolve to this machine; the browser then sends that name.
+    assert site.ask("/api/status", host=host or " ").status == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:80"])
+def test_a_request_under_a_name_of_this_machine_is_answered(site: Site, host: str):
+    assert site.ask("/api/status", host=host).status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_can_be_sent(site: Site, method: str):
+    found = site.ask("/api/status", method=method)
+    assert found.status == 501
+    assert "Access-Control-Allow-Origin" not in found.headers
+
+
+def test_an_answer_that_has_not_changed_is_not_sent_again(site: Site):
+    target = "/api/series?names=trainer:loss/mean"
+    first = site.ask(target)
+    again = site.ask(target, If_None_Match=first.headers["ETag"])
+    assert (again.status, again.body) == (304, b"")
+    with site.layout.metrics.joinpath("trainer.jsonl").open("ab") as file:
+        file.write(trainer_line(STEPS + 1, np.random.default_rng(3), num_steps=STEPS + 1))
+    changed = site.ask(target, If_None_Match=first.headers["ETag"])
+    assert changed.status == 200
+    assert changed.json["curves"]["trainer:loss/mean"]["steps"][-1] == STEPS + 1
+
+
+def test_large_answers_are_compressed_for_who_can_read_them(site: Site):
+    assert site.ask("/app.js", Accept_Encoding="gzip").headers["Content-Encoding"] == "gzip"
+    assert "Content-Encoding" not in site.ask("/app.js").headers
+
+
+def test_who_waits_for_whom_is_told_by_step_and_over_all(site: Site):
+    found = site.ask("/api/timeline?last=20&steps=5").json
+    assert (found["first_step"], found["last_step"]) == (16, 20)
+    trainer = [span for span in found["spans"] if span["lane"] == "trainer" and span["step"] == 18]
+    assert [(span["does"], span["waits_for"]) for span in trainer] == [
+        ("waits for a batch", "orchestrator"),
+        ("forward and backward", ""),
+        ("optimizer", ""),
+        ("publishes weights", ""),
+        ("other work", ""),
+    ]
+    assert trainer[0]["end"] - trainer[0]["start"] == pytest.approx(3.0)
+    shares = {(share["lane"], share["does"]): share["share"] for share in found["shares"]}
+    assert shares["trainer", "waits for a batch"] == pytest.approx(3 / 12)
+    assert shares["orchestrator", "waits for rollouts"] == pytest.approx(9 / 12)
+    assert {note["event"] for note in found["notes"]} == {"load", "commit"}
+    # A load is over when it is noted.
+    load = next(span for span in found["spans"] if span["lane"] == "inference")
+    assert load["end"] - load["start"] == pytest.approx(0.8)
+
+
+def test_status_is_told_in_words(site: Site):
+    found = site.ask("/api/status").json
+    assert found["state"] == "done"
+    assert found["is_over"]
+    assert found["words"][0].startswith("run 20260101-000000-abcdef attempt 1: done with exit code 0")
+
+
+def test_values_that_may_be_secrets_are_not_sent(site: Site):
+    found = site.ask("/api/config")
+    assert b"sk-not-to-be-shown" not in found.body
+    assert found.json["orchestrator"]["client.api_key"] == "(not shown: it may be a secret)"
+    assert found.json["orchestrator"]["env[0].args.depth"] == "3"
+
+
+def test_a_rollout_comes_with_its_tokens(site: Site):
+    found = site.ask("/api/rollout?step=7&line=2").json
+    [sample] = found["samples"]
+    assert sample["texts"] is None  # no weights, no tokenizer
+    assert sample["logprobs"][:16] == [None] * 16
+    assert sample["versions"][16:] == [5] * 10 + [6] * 38
+
+
+def test_nothing_is_written(site: Site):
+    before = {path: path.stat().st_mtime_ns for path in sorted(site.layout.root.rglob("*"))}
+    for target in ("/", "/api/status", "/api/series", "/api/timeline", "/api/rollouts?step=3", "/api/evals", "/api/config"):
+        assert site.ask(target).status == 200
+    assert {path: path.stat().st_mtime_ns for path in sorted(site.layout.root.rglob("*"))} == before
+
+
+def test_a_directory_that_holds_no_run_is_refused_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for directory in (tmp_path, tmp_path / "nowhere"):
+        assert main(["view", str(directory)]) == 2
+        assert "give a run's output_dir" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_said(site: Site):
+    with pytest.raises(ConfigError, match=r"--port 0 finds a free one"):
+        open_server(Api([]), host="127.0.0.1", port=site.port)
+
+
+def test_loopback_is_the_default_and_a_wider_host_is_named_by_a_usable_address(site: Site):
+    server = open_server(Api([ViewedRun(open_run(site.layout.root), name="run")]), host="0.0.0.0", port=0)
+    try:
+        assert server.url == f"http://localhost:{server.port}/"
+        assert server.is_meant("10.1.2.3:80")
+        assert not server.is_meant("evil.example")
+    finally:
+        server.server_close()
+
+
+def test_runs_are_named_by_what_tells_them_apart():
+    assert name_runs([Path("a/outputs"), Path("b/outputs")]) == ["a/outputs", "b/outputs"]
+    assert name_runs([Path("a/one"), Path("b/two")]) == ["one", "two"]
+
+
+def test_text_never_becomes_html_in_the_page():
+    # Rollouts are written by models. The page's scripts have no way to parse text as markup or as code.
+    ways = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|ContextualFragment|srcdoc"
+    )
+    for item in files("trivet.view").joinpath("static").iterdir():
+        assert not ways.search(item.read_text(encoding="utf-8")), item.name
