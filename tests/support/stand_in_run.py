@@ -56,6 +56,9 @@ class StandInAttempts:
             for name, behaviour, port in zip(_NAMES, self.behaviours, self.ports, strict=True)
         ]
 
+    def teacher_urls(self) -> Sequence[str]:
+        return ()
+
     def base_urls(self) -> Sequence[str]:
         return ()
 

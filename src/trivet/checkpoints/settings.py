@@ -60,6 +60,8 @@ MAY_CHANGE = (
     "buffer.easy_fraction",
     "buffer.hard_fraction",
     "client",
+    "teacher_model.client",
+    "teacher_model.max_concurrent",
     "concurrency",
     "max_concurrent",
     "max_fruitless_batches",

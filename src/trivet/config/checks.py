@@ -104,6 +104,7 @@ def _rl_problems(config: RLConfig) -> Iterator[str]:
                 f" {num_gpus} % {tp} = {num_gpus % tp}"
             )
     yield from _port_problems(config)
+    yield from _teacher_problems(config)
     for key, ids in (("inference_gpu_ids", config.inference_gpu_ids), ("trainer_gpu_ids", config.trainer_gpu_ids)):
         if len(set(ids)) != len(ids) or not ids:
             yield f"{key} must name at least one GPU and each once, got {ids}"
@@ -122,9 +123,48 @@ def _port_problems(config: RLConfig) -> Iterator[str]:
     others = {"trainer.rollout_transport.port": config.trainer.rollout_transport.port}
     if config.inference is not None:
         others["inference.server.port"] = config.inference.server.port
+    if config.teacher_inference is not None:
+        others["teacher_inference.server.port"] = config.teacher_inference.server.port
     for key, taken in others.items():
         if port == taken:
             yield f"trainer.metrics_server.port ({port}) is {key} too; set another, or 0 for any that is free"
+
+
+def _teacher_problems(config: RLConfig) -> Iterator[str]:
+    if config.trainer.loss.needs_teacher and config.orchestrator.teacher_model is None:
+        yield (
+            "trainer.loss.teacher_tau is above 0 and there is no teacher: set orchestrator.teacher_model.model.name, and"
+            " teacher_gpu_ids for a server that the run starts, or orchestrator.teacher_model.client.base_url for one that runs"
+        )
+    if config.teacher_inference is not None:
+        yield from inference_problems(config.teacher_inference, "teacher_inference.")
+
+
+def _teacher_notices(config: RLConfig) -> Iterator[str]:
+    if config.orchestrator.teacher_model is None:
+        return
+    loss = config.trainer.loss
+    if not loss.needs_teacher and loss.type != "custom":
+        yield (
+            "orchestrator.teacher_model is asked about every sample and nothing is learnt from it: trainer.loss.teacher_tau is"
+            ' 0, or the loss is not of type "default"'
+        )
+    if loss.needs_teacher and config.orchestrator.buffer.online_difficulty_filtering:
+        yield (
+            "orchestrator.buffer.online_difficulty_filtering leaves out groups of equal rewards, which the teacher could still"
+            " teach"
+        )
+    if config.orchestrator.sampling.temperature not in (None, 1.0):
+        yield (
+            f"orchestrator.sampling.temperature is {config.orchestrator.sampling.temperature}, and the teacher's"
+            " log-probabilities are of temperature 1: the policy at that temperature is pulled towards them"
+        )
+    taught, seq_len = config.teacher_inference, config.orchestrator.seq_len
+    if taught is not None and taught.model.max_model_len is not None and taught.model.max_model_len <= seq_len:
+        yield (
+            f"teacher_inference.model.max_model_len ({taught.model.max_model_len}) <= orchestrator.seq_len ({seq_len}): the"
+            " teacher refuses samples of that length or more, and their groups fail"
+        )
 
 
 def _length_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[str]:
@@ -319,6 +359,7 @@ def _rl_notices(config: RLConfig) -> Iterator[str]:
     if config.max_steps is None:
         yield "max_steps is not set: the run goes on until it is stopped"
     yield from _sampling_notices(config.orchestrator, "orchestrator.")
+    yield from _teacher_notices(config)
     tokenizer = config.trainer.tokenizer.name
     if tokenizer is not None and tokenizer != config.trainer.model.name:
         yield (

@@ -101,8 +101,6 @@ REFUSED = {
     "trainer.model.tp": "FSDP shards parameters, and no matrix product is split over ranks; remove the key",
     "trainer.model.cp": "a row is not split over ranks: torch's ring attention knows one causal sequence, and would let the"
     " samples of a packed row see each other; lower trainer.model.seq_len, or set trainer.model.ac to have memory for long rows",
-    "teacher_gpu_ids": "teacher models are not supported",
-    "teacher_inference": "teacher models are not supported",
 }
 """Old prefix to what replaced it."""
 

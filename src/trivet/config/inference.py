@@ -48,6 +48,8 @@ class InferenceConfig(Section):
     """`uv run inference @ inference.toml`."""
 
     run: RunIdentity = RunIdentity()
+    is_teacher: bool = False
+    """Set by the launcher: it serves the teacher, and reports as that."""
     output_dir: Path = DEFAULT_OUTPUT_DIR
     """Root of everything the run writes."""
     server: ServerConfig = ServerConfig()

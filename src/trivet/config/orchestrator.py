@@ -23,6 +23,7 @@ from trivet.config.shared import (
     TransportConfig,
     WandbConfig,
 )
+from trivet.config.teacher import TeacherModelConfig
 
 
 class PolicyModelConfig(Section):
@@ -89,6 +90,7 @@ class OrchestratorConfig(Section):
     """Completions that trainer and server compare before the first batch; 0: no self-check."""
     client: ClientConfig = ClientConfig()
     model: PolicyModelConfig = PolicyModelConfig()
+    teacher_model: TeacherModelConfig | None = None
     sampling: SamplingConfig = SamplingConfig()
     env: list[EnvConfig] = Field(default=[EnvConfig()], min_length=1)
     """Environments to train on."""

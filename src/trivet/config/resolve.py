@@ -79,8 +79,9 @@ def resolve(draft: Draft, findings: Findings) -> None:
     for name in RunIdentity.model_fields:
         _agree(draft, findings, (f"trainer.run.{name}", f"orchestrator.run.{name}", f"inference.run.{name}"))
     _derive_default(draft, "max_async_level", "trainer.max_async_level", TrainerConfig.model_fields["max_async_level"])
+    _place_teacher(draft, findings)
     if not draft.is_null("inference"):
-        _point_client_at_server(draft, findings)
+        _point_client_at_server(draft, findings, server="inference", client="orchestrator.client")
         compute_dtype = TrainerModelConfig.model_fields["compute_dtype"]
         _derive_default(draft, "inference.model.dtype", "trainer.model.compute_dtype", compute_dtype)
         _serve_adapters(draft)
@@ -158,24 +159,50 @@ def _normal(value: object) -> str:
     return str(value).rstrip("/")
 
 
-def _point_client_at_server(draft: Draft, findings: Findings) -> None:
+def _place_teacher(draft: Draft, findings: Findings) -> None:
+    """A teacher's server that the run starts: what it serves, where, and that the orchestrator asks it."""
+    gpu_ids = draft.leaf("teacher_gpu_ids")
+    if draft.find("teacher_inference") is None:
+        if gpu_ids is None or draft.is_null("teacher_inference"):
+            return
+        draft.derive("teacher_inference", {}, _derived("teacher_gpu_ids", gpu_ids))
+    names = ("orchestrator.teacher_model.model.name", "teacher_inference.model.name")
+    if not any(draft.leaf(name) for name in names):
+        findings.refuse(
+            f"{names[0]} is not set: name the teacher that [teacher_inference] or teacher_gpu_ids starts a server for"
+        )
+    _agree(draft, findings, names)
+    _agree(draft, findings, ("output_dir", "teacher_inference.output_dir"))
+    draft.derive("teacher_inference.is_teacher", True, "teacher_inference")
+    for name in RunIdentity.model_fields:
+        _fill(draft, f"orchestrator.run.{name}", (f"teacher_inference.run.{name}",))
+    _fill(draft, "seed", ("teacher_inference.seed",))
+    # Room for a sample of seq_len tokens, and the one that the server insists on generating.
+    seq_len = OrchestratorConfig.model_fields["seq_len"]
+    _derive_next(draft, "teacher_inference.model.max_model_len", "orchestrator.seq_len", seq_len)
+    _derive_next(draft, "teacher_inference.server.port", "inference.server.port", ServerConfig.model_fields["port"])
+    _fill_section(draft, "log", ("teacher_inference.log",), LogConfig.model_fields)
+    _point_client_at_server(draft, findings, server="teacher_inference", client="orchestrator.teacher_model.client")
+
+
+def _point_client_at_server(draft: Draft, findings: Findings, *, server: str, client: str) -> None:
     default = ServerConfig()
-    host_leaf, port_leaf = draft.leaf("inference.server.host"), draft.leaf("inference.server.port")
+    host_leaf, port_leaf = draft.leaf(f"{server}.server.host"), draft.leaf(f"{server}.server.port")
     host = str(host_leaf.value if host_leaf else default.host)
     port = str(port_leaf.value if port_leaf else default.port)
-    urls = draft.leaf("orchestrator.client.base_url")
+    urls = draft.leaf(f"{client}.base_url")
     if urls is None:
         reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         origin = ", ".join(leaf.origin for leaf in (host_leaf, port_leaf) if leaf) or "default"
-        draft.derive("orchestrator.client.base_url", [f"http://{reachable}:{port}/v1"], f"inference.server, {origin}")
+        draft.derive(f"{client}.base_url", [f"http://{reachable}:{port}/v1"], f"{server}.server, {origin}")
         return
     for url in as_list(urls.value) or [urls.value]:
         parts = urlsplit(str(url))
         is_same_host = parts.hostname == host or (parts.hostname in LOCAL_HOSTS and host in LOCAL_HOSTS)
         if not is_same_host or _port_of(str(url)) != port:
             findings.refuse(
-                f"orchestrator.client.base_url ({url}, {urls.origin}) is not the server of this run, inference.server"
-                f' ({host}:{port}); remove base_url, or set inference = "None" when someone else starts the servers'
+                f"{client}.base_url ({url}, {urls.origin}) is not the server of this run, {server}.server"
+                f' ({host}:{port}); remove base_url, or set {server} = "None" when someone else starts the servers'
             )
 
 
@@ -200,3 +227,10 @@ def _derive_default(draft: Draft, key: str, source: str, field: FieldInfo) -> No
     if draft.leaf(key) is None:
         leaf = draft.leaf(source) or Sourced(field.default, "default")
         draft.derive(key, leaf.value, _derived(source, leaf))
+
+
+def _derive_next(draft: Draft, key: str, source: str, field: FieldInfo) -> None:
+    """Give `key`, unless it has a value, one more than `source`; a `source` that is no number is refused by its own name."""
+    leaf = draft.leaf(source) or Sourced(field.default, "default")
+    if draft.leaf(key) is None and str(leaf.value).isdecimal():
+        draft.derive(key, int(str(leaf.value)) + 1, _derived(source, leaf))

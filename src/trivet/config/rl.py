@@ -42,6 +42,8 @@ class RLConfig(Section):
     """Fills every role's seed."""
     inference_gpu_ids: list[int] = [0]
     """GPUs of the inference server. May overlap trainer_gpu_ids; ignored on a machine without a GPU."""
+    teacher_gpu_ids: list[int] | None = None
+    """GPUs of a teacher's server, which the launcher then starts; unset with [teacher_inference] unset: it starts none."""
     trainer_gpu_ids: list[int] = [1]
     """GPUs of the trainer, one rank each."""
     trainer_cpu_ranks: int = Field(default=1, ge=1)
@@ -62,6 +64,8 @@ class RLConfig(Section):
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig | None = InferenceConfig()
     """None: the servers of orchestrator.client.base_url are started by someone else."""
+    teacher_inference: InferenceConfig | None = None
+    """The server of orchestrator.teacher_model, started beside the others: the keys of [inference]. Its weights never change."""
     faults: FaultsConfig = FaultsConfig()
     """Shared by every role."""
     shutdown_timeout_s: float = Field(default=20.0, gt=0)

@@ -48,8 +48,9 @@ def main() -> int:
 
 def serve(config: InferenceConfig) -> int:
     """Serve until a signal ends it; returns the exit code."""
-    setup_logging("inference", level=config.log.level)
-    progress.start_reports(RunLayout(config.output_dir), role="inference", attempt=config.run.attempt)
+    role = "teacher" if config.is_teacher else "inference"
+    setup_logging(role, level=config.log.level)
+    progress.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
     progress.doing("loading the model")
     arm(config.faults.schedule)
     is_cpu = not _has_cuda_build()

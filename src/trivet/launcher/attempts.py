@@ -22,6 +22,9 @@ from trivet.telemetry.events import EventWriter, read_events
 from trivet.wire.events import Event, Stop
 from trivet.wire.versions import Step
 
+_SERVERS = ("inference.toml", "teacher.toml")
+"""Files of roles that stay up while trainer and orchestrator go back."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Attempts:
@@ -71,6 +74,10 @@ class Attempts:
         """Where the inference servers that this run starts answer."""
         return self.planned.base_urls if self.config.inference is not None else ()
 
+    def teacher_urls(self) -> Sequence[str]:
+        """Where the teacher that this run starts answers."""
+        return self.planned.teacher_urls
+
     def begin(self) -> None:
         """Take the directory for the first attempt, and write the roles' configurations.
 
@@ -103,7 +110,7 @@ class Attempts:
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
         self.directory.go_back(self.run)
         self.planned = self._plan()
-        write_configs({path: config for path, config in self.planned.configs.items() if path.name != "inference.toml"})
+        write_configs({path: config for path, config in self.planned.configs.items() if path.name not in _SERVERS})
 
     def has_completed(self, role: str) -> bool:
         """Whether `role` recorded in events.jsonl that this attempt reached the last step."""

@@ -20,9 +20,11 @@ from trivet.config.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.launcher.machine import Machine
 
-INFERENCE, ORCHESTRATOR, TRAINER = "inference", "orchestrator", "trainer"
+INFERENCE, TEACHER, ORCHESTRATOR, TRAINER = "inference", "teacher", "orchestrator", "trainer"
 SHARED_GPU_MEMORY = 0.5
-"""Share of a GPU that the inference server takes when the trainer needs the same one."""
+"""Share of a GPU that the inference server takes when the trainer or a teacher needs the same one."""
+SHARED_TEACHER_MEMORY = 0.25
+"""Share of a GPU that a teacher's server takes when another role needs the same one."""
 
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -58,6 +60,8 @@ class ProcessSpec:
 class Ports:
     inference: int
     transport: int
+    teacher: int = 0
+    """0 when the run starts no teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +70,17 @@ class GpuShares:
 
     inference: tuple[str, ...]
     trainer: tuple[str, ...]
+    teacher: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
 
     @property
     def is_shared(self) -> bool:
-        return not set(self.inference).isdisjoint(self.trainer)
+        """The inference server is not alone on its GPUs."""
+        return not set(self.inference).isdisjoint((*self.trainer, *self.teacher))
+
+    @property
+    def is_teacher_shared(self) -> bool:
+        return not set(self.teacher).isdisjoint((*self.trainer, *self.inference))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +92,8 @@ class Plan:
     """What the user is told once, before the start."""
     base_urls: tuple[str, ...]
     """Where the inference servers answer."""
+    teacher_urls: tuple[str, ...] = ()
+    """Where the teacher that this run starts answers."""
 
 
 def plan(
@@ -111,6 +123,7 @@ def plan(
     shares = share_gpus(config, machine.gpus)
     configs = RunLayout(config.output_dir).configs
     inference = _inference_config(config, shares, run, ports)
+    teacher = _teacher_config(config, shares, run, ports)
     orchestrator = _orchestrator_config(config, run, ports, resume_step)
     trainer = _trainer_config(config, run, ports, resume_step)
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
@@ -120,12 +133,21 @@ def plan(
     ]
     if inference is not None:
         sections[configs / "inference.toml"] = inference
-        processes.insert(0, _inference_process(config, python, configs / "inference.toml", shares))
+        processes.insert(0, _server_process(INFERENCE, config, python, configs / "inference.toml", shares.inference))
+    if teacher is not None:
+        sections[configs / "teacher.toml"] = teacher
+        processes.insert(0, _server_process(TEACHER, config, python, configs / "teacher.toml", shares.teacher))
     return Plan(
         processes=tuple(processes),
         configs=sections,
-        notices=(*shares.notices, *_port_notices(config, ports), *_memory_notices(config, inference)),
+        notices=(
+            *shares.notices,
+            *_port_notices(config, ports),
+            *_memory_notices("inference", config.inference, inference),
+            *_memory_notices("teacher_inference", config.teacher_inference, teacher),
+        ),
         base_urls=tuple(orchestrator.client.base_url),
+        teacher_urls=tuple(orchestrator.teacher_model.client.base_url) if teacher and orchestrator.teacher_model else (),
     )
 
 
@@ -142,17 +164,24 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
     serves, trains = config.inference is not None, config.trainer.device != "cpu"
     inference_ids = config.inference_gpu_ids if serves else []
     trainer_ids = config.trainer_gpu_ids if trains else []
+    teaches = config.teacher_inference is not None
+    teacher_ids = _teacher_ids(config, len(gpus)) if teaches else []
     notices: list[str] = []
     if len(gpus) == 1 and trainer_ids == [1]:
         trainer_ids = [0]
         if serves:
             notices.append("one GPU: inference and trainer share it (set trainer_gpu_ids = [0] to say so yourself)")
-    for key, ids, is_used in (("inference_gpu_ids", inference_ids, serves), ("trainer_gpu_ids", trainer_ids, trains)):
+    for key, ids, is_used in (
+        ("inference_gpu_ids", inference_ids, serves),
+        ("trainer_gpu_ids", trainer_ids, trains),
+        ("teacher_gpu_ids", teacher_ids, teaches),
+    ):
         if is_used:
             _check_ids(key, ids, len(gpus))
     return GpuShares(
         inference=tuple(gpus[index] for index in inference_ids),
         trainer=tuple(gpus[index] for index in trainer_ids),
+        teacher=tuple(gpus[index] for index in teacher_ids),
         notices=tuple(notices),
     )
 
@@ -166,6 +195,14 @@ def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[
     """Environment defaults of trainer ranks on one machine; torchrun alone would give each rank one thread."""
     threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
     return threads | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else {})
+
+
+def _teacher_ids(config: RLConfig, num_gpus: int) -> list[int]:
+    if config.teacher_gpu_ids is not None:
+        return config.teacher_gpu_ids
+    if num_gpus > 1:
+        raise ConfigError("teacher_gpu_ids is not set: name the GPUs of [teacher_inference]; they may be those of another role")
+    return [0]
 
 
 def _check_ids(key: str, ids: Sequence[int], num_gpus: int) -> None:
@@ -182,28 +219,42 @@ def _inference_config(config: RLConfig, shares: GpuShares, run: RunIdentity, por
     inference = config.inference
     if inference is None:
         return None
-    update: dict[str, object] = {
-        "run": run,
-        "server": inference.server.model_copy(update={"port": ports.inference}),
-        "parallel": inference.parallel.model_copy(update={"dp": _replicas(inference, len(shares.inference))}),
-    }
-    if shares.is_shared and inference.gpu_memory_utilization > SHARED_GPU_MEMORY:
-        update["gpu_memory_utilization"] = SHARED_GPU_MEMORY
-    return inference.model_copy(update=update)
+    share = SHARED_GPU_MEMORY if shares.is_shared else 1.0
+    return _served(inference, run, port=ports.inference, num_gpus=len(shares.inference), share=share, name="inference")
 
 
-def _replicas(inference: InferenceConfig, num_gpus: int) -> int:
+def _teacher_config(config: RLConfig, shares: GpuShares, run: RunIdentity, ports: Ports) -> InferenceConfig | None:
+    teacher = config.teacher_inference
+    if teacher is None:
+        return None
+    share = SHARED_TEACHER_MEMORY if shares.is_teacher_shared else 1.0
+    return _served(teacher, run, port=ports.teacher, num_gpus=len(shares.teacher), share=share, name="teacher")
+
+
+def _served(server: InferenceConfig, run: RunIdentity, *, port: int, num_gpus: int, share: float, name: str) -> InferenceConfig:
+    return server.model_copy(
+        update={
+            "run": run,
+            "server": server.server.model_copy(update={"port": port}),
+            "parallel": server.parallel.model_copy(update={"dp": _replicas(server, num_gpus, name=name)}),
+            "gpu_memory_utilization": min(server.gpu_memory_utilization, share),
+        }
+    )
+
+
+def _replicas(inference: InferenceConfig, num_gpus: int, *, name: str) -> int:
+    section = "inference" if name == "inference" else f"{name}_inference"
     tp, dp = inference.parallel.tp, inference.parallel.dp
     if num_gpus == 0:
         return dp
     if num_gpus % tp:
         raise ConfigError(
-            f"inference_gpu_ids names {num_gpus} GPU(s), which inference.parallel.tp ({tp}) must divide: "
+            f"{name}_gpu_ids names {num_gpus} GPU(s), which {section}.parallel.tp ({tp}) must divide: "
             f"{num_gpus} % {tp} = {num_gpus % tp}; change either"
         )
     if dp not in (1, num_gpus // tp):
         raise ConfigError(
-            f"inference.parallel.dp ({dp}) must be GPUs / tp = {num_gpus} / {tp} = {num_gpus // tp}; leave it out"
+            f"{section}.parallel.dp ({dp}) must be GPUs / tp = {num_gpus} / {tp} = {num_gpus // tp}; leave it out"
         )
     return num_gpus // tp
 
@@ -213,9 +264,15 @@ def _orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resum
     urls = orchestrator.client.base_url
     if config.inference is not None:
         urls = [_with_port(url, configured=config.inference.server.port, actual=ports.inference) for url in urls]
+    teacher = orchestrator.teacher_model
+    if config.teacher_inference is not None and teacher is not None:
+        configured = config.teacher_inference.server.port
+        asked = [_with_port(url, configured=configured, actual=ports.teacher) for url in teacher.client.base_url]
+        teacher = teacher.model_copy(update={"client": teacher.client.model_copy(update={"base_url": asked})})
     return orchestrator.model_copy(
         update={
             "run": run,
+            "teacher_model": teacher,
             "client": orchestrator.client.model_copy(update={"base_url": urls}),
             "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
             "ckpt": _resumed(orchestrator.ckpt, resume_step),
@@ -250,13 +307,13 @@ def _with_port(url: str, *, configured: int, actual: int) -> str:
     return parts._replace(netloc=f"{host}:{actual}").geturl()
 
 
-def _inference_process(config: RLConfig, python: str, file: Path, shares: GpuShares) -> ProcessSpec:
+def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
     return ProcessSpec(
-        name=INFERENCE,
+        name=name,
         argv=(python, "-m", "trivet.inference.server", "@", str(file)),
-        log=RunLayout(config.output_dir).log_file("inference.stdout"),
-        env={"CUDA_VISIBLE_DEVICES": ",".join(shares.inference)} if shares.inference else {},
-        env_defaults={"PYTHONUNBUFFERED": "1"} | ({} if shares.inference else _YIELD_CORES),
+        log=RunLayout(config.output_dir).log_file(f"{name}.stdout"),
+        env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
+        env_defaults={"PYTHONUNBUFFERED": "1"} | ({} if gpus else _YIELD_CORES),
         does_finish=False,
         are_children_watched=True,
     )
@@ -297,13 +354,15 @@ def _port_notices(config: RLConfig, ports: Ports) -> list[str]:
     wanted = [("trainer.rollout_transport.port", config.trainer.rollout_transport.port, ports.transport)]
     if config.inference is not None:
         wanted.insert(0, ("inference.server.port", config.inference.server.port, ports.inference))
+    if config.teacher_inference is not None:
+        wanted.append(("teacher_inference.server.port", config.teacher_inference.server.port, ports.teacher))
     return [f"{key} {port} is not free; using {found}" for key, port, found in wanted if port != found]
 
 
-def _memory_notices(config: RLConfig, inference: InferenceConfig | None) -> list[str]:
-    if inference is None or config.inference is None:
+def _memory_notices(section: str, configured: InferenceConfig | None, planned: InferenceConfig | None) -> list[str]:
+    if planned is None or configured is None:
         return []
-    wanted, given = config.inference.gpu_memory_utilization, inference.gpu_memory_utilization
+    wanted, given = configured.gpu_memory_utilization, planned.gpu_memory_utilization
     if wanted == given:
         return []
-    return [f"the trainer needs memory on the same GPU: inference.gpu_memory_utilization {wanted} is lowered to {given}"]
+    return [f"another role needs memory on the same GPU: {section}.gpu_memory_utilization {wanted} is lowered to {given}"]

@@ -1,6 +1,6 @@
 """Decides what happens to a run: goes on, restarts a part of it, or is over, and why. Pure: states and a time in, actions out.
 
-A unit is what is restarted together: inference alone; orchestrator and trainer. Its phases:
+A unit is what is restarted together: inference alone; a teacher alone; orchestrator and trainer. Its phases:
 
     running --a role failed--> stopping --all have ended--> backing off --delay--> running
        |                           (killed at the deadline)
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trivet.config.supervision import RecoveryConfig
-from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TRAINER
+from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TEACHER, TRAINER
 from trivet.launcher.words import describe_exit
 
 MAX_BACKOFF_S = 60.0
@@ -25,10 +25,11 @@ _FINAL = frozenset({2, 3})
 
 class Unit(StrEnum):
     INFERENCE = "inference"
+    TEACHER = "teacher"
     TRAINING = "training"
 
 
-UNIT_OF = {INFERENCE: Unit.INFERENCE, ORCHESTRATOR: Unit.TRAINING, TRAINER: Unit.TRAINING}
+UNIT_OF = {INFERENCE: Unit.INFERENCE, TEACHER: Unit.TEACHER, ORCHESTRATOR: Unit.TRAINING, TRAINER: Unit.TRAINING}
 
 
 class Outcome(StrEnum):
@@ -217,7 +218,7 @@ class Recovery:
         if role.exit_code is None and config.on_stuck == "stop":
             return ' (recovery.on_stuck = "stop")'
         if not role.has_progressed:
-            what = "before it answered" if role.name == INFERENCE else "before the first step"
+            what = "before it answered" if UNIT_OF[role.name] is not Unit.TRAINING else "before the first step"
             if not state.restarted_at and role.exit_code is not None and not _is_signal(role.exit_code):
                 return f", {what}: a restart would meet the same"
             if state.fruitless == _signature(role):

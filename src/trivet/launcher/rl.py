@@ -88,7 +88,12 @@ def _take_ports(config: RLConfig, held: HeldPorts) -> Ports:
     inference = 0
     if config.inference is not None:
         inference = held.take(config.inference.server.host, preferred=config.inference.server.port)
-    return Ports(inference=inference, transport=held.take(transport.host, preferred=transport.port))
+    taught = config.teacher_inference
+    return Ports(
+        inference=inference,
+        transport=held.take(transport.host, preferred=transport.port),
+        teacher=held.take(taught.server.host, preferred=taught.server.port) if taught is not None else 0,
+    )
 
 
 def _introduce(attempts: Attempts, log: RunLog) -> None:

@@ -19,7 +19,7 @@ from trivet.launcher import processes
 from trivet.launcher.crew import Member, forget_reports
 from trivet.launcher.interrupts import Interrupts
 from trivet.launcher.logs import RunLog, is_for_terminal
-from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TRAINER, ProcessSpec
+from trivet.launcher.plan import ORCHESTRATOR, TRAINER, ProcessSpec
 from trivet.launcher.readiness import ReadyProbe
 from trivet.launcher.recovery import (
     UNIT_OF,
@@ -69,6 +69,7 @@ class Attempts(Protocol):
     def is_last_step_committed(self) -> bool: ...
     def specs(self) -> Sequence[ProcessSpec]: ...
     def base_urls(self) -> Sequence[str]: ...
+    def teacher_urls(self) -> Sequence[str]: ...
     def go_back(self, log: RunLog) -> None: ...
     def has_completed(self, role: str) -> bool: ...
     def record(self, event: Event) -> None: ...
@@ -111,7 +112,10 @@ class Supervisor:
         self._sleep = sleep
         self._recovery = Recovery(config, stop_timeout_s=shutdown_timeout_s, patience_s=patience_s)
         self._watchdog = Watchdog(timeout_s=config.watchdog_timeout_s)
-        self._probe = ReadyProbe(attempts.base_urls())
+        self._probes = {
+            Unit.INFERENCE: ReadyProbe(attempts.base_urls()),
+            Unit.TEACHER: ReadyProbe(attempts.teacher_urls()),
+        }
         self._status = StatusFile(attempts.layout, log=log)
         self._members: dict[str, Member] = {}
         self._restarts: list[RestartRecord] = []
@@ -165,8 +169,9 @@ class Supervisor:
             if member.child.spec.does_finish:
                 for line in filter(is_for_terminal, lines):
                     self._log.show(line)
-        for url in self._probe.look(now=now):
-            self._log.say(f"inference ready url={url} after {now - self._started:.0f} s")
+        for unit, probe in self._probes.items():
+            for url in probe.look(now=now):
+                self._log.say(f"{unit} ready url={url} after {now - self._started:.0f} s")
         if now < self._reports_due:
             return
         self._reports_due = now + _REPORTS_EVERY_S
@@ -230,8 +235,8 @@ class Supervisor:
 
     def _has_progressed(self, unit: Unit) -> bool:
         """Since the unit was started: a step was finished, or the servers have answered."""
-        if unit is Unit.INFERENCE:
-            return self._probe.are_all_ready
+        if unit in self._probes:
+            return self._probes[unit].are_all_ready
         return self._last_step() > (self._attempts.from_step or 0)
 
     def _is_back(self, unit: Unit) -> bool:
@@ -262,7 +267,7 @@ class Supervisor:
         self._restarts.append(
             RestartRecord(
                 time=self._wall(),
-                roles=[INFERENCE] if not is_training else [ORCHESTRATOR, TRAINER],
+                roles=[name for name, unit in UNIT_OF.items() if unit is action.unit],
                 cause=action.cause,
                 lost_steps=self._last_step() if is_training else 0,
             )
@@ -281,7 +286,7 @@ class Supervisor:
             self._restarts[place] = msgspec.structs.replace(self._restarts[place], from_step=step, lost_steps=lost)
             self._log.say(f"attempt {self._attempts.run.attempt} from {f'step {step}' if step else 'the start'}")
         else:
-            self._probe.again()
+            self._probes[unit].again()
         record = self._restarts[place]
         self._attempts.record(Restart(roles=record.roles, cause=record.cause, from_step=record.from_step))
         for spec in self._attempts.specs():

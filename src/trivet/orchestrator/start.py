@@ -10,6 +10,7 @@ from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import resolve_resume_step
 from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
+from trivet.config.client import ClientConfig
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.examples import training_problem
@@ -31,6 +32,7 @@ from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
+from trivet.orchestrator.teacher import Teacher, is_taught, taught
 from trivet.orchestrator.waker import Waker
 from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry
@@ -73,9 +75,11 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     loop: Loop | None = None
     progress.wait_for("servers that answer", on="inference")
     try:
-        async with _servers(config, telemetry) as servers, _sender(config) as sender:
-            loop = _make_loop(config, layout, half, pool, servers, sender, telemetry)
+        async with _servers(config, telemetry) as servers, open_teacher(config) as teacher, _sender(config) as sender:
+            loop = _make_loop(config, layout, half, pool, servers, sender, telemetry, teacher)
             _report_numbers(loop)
+            if teacher is not None:
+                await _meet_teacher(teacher, loop, config, pool, servers)
             progress.wait_for("a policy to start from", on="trainer")
             await _bring_policy(loop, config)
             progress.wait_for("the self-check to be received", on="trainer")
@@ -158,8 +162,7 @@ async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIte
     client = config.client
 
     def make_client(url: str) -> InferenceClient:
-        key = client.api_key(url, os.environ)
-        return InferenceClient(url, timeout_s=client.admin_timeout, api_key=key, headers=client.headers)
+        return _client(client, url, timeout_s=client.admin_timeout)
 
     servers = ServerPool(client, make_client=make_client, write_event=telemetry.write_event)
     try:
@@ -167,6 +170,40 @@ async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIte
         yield servers
     finally:
         await servers.aclose()
+
+
+@asynccontextmanager
+async def open_teacher(config: OrchestratorConfig) -> AsyncIterator[Teacher | None]:
+    """The teacher of the run, None without one."""
+    if config.teacher_model is None:
+        yield None
+        return
+    teacher = Teacher(
+        config.teacher_model, [_client(config.teacher_model.client, url) for url in config.teacher_model.client.base_url]
+    )
+    try:
+        yield teacher
+    finally:
+        await teacher.aclose()
+
+
+def _client(config: ClientConfig, url: str, *, timeout_s: float | None = None) -> InferenceClient:
+    return InferenceClient(
+        url, timeout_s=timeout_s or config.timeout, api_key=config.api_key(url, os.environ), headers=config.headers
+    )
+
+
+async def _meet_teacher(
+    teacher: Teacher, loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool
+) -> None:
+    progress.wait_for("a teacher that answers", on="teacher")
+    await teacher.wait_ready()
+    messages = [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in loop.sampler.preview(1)]
+    policy = _client(config.client, servers.roots[0])
+    try:
+        await teacher.require_same_tokens(policy, model=config.model.name, messages=next(iter(messages), None))
+    finally:
+        await policy.aclose()
 
 
 @asynccontextmanager
@@ -186,14 +223,19 @@ def _make_loop(
     servers: ServerPool,
     sender: BatchSender,
     telemetry: Telemetry,
+    teacher: Teacher | None,
 ) -> Loop:
     changed = Waker()
     examples = {env.label: pool.infos[env.label].example_hashes for env in config.env}
     sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=half.sampler)
-    waiting, left_out = half.buffer, list[GroupId]()
+    waiting, left_out = half.buffer, dict[GroupId, str]()
     if config.ckpt.skip_buffer:
-        left_out = [*(group.group_id for group in waiting.ready), *waiting.in_flight_ids]
+        left_out = dict.fromkeys([*(group.group_id for group in waiting.ready), *waiting.in_flight_ids], "ckpt.skip_buffer")
         waiting = BufferState()
+    elif teacher is not None:
+        # Finished before the run had a teacher.
+        left_out = {group.group_id: "no_teacher_logprobs" for group in waiting.ready if not is_taught(group)}
+        waiting.ready = [group for group in waiting.ready if group.group_id not in left_out]
     buffer = GroupBuffer(
         write_event=telemetry.write_event,
         online_difficulty_filtering=config.buffer.online_difficulty_filtering,
@@ -201,14 +243,15 @@ def _make_loop(
         filters=rollout_filters(config),
         ready=waiting.ready,
     )
-    for group_id in left_out:
-        telemetry.write_event(Drop(group_id=group_id, reason="ckpt.skip_buffer"))
+    for group_id, reason in left_out.items():
+        telemetry.write_event(Drop(group_id=group_id, reason=reason))
     again, gone = sampler.find_again(waiting.in_flight)
     buffer.gone(gone)
+    run_group = group_runner(pool, sampling_of=sampling_plan(config), rollouts_per_example=config.rollouts_per_example)
     dispatcher = Dispatcher(
         sampler=sampler,
         buffer=buffer,
-        run_group=group_runner(pool, sampling_of=sampling_plan(config), rollouts_per_example=config.rollouts_per_example),
+        run_group=run_group if teacher is None else taught(run_group, teacher, seq_len=config.seq_len),
         servers=servers,
         advantage=make_advantage(config.advantage),
         limits=Limits.of(config),
@@ -251,6 +294,7 @@ def _make_loop(
         gauges=lambda: {
             **load_watcher.metrics(),
             **pool.metrics(),
+            **(teacher.take_metrics() if teacher is not None else {}),
             **lag_metrics("event_loop_lag", lag.take(), ("min", "mean", "med", "p90", "max")),
         },
     )

@@ -193,3 +193,38 @@ def test_the_roles_of_a_fork_resume_the_checkpoint_they_were_given_under_setting
     )
     for role in (trainer_config(planned), orchestrator_config(planned)):
         assert (role.ckpt.resume_from, role.ckpt.resume_step, role.ckpt.allow_changes) == (None, 6, ["*"])
+
+
+TEACHER = {"teacher_inference": {"model": {"name": "big"}, "is_teacher": True, "server": {"port": 8001}}}
+ASKED = {"teacher_model": {"model": {"name": "big"}, "client": {"base_url": ["http://127.0.0.1:8001/v1"]}}}
+
+
+def test_a_teacher_is_started_first_under_its_own_name_and_asked_where_it_listens() -> None:
+    planned = make_plan(**TEACHER, orchestrator=ASKED, ports=Ports(inference=8000, transport=5555, teacher=40003))
+    assert [spec.name for spec in planned.processes] == ["teacher", "inference", "orchestrator", "trainer"]
+    spec = process(planned, "teacher")
+    assert spec.log.name == "teacher.stdout"
+    assert not spec.does_finish
+    config = planned.configs[Path(spec.argv[-1])]
+    assert isinstance(config, InferenceConfig)
+    assert (config.server.port, config.is_teacher, config.run) == (40003, True, inference_config(planned).run)
+    assert planned.teacher_urls == ("http://127.0.0.1:40003/v1",)
+    teacher = orchestrator_config(planned).teacher_model
+    assert teacher is not None
+    assert teacher.client.base_url == ["http://127.0.0.1:40003/v1"]
+    assert "teacher_inference.server.port 8001 is not free; using 40003" in planned.notices
+
+
+def test_a_teacher_gets_the_gpus_that_are_named_for_it() -> None:
+    planned = make_plan(**TEACHER, orchestrator=ASKED, num_gpus=4, teacher_gpu_ids=[2, 3])
+    assert process(planned, "teacher").env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    with pytest.raises(ConfigError, match="teacher_gpu_ids is not set"):
+        make_plan(**TEACHER, orchestrator=ASKED, num_gpus=4)
+
+
+def test_a_teacher_on_the_gpu_of_others_takes_less_of_it() -> None:
+    planned = make_plan(**TEACHER, orchestrator=ASKED, num_gpus=1)
+    config = planned.configs[Path(process(planned, "teacher").argv[-1])]
+    assert isinstance(config, InferenceConfig)
+    assert config.gpu_memory_utilization == 0.25
+    assert inference_config(planned).gpu_memory_utilization == 0.5

@@ -97,6 +97,15 @@ def test_inference_is_restarted_alone_after_the_delay() -> None:
     assert history.starts("inference").at(15) == []
 
 
+def test_a_teacher_is_restarted_alone_too() -> None:
+    history = History(backoff_s=4)
+    history.roles["teacher"] = RoleSeen(name="teacher", does_finish=False, has_progressed=True)
+    history.ends("teacher", -9, at=10)
+    assert history.at(10) == [Announce(unit=Unit.TEACHER, role="teacher", cause="teacher killed by SIGKILL", delay_s=4)]
+    assert history.at(10.2) == []
+    assert history.at(14) == [Start(unit=Unit.TEACHER)]
+
+
 @pytest.mark.parametrize(("dead", "partner"), [("trainer", "orchestrator"), ("orchestrator", "trainer")])
 def test_trainer_and_orchestrator_go_back_together(dead: str, partner: str) -> None:
     history = History(backoff_s=1).ends(dead, 1, at=10)

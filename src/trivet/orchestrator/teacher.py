@@ -1,0 +1,195 @@
+"""Has a teacher score what the policy sampled, before a finished group becomes ready. Stands around the dispatcher's `RunGroup`.
+
+consumes: the rollouts of a group; produces: the same, with `teacher_logprobs_T` on every sample that has a loss token
+waits for: the teacher's servers, `client.timeout` a question, `client.wait_for_ready_timeout` while none answers
+unblocked by: a server's answer; a group whose teacher stays away fails with the reason, as any group can
+
+Must never change what was sampled, nor ask more than `max_concurrent` questions at one time.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trivet.algorithms.packing import truncate
+from trivet.client.inference_client import InferenceClient
+from trivet.config.teacher import TeacherModelConfig
+from trivet.errors import ConfigError, InferenceError, RolloutFailed
+from trivet.orchestrator.dispatcher import RunGroup
+from trivet.orchestrator.sampler import Draw
+from trivet.wire.rollouts import Group, Rollout, Sample
+
+logger = logging.getLogger(__name__)
+
+_MAX_TRIES = 5
+_PAUSE_S = 1.0
+"""Before the second try; doubles with each."""
+_IMPOSSIBLE = -9999.0
+"""What vLLM answers for a log-probability of minus infinity."""
+_PROBES = (
+    "The quick brown fox jumps over 1234567890 lazy dogs!",
+    "def f(x):\n    return {'a': [x**2 + 0.5]}  # \t<tag/>",
+    "Größe, naïveté, 東京で42回, привет \U0001f642",
+)
+"""Texts that tokenizers differ about: words, digits, code and whitespace, other scripts."""
+
+
+class Teacher:
+    """
+    >>> teacher = Teacher(config, clients)
+    >>> await teacher.require_same_tokens(policy_client, model="Qwen/Qwen3-0.6B", messages=prompt)
+    >>> await teacher.score(sample)
+    array([0., -0.31, …], dtype=float32)
+    >>> await teacher.aclose()
+    """
+
+    def __init__(
+        self,
+        config: TeacherModelConfig,
+        clients: Sequence[InferenceClient],
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """
+        Args:
+            clients: one per server.
+        """
+        self._name = config.model.name
+        self._ready_timeout_s = config.client.wait_for_ready_timeout
+        self._clients = list(clients)
+        self._in_flight = dict.fromkeys(range(len(self._clients)), 0)
+        self._places = asyncio.Semaphore(config.max_concurrent)
+        self._sleep = sleep
+        self._seconds: list[float] = []
+
+    async def wait_ready(self) -> None:
+        """Returns once every server answers.
+
+        Raises:
+            InferenceError: one did not within client.wait_for_ready_timeout.
+        """
+        await asyncio.gather(*(client.wait_ready(self._ready_timeout_s) for client in self._clients))
+
+    async def require_same_tokens(
+        self, policy: InferenceClient, *, model: str, messages: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """
+        Args:
+            policy: a server of the policy.
+            model: the policy's name there.
+            messages: a prompt of an environment, under whose chat template special tokens are compared too.
+
+        Raises:
+            ConfigError: the teacher reads texts as other tokens, or other texts from the same tokens.
+        """
+        for teacher in self._clients:
+            for text in _PROBES:
+                mine, theirs = await policy.tokenize(text, model=model), await teacher.tokenize(text, model=self._name)
+                if mine != theirs:
+                    raise ConfigError(
+                        self._refusal(model, f"{text!r} is {_shown(mine)} to the policy and {_shown(theirs)} to it")
+                    )
+            if messages is not None:
+                ids = await policy.tokenize(messages, model=model)
+                read, meant = await teacher.detokenize(ids, model=self._name), await policy.detokenize(ids, model=model)
+                if read != meant:
+                    raise ConfigError(
+                        self._refusal(model, f"it reads a prompt as {read[:200]!r}, the policy as {meant[:200]!r}")
+                    )
+        logger.info("teacher model=%s servers=%s reads the policy's tokens", self._name, len(self._clients))
+
+    async def score(self, sample: Sample) -> np.ndarray:
+        """float32 [T]: the teacher's log-probability of each token of `sample`, 0 where it is not trained on.
+
+        Raises:
+            RolloutFailed: no server answered, or the teacher holds a token for impossible.
+        """
+        started = time.monotonic()
+        token_ids: list[int] = sample.token_ids_T.tolist()
+        last_error: InferenceError | None = None
+        for number in range(_MAX_TRIES):
+            if number:
+                await self._sleep(_PAUSE_S * 2 ** (number - 1))
+            try:
+                logprobs = await self._ask(token_ids, number=number)
+            except InferenceError as exc:
+                last_error = exc
+                continue
+            self._seconds.append(time.monotonic() - started)
+            return _checked(logprobs, sample)
+        raise RolloutFailed(f"teacher {self._name}: {last_error}", kind="TeacherFailed") from last_error
+
+    async def _ask(self, token_ids: Sequence[int], *, number: int) -> list[float]:
+        """Ask the server with the fewest questions, each time another one."""
+        async with self._places:
+            index = min(self._in_flight, key=lambda index: (self._in_flight[index], (index - number) % len(self._clients)))
+            client = self._clients[index]
+            self._in_flight[index] += 1
+            try:
+                return await client.score(token_ids, model=self._name)
+            except InferenceError:
+                # A server that is started again costs time, one that refuses costs a try.
+                if number or len(self._clients) == 1:
+                    await client.wait_ready(self._ready_timeout_s)
+                raise
+            finally:
+                self._in_flight[index] -= 1
+
+    def take_metrics(self) -> dict[str, float]:
+        """`time/teacher_logprobs`: mean seconds for a sample since the last call, the wait for a place included."""
+        seconds, self._seconds = self._seconds, []
+        return {"time/teacher_logprobs": sum(seconds) / len(seconds)} if seconds else {}
+
+    async def aclose(self) -> None:
+        for client in self._clients:
+            await client.aclose()
+
+    def _refusal(self, model: str, difference: str) -> str:
+        return (
+            f"orchestrator.teacher_model.model.name {self._name!r} has not the tokens of the policy {model!r}: {difference}; a "
+            "teacher scores the policy's token ids, take one of the same family and vocabulary"
+        )
+
+
+def taught(run_group: RunGroup, teacher: Teacher, *, seq_len: int) -> RunGroup:
+    """`run_group`, whose rollouts the teacher has scored, up to `seq_len` tokens each."""
+
+    async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
+        rollouts = await run_group(draw, base_url=base_url)
+        for rollout in rollouts:
+            rollout.samples = [truncate(sample, seq_len=seq_len) for sample in rollout.samples]
+        samples = [sample for rollout in rollouts for sample in rollout.samples if sample.num_loss_tokens]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                scoring = [tasks.create_task(teacher.score(sample), name=f"teacher-{draw.group_id}") for sample in samples]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        for sample, scored in zip(samples, scoring, strict=True):
+            sample.teacher_logprobs_T = scored.result()
+        return rollouts
+
+    return run
+
+
+def is_taught(group: Group) -> bool:
+    """Whether the teacher has scored everything in `group` that can be trained on."""
+    samples = [sample for rollout in group.rollouts for sample in rollout.samples]
+    return all(sample.teacher_logprobs_T is not None for sample in samples if sample.num_loss_tokens)
+
+
+def _checked(logprobs: Sequence[float], sample: Sample) -> np.ndarray:
+    values_T = np.where(sample.loss_mask_T, np.array(logprobs, dtype=np.float32), np.float32(0.0))
+    if not np.isfinite(values_T).all() or values_T.min(initial=0.0) <= _IMPOSSIBLE:
+        token = int(sample.token_ids_T[int(np.argmin(np.nan_to_num(values_T, nan=-np.inf)))])
+        raise RolloutFailed(
+            f"the teacher holds token {token} for impossible: its vocabulary is not the policy's", kind="TeacherFailed"
+        )
+    return values_T
+
+
+def _shown(token_ids: Sequence[int]) -> str:
+    return f"{list(token_ids[:8])}{' …' if len(token_ids) > 8 else ''}"

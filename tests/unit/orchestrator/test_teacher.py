@@ -1,0 +1,262 @@
+"""A teacher behind real HTTP: what it is asked, how often, and what becomes of a group when it does not answer."""
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trivet.client.inference_client import InferenceClient
+from trivet.config.client import ClientConfig
+from trivet.config.teacher import TeacherModelConfig, TeacherNameConfig
+from trivet.errors import ConfigError, InferenceError, RolloutFailed
+from trivet.orchestrator.sampler import Draw
+from trivet.orchestrator.teacher import Teacher, is_taught, taught
+from trivet.wire.rollouts import Group, GroupId, Rollout, Sample
+from trivet.wire.versions import PolicyVersion, Step, VersionRun
+
+
+@dataclass
+class Script:
+    """A server whose log-probability of token t is -t / 10; a text's tokens are its bytes."""
+
+    fails: int = 0
+    """Questions that are answered with 500."""
+    impossible: int | None = None
+    shift: int = 0
+    """Added to every byte: another tokenizer."""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/tokenize":
+            text = body["prompt"] if "prompt" in body else json.dumps(body["messages"])
+            return 200, {"tokens": [byte + self.shift for byte in text.encode()], "count": 1, "max_model_len": 10}
+        if path == "/detokenize":
+            return 200, {"prompt": bytes(token - self.shift for token in body["tokens"]).decode()}
+        self.asked.append(body)
+        if self.fails:
+            self.fails -= 1
+            return 500, {"error": {"message": "the engine is busy"}}
+        scored = [{str(token): {"logprob": self.logprob(token), "rank": 1}} for token in body["prompt"][1:]]
+        return 200, {"choices": [{"prompt_logprobs": [None, *scored]}]}
+
+    def logprob(self, token: int) -> float:
+        return -9999.0 if token == self.impossible else -token / 10
+
+
+@contextmanager
+def serve(script: Script):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            with script.lock:
+                script.at_once += 1
+                script.most_at_once = max(script.most_at_once, script.at_once)
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with script.lock:
+                code, found = script.answer(self.path, body)
+                script.at_once -= 1
+            self.reply(code, found)
+
+        def do_GET(self):
+            self.reply(200, {})
+
+        def reply(self, code, found):
+            content = json.dumps(found).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def make_sample(token_ids: list[int], *, num_prompt: int = 2) -> Sample:
+    mask_T = np.arange(len(token_ids)) >= num_prompt
+    return Sample(
+        token_ids_T=np.array(token_ids, dtype=np.int32),
+        loss_mask_T=mask_T,
+        logprobs_T=np.full(len(token_ids), -1.0, dtype=np.float32),
+        versions=[VersionRun(PolicyVersion(0), int(mask_T.sum()))] if mask_T.any() else [],
+        temperature=1.0,
+    )
+
+
+DRAW = Draw(group_id=GroupId(3), env="e", example_id=0, example_hash="", step=Step(1))
+
+
+def with_teacher(urls: list[str], body, *, max_concurrent: int = 4, pauses: list[float] | None = None):
+    """What `body` returns for a teacher on `urls`, whose pauses take no time."""
+    slept = pauses if pauses is not None else []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def main():
+        config = TeacherModelConfig(
+            model=TeacherNameConfig(name="big"),
+            client=ClientConfig(base_url=urls, wait_for_ready_timeout=0.5),
+            max_concurrent=max_concurrent,
+        )
+        teacher = Teacher(config, [InferenceClient(url, timeout_s=10) for url in urls], sleep=sleep)
+        try:
+            return await body(teacher)
+        finally:
+            await teacher.aclose()
+
+    return asyncio.run(main())
+
+
+def run_taught(urls: list[str], samples: list[Sample], *, seq_len: int = 64, **options) -> list[Rollout]:
+    async def run_group(draw: Draw, *, base_url: str) -> list[Rollout]:
+        assert (draw, base_url) == (DRAW, "http://policy")
+        return [Rollout(index=index, reward=0.0, samples=[sample]) for index, sample in enumerate(samples)]
+
+    return with_teacher(
+        urls, lambda teacher: taught(run_group, teacher, seq_len=seq_len)(DRAW, base_url="http://policy"), **options
+    )
+
+
+def test_every_loss_token_of_a_group_gets_the_teachers_log_probability():
+    with serve(Script()) as url:
+        rollouts = run_taught([url], [make_sample([5, 6, 7, 8]), make_sample([9, 10, 11])])
+    scored = [rollout.samples[0].teacher_logprobs_T for rollout in rollouts]
+    np.testing.assert_allclose(scored[0], [0, 0, -0.7, -0.8], rtol=1e-6)
+    np.testing.assert_allclose(scored[1], [0, 0, -1.1], rtol=1e-6)
+    assert {values.dtype for values in scored} == {np.dtype(np.float32)}
+    assert is_taught(Group(group_id=GroupId(3), env="e", example_id=0, rollouts=rollouts))
+
+
+def test_it_is_asked_for_the_tokens_that_can_be_trained_on():
+    script = Script()
+    with serve(script) as url:
+        run_taught([url], [make_sample([5, 6, 7, 8]), make_sample([1, 2])], seq_len=3)
+    assert [body["prompt"] for body in script.asked] == [[5, 6, 7]]
+    assert (script.asked[0]["model"], script.asked[0]["prompt_logprobs"]) == ("big", 0)
+
+
+def test_no_more_questions_are_under_way_than_allowed():
+    script = Script()
+    with serve(script) as url:
+        run_taught([url], [make_sample([5, 6, index]) for index in range(24)], max_concurrent=3)
+    assert len(script.asked) == 24
+    assert script.most_at_once <= 3
+
+
+def test_questions_are_spread_over_the_servers():
+    scripts = [Script(), Script()]
+    with serve(scripts[0]) as first, serve(scripts[1]) as second:
+        run_taught([first, second], [make_sample([5, 6, index]) for index in range(24)], max_concurrent=6)
+    assert min(len(script.asked) for script in scripts) >= 4
+
+
+def test_a_question_that_failed_is_asked_again_after_a_growing_pause():
+    pauses: list[float] = []
+    with serve(Script(fails=3)) as url:
+        rollouts = run_taught([url], [make_sample([5, 6, 7])], pauses=pauses)
+    assert rollouts[0].samples[0].teacher_logprobs_T is not None
+    assert pauses == [1.0, 2.0, 4.0]
+
+
+def test_a_server_that_fails_leaves_the_question_to_another():
+    broken, well = Script(fails=99), Script()
+    with serve(broken) as first, serve(well) as second:
+        run_taught([first, second], [make_sample([5, 6, 7])])
+    assert (len(broken.asked), len(well.asked)) == (1, 1)
+
+
+def test_a_group_whose_teacher_refuses_fails_with_the_reason():
+    with serve(Script(fails=99)) as url, pytest.raises(RolloutFailed, match=r"teacher big: .*the engine is busy") as caught:
+        run_taught([url], [make_sample([5, 6, 7]), make_sample([5, 6, 8])])
+    assert caught.value.kind == "TeacherFailed"
+
+
+def test_a_teacher_that_stays_away_costs_the_group():
+    with serve(Script()) as url:
+        pass
+    with pytest.raises(RolloutFailed, match="was not ready within"):
+        run_taught([url], [make_sample([5, 6, 7])])
+
+
+def test_a_token_that_the_teacher_holds_for_impossible_is_never_learnt_from():
+    with serve(Script(impossible=7)) as url, pytest.raises(RolloutFailed, match="token 7 for impossible"):
+        run_taught([url], [make_sample([5, 6, 7])])
+
+
+def test_a_server_that_leaves_tokens_out_is_not_believed():
+    script = Script()
+    script.answer = lambda path, body: (200, {"choices": [{"prompt_logprobs": [None, {"6": {"logprob": -1.0}}, None]}]})
+
+    async def ask(url: str):
+        client = InferenceClient(url, timeout_s=10)
+        try:
+            await client.score([5, 6, 7], model="big")
+        finally:
+            await client.aclose()
+
+    with serve(script) as url, pytest.raises(InferenceError, match="scored 1 of 2 tokens"):
+        asyncio.run(ask(url))
+
+
+def test_the_time_of_a_question_is_a_metric_once():
+    async def body(teacher: Teacher):
+        await teacher.score(make_sample([5, 6, 7]))
+        return teacher.take_metrics(), teacher.take_metrics()
+
+    with serve(Script()) as url:
+        first, second = with_teacher([url], body)
+    assert set(first) == {"time/teacher_logprobs"}
+    assert second == {}
+
+
+def meet(policy: Script, teacher: Script) -> None:
+    async def body(asked: Teacher, url: str) -> None:
+        client = InferenceClient(url, timeout_s=10)
+        try:
+            await asked.wait_ready()
+            await asked.require_same_tokens(client, model="small", messages=[{"role": "user", "content": "2+2?"}])
+        finally:
+            await client.aclose()
+
+    with serve(policy) as policy_url, serve(teacher) as teacher_url:
+        with_teacher([teacher_url], lambda asked: body(asked, policy_url))
+
+
+def test_a_teacher_of_the_same_vocabulary_is_accepted():
+    meet(Script(), Script())
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_with_what_differs():
+    with pytest.raises(
+        ConfigError, match=r"'big' has not the tokens of the policy 'small': 'The quick.* is \[84, .* and \[85, "
+    ):
+        meet(Script(), Script(shift=1))
+
+
+def test_a_teacher_that_reads_special_tokens_otherwise_is_refused():
+    class Special(Script):
+        def answer(self, path, body):
+            code, found = super().answer(path, body)
+            return (code, {"prompt": found["prompt"].replace("user", "<unused>")}) if path == "/detokenize" else (code, found)
+
+    with pytest.raises(ConfigError, match=r"it reads a prompt as .*<unused>"):
+        meet(Script(), Special())
