@@ -176,7 +176,7 @@ def _curves(viewed: ViewedRun, *, width: int) -> RenderableType:
     for title, justify in (("", "left"), ("now", "right"), ("least", "right"), ("greatest", "right"), ("all steps", "left")):
         table.add_column(title, justify=justify, no_wrap=True)  # pyright: ignore[reportArgumentType]  # Rich's literals
     for label, key in _SHOWN.items():
-        values = _values(viewed, key)
+        values = viewed.metrics.values(key)
         if len(values):
             bars = sparkline(values, width=max(8, width - 60))
             table.add_row(
@@ -188,13 +188,6 @@ def _curves(viewed: ViewedRun, *, width: int) -> RenderableType:
 
 
 def _queues(viewed: ViewedRun) -> RenderableType:
-    found: Sequence[tuple[str, np.ndarray]] = [(label, _values(viewed, key)) for label, key in _QUEUES.items()]
+    found: Sequence[tuple[str, np.ndarray]] = [(label, viewed.metrics.values(key)) for label, key in _QUEUES.items()]
     numbers = [f"{label} {values[-1]:.4g}" for label, values in found if len(values)]
     return Text(f"at the last step: {' · '.join(numbers)}" if numbers else "", style="dim")
-
-
-def _values(viewed: ViewedRun, key: MetricKey) -> np.ndarray:
-    if key.role not in viewed.metrics.roles():
-        return np.array([])
-    values = viewed.metrics.file(key.role).values(key.name)
-    return values[np.isfinite(values)]

@@ -15,7 +15,7 @@ import msgspec
 from trivet.errors import ConfigError
 from trivet.view.configs import read_configs
 from trivet.view.files import NotServed, stamp_of
-from trivet.view.metrics import PHASES, SHOWN_FIRST, MetricKey
+from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
 from trivet.view.rollouts import PageQuery
 from trivet.view.run import ViewedRun
 from trivet.view.status import describe_run, is_over, process_exists, read_status
@@ -93,6 +93,8 @@ class Api:
 
     def _status(self, run: ViewedRun, _: Query) -> object:
         now = self._clock()
+        if not run.layout.status.exists() and not run.layout.reports.is_dir():
+            return {"words": ["It wrote no status: what it does now cannot be told."], "is_over": False, "num_damaged": 0}
         try:
             status = read_status(run.layout)
         except (ConfigError, msgspec.DecodeError) as exc:
@@ -118,8 +120,7 @@ class Api:
 def _series(run: ViewedRun, query: Query) -> object:
     names = [name for name in query.get("names", "").split(",") if name]
     keys = [MetricKey.parse(name) for name in names[:_MAX_METRICS]] or SHOWN_FIRST
-    # What is shown first is always read together: a further set of columns would read the file again.
-    run.metrics.refresh([*SHOWN_FIRST, *keys])
+    run.metrics.refresh([*ALWAYS_READ, *keys])
     points = _number(query, "points", default=1000, low=2, high=_MAX_POINTS)
     first, last = _optional(query, "from"), _optional(query, "to")
     curves = {str(key): run.metrics.curve(key, num_points=points, first=first, last=last) for key in keys}
@@ -131,7 +132,7 @@ def _metric_names(run: ViewedRun, _: Query) -> object:
 
 
 def _timeline(run: ViewedRun, query: Query) -> object:
-    run.metrics.refresh([MetricKey(role, name) for role, names in PHASES.items() for name in ["time/step", *names]])
+    run.metrics.refresh(ALWAYS_READ)
     run.notes.refresh()
     count = _number(query, "steps", default=40, low=1, high=_MAX_STEPS)
     return make_timeline(run.metrics, run.notes.notes, last_step=_optional(query, "last"), num_steps=count)

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from trivet.config.layout import RunLayout
 from trivet.view.files import FileStamp, check_inside, stamp_of
 from trivet.view.series import Curve, MetricFile
@@ -58,6 +60,9 @@ PHASES: Mapping[str, list[str]] = {
     "orchestrator": ["time/generate_completions", "time/update_weights"],
 }
 """What a step of each role consists of, in its order; `time/update_weights` is the server's and lies within others."""
+ALWAYS_READ = [*SHOWN_FIRST, *(MetricKey(role, name) for role, names in PHASES.items() for name in ["time/step", *names])]
+"""Read together in one pass over the files, whatever is asked for."""
+_STANDS_IN = {"trainer": "sft"}
 
 
 class RunMetrics:
@@ -75,6 +80,9 @@ class RunMetrics:
     def roles(self) -> list[str]:
         return sorted(path.stem for path in self._layout.metrics.glob("*.jsonl"))
 
+    def has(self, role: str) -> bool:
+        return self._listed(role) is not None
+
     def path(self, role: str) -> Path:
         return self._layout.metrics / f"{role}.jsonl"
 
@@ -87,31 +95,43 @@ class RunMetrics:
         wanted: dict[str, list[str]] = {}
         for key in keys:
             wanted.setdefault(key.role, []).append(key.name)
-        for role in self.roles():
-            if names := [name for name in wanted.get(role, []) if name]:
-                self.file(role).refresh(names)
+        for role, names in wanted.items():
+            if self.has(role) and any(names):
+                self.file(role).refresh(name for name in names if name)
 
     def file(self, role: str) -> MetricFile:
         """
         Raises:
             NotServed: there is none of that role.
         """
-        if role not in self._files:
-            # A name of the listing, so that nothing a client sends becomes a path.
-            listed = next((name for name in self.roles() if name == role), None)
-            check_inside(self._layout.root, self.path(listed or "of_no_such_role"))
-            self._files[role] = MetricFile(self._layout.root, self.path(role))
-        return self._files[role]
+        # A name of the listing, so that nothing a client sends becomes a path.
+        listed = self._listed(role) or "of_no_such_role"
+        if listed not in self._files:
+            check_inside(self._layout.root, self.path(listed))
+            self._files[listed] = MetricFile(self._layout.root, self.path(listed))
+        return self._files[listed]
 
     def curve(self, key: MetricKey, *, num_points: int, first: int | None = None, last: int | None = None) -> Curve | None:
         """None while there is no file of that role, or it was not asked for."""
-        if key.role not in self.roles() or not self.file(key.role).is_read(key.name):
+        if not self.has(key.role) or not self.file(key.role).is_read(key.name):
             return None
         return self.file(key.role).curve(key.name, num_points=num_points, first=first, last=last)
+
+    def values(self, key: MetricKey) -> np.ndarray:
+        """float64: the metric of every step that has it; empty while none has."""
+        if not self.has(key.role) or not self.file(key.role).is_read(key.name):
+            return np.array([])
+        values = self.file(key.role).values(key.name)
+        return values[np.isfinite(values)]
 
     def measured(self) -> list[MetricKey]:
         """Of everything that is measured."""
         return [MetricKey(role, name) for role in self.roles() for name in sorted(self.file(role).names())]
+
+    def _listed(self, role: str) -> str | None:
+        """The name under which the role's file lies; supervised fine-tuning is a trainer by itself."""
+        roles = self.roles()
+        return next((name for name in (role, _STANDS_IN.get(role)) if name in roles), None)
 
     def num_damaged(self) -> int:
         return sum(file.num_damaged for file in self._files.values())

@@ -6,7 +6,7 @@ from pathlib import Path
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.view.evals import RunEvals
-from trivet.view.metrics import SHOWN_FIRST, RunMetrics
+from trivet.view.metrics import ALWAYS_READ, RunMetrics
 from trivet.view.rollouts import RolloutFiles
 from trivet.view.timeline import NoteReader
 from trivet.view.token_text import TokenText
@@ -16,7 +16,7 @@ class ViewedRun:
     """
     >>> run = ViewedRun(open_run(Path("outputs")), name="outputs")
     >>> with run.lock:
-    ...     run.metrics.refresh(SHOWN_FIRST)
+    ...     run.metrics.refresh(ALWAYS_READ)
     """
 
     def __init__(self, layout: RunLayout, *, name: str) -> None:
@@ -32,7 +32,7 @@ class ViewedRun:
     def warm_up(self) -> None:
         """Read what the first page shows."""
         with self.lock:
-            self.metrics.refresh(SHOWN_FIRST)
+            self.metrics.refresh(ALWAYS_READ)
 
 
 def open_run(directory: Path) -> RunLayout:

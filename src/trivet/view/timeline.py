@@ -107,9 +107,9 @@ def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int 
     """The `num_steps` steps up to `last_step`, or up to the newest.
 
     Args:
-        metrics: refreshed with the names of `PHASES` and `time/step`.
+        metrics: refreshed with `ALWAYS_READ`.
     """
-    columns = {role: _read(metrics, role) for role in PHASES if role in metrics.roles()}
+    columns = {role: _read(metrics, role) for role in PHASES if metrics.has(role)}
     newest = max((int(table["step"].max()) for table in columns.values() if len(table["step"])), default=0)
     last = newest if last_step is None else min(last_step, newest)
     first = max(1, last - num_steps + 1)

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trivet.config.layout import RunLayout
+from trivet.view.metrics import ALWAYS_READ, LOSS, REWARD, RunMetrics
 from trivet.view.series import MetricFile, downsample
 
 
@@ -108,3 +110,16 @@ def test_a_zoom_has_the_steps_within(path: Path):
 def test_metrics_that_appear_late_are_listed(path: Path):
     append(path, '{"step": 1, "a": 1}\n' * 50 + '{"step": 2, "a": 1, "b": 2}\n')
     assert MetricFile(path.parent, path).names() == ["a", "b"]
+
+
+def test_supervised_fine_tuning_is_shown_where_a_trainer_is(tmp_path: Path):
+    layout = RunLayout(tmp_path)
+    layout.metrics.mkdir()
+    append(layout.metrics / "sft.jsonl", '{"step": 1, "loss/mean": 0.5}\n')
+    metrics = RunMetrics(layout)
+    metrics.refresh(ALWAYS_READ)
+    assert metrics.values(LOSS).tolist() == [0.5]
+    assert metrics.values(REWARD).tolist() == []
+    curve = metrics.curve(LOSS, num_points=10)
+    assert curve is not None
+    assert curve.mean == [0.5]

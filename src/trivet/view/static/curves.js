@@ -137,7 +137,7 @@ export class CurvesPage {
 function statusCard(run, status) {
   const share = status.max_steps ? Math.min(1, status.step / status.max_steps) : 0;
   return h("article", { class: `card state-${String(status.state ?? "none").replace(" ", "-")}`, style: { borderLeftColor: run.colour } },
-    h("h2", {}, run.name, h("span", { class: "badge" }, status.state ?? "no status")),
+    h("h2", {}, run.name, status.state ? h("span", { class: "badge" }, status.state) : null),
     status.fault ? h("p", { class: "fault" }, status.fault) : null,
     status.max_steps ? h("progress", { max: 1, value: share, "aria-label": `step ${status.step} of ${status.max_steps}` }) : null,
     h("ul", {}, status.words.map((line) => h("li", {}, line))),
