@@ -129,6 +129,24 @@ def test_keys_lead_through_the_pages(browser: Browser, address: str):
     assert page.complaints() == []
 
 
+def test_a_drag_shows_the_steps_within_and_a_click_opens_a_step(browser: Browser, address: str):
+    page = show(browser, address)
+    box = "document.querySelector('.chart canvas').getBoundingClientRect()"
+    x, y, width, height = (page.evaluate(f"{box}.{side}") for side in ("x", "y", "width", "height"))
+    middle = y + height / 2
+    for kind, at in (("mouseMoved", 0.4), ("mousePressed", 0.4), ("mouseMoved", 0.7), ("mouseReleased", 0.7)):
+        page.mouse(kind, x + at * width, middle)
+    label = "document.querySelector('.chart canvas').getAttribute('aria-label')"
+    page.wait_for(f"!{label}.includes('at step 1 to')")
+    page.press("Escape")  # the chart has the focus
+    page.wait_for(f"{label}.includes('at step 1 to')")
+    page.press("Home")
+    page.press("ArrowRight")
+    page.press("Enter")
+    page.wait_for("document.body.dataset.ready === 'rollouts' && location.hash.includes('step=2')")
+    assert page.complaints() == []
+
+
 def test_the_time_line_tells_waiting_from_work(browser: Browser, address: str):
     page = show(browser, address, "#/timeline?steps=4&last=20")
     spans = page.evaluate("[...document.querySelectorAll('rect.span title')].map((title) => title.textContent)")

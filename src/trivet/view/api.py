@@ -99,10 +99,11 @@ class Api:
             status = read_status(run.layout)
         except (ConfigError, msgspec.DecodeError) as exc:
             return {"fault": str(exc), "words": [], "is_over": True, "num_damaged": run.metrics.num_damaged()}
+        has_ended = is_over(status, now=now, is_alive=process_exists)
         return {
             "words": list(describe_run(status, layout=run.layout, now=now, is_alive=process_exists)),
-            "is_over": is_over(status, now=now, is_alive=process_exists),
-            "state": status.state,
+            "is_over": has_ended,
+            "state": "silent" if has_ended and status.exit_code is None else status.state,
             "run_id": status.run_id,
             "attempt": status.attempt,
             "started": status.started,
