@@ -1,0 +1,242 @@
+"""Configurations as users of verifiers' trainer and of prime-rl have them start, train three steps and end, on this machine.
+
+Changed are the model's path, the environment and sizes; every other key is as their guides write it.
+"""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.processes import wait_until
+from support.rl_run import ENVIRONMENTS, Run
+from trivet.config.layout import STABLE, RunLayout
+
+pytestmark = pytest.mark.vllm
+
+MAX_STEPS = 3
+VF = """
+model = "{model}"
+
+[env]
+id = "kalomaze/vowels"
+
+[inference]
+gpus = 1
+
+[inference.args]
+enforce_eager = true
+{server}
+[trainer]
+gpus = 1
+
+[trainer.args]
+run_name = "vowels"
+micro_batch_size = 4
+rollouts_per_example = 4
+batch_size = 16
+max_steps = 3
+max_tokens = 12
+max_seq_len = 128
+vllm_server_timeout = 600.0
+{more}
+"""
+LORA = "use_lora = true\nlearning_rate = 1e-5\n"
+TUTORIAL = """use_lora = false
+learning_rate = 1e-6
+lr_scheduler_type = "cosine"
+warmup_steps = 1
+temperature = 0.8
+top_p = 0.9
+gradient_checkpointing = true
+save_steps = 2
+report_to = "wandb"
+
+[trainer.args.wandb]
+project = "reverse-text-tutorial"
+name = "my-first-run"
+offline = true
+"""
+PRIME = """
+inference_gpu_ids = [0, 1, 2]
+trainer_gpu_ids = [3]
+max_steps = {max_steps}
+seq_len = 128
+output_dir = "{output_dir}"
+
+[model]
+name = "{model}"
+
+[trainer.optim]
+lr = 1e-5
+weight_decay = 0.0
+
+[trainer.tokenizer]
+name = "{model}"
+
+[trainer.model.ac]
+freq = 1
+
+[trainer.model.lora]
+rank = 32
+alpha = 32
+dropout = 0.05
+target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+[trainer.ckpt]
+interval = 10
+keep_last = 3
+keep_interval = 50
+
+[orchestrator]
+batch_size = 16
+rollouts_per_example = 4
+oversampling_factor = 2.0
+
+[orchestrator.sampling]
+max_tokens = 12
+temperature = 0.5
+
+[orchestrator.buffer]
+online_difficulty_filtering = true
+
+[[orchestrator.env]]
+id = "vowels"
+
+[inference]
+gpu_memory_utilization = 0.6
+
+[inference.model]
+name = "{model}"
+enable_auto_tool_choice = true
+tool_call_parser = "hermes"
+max_model_len = 128
+"""
+
+
+class Terminal:
+    """`vf-rl` in a pseudo-terminal, with a tmux server of its own."""
+
+    def __init__(self, directory: Path, sockets: str, *arguments: str) -> None:
+        self.environment = {name: value for name, value in os.environ.items() if name != "TMUX"} | {
+            "PYTHONPATH": str(ENVIRONMENTS),
+            "TMUX_TMPDIR": sockets,
+            "TERM": "xterm",
+            "WANDB_MODE": "offline",
+            "HF_HUB_OFFLINE": "1",
+        }
+        ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trivet.launcher.vf_rl", *arguments],
+            cwd=directory,
+            env=self.environment,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.shown = bytearray()
+        self._reader = threading.Thread(target=self._read, args=(ours,), name="terminal")
+        self._reader.start()
+
+    def _read(self, ours: int) -> None:
+        while True:
+            try:
+                self.shown += os.read(ours, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+        os.close(ours)
+
+    def tmux(self, *words: str) -> str:
+        return subprocess.run(["tmux", *words], env=self.environment, capture_output=True, text=True, check=False).stdout
+
+    def wait(self, timeout_s: float) -> int:
+        code = self.process.wait(timeout_s)
+        self._reader.join(10)
+        return code
+
+    @property
+    def text(self) -> str:
+        return self.shown.decode(errors="replace")
+
+
+@pytest.fixture
+def sockets() -> Iterator[str]:
+    """Where a tmux server of the test's own listens; a socket's path must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield directory
+        subprocess.run(
+            ["tmux", "kill-server"], env=os.environ | {"TMUX_TMPDIR": directory}, check=False, stderr=subprocess.DEVNULL
+        )
+
+
+def write(directory: Path, model: Path, *, more: str, server: str = "") -> Path:
+    file = directory / "vf.toml"
+    file.write_text(VF.format(model=model, more=more, server=server))
+    return file
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_vf_rl_attaches_to_its_session_runs_and_ends_with_the_trainings_exit_code(
+    tmp_path: Path, tiny_model: Path, sockets: str
+) -> None:
+    terminal = Terminal(tmp_path, sockets, "@", str(write(tmp_path, tiny_model, more=LORA)), "-s", "mine")
+    wait_until(
+        lambda: terminal.tmux("list-clients", "-t", "mine") != "" or terminal.process.poll() is not None,
+        timeout_s=120,
+        waiting_for="vf-rl attaching",
+    )
+    assert terminal.tmux("list-panes", "-t", "mine", "-F", "#{pane_title}").split() == ["inference", "trainer"]
+    assert terminal.wait(400) == 0, terminal.text[-4000:]
+    assert "Step 3/3: reward=" in terminal.text
+    assert terminal.tmux("list-sessions") == ""
+    root = tmp_path / "outputs" / "vowels"
+    written = {path.name for path in (root / "checkpoint-3").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "trainer_state.json"} <= written
+    state = json.loads((root / "checkpoint-3" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"]] == [1, 2, 3]
+    assert (RunLayout(root).weights_step(3) / STABLE).exists()
+
+
+@pytest.mark.slow
+def test_the_tutorials_keys_train_all_weights_without_tmux(tmp_path: Path, tiny_model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trivet.launcher.vf_rl", "@", str(write(tmp_path, tiny_model, more=TUTORIAL)), "--no-tmux"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "offline"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    for said in (
+        "Loading model",
+        "vLLM server is ready",
+        "Loading environment kalomaze/vowels...",
+        "Step 1/3: reward=",
+        "'loss'",
+    ):
+        assert said in done.stdout
+    root = tmp_path / "outputs" / "vowels"
+    assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert (root / "checkpoint-2" / "model.safetensors").exists()
+
+
+def test_the_guides_configuration_of_prime_rl_trains(tmp_path: Path, tiny_model: Path) -> None:
+    run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS, template=PRIME)
+    try:
+        assert run.start().wait(400) == 0, run.output[-4000:]
+    finally:
+        run.stop()
+    assert f"SUCCESS Step {MAX_STEPS} " in run.output
+    assert (run.layout.weights_step(MAX_STEPS) / "adapter_config.json").exists()
