@@ -78,10 +78,10 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         async with _servers(config, telemetry) as servers, open_teacher(config) as teacher, _sender(config) as sender:
             loop = _make_loop(config, layout, half, pool, servers, sender, telemetry, teacher)
             _report_numbers(loop)
-            if teacher is not None:
-                await _meet_teacher(teacher, loop, config, pool, servers)
             progress.wait_for("a policy to start from", on="trainer")
             await _bring_policy(loop, config)
+            if teacher is not None:
+                await _meet_teacher(teacher, loop, config, pool, servers)
             progress.wait_for("the self-check to be received", on="trainer")
             await _send_self_check(loop, config, pool, servers)
             on_loop(loop)
