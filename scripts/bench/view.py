@@ -1,8 +1,9 @@
 """How soon is the page of a long run there, in a real browser, and what does its server need?
 
 A run directory of 10,000 steps and 100,000 rollouts is made up (`--run` takes another). Each of `--repeat` times a new server and a
-new browser open each page: so nothing is warm but the disk's cache. Measured from the start of the navigation, by the browser:
-the first content painted, and the page complete. The ceiling is a page without data: the same server on a run of one step.
+new browser open each page: nothing is warm but the disk's cache, and what the server reads ahead while the browser starts. Measured
+from the start of the navigation, by the browser: the first content painted, and the page complete. The ceiling is a page without
+data: the same server on a run of one step.
 
     .venv/bin/python scripts/install_browser.py
     .venv/bin/python scripts/bench/view.py
