@@ -38,7 +38,9 @@ def free_port() -> int:
 
 def run_ranks(num_ranks: int, model: Path, output: Path, *, num_replicas: int) -> dict[str, Any]:
     common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = os.environ | common | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = (
+        os.environ | common | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    )
     logs = [output / f"rank_{rank}_of_{num_ranks}.log" for rank in range(num_ranks)]
     ranks: list[subprocess.Popen[bytes]] = []
     try:

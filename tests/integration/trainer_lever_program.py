@@ -60,7 +60,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "every second": {"ac": FULL},
     "selective": {"ac": SELECTIVE},
     "offloaded": {"fsdp_cpu_offload": True},
-    "compiled": {"compile": CompileConfig(), "ac": FULL},
+    "compiled": {"compile": CompileConfig(), "ac": ActivationCheckpointConfig()},
     "lora, checkpointed": {"lora": LORA, "ac": ActivationCheckpointConfig()},
 }
 

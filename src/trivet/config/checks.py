@@ -17,6 +17,8 @@ from trivet.config.keys import Shape, all_keys
 from trivet.config.layout import RunLayout
 from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig
+from trivet.config.model import DebugModelConfig, TrainerModelConfig
+from trivet.config.model_files import choose_targets, find_linear_modules
 from trivet.config.online_eval import OnlineEvalConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
@@ -25,6 +27,7 @@ from trivet.config.sft import SftConfig
 from trivet.config.sft_checks import data_problems, sft_problems
 from trivet.config.shared import RunIdentity
 from trivet.config.trainer import TrainerConfig, TrainingConfig
+from trivet.errors import ConfigError
 
 BIASING_KEYS = ("min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Sampling keys that change the distribution in a way that the trainer's log-probabilities do not follow."""
@@ -92,6 +95,7 @@ def _rl_problems(config: RLConfig) -> Iterator[str]:
             f"trainer.data.replay ({config.trainer.data.replay}) trains without orchestrator and servers: give it to"
             " `uv run trainer` as data.replay"
         )
+    yield from _layout_problems(config)
     yield from orchestrator_problems(config.orchestrator, "orchestrator.")
     if config.inference is not None:
         yield from inference_problems(config.inference, "inference.")
@@ -113,6 +117,21 @@ def _rl_problems(config: RLConfig) -> Iterator[str]:
         yield (
             f"trainer.model.seq_len ({trainer_len}) must be >= orchestrator.seq_len ({orchestrator_len}), which packs rows of"
             f" that length; raise trainer.model.seq_len, or set seq_len for both"
+        )
+
+
+def _layout_problems(config: RLConfig) -> Iterator[str]:
+    """Of the trainer's model: over which ranks it lies, and whether it is the one that is served."""
+    model, num_gpus = config.trainer.model, len(config.trainer_gpu_ids)
+    if num_gpus % model.dp_replicate:
+        yield (
+            f"trainer.model.dp_replicate ({model.dp_replicate}) must divide the GPUs of trainer_gpu_ids ({num_gpus}):"
+            f" {num_gpus} % {model.dp_replicate} = {num_gpus % model.dp_replicate}"
+        )
+    if model.debug != DebugModelConfig():
+        yield (
+            "trainer.model.debug makes a model that servers do not have: they load all of model.name; use it with"
+            " `uv run trainer` and data.replay, or with `uv run sft`, or save such a model and give its directory as model.name"
         )
 
 
@@ -429,6 +448,9 @@ def file_problems(config: Section) -> Iterator[str]:
             yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
     if isinstance(config, SftConfig) and config.bench is None:
         yield from data_problems(config)
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    if isinstance(trainer, TrainingConfig):
+        yield from _target_problems(trainer.model, "trainer." if trainer is not config else "")
     seen: set[str] = set()
     for path, key in all_keys(type(config)):
         if key.shape is Shape.VALUE and path[-1] == "name" and path[-2:-1] in (("model",), ("tokenizer",)):
@@ -436,6 +458,18 @@ def file_problems(config: Section) -> Iterator[str]:
             if isinstance(name, str) and name not in seen:
                 seen.add(name)
                 yield from _model_problems(name, ".".join(str(part) for part in path), is_model=path[-2] == "model")
+
+
+def _target_problems(model: TrainerModelConfig, prefix: str) -> Iterator[str]:
+    """Modules that the files of the model show not to exist; files that are not here are looked at when the model is built."""
+    if model.lora is None:
+        return
+    names = find_linear_modules(model.name)
+    if names:
+        try:
+            choose_targets(model.lora.target_modules, names=names)
+        except ConfigError as exc:
+            yield f"{prefix}{exc}"
 
 
 def _value_at(config: Section, path: tuple[str | int, ...]) -> object:

@@ -4,7 +4,6 @@ Weights outside the adapters are frozen and kept in the dtype of computation; th
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import PreTrainedModel
 
 from trivet.config.lora import LoRAConfig
+from trivet.config.model_files import choose_targets, is_called, last_parts
 from trivet.errors import ConfigError
 from trivet.weights.adapters import ADAPTER_CONFIG
 
@@ -57,29 +57,6 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
             parameter.data = parameter.data.to(dtype)
 
 
-def choose_targets(targets: Sequence[str], *, names: Sequence[str]) -> list[str]:
-    """`targets` as PEFT takes them: names stay, an expression becomes the names it stands for.
-
-    Args:
-        names: of all modules that can have an adapter.
-
-    Raises:
-        ConfigError: one matches nothing.
-    """
-    chosen: list[str] = []
-    for target in targets:
-        if any(_is_called(name, target) for name in names):
-            chosen.append(target)
-        elif matching := [name for name in names if re.fullmatch(target, name)]:
-            chosen.extend(matching)
-        else:
-            raise ConfigError(
-                f"model.lora.target_modules: {target!r} is no linear module of this model; there are "
-                f"{', '.join(_last_parts(names))}"
-            )
-    return sorted(set(chosen))
-
-
 def write_adapter(directory: Path, causal_lm: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
     """Write what PEFT and servers load. The same adapter gives the same bytes.
 
@@ -117,10 +94,10 @@ def _adapter_config(causal_lm: PreTrainedModel) -> LoraConfig:
 
 def _choose_saved(modules: Sequence[str], *, names: Sequence[str]) -> list[str]:
     for module in modules:
-        if not any(_is_called(name, module) for name in names):
+        if not any(is_called(name, module) for name in names):
             raise ConfigError(
                 f"model.lora.modules_to_save: {module!r} is no module of this model that can be trained whole; there are "
-                f"{', '.join(_last_parts(names))}"
+                f"{', '.join(last_parts(names))}"
             )
     return list(modules)
 
@@ -135,11 +112,3 @@ def _names(causal_lm: PreTrainedModel, *, only_linear: bool) -> list[str]:
         and not any(module is other for other in apart)
         and (isinstance(module, torch.nn.Linear) or not only_linear)
     ]
-
-
-def _is_called(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
-def _last_parts(names: Sequence[str]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in names})

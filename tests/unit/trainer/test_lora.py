@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from trivet.config.layout import RunLayout
 from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig, GrpoLossConfig
+from trivet.config.model_files import choose_targets
 from trivet.config.trainer import TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
 from trivet.trainer.export import Exporter, load_tokenizer
-from trivet.trainer.lora import choose_targets
 from trivet.trainer.model import load_policy
 from trivet.trainer.performance import model_cost
 from trivet.trainer.reference import open_reference
