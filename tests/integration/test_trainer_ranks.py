@@ -21,6 +21,8 @@ PROGRAM = Path(__file__).with_name("trainer_rank_program.py")
 TIMEOUT_S = 240
 TOLERANCE = 1e-6
 """Relative, float32 (design invariant 8)."""
+OPTIMIZER_TOLERANCE = 1e-6
+"""Of the weights after six steps."""
 
 
 def load_module(path: Path) -> ModuleType:
@@ -151,3 +153,19 @@ def test_two_ranks_that_resume_end_with_exactly_the_weights_of_two_that_did_not(
     unbroken, resumed = (torch.load(outputs.saved_by_two / f"{task}_2.pt") for task in ("train", "resume"))
     for name, weight in resumed["weights"].items():
         assert torch.equal(weight, unbroken["weights"][name]), name
+
+
+@pytest.fixture(scope="module")
+def sgd_outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    run_alone(model, [f"sgd-train:{one}"])
+    run_ranks(2, model, two, [f"sgd-resume:{one}", f"sgd-train:{two}"])
+    return Outputs(one, two)
+
+
+@pytest.mark.parametrize("task", ["train", "resume"])
+def test_sgd_makes_the_same_weights_on_two_ranks_and_across_a_resume(sgd_outputs: Outputs, task: str) -> None:
+    expected = torch.load(sgd_outputs.saved_by_one / "sgd-train_1.pt")["weights"]
+    directory = sgd_outputs.saved_by_two if task == "train" else sgd_outputs.saved_by_one
+    found = torch.load(directory / f"sgd-{task}_2.pt")["weights"]
+    assert load_module(ORACLE).gradient_error(found, expected) < OPTIMIZER_TOLERANCE

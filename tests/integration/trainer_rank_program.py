@@ -1,7 +1,7 @@
 """One rank of tests/integration/test_trainer_ranks.py: `trainer_rank_program.py MODEL_DIR ORACLE TASK:DIRECTORY…`.
 
 gradients: the loss and the full gradients of every layout. train: six steps, saved after the third. resume: the last three.
-lora-gradients, lora-train, lora-resume: the same with an adapter.
+lora-gradients, lora-train, lora-resume: the same with an adapter. muon-, sgd-: with another optimizer.
 Rank 0 writes the results of a task to DIRECTORY/TASK_RANKS.pt.
 """
 
@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig
-from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
+from trivet.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from trivet.config.trainer import ConstantSchedule, TrainerModelConfig
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
 from trivet.trainer.distributed import World, barrier, broadcast_bytes, open_world
 from trivet.trainer.export import gather_weights
@@ -26,6 +27,8 @@ from trivet.trainer.step import Learner, train_step
 
 LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_proj"])
 """A rank that no number of ranks divides: some hold nothing of a factor."""
+
+OPTIMIZERS: dict[str, OptimizerConfig] = {"muon": MuonConfig(lr=1e-3), "sgd": SGDConfig(lr=1e-2)}
 
 LOSSES = {"token": DefaultLossConfig(kl_tau=0.1), "sequence": DefaultLossConfig(ratio_type="sequence", kl_tau=0.1)}
 
@@ -41,7 +44,12 @@ def load_oracle(path: str) -> ModuleType:
 
 
 def make_learner(
-    model_dir: str, world: World, *, lr: float, loss: DefaultLossConfig, lora: LoRAConfig | None = None
+    model_dir: str,
+    world: World,
+    *,
+    optim: OptimizerConfig,
+    loss: DefaultLossConfig,
+    lora: LoRAConfig | None = None,
 ) -> Learner:
     torch.manual_seed(0)
     config = TrainerModelConfig(name=model_dir, compute_dtype="float32", fused_lm_head_chunk_size=7, lora=lora)
@@ -50,10 +58,10 @@ def make_learner(
         unsettle(model)
     return Learner(
         model=model,
-        optimizer=make_optimizer(model.trained_parameters, AdamWConfig(lr=lr)),
-        learning_rate=LearningRate(peak=lr, schedule=ConstantSchedule(), max_steps=None),
+        optimizer=make_optimizer(model.trained_parameters, optim, matrices=model.hidden_matrices),
+        learning_rate=LearningRate(peak=optim.lr, schedule=ConstantSchedule(), max_steps=None),
         loss=make_policy_loss(loss),
-        max_norm=None if lr == 0 else 1.0,
+        max_norm=None if optim.lr == 0 else 1.0,
         world=world,
     )
 
@@ -72,7 +80,7 @@ def measure_gradients(model_dir: str, oracle: ModuleType, world: World, *, lora:
     results = {}
     examples = oracle.make_examples(count=9, vocab_size=100)
     for loss, config in LOSSES.items():
-        learner = make_learner(model_dir, world, lr=0.0, loss=config, lora=lora)
+        learner = make_learner(model_dir, world, optim=AdamWConfig(lr=0.0), loss=config, lora=lora)
         for layout, rows in oracle.layouts(examples).items():
             result = train_step(learner, rows, step=1)
             trained = [(name, each) for name, each in learner.model.named_parameters() if each.requires_grad]
@@ -83,8 +91,17 @@ def measure_gradients(model_dir: str, oracle: ModuleType, world: World, *, lora:
     return results
 
 
-def train(model_dir: str, oracle: ModuleType, world: World, half: Path, *, is_resumed: bool, lora: LoRAConfig | None) -> dict:
-    learner = make_learner(model_dir, world, lr=1e-3, loss=LOSSES["token"], lora=lora)
+def train(
+    model_dir: str,
+    oracle: ModuleType,
+    world: World,
+    half: Path,
+    *,
+    is_resumed: bool,
+    lora: LoRAConfig | None,
+    optim: OptimizerConfig,
+) -> dict:
+    learner = make_learner(model_dir, world, optim=optim, loss=LOSSES["token"], lora=lora)
     first = load_half(half, learner).step + 1 if is_resumed else 1
     losses = {}
     for step in range(first, 7):
@@ -102,12 +119,13 @@ def run_tasks(model_dir: str, oracle: ModuleType, tasks: list[str], world: World
     for task, _, name in (text.partition(":") for text in tasks):
         directory = Path(name)
         prefix, _, kind = task.rpartition("-")
-        lora = LORA if prefix else None
+        lora = LORA if prefix == "lora" else None
+        optim = OPTIMIZERS.get(prefix, AdamWConfig(lr=1e-3))
         if kind == "gradients":
             results = measure_gradients(model_dir, oracle, world, lora=lora)
         else:
             half = directory / (f"{prefix}-half" if prefix else "half")
-            results = train(model_dir, oracle, world, half, is_resumed=kind == "resume", lora=lora)
+            results = train(model_dir, oracle, world, half, is_resumed=kind == "resume", lora=lora, optim=optim)
         if world.is_main:
             torch.save(results, directory / f"{task}_{world.size}.pt")
 

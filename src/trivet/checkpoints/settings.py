@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "device",
     "num_ranks",
     "max_mismatch_kl",
+    "micro_batch_tokens",
     "data.micro_batch_size",
     "data.pack_function",
     "data.record",

@@ -11,6 +11,7 @@ from trivet.config.detectors import DetectorsConfig
 from trivet.config.faults import FaultsConfig
 from trivet.config.losses import DefaultLossConfig, LossConfig
 from trivet.config.model import TrainerModelConfig
+from trivet.config.optimizer import AdamWConfig, OptimizerConfig
 from trivet.config.shared import (
     DEFAULT_OUTPUT_DIR,
     CkptConfig,
@@ -26,22 +27,6 @@ from trivet.config.shared import (
 class TokenizerConfig(Section):
     name: str | None = None
     """Defaults to the model's own tokenizer."""
-
-
-class AdamWConfig(Section):
-    type: Literal["adamw"] = "adamw"
-    lr: float = Field(default=1e-6, ge=0)
-    """Peak learning rate."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay."""
-    max_norm: float | None = Field(default=1.0, gt=0)
-    """Clip the global gradient norm to this; None: do not clip."""
-    betas1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    betas2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
 
 
 class ConstantSchedule(Section):
@@ -80,8 +65,11 @@ class TrainingConfig(Section):
     seed: int = Field(default=42, ge=0)
     """Seeds data order and initialisation."""
     model: TrainerModelConfig = TrainerModelConfig()
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a row that is computed at once: the batch's samples are packed anew into rows of at most so many, a longer sample
+    gets a row of its own. Less needs less memory, and changes no result. Unset: rows as they come, of at most model.seq_len."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    optim: AdamWConfig = AdamWConfig()
+    optim: OptimizerConfig = AdamWConfig()
     scheduler: ScheduleConfig = ConstantSchedule()
     ckpt: CkptConfig = CkptConfig()
     log: LogConfig = LogConfig()

@@ -133,10 +133,11 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
     model = load_policy(config.model, world)
     learner = Learner(
         model=model,
-        optimizer=make_optimizer(model.trained_parameters, config.optim),
+        optimizer=make_optimizer(model.trained_parameters, config.optim, matrices=model.hidden_matrices),
         learning_rate=LearningRate(peak=config.optim.lr, schedule=config.scheduler, max_steps=config.bench.num_steps),
         loss=loss,
         max_norm=config.optim.max_norm,
+        micro_batch_tokens=config.micro_batch_tokens,
         world=world,
         reference=Reference(model) if isinstance(config, TrainerConfig) and config.loss.beta else None,
     )

@@ -67,6 +67,12 @@ class PolicyModel(torch.nn.Module):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     @property
+    def hidden_matrices(self) -> list[torch.nn.Parameter]:
+        """Trained matrices of blocks: neither embedding, nor head, nor vectors, nor stacks of matrices."""
+        others = {id(self.embedding.weight), id(self.head.weight)}
+        return [parameter for parameter in self.trained_parameters if parameter.ndim == 2 and id(parameter) not in others]
+
+    @property
     def num_parameters(self) -> int:
         """Over all ranks; a tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())

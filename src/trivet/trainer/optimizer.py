@@ -1,18 +1,52 @@
-"""AdamW over sharded float32 parameters, the learning rate of a step, and clipping by the norm over all ranks."""
+"""The optimizer over sharded parameters, the learning rate of a step, and clipping by the norm over all ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from trivet.algorithms.schedules import constant_factor, cosine_factor, linear_factor
-from trivet.config.trainer import AdamWConfig, ConstantSchedule, LinearSchedule, ScheduleConfig
+from trivet.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from trivet.config.trainer import ConstantSchedule, LinearSchedule, ScheduleConfig
 from trivet.errors import ConfigError
 from trivet.trainer.distributed import World, sum_over_ranks
+from trivet.trainer.muon import JoinedOptimizers, WholeMatrixMuon
 
 
-def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: AdamWConfig) -> torch.optim.AdamW:
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[torch.nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """
+    Args:
+        matrices: those of `parameters` that Muon takes.
+    """
+    if isinstance(config, SGDConfig):
+        return torch.optim.SGD(
+            parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay
+        )
+    if isinstance(config, AdamWConfig):
+        return _adamw(parameters, config)
+    chosen = {id(matrix) for matrix in matrices}
+    rest = [parameter for parameter in parameters if id(parameter) not in chosen]
+    parts: list[torch.optim.Optimizer] = []
+    if matrices:
+        parts.append(
+            WholeMatrixMuon(
+                matrices,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=config.mu,
+                # Updates of AdamW's size: one learning rate serves both (arXiv 2502.16982, section 2.2).
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    if rest:
+        parts.append(_adamw(rest, config))
+    return JoinedOptimizers(parts)
+
+
+def _adamw(parameters: Iterable[torch.nn.Parameter], config: AdamWConfig | MuonConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         parameters,
         lr=config.lr,

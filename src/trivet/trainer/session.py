@@ -260,10 +260,11 @@ def open_session(
     model = load_policy(config.model, world)
     learner = Learner(
         model=model,
-        optimizer=make_optimizer(model.trained_parameters, config.optim),
+        optimizer=make_optimizer(model.trained_parameters, config.optim, matrices=model.hidden_matrices),
         learning_rate=learning_rate,
         loss=loss,
         max_norm=config.optim.max_norm,
+        micro_batch_tokens=config.micro_batch_tokens,
         world=world,
     )
     if config.model.optim_cpu_offload:

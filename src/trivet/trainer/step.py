@@ -29,7 +29,7 @@ class Learner:
     """What learns: model, optimizer and schedule of one rank. Its state is in `trainer.checkpoint`."""
 
     model: PolicyModel
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
     loss: Loss
     max_norm: float | None

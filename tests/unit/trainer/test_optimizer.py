@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trivet.config.trainer import AdamWConfig, ConstantSchedule, CosineSchedule, LinearSchedule
+from trivet.config.optimizer import AdamWConfig, MuonConfig, SGDConfig
+from trivet.config.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
 from trivet.errors import ConfigError
 from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, make_optimizer
 
@@ -61,3 +62,39 @@ def test_an_update_follows_the_configured_adamw() -> None:
             update = (first[i] / (1 - 0.5**step)) / ((second[i] / (1 - 0.25**step)) ** 0.5 + 1e-3)
             expected[i] += -0.1 * 0.2 * expected[i] - 0.1 * update
     assert weight.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_update_follows_the_configured_sgd() -> None:
+    weight = torch.nn.Parameter(torch.tensor([2.0, -1.0]))
+    optimizer = make_optimizer([weight], SGDConfig(lr=0.1, momentum=0.5, nesterov=False, weight_decay=0.0))
+    for _ in range(2):
+        weight.grad = torch.tensor([1.0, -2.0])
+        optimizer.step()
+    assert weight.tolist() == pytest.approx([2.0 - 0.1 - 0.15, -1.0 + 0.2 + 0.3])
+
+
+def test_nesterov_without_momentum_is_refused() -> None:
+    with pytest.raises(ValueError, match="set nesterov = false or momentum above 0"):
+        SGDConfig(momentum=0.0)
+
+
+def test_muon_updates_matrices_as_torchs_own_does_and_the_rest_as_adamw() -> None:
+    torch.manual_seed(0)
+    config = MuonConfig(lr=0.1, weight_decay=0.1)
+    ours, theirs = ([torch.nn.Parameter(torch.ones(6, 4)), torch.nn.Parameter(torch.ones(5))] for _ in range(2))
+    joined = make_optimizer(ours, config, matrices=ours[:1])
+    adjust = "match_rms_adamw"
+    apart = [
+        torch.optim.Muon(theirs[:1], lr=0.1, weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust),
+        torch.optim.AdamW(theirs[1:], lr=0.1, weight_decay=0.1, betas=(0.9, 0.95)),
+    ]
+    for _ in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        joined.step()
+        for optimizer in apart:
+            optimizer.step()
+        joined.load_state_dict(joined.state_dict())  # as after a resume
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
