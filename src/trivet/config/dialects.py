@@ -158,8 +158,6 @@ SINGLE_VALUES = {
 """Choices of the reference of which one alone exists here: naming it is right and changes nothing."""
 
 VALUES = {
-    ("trainer.model.attn", "flash_attention_2"): "flash_varlen",
-    ("trainer.model.attn", "flash_attention_3"): "flash_varlen",
 }
 """Old values of keys that exist."""
 

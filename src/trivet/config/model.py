@@ -62,8 +62,10 @@ class TrainerModelConfig(Section):
     """Hugging Face name or a directory."""
     seq_len: int = Field(default=2048, ge=2)
     """Tokens of one packed row; longer samples are cut."""
-    attn: Literal["auto", "sdpa", "flash_varlen"] = "auto"
-    """Attention over packed rows: `flash_varlen` needs a CUDA device, `sdpa` runs anywhere; `auto` takes the first that can."""
+    attn: Literal["auto", "sdpa", "grouped", "flash_varlen", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention over packed rows. On CUDA `flash_varlen` (torch's own), or `flash_attention_2` and `flash_attention_3` where those
+    packages are installed; on the CPU `grouped` (samples of like length at once); `sdpa` (sample by sample) runs anywhere.
+    `auto` takes the fastest that can."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of forward and backward."""
     optimization_dtype: Dtype = "float32"

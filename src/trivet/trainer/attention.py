@@ -4,8 +4,10 @@ Legend: T tokens of a row, S samples in it, H query heads, K key-value heads, D 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,10 +15,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from trivet.errors import ConfigError
+from trivet.trainer.grouped_attention import Groups, grouped_attention
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "trivet_packed_"
+
+_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""What has to be installed for an attention that torch does not have."""
+_HOPPER = (9, 0)
+"""Compute capability of the GPUs that flash attention 3 is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +34,14 @@ class Segments:
     lengths: tuple[int, ...]
     offsets: torch.Tensor
     """int32 [S + 1] on the device: 0 and the cumulated lengths."""
+    groups: Groups | None
+    """On a CPU: which samples are computed at once."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device) -> "Segments":
         offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(lengths=tuple(lengths), offsets=offsets.to(device))
+        groups = Groups.of(lengths) if device.type == "cpu" else None
+        return cls(lengths=tuple(lengths), offsets=offsets.to(device), groups=groups)
 
 
 def register_attention(attn: str, *, device: torch.device, has_softcap: bool = False) -> str:
@@ -42,18 +53,68 @@ def register_attention(attn: str, *, device: torch.device, has_softcap: bool = F
         has_softcap: the model caps the scores before the softmax, which no kernel of torch does.
 
     Raises:
-        ConfigError: `flash_varlen` without a CUDA device, or for a model that caps its scores.
+        ConfigError: the device, the installed packages or the model do not allow it.
     """
-    if attn == "flash_varlen" and has_softcap:
-        raise ConfigError('model.attn = "flash_varlen" cannot cap scores as this model does; set model.attn = "sdpa"')
-    if attn == "flash_varlen" and device.type != "cuda":
-        raise ConfigError(f'model.attn = "flash_varlen" needs a CUDA device, this is {device.type}; set model.attn = "sdpa"')
-    chosen = ("flash_varlen" if device.type == "cuda" and not has_softcap else "sdpa") if attn == "auto" else attn
+    chosen = choose_attention(
+        attn,
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        has_softcap=has_softcap,
+        is_installed=lambda package: find_spec(package) is not None,
+    )
     logger.info("attention chosen attn=%s device=%s", chosen, device.type)
     # A name with "sdpa" or "flash" in it would be checked for what transformers' own functions of that name can do.
-    name, function = {"sdpa": ("by_sample", sdpa_packed), "flash_varlen": ("varlen", flash_varlen_packed)}[chosen]
+    name, function = {
+        "sdpa": ("by_sample", sdpa_packed),
+        "grouped": ("by_group", grouped_packed),
+        "flash_varlen": ("varlen", flash_varlen_packed),
+        "flash_attention_2": ("fa2", flash_attention_2_packed),
+        "flash_attention_3": ("fa3", flash_attention_3_packed),
+    }[chosen]
     AttentionInterface.register(_PREFIX + name, function)
     return _PREFIX + name
+
+
+def choose_attention(
+    attn: str,
+    *,
+    device_type: str,
+    capability: tuple[int, int] | None,
+    has_softcap: bool,
+    is_installed: Callable[[str], bool],
+) -> str:
+    """What `model.attn` means here.
+
+    Args:
+        capability: of the CUDA device.
+
+    Raises:
+        ConfigError: as for `register_attention`.
+    """
+    is_cuda = device_type == "cuda"
+    if attn == "auto":
+        if has_softcap:
+            return "sdpa"
+        if not is_cuda:
+            return "grouped" if device_type == "cpu" else "sdpa"
+        # Flash attention 2 is no faster than torch's own, which is made from it.
+        return "flash_attention_3" if capability == _HOPPER and is_installed(_PACKAGES["flash_attention_3"]) else "flash_varlen"
+    if attn == "sdpa":
+        return attn
+    if has_softcap:
+        raise ConfigError(f'model.attn = "{attn}" cannot cap scores as this model does; set model.attn = "sdpa"')
+    if attn == "grouped":
+        if device_type != "cpu":
+            raise ConfigError(f'model.attn = "grouped" is for the CPU, this is {device_type}; set model.attn = "auto"')
+        return attn
+    if not is_cuda:
+        raise ConfigError(f'model.attn = "{attn}" needs a CUDA device, this is {device_type}; set model.attn = "sdpa"')
+    if attn in _PACKAGES and not is_installed(_PACKAGES[attn]):
+        raise ConfigError(
+            f'model.attn = "{attn}" needs the Python module {_PACKAGES[attn]}, which is not installed; install it, or set '
+            'model.attn = "flash_varlen", which torch brings'
+        )
+    return attn
 
 
 def require_full_attention(config: PreTrainedConfig, *, seq_len: int) -> None:
@@ -94,7 +155,7 @@ def sdpa_packed(
         [1, T, H, D], and no attention weights.
     """
     dtype = query.dtype
-    if query.device.type == "cpu":
+    if query.device.type == "cpu" and dtype == torch.bfloat16:
         # Without matrix units for bf16 the CPU kernel's backward takes 5 times as long in bf16 as in float32.
         query, key, value = query.float(), key.float(), value.float()
     enable_gqa = query.shape[1] != key.shape[1]
@@ -122,6 +183,24 @@ def _capped_attention(
         dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)
     )
     return weights.to(value.dtype) @ value
+
+
+def grouped_packed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    segments: Segments,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The same by matrix products over samples of like length; shapes as in `sdpa_packed`."""
+    assert segments.groups is not None, "attention by groups is for the CPU"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return grouped_attention(query_THD, key_TKD, value_TKD, segments.groups, scale=scale)[None], None
 
 
 def flash_varlen_packed(
@@ -153,3 +232,50 @@ def flash_varlen_packed(
     )
     assert isinstance(output, torch.Tensor)
     return output[None], None
+
+
+def flash_attention_2_packed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    segments: Segments,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """By the package flash-attn; shapes as in `sdpa_packed`, dtypes as in `flash_varlen_packed`."""
+    return _flash_attention("flash_attention_2", query, key, value, segments=segments, scaling=scaling)
+
+
+def flash_attention_3_packed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    segments: Segments,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """By flash-attn's package for Hopper GPUs."""
+    return _flash_attention("flash_attention_3", query, key, value, segments=segments, scaling=scaling)
+
+
+def _flash_attention(
+    attn: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, segments: Segments, scaling: float | None
+) -> tuple[torch.Tensor, None]:
+    longest = max(segments.lengths)
+    output = import_module(_PACKAGES[attn]).flash_attn_varlen_func(
+        *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),
+        cu_seqlens_q=segments.offsets,
+        cu_seqlens_k=segments.offsets,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scaling,
+        causal=True,
+    )
+    # Versions of the package for Hopper differ: some return the log-sums of the softmax as well.
+    return (output[0] if isinstance(output, tuple) else output)[None], None

@@ -52,10 +52,11 @@ class _ChunkedHead(torch.autograd.Function):
         logprobs, entropies, log_totals = [], [], []
         for hidden_CH, targets_C, temperatures_C in _chunks(hidden_NH, targets_N, temperatures_N, chunk_size=chunk_size):
             logits_CV = _logits(hidden_CH, weight_VH, temperatures_C, softcap=softcap)
-            log_totals.append(logits_CV.logsumexp(dim=-1))
-            logprobs.append(logits_CV.gather(1, targets_C[:, None])[:, 0] - log_totals[-1])
-            logits_CV -= log_totals[-1][:, None]
-            entropies.append(-(logits_CV.exp().mul_(logits_CV)).sum(dim=-1))
+            of_targets_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
+            log_totals_C, mean_logits_C = _summarize(logits_CV)
+            log_totals.append(log_totals_C)
+            logprobs.append(of_targets_C - log_totals_C)
+            entropies.append(log_totals_C - mean_logits_C)
         entropies_N = torch.cat(entropies)
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, torch.cat(log_totals), entropies_N)
         ctx.chunk_size = chunk_size
@@ -94,6 +95,19 @@ class _ChunkedHead(torch.autograd.Function):
         return torch.cat(grad_hidden), grad_weight_VH.to(weight_VH.dtype), None, None, None, None
 
 
+def _summarize(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """log(sum(exp(logits))) and the mean of the logits under softmax(logits), in as few passes as there can be.
+
+    Entropy is the one less the other: it is exact to the rounding of a logit, as the log-probabilities are.
+    """
+    largest_C1 = logits_CV.amax(dim=-1, keepdim=True)
+    shifted_CV = logits_CV.sub_(largest_C1)
+    weights_CV = shifted_CV.exp()
+    totals_C = weights_CV.sum(dim=-1)
+    means_C = torch.bmm(weights_CV[:, None], shifted_CV[:, :, None])[:, 0, 0] / totals_C
+    return totals_C.log() + largest_C1[:, 0], means_C + largest_C1[:, 0]
+
+
 def _mix(
     logprobs_CV: torch.Tensor, entropies_C: torch.Tensor, *, scale_C1: torch.Tensor, bonus_C1: torch.Tensor
 ) -> torch.Tensor:
@@ -109,7 +123,7 @@ def _logits(
     wide = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     if softcap is not None:
         wide = wide.div_(softcap).tanh_().mul_(softcap)
-    return wide.div_(temperatures_C[:, None])
+    return wide if bool((temperatures_C == 1).all()) else wide.div_(temperatures_C[:, None])
 
 
 def _chunks(*tensors: torch.Tensor, chunk_size: int) -> Any:

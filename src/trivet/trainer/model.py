@@ -16,6 +16,7 @@ from trivet.config.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention import register_attention, require_full_attention
 from trivet.trainer.blocks import blocks_of, prepare_blocks
+from trivet.trainer.cpu_kernels import speed_up_on_cpu
 from trivet.trainer.distributed import World
 from trivet.trainer.logprobs import TokenScores, score_tokens
 from trivet.trainer.rows import RowTensors
@@ -99,6 +100,8 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         from trivet.trainer.lora import add_adapter
 
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=getattr(torch, config.optimization_dtype))
+    if world.device.type == "cpu" and config.compile is None:
+        speed_up_on_cpu(causal_lm)
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
     model = PolicyModel(causal_lm.train(), chunk_size=config.fused_lm_head_chunk_size, logit_rule=logit_rule)
     shard(model, config, world)
@@ -122,9 +125,9 @@ def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
                     f'model.{key} = "bfloat16", which {torch.cuda.get_device_name(device)} cannot compute in; it can float32: set '
                     f'model.{key} = "float32"'
                 )
-    if config.attn == "flash_varlen" and config.compute_dtype == "float32":
+    if config.attn.startswith("flash") and config.compute_dtype == "float32":
         raise ConfigError(
-            'model.attn = "flash_varlen" computes in bfloat16 only, and model.compute_dtype is "float32"; set model.attn = "sdpa", '
+            f'model.attn = "{config.attn}" computes in bfloat16 only, and model.compute_dtype is "float32"; set model.attn = "sdpa", '
             'or model.compute_dtype = "bfloat16"'
         )
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config import dialects
 from trivet.config.dialects import GPU_COUNTS, IGNORED, NOT_YET, REFUSED, RENAMED, SINGLE_VALUES
 from trivet.config.evaluation import EvalConfig
 from trivet.config.inference import InferenceConfig
@@ -37,7 +36,8 @@ def path_of(key: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("today", sorted(set(RENAMED.values())))
 def test_every_renamed_key_leads_to_one_that_exists(today: str) -> None:
     path = path_of(today)
-    assert find_key(EvalConfig, path[1:]) if path[0] == "eval" else find_key(RLConfig, path)
+    command = {"eval": EvalConfig, "vf": VfRLConfig}.get(path[0])
+    assert find_key(command, path[1:]) if command else find_key(RLConfig, path)
 
 
 @pytest.mark.parametrize("old", [*RENAMED, *REFUSED, *IGNORED, *NOT_YET, *SINGLE_VALUES, *GPU_COUNTS])
@@ -156,8 +156,8 @@ def test_advantage_none_means_raw_rewards(tmp_path: Path) -> None:
     assert load_config(OrchestratorConfig, ["@", str(file)], environ={}).config.advantage.type == "none"
 
 
-@pytest.mark.parametrize("old", [old for key, old in dialects.VALUES if key == "trainer.model.attn"])
-def test_old_names_of_attention_are_translated(old: str) -> None:
-    loaded = load("--trainer.model.attn", old)
-    assert loaded.config.trainer.model.attn == "flash_varlen"
-    assert 'is called "flash_varlen" here' in loaded.notices[0]
+@pytest.mark.parametrize("attn", ["flash_attention_2", "flash_attention_3"])
+def test_names_of_attention_that_the_reference_has_are_names_here(attn: str) -> None:
+    loaded = load("--trainer.model.attn", attn)
+    assert loaded.config.trainer.model.attn == attn
+    assert not loaded.notices

@@ -1,5 +1,7 @@
 """Packed rows: what a sample sees, and what is refused."""
 
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config
 
 from trivet.errors import ConfigError
-from trivet.trainer.attention import Segments, register_attention, require_full_attention, sdpa_packed
+from trivet.trainer.attention import (
+    Segments,
+    choose_attention,
+    flash_attention_2_packed,
+    register_attention,
+    require_full_attention,
+    sdpa_packed,
+)
 from trivet.trainer.rows import to_tensors
 
 CPU = torch.device("cpu")
@@ -56,13 +65,73 @@ def test_a_token_changes_nothing_outside_its_sample(tiny_model: Path, make_learn
     assert not torch.equal(before[1], after[1])
 
 
-def test_auto_takes_sdpa_on_the_cpu() -> None:
-    assert register_attention("auto", device=CPU).endswith("by_sample")
+def test_auto_groups_samples_on_the_cpu() -> None:
+    assert register_attention("auto", device=CPU).endswith("by_group")
 
 
-def test_flash_attention_is_refused_without_cuda() -> None:
+@pytest.mark.parametrize(
+    ("capability", "packages", "has_softcap", "expected"),
+    [
+        ((9, 0), {"flash_attn", "flash_attn_interface"}, False, "flash_attention_3"),
+        ((9, 0), {"flash_attn"}, False, "flash_varlen"),
+        ((8, 0), {"flash_attn", "flash_attn_interface"}, False, "flash_varlen"),
+        ((9, 0), {"flash_attn_interface"}, True, "sdpa"),
+    ],
+)
+def test_auto_takes_the_fastest_on_cuda(
+    capability: tuple[int, int], packages: set[str], has_softcap: bool, expected: str
+) -> None:
+    found = choose_attention(
+        "auto", device_type="cuda", capability=capability, has_softcap=has_softcap, is_installed=packages.__contains__
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("attn", ["flash_varlen", "flash_attention_2", "flash_attention_3"])
+def test_flash_attention_is_refused_without_cuda(attn: str) -> None:
     with pytest.raises(ConfigError, match=r'set model\.attn = "sdpa"'):
-        register_attention("flash_varlen", device=CPU)
+        register_attention(attn, device=CPU)
+
+
+def test_an_attention_whose_package_is_missing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs the Python module flash_attn, which is not installed"):
+        choose_attention(
+            "flash_attention_2", device_type="cuda", capability=(8, 0), has_softcap=False, is_installed=set[str]().__contains__
+        )
+
+
+def test_attention_by_groups_is_refused_on_cuda() -> None:
+    with pytest.raises(ConfigError, match=r'"grouped" is for the CPU'):
+        choose_attention(
+            "grouped", device_type="cuda", capability=(9, 0), has_softcap=False, is_installed=set[str]().__contains__
+        )
+
+
+def test_flash_attention_2_gets_the_samples_of_a_row_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in of the package's function that computes each sample alone."""
+
+    def stand_in(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+        assert causal
+        assert max_seqlen_q == max_seqlen_k == 4
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        lengths = cu_seqlens_q.diff().tolist()
+        parts = zip(*(tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
+        outputs = [
+            scaled_dot_product_attention(*part, is_causal=True, scale=softmax_scale, enable_gqa=True)[0] for part in parts
+        ]
+        return torch.cat(outputs, dim=1).transpose(0, 1)
+
+    package = types.ModuleType("flash_attn")
+    monkeypatch.setattr(package, "flash_attn_varlen_func", stand_in, raising=False)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, 9, 8, generator=generator) for heads in (4, 2, 2)]
+    segments = Segments.of([4, 1, 4], device=CPU)
+    found, expected = (
+        function(torch.nn.Identity(), *tensors, None, segments=segments, scaling=0.3)[0]
+        for function in (flash_attention_2_packed, sdpa_packed)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_window_shorter_than_a_row_is_refused() -> None:
