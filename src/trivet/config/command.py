@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from trivet.config.arguments import parse_arguments
 from trivet.config.base import Section
-from trivet.config.checks import file_problems
 from trivet.config.dump import to_toml
+from trivet.config.file_checks import file_problems
 from trivet.config.findings import Findings
 from trivet.config.load import Loaded, SectionT, load_arguments
 from trivet.config.reference import help_text

@@ -136,9 +136,6 @@ IGNORED = {
 }
 """Old prefix to why it needs no key here."""
 
-NOT_YET = ()
-"""Keys of the reference that this version does not build."""
-
 SINGLE_VALUES = {
     "trainer.model.ep": "1",
     "trainer.model.tp": "1",
@@ -156,10 +153,6 @@ SINGLE_VALUES = {
     "orchestrator.buffer.skip_verification": "false",
 }
 """Choices of the reference of which one alone exists here: naming it is right and changes nothing."""
-
-VALUES = {
-}
-"""Old values of keys that exist."""
 
 SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile")
 """Tables that `true` turns on as they are, and `false` off."""
@@ -218,9 +211,6 @@ def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
         findings.notice(f"{said} has no effect: {IGNORED[old]}")
     elif old := _longest_prefix(name, REFUSED):
         findings.refuse(f"{said} does not exist here: {REFUSED[old]}")
-    elif old := _longest_prefix(name, NOT_YET):
-        table = ".".join(entry.path[: len(entry.path) - name.removeprefix(old).count(".")])
-        findings.refuse(f"{table} ({entry.origin}) is not available in this version; remove it")
     else:
         return False
     return True
@@ -235,9 +225,6 @@ def _translate_value(kind: type[Section], entry: Entry, findings: Findings) -> E
         return Entry(path=(*entry.path, "type"), value="none", origin=entry.origin)
     if name in ("bench", "trainer.bench") and isinstance(entry.value, bool):
         return Entry(path=entry.path, value={} if entry.value else None, origin=entry.origin)
-    if isinstance(entry.value, str) and (today := VALUES.get((name, entry.value))):
-        findings.notice(f'{".".join(entry.path)} = "{entry.value}" is called "{today}" here ({entry.origin})')
-        return Entry(path=entry.path, value=today, origin=entry.origin)
     if key and key.shape is Shape.LIST and type(entry.value) is str and entry.value != "None":
         return Entry(path=entry.path, value=Text(entry.value), origin=entry.origin)
     return entry

@@ -143,7 +143,7 @@ class CustomLossConfig(PolicyLossConfig):
 def _type_of(value: Any) -> str:
     """A table without a type is of the default one."""
     table = as_table(value)
-    return str(value.type if table is None else table.get("type", "default"))
+    return str(getattr(value, "type", "default") if table is None else table.get("type", "default"))
 
 
 LossConfig = Annotated[

@@ -63,7 +63,7 @@ class MuonConfig(CommonOptimizerConfig):
 def _type_of(value: Any) -> str:
     """A table without a type is AdamW's."""
     table = as_table(value)
-    return str(value.type if table is None else table.get("type", "adamw"))
+    return str(getattr(value, "type", "adamw") if table is None else table.get("type", "adamw"))
 
 
 OptimizerConfig = Annotated[

@@ -4,10 +4,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from trivet.config.checks import VLLM_NAMES
 from trivet.config.findings import Findings
 from trivet.config.load import Loaded, environment_entries, load_sources
 from trivet.config.rl import RLConfig
+from trivet.config.role_checks import VLLM_NAMES
 from trivet.config.sources import Entry
 from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.checks import file_problems
 from trivet.config.evaluation import EvalConfig
+from trivet.config.file_checks import file_problems
 from trivet.config.inference import InferenceConfig, InferenceModelConfig
 from trivet.config.load import load_config
 from trivet.config.orchestrator import OrchestratorConfig

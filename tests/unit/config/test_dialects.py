@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.dialects import GPU_COUNTS, IGNORED, NOT_YET, REFUSED, RENAMED, SINGLE_VALUES
+from trivet.config.dialects import GPU_COUNTS, IGNORED, REFUSED, RENAMED, SINGLE_VALUES
 from trivet.config.evaluation import EvalConfig
 from trivet.config.inference import InferenceConfig
 from trivet.config.keys import find_key
@@ -40,7 +40,7 @@ def test_every_renamed_key_leads_to_one_that_exists(today: str) -> None:
     assert find_key(command, path[1:]) if command else find_key(RLConfig, path)
 
 
-@pytest.mark.parametrize("old", [*RENAMED, *REFUSED, *IGNORED, *NOT_YET, *SINGLE_VALUES, *GPU_COUNTS])
+@pytest.mark.parametrize("old", [*RENAMED, *REFUSED, *IGNORED, *SINGLE_VALUES, *GPU_COUNTS])
 def test_no_key_that_exists_is_in_the_tables(old: str) -> None:
     assert find_key(RLConfig, path_of(old)) is None
 

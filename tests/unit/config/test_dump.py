@@ -16,7 +16,6 @@ from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.sampling import SamplingConfig
 from trivet.config.sft import FakeDataConfig, SftConfig, ValConfig
-from trivet.config.sft import FakeDataConfig, SftConfig, ValConfig
 from trivet.config.shared import WandbConfig
 from trivet.config.trainer import AdamWConfig, CosineSchedule, TrainerConfig
 

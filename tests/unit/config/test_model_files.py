@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trivet.config.checks import file_problems
+from trivet.config.file_checks import file_problems
 from trivet.config.load import load_config
 from trivet.config.model_files import find_linear_modules
 from trivet.config.rl import RLConfig
