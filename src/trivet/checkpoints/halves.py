@@ -49,14 +49,15 @@ def finish_half(layout: RunLayout, step: Step, name: str, *, known: Mapping[str,
         known: records of files that were taken while these were written, by path relative to the half. They are not read again.
 
     Raises:
-        CheckpointError: it was not begun, or nothing was written.
+        CheckpointError: it was not begun, nothing was written, or a file is not there in the size of its record.
     """
     _require_known(name)
     half = staging_directory(layout, step) / name
     if not half.is_dir() or not (names := list_files(half)):
         raise CheckpointError(f"{half} holds no files: the {name}'s half of checkpoint {step} was not written")
-    sync_tree(half)
     known = known or {}
+    _require_sizes(half, known)
+    sync_tree(half)
     files = {**known, **hash_files(half, [name for name in names if name not in known])}
     listing = Listing(files=files, digest=digest_of(files))
     write_json_atomically(half / DONE, listing)
@@ -79,6 +80,18 @@ def read_listing(half: Path) -> Listing:
         raise CheckpointError(f"{half} has no {DONE}: it was not written completely") from exc
     except msgspec.DecodeError as exc:
         raise CheckpointError(f"{half / DONE} cannot be read: {exc}") from exc
+
+
+def _require_sizes(half: Path, known: Mapping[str, FileRecord]) -> None:
+    """Ranks on other machines say what they wrote; it must have arrived where this one looks."""
+    for name, record in known.items():
+        path = half / name
+        found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
+        if found != f"{record.num_bytes} bytes":
+            raise CheckpointError(
+                f"{path} was written with {record.num_bytes} bytes and has {found} here: output_dir must be one directory, which "
+                "every rank of the trainer sees under the same path"
+            )
 
 
 def _require_known(name: str) -> None:

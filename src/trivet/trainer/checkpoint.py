@@ -49,13 +49,17 @@ class Progress(msgspec.Struct, kw_only=True):
 def state_of(learner: Learner, progress: Progress) -> State:
     """What makes the half of this moment. Tensors are the learner's own, not copies. Collective."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
+    return {"model": _only_trained(learner.model, model), "optimizer": optimizer} | _state_beside(progress)
+
+
+def _state_without_optimizer(learner: Learner, progress: Progress) -> State:
+    """Asking for an optimizer's state makes one, which would count a step that was never taken."""
+    return {"model": _only_trained(learner.model, get_model_state_dict(learner.model))} | _state_beside(progress)
+
+
+def _state_beside(progress: Progress) -> State:
     # One random state for all ranks: they are seeded alike, and a resume may have another number of them.
-    return {
-        "model": _only_trained(learner.model, model),
-        "optimizer": optimizer,
-        "random": torch.get_rng_state(),
-        "progress": msgspec.to_builtins(progress),
-    }
+    return {"random": torch.get_rng_state(), "progress": msgspec.to_builtins(progress)}
 
 
 def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold: Hold = nullcontext) -> dict[str, FileRecord]:
@@ -92,10 +96,7 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     Raises:
         CheckpointError: it does not fit this model, or a part is missing.
     """
-    state = state_of(learner, Progress())
-    if skip_optimizer:
-        del state["optimizer"]
-        state["model"] = _only_trained(learner.model, get_model_state_dict(learner.model))
+    state = (_state_without_optimizer if skip_optimizer else state_of)(learner, Progress())
     try:
         load(state, checkpoint_id=directory, process_group=learner.world.control)
     except (CheckpointException, OSError, RuntimeError, ValueError) as exc:

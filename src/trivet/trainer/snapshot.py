@@ -29,13 +29,16 @@ class Snapshot:
         Args:
             state: tensors in nested dicts and lists; of a DTensor this rank's part is meant.
             buffers: memory that copies are made in, kept by the caller for the next snapshot of the same tensors; no other
-                snapshot may be using it.
+                snapshot may be using it. Of tensors that are not in `state` any more it is given back.
         """
         with torch.no_grad():
             self._pending = {_key(tensor): tensor for tensor in _tensors_in(state) if tensor.numel() > 0}
+        for key in buffers.keys() - self._pending.keys():
+            del buffers[key]
         self._buffers = buffers
         self._copied: set[Key] = set()
         self._held: Key | None = None
+        self._is_detached = False
         self._changed = threading.Condition()
 
     @contextmanager
@@ -44,6 +47,8 @@ class Snapshot:
         key = _key(tensor)
         with self._changed:
             is_copied = key in self._copied
+            is_as_it_was = not self._is_detached or is_copied or tensor.numel() == 0
+            assert is_as_it_was, f"a tensor of {tuple(tensor.shape)} is not one of the snapshot's, or was held before"
             self._held = None if is_copied else key
         try:
             yield self._buffers[key] if is_copied else tensor
@@ -56,6 +61,7 @@ class Snapshot:
     def detach(self) -> None:
         """Copy what was not held yet; returns once the tensors may change."""
         with self._changed:
+            self._is_detached = True
             for key, tensor in self._pending.items():
                 if key != self._held and key not in self._copied:
                     self._copy(key, tensor)

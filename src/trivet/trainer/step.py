@@ -39,7 +39,7 @@ class Learner:
     reference: Reference | None = None
     """Whose log-probabilities the loss wants beside the model's."""
     before_update: Callable[[], None] = lambda: None
-    """Called before parameters and optimizer change: a checkpoint of theirs may still be being written."""
+    """Called before parameters or optimizer change, for however long: a checkpoint of theirs may still be being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,7 @@ def _accumulate(
         max_tokens=learner.micro_batch_tokens,
     )
     if learner.reference is not None:
+        learner.before_update()  # it takes the parameters' place for the time of a forward
         mine = learner.reference.score(model, mine)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     parts: list[dict[str, np.ndarray]] = []

@@ -216,3 +216,14 @@ def test_what_was_digested_while_it_was_written_is_not_read_again_but_refused_wh
     commit(layout, 5)
     with pytest.raises(CheckpointError, match=r"data\.bin does not match"):
         verify_checkpoint(layout, 5)
+
+
+@pytest.mark.parametrize(("content", "found"), [(None, "no such file"), (b"stat", "4 bytes")])
+def test_what_another_machine_wrote_must_have_arrived(layout, content, found):
+    half = begin_half(layout, 5, TRAINER)
+    (half / "other").write_bytes(b"x")
+    if content is not None:
+        (half / "data.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"was written with 5 bytes and has {found} here: output_dir must be one"):
+        finish_half(layout, 5, TRAINER, known={"data.bin": FileRecord(5, "0" * 32)})
+    assert not is_half_done(layout, 5, TRAINER)

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from trivet.config.losses import GrpoLossConfig
 from trivet.durable import FileRecord, hash_file
 from trivet.errors import CheckpointError
 from trivet.trainer import half_writer
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
 from trivet.trainer.half_writer import HalfWriter
+from trivet.trainer.reference import Reference
 from trivet.trainer.step import Learner, train_step
 
 
@@ -63,6 +65,36 @@ def test_a_step_taken_during_the_write_is_not_in_it(
     train(resumed, oracle, 2)
     both = zip(parameters_of(resumed), parameters_of(learner), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in both)
+
+
+def test_the_reference_that_is_lent_to_the_model_during_the_write_is_not_in_it(
+    tiny_model: Path,
+    make_learner,
+    oracle,
+    writer: HalfWriter,
+    gate: threading.Event,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner = make_learner(tiny_model, loss=GrpoLossConfig(beta=0.5), lr=1e-2)
+    reference = learner.reference = Reference(learner.model)
+    learner.before_update = writer.release
+    train(learner, oracle, 1)
+    expected, written, score = parameters_of(learner), threading.Event(), reference.score
+
+    def score_while_it_is_written(model, rows):
+        with reference._lent_to(model):
+            gate.set()
+            assert written.wait(30)
+        return score(model, rows)
+
+    monkeypatch.setattr(reference, "score", score_while_it_is_written)
+    writer.start(tmp_path, state_of(learner, Progress(step=1)), then=lambda _: written.set())
+    train(learner, oracle, 2)
+    writer.wait()
+    resumed = make_learner(tiny_model)
+    load_half(tmp_path, resumed)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters_of(resumed), expected, strict=True))
 
 
 def test_writes_that_the_learner_overtakes_are_each_of_their_own_step(

@@ -59,6 +59,24 @@ def test_copies_are_made_in_the_memory_of_the_last(state: dict) -> None:
         assert torch.equal(held, torch.arange(6.0).reshape(2, 3) * 2)
 
 
+def test_memory_of_tensors_that_are_gone_is_given_back(state: dict) -> None:
+    buffers, others = dict[Key, torch.Tensor](), [torch.full((3,), float(number)) for number in range(20)]
+    for other in others:
+        Snapshot(state | {"new each time": other}, buffers=buffers).detach()
+    assert len(buffers) == 3
+
+
+def test_what_the_snapshot_does_not_have_is_refused_once_it_may_have_changed(state: dict) -> None:
+    snapshot, part = Snapshot(state, buffers={}), state["model"]["a"][:1]
+    with snapshot.hold(part) as held:
+        assert held is part
+    snapshot.detach()
+    with pytest.raises(AssertionError, match=r"\(1, 3\) is not one of the snapshot's"), snapshot.hold(part):
+        pass
+    with snapshot.hold(state["model"]["empty"]) as held:
+        assert held.numel() == 0
+
+
 def test_the_learner_waits_for_the_tensor_that_is_being_read(state: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot, a = Snapshot(state, buffers={}), state["model"]["a"]
     order, waits = list[str](), threading.Event()
