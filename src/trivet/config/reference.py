@@ -16,6 +16,7 @@ from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig
 from trivet.config.trainer import TrainerConfig
+from trivet.config.vf_rl import VfRLConfig
 
 USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run]"
 EXAMPLES: dict[type[Section], tuple[str, str]] = {
@@ -28,6 +29,7 @@ EXAMPLES: dict[type[Section], tuple[str, str]] = {
         "eval",
         "eval --client.base-url http://127.0.0.1:8000/v1 --weights-dir outputs/weights --env.id ID --steps 10,50",
     ),
+    VfRLConfig: ("vf-rl", "vf-rl @ configs/vf-rl/reverse-text.toml --trainer.args.max-steps 20"),
 }
 """The command that reads each kind, and a line of it that works."""
 
@@ -86,6 +88,7 @@ PAGE: tuple[tuple[type[Section], str], ...] = (
     ),
     (SftConfig, "Shares model, optimizer, schedule and checkpoints with the trainer."),
     (EvalConfig, "Measures the start weights and every published step on a running server."),
+    (VfRLConfig, "The dialect of verifiers' trainer, translated to the keys of `rl`: `--dry-run` prints what each becomes."),
 )
 """What the page lists, with a remark."""
 
@@ -94,7 +97,8 @@ PAGE: tuple[tuple[type[Section], str], ...] = (
 class KeyRow:
     name: str
     type: str
-    default: str
+    default: str | None
+    """None: the key has to be given."""
     text: str
 
 
@@ -114,7 +118,8 @@ def help_text(kind: type[Section]) -> str:
         lines += ["", f"{section.header}  {section.text}".strip()]
         for row in section.rows:
             text = f". {row.text}" if row.text else ""
-            lines.append(f"  {row.name:<26} {row.type}, default {row.default}{text}")
+            default = "needed" if row.default is None else f"default {row.default}"
+            lines.append(f"  {row.name:<26} {row.type}, {default}{text}")
     return "\n".join(lines)
 
 
@@ -130,9 +135,13 @@ def configuration_page() -> str:
 
 def _table(section: SectionRows) -> str:
     title = f"### `{section.header}`\n\n" if section.header else "### Top level\n\n"
-    cells = (f"| `{row.name}` | {_cell(row.type)} | `{_cell(row.default)}` | {_cell(row.text)} |" for row in section.rows)
-    table = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *cells])
+    table = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *(_line(row) for row in section.rows)])
     return f"{title}{section.text + chr(10) * 2 if section.text else ''}{table}\n"
+
+
+def _line(row: KeyRow) -> str:
+    default = "needed" if row.default is None else f"`{_cell(row.default)}`"
+    return f"| `{row.name}` | {_cell(row.type)} | {default} | {_cell(row.text)} |"
 
 
 def _cell(text: str) -> str:
@@ -163,7 +172,7 @@ def _row(name: str, field: FieldInfo) -> KeyRow:
     return KeyRow(
         name=name,
         type=f"{_type_name(field.annotation)}{_bounds(field)}",
-        default="None" if default is None else literal(default),
+        default=None if field.is_required() else "None" if default is None else literal(default),
         text=(field.description or "").replace("\n", " "),
     )
 
