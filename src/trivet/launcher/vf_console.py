@@ -13,6 +13,7 @@ import msgspec
 
 from trivet.config.keys import as_table
 from trivet.config.layout import RunLayout
+from trivet.config.vf_translation import in_dialect
 from trivet.launcher.logs import LogFollower
 
 Row = dict[str, float]
@@ -35,18 +36,19 @@ class VfConsole:
     ...     print(line)
     """
 
-    def __init__(self, layout: RunLayout, *, model: str, env: str, max_steps: int, every: int = 1, from_step: int = 0) -> None:
+    def __init__(self, layout: RunLayout, *, model: str, env: str, max_steps: int, every: int = 1, since: float = 0.0) -> None:
         """
         Args:
             every: steps between lines.
-            from_step: the step that is resumed; lines of steps up to it were printed before.
+            since: unix seconds; steps that were finished before are another start's, which printed them.
         """
         self._layout = layout
         self._model = model
         self._env = env
         self._max_steps = max_steps
         self._every = every
-        self._shown = from_step
+        self._since = since
+        self._shown = 0
 
     def translate(self, line: str) -> Iterator[str]:
         """What is printed for a line of the launcher: its step lines have another form here, the rest stays."""
@@ -61,12 +63,12 @@ class VfConsole:
         elif found := None if _STEP_LINE.search(line) else _OTHER_SUCCESS.match(line):
             yield found[1]
         elif not _STEP_LINE.search(line):
-            yield line
+            yield in_dialect(line)
 
     def step_lines(self) -> Iterator[str]:
         """The lines of steps that both roles have finished since the last call."""
         rows = read_steps(self._layout)
-        for step in sorted(step for step in rows if step > self._shown):
+        for step in sorted(step for step in rows if step > self._shown and rows[step]["time"] >= self._since):
             self._shown = step
             if step % self._every == 0 or step == self._max_steps:
                 yield str(dictionary_of(rows[step]))
