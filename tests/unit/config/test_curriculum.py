@@ -58,5 +58,5 @@ def test_a_filter_can_be_taken_away() -> None:
 
 
 def test_rollouts_without_scores_are_refused_with_the_reason() -> None:
-    assert "without rewards every advantage is 0" in refusal("--buffer.skip-verification", "true")
+    assert "set trainer.loss.adv_tau = 0 to learn from a teacher alone" in refusal("--buffer.skip-verification", "true")
     assert load("--buffer.skip-verification", "false").buffer.hash_keys == ["task", "prompt"]
