@@ -169,12 +169,15 @@ def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings)
     """`entries` of one source in today's spelling; what is refused is left out and said in `findings`."""
     kept: list[Entry] = []
     gpu_counts: dict[str, Entry] = {}
+    renamed: list[tuple[Entry, Entry]] = []
     for entry in entries:
         name = _full_name(kind, entry)
         if kind is RLConfig and name in GPU_COUNTS:
             gpu_counts[GPU_COUNTS[name]] = entry
         else:
             today = entry if find_key(kind, entry.path) else _rename(kind, entry, name, findings)
+            if today is not entry:
+                renamed.append((entry, today))
             if name == "trainer.model.ac" and entry.value in ("full", "selective"):
                 table, and_mode = ".".join(entry.path), "" if entry.value == "full" else ', mode = "selective"'
                 findings.refuse(
@@ -186,7 +189,20 @@ def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings)
                 kept.append(today)
     if gpu_counts:
         kept.extend(_gpu_ids(gpu_counts, findings))
+    _refuse_contradictions(entries, renamed, findings)
     return kept
+
+
+def _refuse_contradictions(entries: Sequence[Entry], renamed: Sequence[tuple[Entry, Entry]], findings: Findings) -> None:
+    """An older and today's spelling of a key, in one source, with two values."""
+    by_path = {entry.path: entry for entry in entries}
+    for old, today in renamed:
+        other = by_path.get(today.path)
+        if other is not None and other.value != old.value:
+            findings.refuse(
+                f"{'.'.join(old.path)} ({old.value!r}) and {'.'.join(today.path)} ({other.value!r}) are two names of one key with "
+                f"two values ({old.origin}); remove the first"
+            )
 
 
 def _rename(kind: type[Section], entry: Entry, name: str, findings: Findings) -> Entry:

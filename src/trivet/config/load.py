@@ -89,20 +89,25 @@ def load_arguments(
 ) -> Loaded[SectionT]:
     """Like `load_config`, from arguments already parsed, whose problems `findings` holds."""
     sources = [environment_entries(kind, environ)]
+    is_whole = not findings.problems
     for file in arguments.files:
         try:
             sources.extend(read_toml(file.path, under=file.under))
         except ConfigError as exc:
+            is_whole = False
             findings.refuse(str(exc))
     sources.append(read_flags(arguments.flags))
-    return load_sources(kind, sources, findings)
+    return load_sources(kind, sources, findings, is_whole=is_whole)
 
 
-def load_sources(kind: type[SectionT], sources: Sequence[Sequence[Entry]], findings: Findings) -> Loaded[SectionT]:
+def load_sources(
+    kind: type[SectionT], sources: Sequence[Sequence[Entry]], findings: Findings, *, is_whole: bool = True
+) -> Loaded[SectionT]:
     """Like `load_config`, from values already read.
 
     Args:
         sources: later ones win.
+        is_whole: false when one could not be read, so that keys seem missing which it sets.
     """
     layers: list[Tree] = []
     for entries in sources:
@@ -111,7 +116,7 @@ def load_sources(kind: type[SectionT], sources: Sequence[Sequence[Entry]], findi
     _refuse_unknown(kind, draft.tree, findings)
     if kind is RLConfig:
         resolve(draft, findings)
-    config = _validate(kind, draft, findings)
+    config = _validate(kind, draft, findings, is_whole=is_whole)
     if config is not None and not findings.problems:
         check(config, findings)
     findings.raise_problems()
@@ -157,13 +162,15 @@ def _first_origin(node: Node) -> str:
     return node.origin
 
 
-def _validate(kind: type[SectionT], draft: Draft, findings: Findings) -> SectionT | None:
+def _validate(kind: type[SectionT], draft: Draft, findings: Findings, *, is_whole: bool) -> SectionT | None:
     try:
         return kind.model_validate(plain(draft.tree))
     except ValidationError as exc:
         errors = exc.errors(include_url=False)
         first_hand = [error for error in errors if not _is_derived(kind, error, draft)]
         for error in first_hand or errors:
+            if error["type"] == "missing" and not is_whole:
+                continue
             findings.refuse(_describe(kind, error, draft))
     return None
 
@@ -181,6 +188,8 @@ def _describe(kind: type[Section], error: ErrorDetails, draft: Draft) -> str:
     if error["type"] == "extra_forbidden":
         parent = dotted(path[:-1])
         return f'{key} does not apply to {parent}.type "{_tag(draft, parent)}"; remove it or change the type{origin}'
+    if error["type"] == "missing":
+        return f"{key} is missing: it has no default"
     if error["type"] == "union_tag_not_found":
         return f"{key}.type is missing; {key} has keys that depend on it{origin}"
     context: dict[str, Any] = error.get("ctx", {})

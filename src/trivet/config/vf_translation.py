@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from trivet.config.findings import Findings
 from trivet.config.load import Loaded, environment_entries, load_sources
@@ -10,6 +11,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.role_checks import VLLM_NAMES
 from trivet.config.sources import Entry
 from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.errors import ConfigError
 
 _ARGS = "trainer.args"
 _CHECKPOINT = re.compile(r"(?:.*/)?checkpoint-(\d+)/?")
@@ -58,6 +60,24 @@ _LORA = {
     "lora_use_rslora": "rslora",
 }
 """The same below trainer.model.lora."""
+_OTHER_WORDS = {
+    "--trainer.ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
+    "--ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
+    "--clean": f"--{_ARGS}.overwrite-output-dir true",
+    "ckpt.resume_step": f"{_ARGS}.resume_from_checkpoint",
+    "ckpt.allow_changes = ": "the variable TRIVET_CKPT__ALLOW_CHANGES=",
+    "ckpt.interval": f"{_ARGS}.save_steps",
+    "ckpt.weights.interval": f"{_ARGS}.save_steps",
+    "inference.model.max_model_len": f"{_ARGS}.max_seq_len",
+    "max_model_len": f"{_ARGS}.max_seq_len",
+    "trainer.model.seq_len": f"{_ARGS}.max_seq_len",
+    "orchestrator.seq_len": f"{_ARGS}.max_seq_len",
+    "inference_gpu_ids": "inference.gpus",
+    "trainer_gpu_ids": "trainer.gpus",
+}
+"""What a message about the run says, as the dialect says it, besides the tables above."""
+_SAID_AS_IT_IS = {"seed", "overwrite_output_dir"}
+"""Keys of [trainer.args] whose name in the run is a word of its own."""
 
 
 def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loaded[RLConfig]:
@@ -75,7 +95,11 @@ def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loade
     findings.raise_problems()
     for notice in (*loaded.notices, *notices_of(loaded.config)):
         findings.notice(notice)
-    return load_sources(RLConfig, [environment_entries(RLConfig, environ), list(translate(loaded))], findings)
+    try:
+        run = load_sources(RLConfig, [environment_entries(RLConfig, environ), list(translate(loaded))], findings)
+    except ConfigError as exc:
+        raise ConfigError(in_dialect(str(exc))) from exc
+    return replace(run, notices=tuple(map(in_dialect, run.notices)))
 
 
 def translate(loaded: Loaded[VfRLConfig]) -> Iterator[Entry]:
@@ -140,6 +164,11 @@ def notices_of(config: VfRLConfig) -> Iterator[str]:
         yield f"{_ARGS}.max_prompt_len: prompts are not cut; max_seq_len ({args.max_seq_len}) bounds prompt and completion"
     if "/" in config.env.id:
         yield f'env.id "{config.env.id}": the package {environment_name(config)} of this machine is used; nothing is downloaded'
+
+
+def in_dialect(text: str) -> str:
+    """A message about the run, with the names that a user of the dialect knows."""
+    return _RUN_WORD.sub(lambda found: _DIALECT[found[0]], text)
 
 
 def environment_name(config: VfRLConfig) -> str:
@@ -214,3 +243,13 @@ def _schedule(args: VfTrainerArgs) -> Iterator[tuple[str, object, str]]:
 
 def _reports(args: VfTrainerArgs) -> list[str]:
     return [args.report_to] if isinstance(args.report_to, str) else args.report_to
+
+
+_DIALECT = (
+    {key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items() if name not in _SAID_AS_IT_IS}
+    | {f"trainer.model.lora.{key}": f"{_ARGS}.{name}" for name, key in _LORA.items()}
+    | {f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_NAMES.items()}
+    | _OTHER_WORDS
+)
+_RUN_WORD = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(_DIALECT, key=len, reverse=True)))})(?!\w|[.-]\w)")
+"""A whole key of the run, not a part of another."""

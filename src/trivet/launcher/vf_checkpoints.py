@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trivet.config.layout import MANIFEST, STABLE, RunLayout, parse_step
 from trivet.durable import remove_directory, sync_tree, write_json_atomically
+from trivet.launcher.run_directory import read_run
 from trivet.launcher.vf_console import Row, dictionary_of, read_steps
 from trivet.weights.manifest import read_manifest
 
@@ -25,22 +26,38 @@ class VfCheckpoints:
     [PosixPath('outputs/reverse-text/checkpoint-50')]
     """
 
-    def __init__(self, layout: RunLayout, *, every: int | None, max_steps: int) -> None:
+    def __init__(self, layout: RunLayout, *, every: int | None, max_steps: int, replaces_run: bool = False) -> None:
         """
+        Made before the run is started: what lies in the directory until then is another start's.
+
         Args:
             every: steps between them; None: the last step's alone.
+            replaces_run: remove the checkpoints of the run before, once this one has taken the directory.
         """
         self._layout = layout
         self._every = every
         self._max_steps = max_steps
+        self._replaces_run = replaces_run
+        self._before = read_run(layout)
+        self._has_begun = False
 
     def write_due(self) -> list[Path]:
         """Write those whose policy is published and whose step's metrics are there; returns their directories."""
+        if not self._begin():
+            return []
         due = [step for step in self._published() if not self._is_written(step)]
         if not due:
             return []
         rows = read_steps(self._layout)
         return [self._write(step, rows) for step in due if step in rows]
+
+    def _begin(self) -> bool:
+        """Whether the run has taken the directory: one that was refused leaves everything as it was."""
+        if not self._has_begun and read_run(self._layout) not in (None, self._before):
+            self._has_begun = True
+            for path in self._layout.root.glob("checkpoint-*") if self._replaces_run else ():
+                remove_directory(path, marker=STATE)
+        return self._has_begun
 
     def _published(self) -> Iterator[int]:
         weights = self._layout.weights

@@ -21,12 +21,11 @@ from trivet.config.load import Loaded
 from trivet.config.rl import RLConfig
 from trivet.config.vf_rl import VfRLConfig
 from trivet.config.vf_translation import load_run
-from trivet.durable import remove_directory
 from trivet.errors import ConfigError
 from trivet.launcher import rl
 from trivet.launcher.interrupts import Interrupts
 from trivet.launcher.vf_checkpoints import VfCheckpoints
-from trivet.launcher.vf_console import VfConsole, follow, read_steps
+from trivet.launcher.vf_console import VfConsole, follow
 from trivet.launcher.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
 
 _LOOK_EVERY_S = 0.5
@@ -98,20 +97,16 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
     """Run `config` to its end in this terminal; returns the exit code of the training."""
     layout, args = RunLayout(config.output_dir), dialect.trainer.args
     assert config.max_steps is not None, "the dialect always has max_steps"
-    if config.clean:
-        for path in layout.root.glob("checkpoint-*"):
-            remove_directory(path)
-    resumed = config.ckpt.resume_step
     console = VfConsole(
         layout,
         model=dialect.model,
         env=dialect.env.id,
         max_steps=config.max_steps,
         every=args.logging_steps,
-        from_step=max(read_steps(layout), default=0) if resumed is not None else 0,
+        since=time.time(),
     )
     every = args.save_steps if args.save_strategy == "steps" else None
-    checkpoints = VfCheckpoints(layout, every=every, max_steps=config.max_steps)
+    checkpoints = VfCheckpoints(layout, every=every, max_steps=config.max_steps, replaces_run=config.clean)
     with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch:
         file, output = Path(scratch) / "run.toml", Path(scratch) / "launcher.stdout"
         file.write_text(to_toml(config))

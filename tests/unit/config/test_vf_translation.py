@@ -10,7 +10,7 @@ from trivet.config.losses import DefaultLossConfig
 from trivet.config.rl import RLConfig
 from trivet.config.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
 from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
-from trivet.config.vf_translation import load_run
+from trivet.config.vf_translation import in_dialect, load_run
 from trivet.errors import ConfigError
 
 BASE = """
@@ -203,7 +203,12 @@ def test_a_checkpoint_is_resumed_by_its_name(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ("batch_size = 512\nmicro_batch_size = 24\n", r"512 % 24 = 8; try batch_size = 504"),
-        ("batch_size = 8\nrollouts_per_example = 3\nmicro_batch_size = 8\n", r"rollouts_per_example \(3\)"),
+        (
+            "batch_size = 8\nrollouts_per_example = 3\nmicro_batch_size = 8\n",
+            r"trainer\.args\.batch_size \(8\) must be divisible by trainer\.args\.rollouts_per_example \(3\)",
+        ),
+        ("max_tokens = 2048\n", r"trainer\.args\.max_tokens \(2048\) must be < trainer\.args\.max_seq_len \(2048\)"),
+        ("rollouts_per_example = 8\nnum_generations = 4\n", "num_generations .* and trainer.args.rollouts_per_example"),
         ('resume_from_checkpoint = "latest"\n', "must be true, false, or end with checkpoint-N"),
         ("lerning_rate = 1.0\n", "did you mean trainer.args.learning_rate"),
         ('report_to = "tensorboard"\n', 'knows "wandb" and "none"'),
@@ -220,4 +225,27 @@ def test_the_keys_that_every_file_needs_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         translated(tmp_path, 'model = "m"\n')
     for name in ("env", "inference", "trainer"):
-        assert name in str(caught.value)
+        assert f"{name} is missing" in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_the_only_complaint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(VfRLConfig, ["@", str(tmp_path / "nowhere.toml")], environ={})
+    assert str(caught.value) == f"{tmp_path / 'nowhere.toml'} cannot be read: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("said", "in_its_words"),
+    [
+        (
+            "add --trainer.ckpt.resume-step -1 to go on from step 3, add --clean to remove them",
+            "add --trainer.args.resume-from-checkpoint true to go on from step 3, add --trainer.args.overwrite-output-dir true "
+            "to remove them",
+        ),
+        ("raise orchestrator.sampling.max_tokens, seq_len", "raise trainer.args.max_tokens, trainer.args.max_seq_len"),
+        ("inference.parallel.tp (3)", "inference.args.tensor_parallel_size (3)"),
+        ("trainer.args.max_steps, --clean-up, my.max_steps", "trainer.args.max_steps, --clean-up, my.max_steps"),
+    ],
+)
+def test_messages_about_the_run_name_the_keys_of_the_dialect(said: str, in_its_words: str) -> None:
+    assert in_dialect(said) == in_its_words

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from trivet.config.layout import RunLayout
+from trivet.durable import write_json_atomically
 from trivet.errors import ConfigError
+from trivet.launcher.run_directory import RunRecord
 from trivet.launcher.vf_checkpoints import STATE, VfCheckpoints
 from trivet.launcher.vf_console import VfConsole, read_steps
 from trivet.launcher.vf_rl import main, take_options
@@ -24,11 +26,16 @@ def write_step(layout: RunLayout, step: int, *roles: str) -> None:
     for role, values in (("trainer", TRAINER), ("orchestrator", ORCHESTRATOR)):
         if role in roles or not roles:
             with (layout.metrics / f"{role}.jsonl").open("ab") as file:
-                file.write(msgspec.json.encode({"step": step, "time": 0.0, **values}) + b"\n")
+                file.write(msgspec.json.encode({"step": step, "time": float(step), **values}) + b"\n")
 
 
-def make_console(layout: RunLayout, **changes: int) -> VfConsole:
-    return VfConsole(layout, model="models/tiny", env="owner/reverse-text", **{"max_steps": 100, **changes})
+def make_console(layout: RunLayout, *, max_steps: int = 100, every: int = 1, since: float = 0.0) -> VfConsole:
+    return VfConsole(layout, model="models/tiny", env="owner/reverse-text", max_steps=max_steps, every=every, since=since)
+
+
+def begin_run(layout: RunLayout, run_id: str = "r") -> None:
+    """What the launcher writes when it has taken the directory."""
+    write_json_atomically(layout.run_file, RunRecord(id=run_id, attempt=1, started=0.0, pid=1))
 
 
 def publish_step(layout: RunLayout, step: int, content: bytes = b"weights") -> None:
@@ -60,11 +67,16 @@ def test_lines_come_every_so_many_steps_and_for_the_last(tmp_path: Path) -> None
     assert [line.split(":")[0] for line in lines if line.startswith("Step")] == ["Step 2/5", "Step 4/5", "Step 5/5"]
 
 
-def test_a_resumed_run_does_not_repeat_lines(tmp_path: Path) -> None:
+def test_steps_of_an_earlier_start_are_not_repeated_and_those_taken_again_are_shown(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     for step in (1, 2, 3):
         write_step(layout, step)
-    assert [line for line in make_console(layout, from_step=2).step_lines() if "Step 2" in line] == []
+    console = make_console(layout, since=10.0)
+    assert list(console.step_lines()) == []
+    for role in ("trainer", "orchestrator"):
+        with (layout.metrics / f"{role}.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode({"step": 3, "time": 11.0, "reward/mean": 0.5}) + b"\n")
+    assert list(console.step_lines())[1:] == ["Step 3/100: reward=0.5"]
 
 
 def test_a_half_written_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
@@ -109,6 +121,7 @@ def test_the_start_names_model_and_port(tmp_path: Path) -> None:
 def test_checkpoints_are_the_published_files_with_a_state(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     checkpoints = VfCheckpoints(layout, every=2, max_steps=5)
+    begin_run(layout)
     for step in (1, 2, 5):
         publish_step(layout, step)
         write_step(layout, step)
@@ -129,6 +142,7 @@ def test_checkpoints_are_the_published_files_with_a_state(tmp_path: Path) -> Non
 def test_a_policy_that_was_taken_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     checkpoints = VfCheckpoints(layout, every=2, max_steps=2)
+    begin_run(layout)
     write_step(layout, 2)
     publish_step(layout, 2)
     checkpoints.write_due()
@@ -139,8 +153,31 @@ def test_a_policy_that_was_taken_again_replaces_its_checkpoint(tmp_path: Path) -
 
 def test_a_policy_waits_for_the_metrics_of_its_step(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
+    checkpoints = VfCheckpoints(layout, every=2, max_steps=2)
+    begin_run(layout)
     publish_step(layout, 2)
-    assert VfCheckpoints(layout, every=2, max_steps=2).write_due() == []
+    assert checkpoints.write_due() == []
+
+
+def test_a_start_that_is_refused_neither_writes_nor_removes_checkpoints(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    begin_run(layout)
+    write_step(layout, 2)
+    publish_step(layout, 2)
+    (tmp_path / "checkpoint-1").mkdir()
+    assert VfCheckpoints(layout, every=2, max_steps=2, replaces_run=True).write_due() == []
+    assert (tmp_path / "checkpoint-1").exists()
+    assert not (tmp_path / "checkpoint-2").exists()
+
+
+def test_checkpoints_of_the_run_before_go_once_the_new_one_has_taken_the_directory(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    begin_run(layout, "before")
+    (tmp_path / "checkpoint-1").mkdir()
+    checkpoints = VfCheckpoints(layout, every=2, max_steps=2, replaces_run=True)
+    begin_run(layout, "new")
+    assert checkpoints.write_due() == []
+    assert not (tmp_path / "checkpoint-1").exists()
 
 
 def test_the_commands_own_options_are_taken_out() -> None:
