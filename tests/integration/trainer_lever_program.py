@@ -25,7 +25,7 @@ from trivet.config.model import (
 )
 from trivet.config.trainer import AdamWConfig, ConstantSchedule
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
-from trivet.trainer.distributed import World, barrier, open_world
+from trivet.trainer.distributed import World, barrier, open_world, whole
 from trivet.trainer.export import gather_weights
 from trivet.trainer.host_state import keep_state_on_host, return_state
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
@@ -108,9 +108,9 @@ def move(model: PolicyModel) -> None:
     moved = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            whole = parameter.detach().full_tensor()
-            wave = torch.sin(torch.arange(whole.numel(), dtype=torch.float32)).reshape(whole.shape)
-            moved[name] = whole + 0.02 * wave
+            start = whole(parameter.detach())
+            wave = torch.sin(torch.arange(start.numel(), dtype=torch.float32)).reshape(start.shape)
+            moved[name] = start + 0.02 * wave
     set_model_state_dict(model, moved, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
@@ -126,7 +126,7 @@ def measure(model_dir: str, oracle: ModuleType, world: World) -> dict[tuple[str,
             learner.reference = reference if config.beta else None
             result = train_step(learner, rows, step=1)
             trained = [(path, each) for path, each in learner.model.named_parameters() if each.requires_grad]
-            gradients = {path.removeprefix("causal_lm."): each.grad.full_tensor() for path, each in trained}
+            gradients = {path.removeprefix("causal_lm."): whole(each.grad) for path, each in trained}
             results[lever, name] = {"loss": result.loss, "norm": result.grad_norm, "gradients": gradients}
     return results
 

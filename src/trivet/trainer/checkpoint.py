@@ -5,6 +5,8 @@ Of the model it holds what is trained: beside an adapter the frozen weights are 
 Learning rates are a function of the step, so the schedule has no state but where it began.
 """
 
+import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,6 +33,8 @@ from trivet.errors import CheckpointError
 from trivet.trainer.model import PolicyModel, has_adapter
 from trivet.trainer.shards import Hold, ShardWriter
 from trivet.trainer.step import Learner
+
+logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
@@ -49,12 +54,12 @@ class Progress(msgspec.Struct, kw_only=True):
 def state_of(learner: Learner, progress: Progress) -> State:
     """What makes the half of this moment. Tensors are the learner's own, not copies. Collective."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
-    return {"model": _only_trained(learner.model, model), "optimizer": optimizer} | _state_beside(progress)
+    return {"model": _own(learner.model, model), "optimizer": optimizer} | _state_beside(progress)
 
 
 def _state_without_optimizer(learner: Learner, progress: Progress) -> State:
     """Asking for an optimizer's state makes one, which would count a step that was never taken."""
-    return {"model": _only_trained(learner.model, get_model_state_dict(learner.model))} | _state_beside(progress)
+    return {"model": _own(learner.model, get_model_state_dict(learner.model))} | _state_beside(progress)
 
 
 def _state_beside(progress: Progress) -> State:
@@ -98,14 +103,17 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     """
     state = (_state_without_optimizer if skip_optimizer else state_of)(learner, Progress())
     try:
+        without_moments = [] if skip_optimizer else _drop_what_was_not_saved(state["optimizer"]["state"], directory)
         load(state, checkpoint_id=directory, process_group=learner.world.control)
+        if without_moments:
+            _require_optimized(without_moments, state["optimizer"]["param_groups"])
     except (CheckpointException, OSError, RuntimeError, ValueError) as exc:
         raise CheckpointError(
             f"{directory} does not fit model.name and optim of this run, or is damaged: {exc}; resume with the configuration "
             "that wrote it, or from another step"
         ) from exc
-    # All that was asked for is there; what is frozen was not.
-    options = StateDictOptions(strict=not has_adapter(learner.model.causal_lm))
+    # All that was asked for is there; what is frozen was not, nor the moments of what never had a gradient.
+    options = StateDictOptions(strict=False)
     if skip_optimizer:
         set_model_state_dict(learner.model, state["model"], options=options)
     else:
@@ -120,11 +128,40 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     return msgspec.convert(state["progress"], Progress)
 
 
-def _only_trained(model: PolicyModel, tensors: State) -> State:
-    if not has_adapter(model.causal_lm):
-        return tensors
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: tensor for name, tensor in tensors.items() if name in trained}
+def _drop_what_was_not_saved(moments: State, directory: Path) -> list[str]:
+    """Leave out of `moments` the parameters of which `directory` has none, and return their names.
+
+    An optimizer makes them with a parameter's first gradient, and plain SGD makes none.
+    """
+    keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+    saved = {key.rpartition(".")[0] for key in keys}
+    dropped = [name for name in moments if f"optimizer.state.{name}" not in saved]
+    for name in dropped:
+        del moments[name]
+    return dropped
+
+
+def _require_optimized(names: Sequence[str], groups: Sequence[State]) -> None:
+    """
+    Args:
+        groups: of the optimizer that was saved.
+
+    Raises:
+        ValueError: it did not have these parameters.
+    """
+    known = {name for group in groups for name in group["params"]}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"the optimizer that was saved has no parameter {unknown[0]!r}")
+    logger.info("the optimizer had no state yet of parameters=%s", len(names))
+
+
+def _own(model: PolicyModel, tensors: State) -> State:
+    """Each tensor once, tied ones under their first name; with an adapter what is trained alone."""
+    if has_adapter(model.causal_lm):
+        names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    else:
+        names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
 def begin_anew(progress: Progress, ckpt: CkptConfig) -> Progress:

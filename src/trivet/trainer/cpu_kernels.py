@@ -20,28 +20,65 @@ logger = logging.getLogger(__name__)
 _PROBE_TOKENS, _PROBE_FEATURES = 3, 64
 
 
-def speed_up_on_cpu(causal_lm: PreTrainedModel) -> None:
-    """Replace what can be replaced, names of parameters kept."""
+def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> bool:
+    """Replace what can be replaced, names of parameters kept.
+
+    Args:
+        dtype: what the model computes in, whatever its parameters are in.
+
+    Returns:
+        Whether every parameter is used by a replacement, so that the model computes in `dtype` by itself.
+    """
     head = causal_lm.get_output_embeddings()
     num_linears = num_norms = 0
-    for module in causal_lm.modules():
-        if type(module) is torch.nn.Linear and module is not head:
+    others: list[str] = []
+    for name, module in causal_lm.named_modules():
+        if module is head:
+            continue
+        if type(module) is torch.nn.Linear:
             setattr(module, "forward", _LinearForward(module))  # noqa: B010  # on this module alone
             num_linears += 1
         elif _is_rms_norm(module):
             setattr(module, "forward", _NormForward(module))  # noqa: B010
             num_norms += 1
+        elif type(module) is torch.nn.Embedding and module is causal_lm.get_input_embeddings():
+            setattr(module, "forward", _EmbeddingForward(module, dtype))  # noqa: B010
+        elif any(True for _ in module.parameters(recurse=False)):
+            others.append(name)
     has_rotary = _replace_rotary(causal_lm)
-    logger.info("CPU kernels linears=%s norms=%s rotary=%s", num_linears, num_norms, has_rotary)
+    logger.info("CPU kernels linears=%s norms=%s rotary=%s others=%s", num_linears, num_norms, has_rotary, len(others))
+    return not others
+
+
+class _EmbeddingForward:
+    def __init__(self, module: torch.nn.Embedding, dtype: torch.dtype) -> None:
+        self._module = module
+        self._dtype = dtype
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        weight = self._module.weight
+        found = torch.nn.functional.embedding(token_ids, weight, self._module.padding_idx)
+        return found if weight.dtype == torch.float64 else found.to(self._dtype)
 
 
 class _LinearForward:
     def __init__(self, module: torch.nn.Linear) -> None:
         self._module = module
+        self._cast: torch.Tensor | None = None
+        self._cast_of = -1
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = _Linear.apply(inputs, self._module.weight)
-        return outputs if self._module.bias is None else outputs + self._module.bias
+        weight = self._module.weight
+        outputs = _Linear.apply(inputs, weight, self._in_dtype(weight, inputs.dtype))
+        return outputs if self._module.bias is None else outputs + self._module.bias.to(outputs.dtype)
+
+    def _in_dtype(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as it is multiplied with; a master weight of another dtype is cast once an update."""
+        if weight.dtype == dtype:
+            return weight.detach()
+        if self._cast is None or self._cast_of != weight._version or self._cast.dtype != dtype:
+            self._cast, self._cast_of = weight.detach().to(dtype), weight._version
+        return self._cast
 
 
 class _Linear(torch.autograd.Function):
@@ -49,26 +86,28 @@ class _Linear(torch.autograd.Function):
     view it takes twice as long. The narrower of the two factors is copied, and a product that comes out transposed is turned."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, master_OI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight_OI)
+        ctx.dtype = master_OI.dtype
         return torch.nn.functional.linear(inputs, weight_OI)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         inputs, weight_OI = ctx.saved_tensors
         grad_inputs = grads[0] @ weight_OI if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return grad_inputs, None
-        return grad_inputs, weight_gradient(inputs.flatten(0, -2), grads[0].flatten(0, -2))
+            return grad_inputs, None, None
+        return grad_inputs, weight_gradient(inputs.flatten(0, -2), grads[0].flatten(0, -2), dtype=ctx.dtype), None
 
 
-def weight_gradient(inputs_TI: torch.Tensor, grad_TO: torch.Tensor) -> torch.Tensor:
-    """grad.T @ inputs, [O, I], contiguous: what adds it up would walk through a transposed one."""
+def weight_gradient(inputs_TI: torch.Tensor, grad_TO: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """grad.T @ inputs, [O, I], in `dtype` and contiguous: what adds it up would walk through a transposed one."""
     if grad_TO.dtype != torch.bfloat16:
-        return grad_TO.t() @ inputs_TI
+        return (grad_TO.t() @ inputs_TI).to(dtype)
     if grad_TO.shape[1] <= inputs_TI.shape[1]:
-        return grad_TO.t().contiguous() @ inputs_TI
-    return (inputs_TI.t().contiguous() @ grad_TO).t().contiguous()
+        return (grad_TO.t().contiguous() @ inputs_TI).to(dtype)
+    turned_IO = inputs_TI.t().contiguous() @ grad_TO
+    return torch.empty(turned_IO.shape[::-1], dtype=dtype, device=turned_IO.device).copy_(turned_IO.t())
 
 
 class _NormForward:
@@ -100,12 +139,13 @@ class _RMSNorm(torch.autograd.Function):
         wide = inputs.to(torch.float32, copy=True)
         scales = wide.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
         ctx.save_for_backward(inputs, weight, scales)
-        return wide.mul_(scales).to(inputs.dtype) * weight
+        return wide.mul_(scales).to(inputs.dtype).mul_(weight.to(inputs.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         inputs, weight, scales = ctx.saved_tensors
-        wide, wide_weight = inputs.float().flatten(0, -2), weight.float()
+        # A master weight takes part as it did in the forward pass, rounded.
+        wide, wide_weight = inputs.float().flatten(0, -2), weight.to(inputs.dtype).float()
         grad = grads[0].to(torch.float32, copy=True).flatten(0, -2)
         scales = scales.flatten()
         products = grad * wide

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from trivet.errors import ConfigError
 
@@ -100,6 +101,11 @@ def broadcast_bytes(world: World, data: bytes | None) -> bytes:
     if buffer:
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=0, group=world.control)
     return bytes(buffer)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that ranks share out, on each of them; others as they are. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over_ranks(world: World, values: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trivet.config.trainer import TrainingConfig
 from trivet.errors import ConfigError
+from trivet.trainer.distributed import whole
 from trivet.trainer.model import PolicyModel, has_adapter
 
 _PREFIX = "causal_lm."
@@ -46,9 +46,7 @@ def gather_weights(
         if id(tensor) in seen or (only_trained and not tensor.requires_grad):
             continue
         seen.add(id(tensor))
-        full = tensor.detach()
-        if isinstance(full, DTensor):
-            full = full.full_tensor()
+        full = whole(tensor.detach())
         if keep:
             full = full.to(dtype) if full.is_floating_point() else full
             weights[name.removeprefix(_PREFIX)] = full.cpu()

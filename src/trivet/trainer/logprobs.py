@@ -29,6 +29,7 @@ def score_tokens(
     The matrix products run in the dtype of `hidden_NH`, everything after them in float32 (float64 for float64 input).
 
     Args:
+        weight_VH: may be wider than `hidden_NH`; its gradient has its own dtype.
         targets_N: int64.
         temperatures_N: float32, > 0.
         chunk_size: tokens whose logits exist at one time.
@@ -43,12 +44,14 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
+        master_VH: torch.Tensor,
         targets_N: torch.Tensor,
         temperatures_N: torch.Tensor,
         chunk_size: int,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        weight_VH = master_VH.to(hidden_NH.dtype)
+        ctx.dtype = master_VH.dtype
         logprobs, entropies, log_totals = [], [], []
         for hidden_CH, targets_C, temperatures_C in _chunks(hidden_NH, targets_N, temperatures_N, chunk_size=chunk_size):
             logits_CV = _logits(hidden_CH, weight_VH, temperatures_C, softcap=softcap)
@@ -92,7 +95,7 @@ class _ChunkedHead(torch.autograd.Function):
             part_VH = (grad_logits_CV.T @ hidden_CH).to(log_totals_N.dtype)
             grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
         assert grad_weight_VH is not None
-        return torch.cat(grad_hidden), grad_weight_VH.to(weight_VH.dtype), None, None, None, None
+        return torch.cat(grad_hidden), grad_weight_VH.to(ctx.dtype), None, None, None, None
 
 
 def _summarize(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +107,7 @@ def _summarize(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shifted_CV = logits_CV.sub_(largest_C1)
     weights_CV = shifted_CV.exp()
     totals_C = weights_CV.sum(dim=-1)
-    means_C = torch.bmm(weights_CV[:, None], shifted_CV[:, :, None])[:, 0, 0] / totals_C
+    means_C = weights_CV.mul_(shifted_CV).sum(dim=-1) / totals_C
     return totals_C.log() + largest_C1[:, 0], means_C + largest_C1[:, 0]
 
 

@@ -82,6 +82,8 @@ class PolicyModel(torch.nn.Module):
 def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
     """The start model, sharded, in training mode.
 
+    One rank alone on a CPU has nothing to share out: where its kernels cast master weights themselves, FSDP would only copy.
+
     Raises:
         ConfigError: there is no such model, or it is one that packed rows cannot be trained on.
     """
@@ -100,11 +102,12 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         from trivet.trainer.lora import add_adapter
 
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=getattr(torch, config.optimization_dtype))
-    if world.device.type == "cpu" and config.compile is None:
-        speed_up_on_cpu(causal_lm)
+    compute_dtype = getattr(torch, config.compute_dtype)
+    casts_itself = world.device.type == "cpu" and config.compile is None and speed_up_on_cpu(causal_lm, dtype=compute_dtype)
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
     model = PolicyModel(causal_lm.train(), chunk_size=config.fused_lm_head_chunk_size, logit_rule=logit_rule)
-    shard(model, config, world)
+    if world.size > 1 or config.lora is not None or not casts_itself:
+        shard(model, config, world)
     fill(model, causal_lm, config, world)
     logger.info("model loaded name=%s parameters=%s ranks=%s", config.name, model.num_parameters, world.size)
     if config.lora is not None:
@@ -127,8 +130,8 @@ def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
                 )
     if config.attn.startswith("flash") and config.compute_dtype == "float32":
         raise ConfigError(
-            f'model.attn = "{config.attn}" computes in bfloat16 only, and model.compute_dtype is "float32"; set model.attn = "sdpa", '
-            'or model.compute_dtype = "bfloat16"'
+            f'model.attn = "{config.attn}" computes in bfloat16 only, and model.compute_dtype is "float32"; set model.attn = '
+            '"sdpa", or model.compute_dtype = "bfloat16"'
         )
 
 
@@ -181,8 +184,7 @@ def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
 
 def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
     """Before each backward: one rank alone accumulates in place and goes through FSDP's reduction once per step."""
-    if world.size == 1:
-        assert isinstance(model, FSDPModule)
+    if world.size == 1 and isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last)
 

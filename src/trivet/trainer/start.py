@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -84,6 +85,9 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=torch.device("cpu") if config.fsdp_cpu_offload else world.device)
+    if not isinstance(model, FSDPModule):
+        # Going from the meta device one by one, tied parameters became two.
+        causal_lm.tie_weights()
     for name, buffer in buffers.items():
         path, _, last = name.rpartition(".")
         model.get_submodule(path)._buffers[last] = buffer.to(world.device)

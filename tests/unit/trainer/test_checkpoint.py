@@ -9,6 +9,7 @@ from trivet.config.losses import DefaultLossConfig
 from trivet.config.shared import CkptConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint import Progress, begin_anew, load_half, state_of, write_state
+from trivet.trainer.distributed import whole
 from trivet.trainer.step import Learner, train_step
 
 
@@ -72,8 +73,32 @@ def test_an_optimizer_that_is_skipped_starts_like_a_new_one(tiny_model: Path, ma
     (before, *_), (now, *_) = first.model.parameters(), second.model.parameters()
     train(second, oracle, range(4, 5))
     # The first step of AdamW moves every parameter that has a gradient by the learning rate, of whatever size the gradient is.
-    moved = (now.full_tensor() - before.full_tensor()).abs().max()
+    moved = (whole(now) - whole(before)).abs().max()
     torch.testing.assert_close(moved, torch.tensor(1e-2), rtol=1e-3, atol=0)
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_moments_after_a_reload_either(
+    tiny_model: Path, make_learner, oracle, tmp_path: Path
+) -> None:
+    unbroken = make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2)
+    train(unbroken, oracle, range(1, 2))
+    del unbroken.optimizer.state[list(unbroken.model.parameters())[3]]
+    save_half(tmp_path, unbroken, Progress(step=1))
+    second = make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2)
+    assert load_half(tmp_path, second) == Progress(step=1)
+    assert list(second.model.parameters())[3] not in second.optimizer.state
+    assert len(second.optimizer.state) == len(list(second.model.parameters())) - 1
+    assert train(second, oracle, range(2, 4)) == train(unbroken, oracle, range(2, 4))
+
+
+def test_an_optimizer_without_state_is_reloaded(tiny_model: Path, make_learner, oracle, tmp_path: Path) -> None:
+    first, second = (make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2) for _ in range(2))
+    for learner in (first, second):
+        learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1e-2)
+    train(first, oracle, range(1, 2))
+    save_half(tmp_path, first, Progress(step=1))
+    load_half(tmp_path, second)
+    assert train(first, oracle, range(2, 4)) == train(second, oracle, range(2, 4))
 
 
 def test_what_is_to_be_left_behind_starts_anew_and_steps_go_on() -> None:

@@ -46,7 +46,7 @@ def results(model: PreTrainedModel) -> list[torch.Tensor]:
 def test_logits_and_gradients_are_those_of_transformers(config: PreTrainedConfig) -> None:
     model = make_model(config)
     expected = results(model)
-    speed_up_on_cpu(model)
+    speed_up_on_cpu(model, dtype=torch.float32)
     for found, wanted in zip(results(model), expected, strict=True):
         assert (found - wanted).norm() <= 1e-5 * wanted.norm() + 1e-9
 
@@ -66,7 +66,7 @@ def test_the_norm_is_transformers_own_bit_by_bit_and_its_gradient_exact() -> Non
 
 def test_a_norm_that_computes_something_else_is_left_alone() -> None:
     model = make_model(GemmaConfig(**SIZES))
-    speed_up_on_cpu(model)
+    speed_up_on_cpu(model, dtype=torch.float32)
     assert not any("forward" in vars(module) for module in model.modules() if isinstance(module, GemmaRMSNorm))
 
 
@@ -75,7 +75,7 @@ def test_rotary_positions_of_another_kind_are_left_alone(monkeypatch: pytest.Mon
         return q * cos.unsqueeze(unsqueeze_dim), k * sin.unsqueeze(unsqueeze_dim)
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
-    speed_up_on_cpu(make_model(LlamaConfig(**SIZES)))
+    speed_up_on_cpu(make_model(LlamaConfig(**SIZES)), dtype=torch.float32)
     assert modeling_llama.apply_rotary_pos_emb is interleaved
 
 
@@ -97,7 +97,7 @@ def test_the_weight_gradient_in_bf16_is_the_product_rounded_once(features: int, 
     generator = torch.Generator().manual_seed(0)
     inputs, grad = (torch.randn(64, width, generator=generator).bfloat16() for width in (features, outputs))
     exact = grad.double().T @ inputs.double()
-    found = weight_gradient(inputs, grad)
+    found = weight_gradient(inputs, grad, dtype=torch.bfloat16)
     assert found.shape == (outputs, features)
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
 
@@ -105,6 +105,6 @@ def test_the_weight_gradient_in_bf16_is_the_product_rounded_once(features: int, 
 def test_a_model_may_be_sped_up_twice() -> None:
     model = make_model(LlamaConfig(**SIZES))
     again = copy.deepcopy(model)
-    speed_up_on_cpu(model)
-    speed_up_on_cpu(again)
+    speed_up_on_cpu(model, dtype=torch.float32)
+    speed_up_on_cpu(again, dtype=torch.float32)
     assert modeling_llama.apply_rotary_pos_emb is rotate

@@ -12,6 +12,7 @@ from trivet.durable import FileRecord, hash_file
 from trivet.errors import CheckpointError
 from trivet.trainer import half_writer
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
+from trivet.trainer.distributed import whole
 from trivet.trainer.half_writer import HalfWriter
 from trivet.trainer.reference import Reference
 from trivet.trainer.step import Learner, train_step
@@ -42,7 +43,7 @@ def train(learner: Learner, oracle, step: int) -> None:
 
 
 def parameters_of(learner: Learner) -> list[torch.Tensor]:
-    return [parameter.full_tensor().detach().clone() for parameter in learner.model.parameters()]
+    return [whole(parameter).detach().clone() for parameter in learner.model.parameters()]
 
 
 def test_a_step_taken_during_the_write_is_not_in_it(
@@ -118,12 +119,15 @@ def test_writes_that_the_learner_overtakes_are_each_of_their_own_step(
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters_of(resumed), parameters, strict=True))
 
 
+@pytest.mark.parametrize("is_async", [True, False])
 def test_the_main_rank_is_told_the_digest_of_what_is_on_disk(
-    tiny_model: Path, make_learner, writer: HalfWriter, tmp_path: Path
+    tiny_model: Path, make_learner, world, tmp_path: Path, is_async: bool
 ) -> None:
-    told = dict[str, FileRecord]()
+    told, writer = dict[str, FileRecord](), HalfWriter(world, is_async=is_async, timeout_s=30)
     writer.start(tmp_path, state_of(make_learner(tiny_model), Progress()), then=told.update)
-    writer.wait()
+    if is_async:
+        writer.wait()
+    writer.close()
     assert told == {"__0_0.distcp": hash_file(tmp_path / "__0_0.distcp")}
 
 

@@ -15,6 +15,7 @@ from trivet.config.model_files import choose_targets
 from trivet.config.trainer import TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
+from trivet.trainer.distributed import whole
 from trivet.trainer.export import Exporter, load_tokenizer
 from trivet.trainer.model import load_policy
 from trivet.trainer.performance import model_cost
@@ -58,7 +59,7 @@ def logprobs_of(learner: Learner, row) -> torch.Tensor:
 
 def frozen_of(learner: Learner) -> dict[str, torch.Tensor]:
     named = learner.model.named_parameters()
-    return {name: each.full_tensor().clone() for name, each in named if not each.requires_grad}
+    return {name: whole(each).clone() for name, each in named if not each.requires_grad}
 
 
 def test_an_adapter_changes_nothing_before_the_first_step(any_model: Path, make_learner, oracle) -> None:
@@ -99,7 +100,7 @@ def test_loss_and_gradients_are_plain_pefts_however_rows_are_packed(
     for layout, rows in oracle.layouts(examples).items():
         loss = train_step(learner, rows, step=3).loss
         found = {
-            name.removeprefix("causal_lm."): each.grad.full_tensor()
+            name.removeprefix("causal_lm."): whole(each.grad)
             for name, each in learner.model.named_parameters()
             if each.requires_grad
         }

@@ -8,6 +8,7 @@ import torch
 from trivet.config.layout import RunLayout
 from trivet.config.losses import GrpoLossConfig
 from trivet.errors import CheckpointError
+from trivet.trainer.distributed import whole
 from trivet.trainer.reference import Reference, open_reference, reference_version
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
@@ -17,7 +18,7 @@ BETA = GrpoLossConfig(beta=0.5, reference_update_interval=2)
 
 
 def weights_of(model):
-    return [parameter.full_tensor().clone() for parameter in model.parameters()]
+    return [whole(parameter).clone() for parameter in model.parameters()]
 
 
 def row_of(oracle, seed=0):

@@ -8,6 +8,7 @@ import torch
 
 from trivet.config.losses import DefaultLossConfig
 from trivet.errors import BatchError, Diverged
+from trivet.trainer.distributed import whole
 from trivet.trainer.step import train_step
 
 TOLERANCE = 1e-6
@@ -24,7 +25,7 @@ LOSSES = {
 
 
 def full_gradients(model) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("causal_lm."): parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return {name.removeprefix("causal_lm."): whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
