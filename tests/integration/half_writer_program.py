@@ -1,0 +1,137 @@
+"""One rank of tests/integration/test_half_writer_ranks.py: `half_writer_program.py MODEL_DIR ORACLE DIRECTORY CODE`.
+
+Writes a half that rank 1 is slow to write, one that rank 1 has no room for, and one that rank 1 does not live to write: it ends
+with exit code CODE.
+"""
+
+import errno
+import os
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from trainer_rank_program import LOSSES, load_oracle, make_learner
+
+from trivet.config.optimizer import AdamWConfig
+from trivet.durable import FileRecord, hash_file, list_files
+from trivet.errors import CheckpointError
+from trivet.trainer import half_writer
+from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
+from trivet.trainer.distributed import World, barrier, open_world
+from trivet.trainer.half_writer import HalfWriter
+from trivet.trainer.step import Learner, train_step
+from trivet.wire.versions import Step
+
+
+class Case:
+    def __init__(self, model_dir: str, oracle_path: str, directory: Path, world: World) -> None:
+        self.model_dir, self.directory, self.world = model_dir, directory, world
+        self.oracle = load_oracle(oracle_path)
+        self.learner = self.make_learner()
+        self.writer = HalfWriter(world, is_async=True, timeout_s=60)
+        self.learner.before_update = self.writer.release
+        self.written: list[dict[str, FileRecord]] = []
+
+    def make_learner(self) -> Learner:
+        return make_learner(self.model_dir, self.world, optim=AdamWConfig(lr=1e-2), loss=LOSSES["token"])
+
+    def train(self, step: int) -> None:
+        rows = [self.oracle.make_row([example]) for example in self.oracle.make_examples(count=4, vocab_size=100, seed=step)]
+        train_step(self.learner, rows, step=Step(step))
+
+    def start(self, name: str, step: int) -> Path:
+        half = self.directory / name
+        if self.world.is_main:
+            half.mkdir()
+        barrier(self.world)
+        state = state_of(self.learner, Progress(step=step))
+        self.writer.start(half, state, then=lambda known: self.written.append(dict(known)))
+        return half
+
+
+def parts_of(learner: Learner) -> list[torch.Tensor]:
+    """This rank's parts of everything that is saved."""
+    state = state_of(learner, Progress())
+    tensors = [*state["model"].values(), *(value for each in state["optimizer"]["state"].values() for value in each.values())]
+    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone() for tensor in tensors]
+
+
+def write_slowly(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 writes after two more steps, rank 0 at once; what is written is of the step before them on both."""
+    may_write = threading.Event()
+
+    def slow(directory: Path, state: Any, group: Any, *, hold: Any = nullcontext) -> dict[str, FileRecord]:
+        assert may_write.wait(60)
+        return write_state(directory, state, group, hold=hold)
+
+    case.train(1)
+    expected = parts_of(case.learner)
+    with monkeypatch.context() as patch:
+        if not case.world.is_main:
+            patch.setattr(half_writer, "write_state", slow)
+        half = case.start("slow", 1)
+        case.train(2)
+        case.train(3)
+        case.writer.raise_failure()
+        assert case.written == [], "no rank is done before the last has written"
+        may_write.set()
+        case.writer.wait()
+    names = ["__0_0.distcp", "__1_0.distcp"]
+    assert list_files(half) == [".metadata", *names]
+    assert case.written == [{name: hash_file(half / name) for name in names} if case.world.is_main else {}]
+    resumed = case.make_learner()
+    assert load_half(half, resumed).step == 1
+    assert all(map(torch.equal, parts_of(resumed), expected))
+
+
+def write_without_room(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank is told, with the rank that failed, and goes on to end."""
+
+    def fail(fd: int, data: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    case.written.clear()
+    with monkeypatch.context() as patch:
+        if not case.world.is_main:
+            patch.setattr(os, "pwrite", fail)
+        case.start("full", 3)
+        with pytest.raises(CheckpointError, match=r"rank 1: OSError: \[Errno 28\] No space left on device"):
+            case.writer.wait()
+    assert case.written == []
+
+
+def write_alone(case: Case) -> None:
+    """Rank 1 is gone in the middle of the write; rank 0 learns of it long before its time limit."""
+    case.start("alone", 3)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        case.writer.wait()
+    assert time.monotonic() - started < 30
+    assert case.written == []
+
+
+def main() -> None:
+    model_dir, oracle_path, directory, code = sys.argv[1:]
+    torch.set_num_threads(1)
+    monkeypatch = pytest.MonkeyPatch()
+    with open_world(device="cpu", timeout_s=120) as world:
+        case = Case(model_dir, oracle_path, Path(directory), world)
+        write_slowly(case, monkeypatch)
+        write_without_room(case, monkeypatch)
+        if not world.is_main:
+            monkeypatch.setattr(os, "pwrite", lambda *_: os._exit(int(code)))
+        write_alone(case)
+        case.writer.close()
+        Path(directory, "ended").write_text("well")
+        # What is left of the group waits for the lost rank.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
