@@ -50,6 +50,15 @@ def check_inside(root: Path, path: Path) -> Path:
     return real
 
 
+def is_inside(root: Path, path: Path) -> bool:
+    """Whether `path` is there and is the run's own."""
+    try:
+        check_inside(root, path)
+    except NotServed:
+        return False
+    return True
+
+
 def read_inside(root: Path, path: Path) -> bytes:
     """The content of a file of the run.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from trivet.config.layout import RunLayout
-from trivet.view.files import FileStamp, check_inside, stamp_of
+from trivet.view.files import FileStamp, check_inside, is_inside, stamp_of
 from trivet.view.series import Curve, MetricFile
 
 
@@ -78,7 +78,8 @@ class RunMetrics:
         self._files: dict[str, MetricFile] = {}
 
     def roles(self) -> list[str]:
-        return sorted(path.stem for path in self._layout.metrics.glob("*.jsonl"))
+        """Of those whose file is the run's own: one that leads elsewhere takes nothing from the others."""
+        return sorted(path.stem for path in self._layout.metrics.glob("*.jsonl") if is_inside(self._layout.root, path))
 
     def has(self, role: str) -> bool:
         return self._listed(role) is not None

@@ -46,6 +46,7 @@ _ZIP_FROM_BYTES = 4096
 _IDLE_S = 60.0
 """An idle connection is closed then; the page asks every two seconds."""
 _MAX_TARGET_CHARS = 8192
+_MAX_FIELDS = 20
 
 
 class ViewServer(ThreadingHTTPServer):
@@ -86,7 +87,10 @@ class ViewServer(ThreadingHTTPServer):
 
     def is_meant(self, host_header: str) -> bool:
         """Whether a request's Host names this server."""
-        name = urlsplit(f"//{host_header}").hostname or ""
+        try:
+            name = urlsplit(f"//{host_header}").hostname or ""
+        except ValueError:  # `[` without its end
+            return False
         if name in ("localhost", self.given_host.casefold()):
             return True
         try:
@@ -121,9 +125,14 @@ class _Handler(BaseHTTPRequestHandler):
         if len(self.path) > _MAX_TARGET_CHARS:
             self._send(HTTPStatus.REQUEST_URI_TOO_LONG, _error("the address is too long"), _JSON)
             return
-        target = urlsplit(self.path)
+        try:
+            target = urlsplit(self.path)
+            query = dict(parse_qsl(target.query, max_num_fields=_MAX_FIELDS))
+        except ValueError as exc:
+            self._send(HTTPStatus.BAD_REQUEST, _error(f"the address cannot be read: {exc}"), _JSON, with_body=with_body)
+            return
         if target.path.startswith("/api/"):
-            self._answer_api(target.path, dict(parse_qsl(target.query, max_num_fields=20)), with_body=with_body)
+            self._answer_api(target.path, query, with_body=with_body)
             return
         page = self.server.pages.get(target.path)
         if page is None:

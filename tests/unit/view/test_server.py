@@ -118,7 +118,25 @@ def test_a_metric_of_nobody_has_no_curve(site: Site, names: str):
     assert not any(site.ask(f"/api/series?names={names}").json["curves"].get(name) for name in names.split(",") if name)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "169.254.1.1", "localhost.evil.example", ""])
+@pytest.mark.parametrize(
+    "target", ["/api/series?" + "&".join(f"a{number}=1" for number in range(50)), "http://[bad/api/runs", "//[bad"]
+)
+def test_an_address_that_cannot_be_read_is_answered(site: Site, target: str):
+    assert site.ask(target).status == 400
+
+
+def test_a_file_of_metrics_that_leads_elsewhere_takes_nothing_from_the_others(tmp_path: Path):
+    layout = write_run(tmp_path / "run", num_steps=2)
+    (tmp_path / "secret").write_text('{"step": 1, "secret": 1}\n')
+    (layout.metrics / "evil.jsonl").symlink_to(tmp_path / "secret")
+    api = Api([ViewedRun(layout, name="run")])
+    names = json.loads(api.answer("/api/metrics", {}, known="").body)
+    assert "trainer:loss/mean" in names
+    assert not [name for name in names if name.startswith("evil")]
+    assert json.loads(api.answer("/api/series", {"names": "evil:secret"}, known="").body)["curves"] == {"evil:secret": None}
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "169.254.1.1", "localhost.evil.example", "[bad", ""])
 def test_a_request_under_another_name_is_refused(site: Site, host: str):
     # A page of another site has its name resolve to this machine; the browser then sends that name.
     assert site.ask("/api/status", host=host or " ").status == 403
