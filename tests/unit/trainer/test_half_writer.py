@@ -12,6 +12,7 @@ from trivet.durable import FileRecord, hash_file
 from trivet.errors import CheckpointError
 from trivet.trainer import half_writer
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
+from trivet.trainer.distributed import whole
 from trivet.trainer.half_writer import HalfWriter
 from trivet.trainer.reference import Reference
 from trivet.trainer.step import Learner, train_step
@@ -42,7 +43,7 @@ def train(learner: Learner, oracle, step: int) -> None:
 
 
 def parameters_of(learner: Learner) -> list[torch.Tensor]:
-    return [parameter.full_tensor().detach().clone() for parameter in learner.model.parameters()]
+    return [whole(parameter).detach().clone() for parameter in learner.model.parameters()]
 
 
 def test_a_step_taken_during_the_write_is_not_in_it(
