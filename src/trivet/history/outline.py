@@ -70,7 +70,8 @@ def _decode(text: bytes, path: Path, line: int) -> AnyEvent:
     try:
         return decode_event(text)
     except msgspec.DecodeError as exc:
-        shown = text[:120].decode(errors="replace").rstrip()
+        # Garbage must not reach the terminal as its control sequences.
+        shown = ascii(text[:120].decode(errors="replace").rstrip())
         raise HistoryError(
             f"{path}:{line} is no event of this version ({exc}): {shown}; check it with the version that "
             "wrote it, or mend the line"

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import keyword
 import re
 import shutil
 import subprocess
@@ -47,15 +48,21 @@ def write_package(name: str, *, folder: Path) -> Path:
     Raises:
         ConfigError: the name is none that a package and a module can have, or its directory exists.
     """
-    if _NAME.fullmatch(name) is None:
-        raise ConfigError(f"an environment's name has lower-case letters, digits and single dashes, like my-env; got {name!r}")
+    if _NAME.fullmatch(name) is None or keyword.iskeyword(name):
+        raise ConfigError(
+            "an environment's name has lower-case letters, digits and single dashes, like my-env, and is no word of Python's own; "
+            f"got {name!r}"
+        )
     module = name.replace("-", "_")
     if importlib.util.find_spec(module) is not None:
         raise ConfigError(f"a module {module!r} is installed already, which the environment would hide; choose another name")
     directory = folder / module
     if directory.exists():
         raise ConfigError(f"{directory} exists already; choose another name, or remove it")
-    directory.mkdir(parents=True)
+    try:
+        directory.mkdir(parents=True)
+    except OSError as exc:
+        raise ConfigError(f"{directory} cannot be written: {exc.strerror}; choose another --path") from exc
     for file, content in package_files(name).items():
         (directory / file).write_text(content)
     return directory

@@ -184,9 +184,11 @@ def test_a_line_that_is_cut_short_by_a_full_disk_does_not_count(layout):
 def test_a_line_that_is_no_event_is_an_error_that_names_it(layout, capsys):
     make_run(layout)
     with layout.events.open("ab") as file:
-        file.write(b'{"event":"party"}\n')
+        file.write(b'{"event":"party \x1b[2J"}\n')
     assert main(["check", str(layout.root)]) == 1
-    assert "is no event of this version" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is no event of this version" in said
+    assert "\x1b" not in said
 
 
 def test_a_manifest_that_cannot_be_read_is_named(layout, capsys):

@@ -27,11 +27,17 @@ def test_a_new_environment_loads_and_scores(tmp_path: Path) -> None:
     assert module.share_of_letters([{"role": "assistant", "content": "?"}], answer) == 0.0
 
 
-@pytest.mark.parametrize("name", ["My-Env", "my_env", "1env", "a--b", "../x", ""])
+@pytest.mark.parametrize("name", ["My-Env", "my_env", "1env", "a--b", "../x", "class", ""])
 def test_names_that_no_package_has_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="like my-env"):
         write_package(name, folder=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory; choose another --path"):
+        write_package("my-env", folder=tmp_path / "file")
 
 
 def test_a_module_that_exists_is_not_hidden(tmp_path: Path) -> None:
