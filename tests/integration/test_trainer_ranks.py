@@ -77,6 +77,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+OTHERS = ("sgd", "muon")
+"""Optimizers besides AdamW."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Directories of what was saved by one rank and by two, and continued by both."""
@@ -87,23 +91,34 @@ class Outputs:
 
 @pytest.fixture(scope="module")
 def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    """Everything that two ranks compute, in one start of them."""
+    """Everything that one and two ranks compute, in one start of them."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    run_alone(model, [f"train:{one}", f"lora-gradients:{one}", f"lora-train:{one}"])
+    run_alone(
+        model, [f"train:{one}", f"lora-gradients:{one}", f"lora-train:{one}", *(f"{name}-train:{one}" for name in OTHERS)]
+    )
     of_two = [f"gradients:{two}", f"resume:{one}", f"train:{two}", f"resume:{two}"]
-    run_ranks(2, model, two, [*of_two, f"lora-gradients:{two}", f"lora-resume:{one}", f"lora-train:{two}"])
+    of_others = [task for name in OTHERS for task in (f"{name}-train:{two}", f"{name}-resume:{one}")]
+    run_ranks(2, model, two, [*of_two, f"lora-gradients:{two}", f"lora-resume:{one}", f"lora-train:{two}", *of_others])
     run_alone(model, [f"resume:{two}", f"lora-resume:{two}"])
     return Outputs(one, two)
+
+
+@pytest.fixture(scope="module")
+def continued_by_four(model: Path, outputs: Outputs) -> Path:
+    """What two ranks saved."""
+    run_ranks(4, model, outputs.saved_by_two, [f"{name}-resume:{outputs.saved_by_two}" for name in OTHERS])
+    return outputs.saved_by_two
 
 
 def check_gradients(results: dict[tuple[str, str], Any], model: Path) -> None:
     oracle, program = load_module(ORACLE), load_module(PROGRAM)
     examples = oracle.make_examples(count=9, vocab_size=100)
-    assert {layout for _, layout in results} == oracle.layouts(examples).keys()
+    layouts = {*oracle.layouts(examples), "packed anew"}
+    assert {layout for _, layout in results} == layouts
     for loss, config in program.LOSSES.items():
         expected_loss, expected = oracle.loss_and_gradients(model, examples, config)
         norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
-        for layout in oracle.layouts(examples):
+        for layout in layouts:
             found = results[loss, layout]
             assert found["loss"] == pytest.approx(expected_loss, rel=TOLERANCE), (loss, layout)
             assert oracle.gradient_error(found["gradients"], expected) < TOLERANCE, (loss, layout)
@@ -155,17 +170,14 @@ def test_two_ranks_that_resume_end_with_exactly_the_weights_of_two_that_did_not(
         assert torch.equal(weight, unbroken["weights"][name]), name
 
 
-@pytest.fixture(scope="module")
-def sgd_outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    run_alone(model, [f"sgd-train:{one}"])
-    run_ranks(2, model, two, [f"sgd-resume:{one}", f"sgd-train:{two}"])
-    return Outputs(one, two)
-
-
-@pytest.mark.parametrize("task", ["train", "resume"])
-def test_sgd_makes_the_same_weights_on_two_ranks_and_across_a_resume(sgd_outputs: Outputs, task: str) -> None:
-    expected = torch.load(sgd_outputs.saved_by_one / "sgd-train_1.pt")["weights"]
-    directory = sgd_outputs.saved_by_two if task == "train" else sgd_outputs.saved_by_one
-    found = torch.load(directory / f"sgd-{task}_2.pt")["weights"]
-    assert load_module(ORACLE).gradient_error(found, expected) < OPTIMIZER_TOLERANCE
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_make_the_same_weights_on_any_number_of_ranks_and_across_resumes(
+    outputs: Outputs, continued_by_four: Path, name: str
+) -> None:
+    expected = torch.load(outputs.saved_by_one / f"{name}-train_1.pt")["weights"]
+    for path in (
+        outputs.saved_by_two / f"{name}-train_2.pt",
+        outputs.saved_by_one / f"{name}-resume_2.pt",
+        continued_by_four / f"{name}-resume_4.pt",
+    ):
+        assert load_module(ORACLE).gradient_error(torch.load(path)["weights"], expected) < OPTIMIZER_TOLERANCE, path.name

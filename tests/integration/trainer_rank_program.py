@@ -18,7 +18,7 @@ from trivet.config.losses import DefaultLossConfig
 from trivet.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.trainer import ConstantSchedule, TrainerModelConfig
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
-from trivet.trainer.distributed import World, barrier, broadcast_bytes, open_world
+from trivet.trainer.distributed import World, barrier, broadcast_bytes, open_world, whole
 from trivet.trainer.export import gather_weights
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model import PolicyModel, load_policy
@@ -29,6 +29,9 @@ LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_p
 """A rank that no number of ranks divides: some hold nothing of a factor."""
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {"muon": MuonConfig(lr=1e-3), "sgd": SGDConfig(lr=1e-2)}
+
+MICRO_BATCH_TOKENS = 30
+"""The longest of the samples have 23: several rows for each rank, some of them dummies."""
 
 LOSSES = {"token": DefaultLossConfig(kl_tau=0.1), "sequence": DefaultLossConfig(ratio_type="sequence", kl_tau=0.1)}
 
@@ -81,10 +84,12 @@ def measure_gradients(model_dir: str, oracle: ModuleType, world: World, *, lora:
     examples = oracle.make_examples(count=9, vocab_size=100)
     for loss, config in LOSSES.items():
         learner = make_learner(model_dir, world, optim=AdamWConfig(lr=0.0), loss=config, lora=lora)
-        for layout, rows in oracle.layouts(examples).items():
+        layouts = oracle.layouts(examples)
+        for layout, rows in {**layouts, "packed anew": layouts["one row"]}.items():
+            learner.micro_batch_tokens = MICRO_BATCH_TOKENS if layout == "packed anew" else None
             result = train_step(learner, rows, step=1)
             trained = [(name, each) for name, each in learner.model.named_parameters() if each.requires_grad]
-            gradients = {name: parameter.grad.full_tensor() for name, parameter in trained}
+            gradients = {name: whole(parameter.grad) for name, parameter in trained}
             named = {name.removeprefix("causal_lm."): gradient for name, gradient in gradients.items()}
             kl = float(result.values["mismatch_kl"].mean()) if world.is_main else None
             results[loss, layout] = {"loss": result.loss, "norm": result.grad_norm, "gradients": named, "kl": kl}

@@ -62,8 +62,11 @@ def naming_last_weights(layout: RunLayout) -> Iterator[None]:
 
 
 @contextmanager
-def explaining_memory(row: RowTensors, *, chunk_size: int) -> Iterator[None]:
+def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> Iterator[None]:
     """
+    Args:
+        key_prefix: what the user writes before a key of the trainer, such as `trainer.`.
+
     Raises:
         OutOfMemory: instead of what the allocator raises in forward or backward of `row`.
     """
@@ -72,12 +75,15 @@ def explaining_memory(row: RowTensors, *, chunk_size: int) -> Iterator[None]:
     except (RuntimeError, MemoryError) as exc:
         if not is_out_of_memory(exc):
             raise
-        raise OutOfMemory(_explain_row(row, exc, chunk_size=chunk_size)) from exc
+        raise OutOfMemory(_explain_row(row, exc, chunk_size=chunk_size, key_prefix=key_prefix)) from exc
 
 
 @contextmanager
-def explaining_update_memory() -> Iterator[None]:
+def explaining_update_memory(*, key_prefix: str) -> Iterator[None]:
     """
+    Args:
+        key_prefix: as above.
+
     Raises:
         OutOfMemory: instead of what the allocator raises in the optimizer's update.
     """
@@ -88,7 +94,7 @@ def explaining_update_memory() -> Iterator[None]:
             raise
         raise OutOfMemory(
             f"memory ran out in the optimizer's update, whose state is made in the first step: {_first_line(exc)}. Use more ranks, "
-            "set trainer.model.optim_cpu_offload = true (on a GPU), or train an adapter with [trainer.model.lora]"
+            f"set {key_prefix}model.optim_cpu_offload = true (on a GPU), or train an adapter with [{key_prefix}model.lora]"
         ) from exc
 
 
@@ -97,17 +103,17 @@ def is_out_of_memory(exc: BaseException) -> bool:
     return isinstance(exc, (torch.OutOfMemoryError, MemoryError)) or any(text in str(exc) for text in _ALLOCATOR_MESSAGES)
 
 
-def _explain_row(row: RowTensors, exc: BaseException, *, chunk_size: int) -> str:
+def _explain_row(row: RowTensors, exc: BaseException, *, chunk_size: int, key_prefix: str) -> str:
     num_tokens, longest = row.token_ids_1T.shape[1], max(row.segments.lengths)
     num_trained = len(row.targets_N)
     if len(row.segments.lengths) > 1:
-        shorter = f"trainer.micro_batch_tokens = {max(longest, math.ceil(num_tokens / 2))}"
+        shorter = f"{key_prefix}micro_batch_tokens = {max(longest, math.ceil(num_tokens / 2))}"
     else:
-        shorter = f"a smaller trainer.model.seq_len, such as {max(2, num_tokens // 2)}, as the row is one sample"
+        shorter = f"a smaller {key_prefix}model.seq_len, such as {max(2, num_tokens // 2)}, as the row is one sample"
     return (
         f"memory ran out in a row of {num_tokens} tokens ({len(row.segments.lengths)} samples, the longest of {longest} tokens, "
-        f"{num_trained} tokens trained): {_first_line(exc)}. Set {shorter}; [trainer.model.ac] freq = 1, if it is not set; or "
-        f"trainer.model.fused_lm_head_chunk_size = {max(1, min(chunk_size, num_trained) // 2)}"
+        f"{num_trained} tokens trained): {_first_line(exc)}. Set {shorter}; [{key_prefix}model.ac] freq = 1, if it is not set; "
+        f"or {key_prefix}model.fused_lm_head_chunk_size = {max(1, min(chunk_size, num_trained) // 2)}"
     )
 
 

@@ -63,7 +63,10 @@ def _parts(pairs: list[Pair], *, max_bytes: int) -> Iterator[list[Pair]]:
     part: list[Pair] = []
     num_bytes = 0
     for parameter, gradient in pairs:
-        size = parameter.to_local().nbytes if isinstance(parameter, DTensor) else parameter.nbytes
+        # Not of this rank's shard: parts are the same on every rank, because an update may be collective.
+        size = parameter.numel() * parameter.element_size()
+        if isinstance(parameter, DTensor):
+            size //= parameter.device_mesh.size(-1)
         if part and num_bytes + size > max_bytes:
             yield part
             part, num_bytes = [], 0

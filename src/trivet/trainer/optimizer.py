@@ -31,19 +31,24 @@ def make_optimizer(
     rest = [parameter for parameter in parameters if id(parameter) not in chosen]
     parts: list[torch.optim.Optimizer] = []
     if matrices:
-        parts.append(
-            WholeMatrixMuon(
-                matrices,
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=config.mu,
-                # Updates of AdamW's size: one learning rate serves both (arXiv 2502.16982, section 2.2).
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
+        parts.append(WholeMatrixMuon(matrices, lr=config.lr, weight_decay=config.weight_decay, momentum=config.mu))
     if rest:
         parts.append(_adamw(rest, config))
     return JoinedOptimizers(parts)
+
+
+def state_bytes(
+    parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[torch.nn.Parameter] = ()
+) -> int:
+    """What the optimizer keeps beside `parameters` from its first update on, over all ranks; single numbers left out."""
+    chosen = {id(matrix) for matrix in matrices} if isinstance(config, MuonConfig) else set()
+
+    def num_moments(parameter: torch.nn.Parameter) -> int:
+        if isinstance(config, SGDConfig):
+            return 1 if config.momentum else 0
+        return 1 if id(parameter) in chosen else 2
+
+    return sum(num_moments(parameter) * parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def _adamw(parameters: Iterable[torch.nn.Parameter], config: AdamWConfig | MuonConfig) -> torch.optim.AdamW:

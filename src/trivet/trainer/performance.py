@@ -20,7 +20,7 @@ _MATMUL_SIZE, _MATMUL_TRIES = 1024, 12
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
     matmul_parameters: int
-    """Parameters that every token is multiplied with: all but an embedding that is only looked up."""
+    """Parameters that a token is multiplied with: neither an embedding that is only looked up, nor experts it is not sent to."""
     frozen_parameters: int = 0
     """Of those; they get no gradient of their own."""
     num_layers: int
@@ -51,16 +51,25 @@ def model_cost(model: PolicyModel) -> ModelCost:
     assert isinstance(config, PreTrainedConfig)
     is_tied = model.embedding.weight is model.head.weight
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    matmul_parameters = model.num_parameters - (0 if is_tied else model.embedding.weight.numel())
-    is_adapted = has_adapter(model.causal_lm)
-    num_trained = sum(parameter.numel() for parameter in model.trained_parameters)
+    used = {name: _count_used(name, parameter, config) for name, parameter in model.named_parameters()}
+    matmul_parameters = sum(used.values()) - (0 if is_tied else model.embedding.weight.numel())
+    num_trained = sum(used[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
     return ModelCost(
         matmul_parameters=matmul_parameters,
-        frozen_parameters=matmul_parameters - num_trained if is_adapted else 0,
+        frozen_parameters=matmul_parameters - num_trained if has_adapter(model.causal_lm) else 0,
         num_layers=config.num_hidden_layers,
         attention_width=config.num_attention_heads * head_dim,
         hidden_size=config.hidden_size,
     )
+
+
+def _count_used(name: str, parameter: torch.nn.Parameter, config: PreTrainedConfig) -> int:
+    """Its numbers that one token is multiplied with: of a mixture's experts those that the token is sent to."""
+    if ".experts." not in name:
+        return parameter.numel()
+    # Mixtral's name of it, which later models share, and Qwen3-MoE's.
+    num_experts = getattr(config, "num_local_experts", None) or config.num_experts
+    return parameter.numel() * config.num_experts_per_tok // num_experts
 
 
 def peak_flops(device: torch.device) -> float | None:

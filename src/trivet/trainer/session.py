@@ -25,6 +25,7 @@ from trivet.checkpoints.resume import choose_resume_step
 from trivet.checkpoints.retention import removable_steps, remove_checkpoint
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
+from trivet.config.shared import RunIdentity
 from trivet.config.trainer import TrainingConfig
 from trivet.disk import explaining_full_disk, format_bytes, free_bytes, require_room
 from trivet.durable import FileRecord
@@ -39,7 +40,7 @@ from trivet.trainer.half_writer import HalfWriter
 from trivet.trainer.host_state import keep_state_on_host, return_state
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.model import PolicyModel, load_policy
-from trivet.trainer.optimizer import LearningRate, make_optimizer
+from trivet.trainer.optimizer import LearningRate, make_optimizer, state_bytes
 from trivet.trainer.performance import ModelCost, model_cost, speed_metrics
 from trivet.trainer.profiling import Profiler
 from trivet.trainer.reference import reference_version
@@ -265,12 +266,14 @@ def open_session(
         loss=loss,
         max_norm=config.optim.max_norm,
         micro_batch_tokens=config.micro_batch_tokens,
+        # In a run the trainer's keys are a part of the run's.
+        key_prefix="" if config.run == RunIdentity() else "trainer.",
         world=world,
     )
     if config.model.optim_cpu_offload:
         keep_state_on_host(learner.optimizer, world.device)
     progress = _resume(config, layout, learner, from_step) if from_step else Progress()
-    sizes = _measure(model, served_dtype=getattr(torch, config.model.compute_dtype))
+    sizes = _measure(model, config)
     telemetry = None
     if world.is_main:
         discard_later(layout, from_step)
@@ -354,11 +357,13 @@ def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: S
     return progress
 
 
-def _measure(model: PolicyModel, *, served_dtype: torch.dtype) -> Sizes:
-    """Over all ranks. A half holds the trained parameters and their two moments."""
+def _measure(model: PolicyModel, config: TrainingConfig) -> Sizes:
+    """Over all ranks. A half holds the trained parameters and the optimizer's state."""
     parameters = model.trained_parameters
+    held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    served_dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
     return Sizes(
-        checkpoint=3 * sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        checkpoint=held + state_bytes(parameters, config.optim, matrices=model.hidden_matrices),
         weights=sum(parameter.numel() for parameter in parameters) * served_dtype.itemsize,
     )
 

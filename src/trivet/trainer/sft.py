@@ -16,6 +16,7 @@ from trivet.telemetry import progress
 from trivet.trainer.bench import run_bench
 from trivet.trainer.distributed import World, open_world
 from trivet.trainer.export import load_tokenizer
+from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import cross_entropy
 from trivet.trainer.main import set_up_rank
 from trivet.trainer.session import Session, open_session
@@ -75,7 +76,8 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
             batch = make_batch(batches.items(data_step), config)
         progress.doing(f"training step {step}")
         reach("optimizer_step.before", step=step)
-        result = train_step(session.learner, batch.rows, step=step)
+        with naming_last_weights(session.layout):
+            result = train_step(session.learner, batch.rows, step=step)
         reach("optimizer_step.after", step=step)
         session.progress.step = step
         session.progress.total_tokens += sum(row.num_tokens for row in batch.rows)

@@ -36,6 +36,8 @@ class Learner:
     world: World
     micro_batch_tokens: int | None = None
     """Pack batches anew into rows of at most so many tokens; None: as they come."""
+    key_prefix: str = ""
+    """What the user of this command writes before a key of the trainer; for messages."""
     reference: Reference | None = None
     """Whose log-probabilities the loss wants beside the model's."""
     before_update: Callable[[], None] = lambda: None
@@ -70,20 +72,20 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     loss, parts, outcomes = _accumulate(learner, rows, counts=_count_units(rows, step=step))
     computed = time.monotonic()
     if not np.isfinite(loss):
-        raise _diverged("loss", loss, step=step, where=describe_rows(outcomes, learner.world))
+        raise _diverged("loss", loss, learner=learner, step=step, where=describe_rows(outcomes, learner.world))
     del outcomes
     gradients = local_gradients(learner.model.parameters())
     norm = gradient_norm(gradients, learner.world)
     if not np.isfinite(norm):
         where = describe_gradients(learner.model.named_parameters(), learner.world)
-        raise _diverged("gradient norm", norm, step=step, where=where)
+        raise _diverged("gradient norm", norm, learner=learner, step=step, where=where)
     clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
     lr = learner.learning_rate.at(step)
     for group in learner.optimizer.param_groups:
         group["lr"] = lr
     reach("optimizer_step.during", step=step)
     learner.before_update()
-    with explaining_update_memory():
+    with explaining_update_memory(key_prefix=learner.key_prefix):
         learner.optimizer.step()
     return StepResult(
         loss=loss,
@@ -116,7 +118,7 @@ def _accumulate(
     outcomes: list[RowOutcome] = []
     for index, row in enumerate(mine):
         set_last_row(model, is_last=index == len(mine) - 1, world=world)
-        with explaining_memory(row, chunk_size=model.chunk_size):
+        with explaining_memory(row, chunk_size=model.chunk_size, key_prefix=learner.key_prefix):
             scores = model(row)
             if row.is_dummy:
                 (scores.logprobs_N.sum() * 0.0).backward()
@@ -146,8 +148,8 @@ def _count_samples(row: MicroBatch) -> int:
     return sum(bool(mask.any()) for mask in masks)
 
 
-def _diverged(name: str, value: float, *, step: Step, where: str) -> Diverged:
+def _diverged(name: str, value: float, *, learner: Learner, step: Step, where: str) -> Diverged:
     return Diverged(
-        f"the {name} of step {step} is {value} ({where}); the weights of step {step - 1} are untouched. Lower optim.lr, or look at "
-        f"mismatch_kl and rewards of the steps before in metrics/"
+        f"the {name} of step {step} is {value} ({where}); the weights of step {step - 1} are untouched. Lower "
+        f"{learner.key_prefix}optim.lr, or look in metrics/ at what grew in the steps before"
     )

@@ -26,7 +26,7 @@ from trivet.trainer.failures import explaining_update_memory
 torch.ones(1)
 used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
-with explaining_update_memory():
+with explaining_update_memory(key_prefix=''):
     torch.empty(1 << 32)
 """
 
@@ -69,7 +69,7 @@ def test_a_gpu_without_memory_names_the_row_and_three_keys(oracle) -> None:
     row = to_tensors(oracle.make_row(examples), device=CPU)
     lengths = row.segments.lengths
     half = max(max(lengths), -(-sum(lengths) // 2))
-    with pytest.raises(OutOfMemory) as caught, explaining_memory(row, chunk_size=2048):
+    with pytest.raises(OutOfMemory) as caught, explaining_memory(row, chunk_size=2048, key_prefix="trainer."):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
     message = str(caught.value)
     assert f"a row of {sum(lengths)} tokens (3 samples, the longest of {max(lengths)} tokens" in message
@@ -82,15 +82,18 @@ def test_a_gpu_without_memory_names_the_row_and_three_keys(oracle) -> None:
 
 def test_a_row_of_one_sample_asks_for_a_smaller_seq_len(oracle) -> None:
     row = to_tensors(oracle.make_row(oracle.make_examples(count=1, vocab_size=50)), device=CPU)
-    with pytest.raises(OutOfMemory, match=r"a smaller trainer\.model\.seq_len, such as"), explaining_memory(row, chunk_size=4):
+    with (
+        pytest.raises(OutOfMemory, match=r" a smaller model\.seq_len, such as"),
+        explaining_memory(row, chunk_size=4, key_prefix=""),
+    ):
         raise MemoryError
 
 
 def test_other_errors_pass_as_they_are(oracle) -> None:
     row = to_tensors(oracle.make_row(oracle.make_examples(count=1, vocab_size=50)), device=CPU)
-    with pytest.raises(RuntimeError, match="shapes differ"), explaining_memory(row, chunk_size=4):
+    with pytest.raises(RuntimeError, match="shapes differ"), explaining_memory(row, chunk_size=4, key_prefix=""):
         raise RuntimeError("shapes differ")
-    with pytest.raises(RuntimeError, match="shapes differ"), explaining_update_memory():
+    with pytest.raises(RuntimeError, match="shapes differ"), explaining_update_memory(key_prefix=""):
         raise RuntimeError("shapes differ")
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from trivet.config.optimizer import AdamWConfig, MuonConfig, SGDConfig
+from trivet.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
 from trivet.errors import ConfigError
-from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, make_optimizer
+from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, make_optimizer, state_bytes
 
 
 def test_linear_schedule_warms_up_stays_and_falls_to_the_minimum() -> None:
@@ -78,23 +78,70 @@ def test_nesterov_without_momentum_is_refused() -> None:
         SGDConfig(momentum=0.0)
 
 
-def test_muon_updates_matrices_as_torchs_own_does_and_the_rest_as_adamw() -> None:
+def muon_in_float64(weight: torch.Tensor, gradients: list[torch.Tensor], config: MuonConfig) -> torch.Tensor:
+    weight, momentum = weight.double(), torch.zeros(weight.shape, dtype=torch.float64)
+    for gradient in gradients:
+        momentum = config.mu * momentum + (1 - config.mu) * gradient
+        ahead = config.mu * momentum + (1 - config.mu) * gradient
+        left, values, right = torch.linalg.svd(ahead, full_matrices=False)
+        values = values / values.norm()
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        size = 0.2 * max(weight.shape) ** 0.5
+        weight = weight * (1 - config.lr * config.weight_decay) - config.lr * size * left @ torch.diag(values) @ right
+    return weight
+
+
+def test_muon_turns_matrices_as_its_formula_on_singular_values_says_and_the_rest_as_adamw() -> None:
     torch.manual_seed(0)
     config = MuonConfig(lr=0.1, weight_decay=0.1)
-    ours, theirs = ([torch.nn.Parameter(torch.ones(6, 4)), torch.nn.Parameter(torch.ones(5))] for _ in range(2))
-    joined = make_optimizer(ours, config, matrices=ours[:1])
-    adjust = "match_rms_adamw"
-    apart = [
-        torch.optim.Muon(theirs[:1], lr=0.1, weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust),
-        torch.optim.AdamW(theirs[1:], lr=0.1, weight_decay=0.1, betas=(0.9, 0.95)),
-    ]
+    tall, wide, vector, other = (torch.nn.Parameter(torch.ones(*shape)) for shape in ((6, 4), (3, 8), (5,), (5,)))
+    joined = make_optimizer([tall, vector, wide], config, matrices=[tall, wide])
+    adamw = torch.optim.AdamW([other], lr=0.1, weight_decay=0.1, betas=(0.9, 0.95))
+    gradients: dict[torch.nn.Parameter, list[torch.Tensor]] = {tall: [], wide: []}
     for _ in range(3):
-        for mine, other in zip(ours, theirs, strict=True):
-            mine.grad = torch.randn_like(mine)
-            other.grad = mine.grad.clone()
+        for matrix, seen in gradients.items():
+            matrix.grad = torch.randn_like(matrix)
+            seen.append(matrix.grad.double())
+        vector.grad = torch.randn_like(vector)
+        other.grad = vector.grad.clone()
         joined.step()
-        for optimizer in apart:
-            optimizer.step()
+        adamw.step()
         joined.load_state_dict(joined.state_dict())  # as after a resume
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other)
+    for matrix, seen in gradients.items():
+        expected = muon_in_float64(torch.ones(matrix.shape), seen, config)
+        # The iteration raises float32's rounding of a small singular value up to 3.4445^5 = 485 times.
+        torch.testing.assert_close(matrix.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(vector, other)
+
+
+def test_muon_agrees_with_torchs_own_to_the_bfloat16_that_it_computes_in() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.zeros(16, 8)) for _ in range(2))
+    ours.grad = torch.randn_like(ours)
+    theirs.grad = ours.grad.clone()
+    make_optimizer([ours], MuonConfig(lr=0.1), matrices=[ours]).step()
+    torch.optim.Muon([theirs], lr=0.1, adjust_lr_fn="match_rms_adamw").step()
+    assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < 0.02
+
+
+def test_muon_leaves_a_matrix_without_gradient_alone_and_takes_one_of_zeros() -> None:
+    unused, still = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    still.grad = torch.zeros_like(still)
+    make_optimizer([unused, still], MuonConfig(lr=0.1, weight_decay=0.0), matrices=[unused, still]).step()
+    assert unused.tolist() == still.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AdamWConfig(), SGDConfig(), SGDConfig(momentum=0.0, nesterov=False), MuonConfig()],
+    ids=lambda config: config.type,
+)
+def test_the_size_of_the_state_is_foreseen(config: OptimizerConfig) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(6, 4)), torch.nn.Parameter(torch.ones(5))]
+    optimizer = make_optimizer(parameters, config, matrices=parameters[:1])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values() if value is not None and value.numel() > 1]
+    assert state_bytes(parameters, config, matrices=parameters[:1]) == sum(value.nbytes for value in kept)

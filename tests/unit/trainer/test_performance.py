@@ -2,9 +2,26 @@
 
 from pathlib import Path
 
+import pytest
 import torch
+import transformers
 
 from trivet.trainer.performance import ModelCost, measured_flops, model_cost, peak_memory_gib, total_memory_gib
+
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+MIXTURES = {
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24},
+    "Mixtral": {"num_local_experts": 8, "intermediate_size": 24},
+}
+"""Mixtures of two layers, by their names of what they count."""
 
 
 def test_operations_are_six_per_parameter_and_token_and_causal_attention() -> None:
@@ -36,6 +53,19 @@ def test_a_rate_of_matrix_products_is_measured() -> None:
 def test_an_embedding_that_is_only_looked_up_does_not_count(tiny_models: dict[str, Path], make_learner) -> None:
     tied, untied = (model_cost(make_learner(tiny_models[name]).model) for name in ("tied", "untied"))
     assert tied == untied
+
+
+@pytest.mark.parametrize(("family", "names"), MIXTURES.items())
+def test_of_a_mixture_only_the_experts_that_a_token_is_sent_to_count(
+    tmp_path: Path, make_learner, family: str, names: dict[str, int]
+) -> None:
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **names, num_experts_per_tok=2, attn_implementation="eager")
+    causal_lm = getattr(transformers, f"{family}ForCausalLM")(config)
+    causal_lm.save_pretrained(tmp_path)
+    of_expert = 3 * 16 * 24
+    num_other = sum(p.numel() for name, p in causal_lm.named_parameters() if ".experts." not in name and "embed" not in name)
+    # The router, which every token meets, is among the others.
+    assert model_cost(make_learner(tmp_path).model).matmul_parameters == num_other + 2 * 2 * of_expert
 
 
 def test_memory_of_the_process_is_measured() -> None:
