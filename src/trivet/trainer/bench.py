@@ -5,6 +5,7 @@ It takes the very steps that training takes, on made-up rows. Must never write i
 
 import importlib.metadata
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from trivet.config.trainer import TrainerConfig, TrainingConfig
 from trivet.durable import replace_file
+from trivet.errors import ConfigError
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.distributed import World, barrier
 from trivet.trainer.fake_data import fake_rows
@@ -109,12 +111,14 @@ def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -
     """Measure, and on rank 0 show a table and write `bench.output_json`. Collective.
 
     Raises:
-        ConfigError: no such model, or one that cannot be trained.
+        ConfigError: no such model, or one that cannot be trained; the report cannot be written.
     """
     from transformers.utils.logging import disable_progress_bar
 
     assert config.bench is not None
     disable_progress_bar()
+    if world.is_main and config.bench.output_json is not None:
+        require_folder(config.bench.output_json)
     setup_logging(f"bench.{world.rank}", level=config.log.level if world.is_main else "warning")
     measured = measure(config, world, loss=loss)
     report = make_report(config, world, measured, kind=kind)
@@ -123,6 +127,21 @@ def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -
         if config.bench.output_json is not None:
             write_report(config.bench.output_json, report)
     return report
+
+
+def require_folder(output_json: Path) -> None:
+    """Before anything is measured: the report's folder, made where it is missing.
+
+    Raises:
+        ConfigError: it cannot be made or written, or the report's name is a directory's.
+    """
+    folder = output_json.absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"bench.output_json ({output_json}) cannot be written: {exc.strerror}; choose another") from exc
+    if output_json.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"bench.output_json ({output_json}) is a directory or in one that cannot be written; choose another")
 
 
 def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
@@ -202,7 +221,6 @@ def make_report(config: TrainingConfig, world: World, measured: Measured, *, kin
 
 
 def write_report(path: Path, report: BenchReport) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 

@@ -1,6 +1,7 @@
 """A benchmark takes real steps, writes what they cost, and leaves nothing else behind."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 from trivet.config.bench import BenchConfig
 from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig
-from trivet.config.trainer import SftConfig, TrainerConfig, TrainerModelConfig
-from trivet.trainer.bench import Measured, Spread, make_report, measure, run_bench
+from trivet.config.sft import SftConfig
+from trivet.config.trainer import TrainerConfig, TrainerModelConfig
+from trivet.errors import ConfigError
+from trivet.trainer.bench import Measured, Spread, make_report, measure, require_folder, run_bench
 from trivet.trainer.losses.select import cross_entropy, make_policy_loss
 from trivet.trainer.model import load_policy
 from trivet.trainer.performance import ModelCost
@@ -87,3 +90,13 @@ def test_a_benchmark_is_of_the_steps_that_training_takes(shape, world, monkeypat
     before = load_policy(config.model, world)
     pairs = zip(before.parameters(), seen[0].parameters(), strict=True)
     assert any(not torch.equal(old, new) for old, new in pairs)
+
+
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"bench\.output_json .* cannot be written: Not a directory"):
+        require_folder(tmp_path / "file" / "bench.json")
+    with pytest.raises(ConfigError, match="is a directory"):
+        require_folder(tmp_path)
+    require_folder(tmp_path / "new" / "bench.json")
+    assert (tmp_path / "new").is_dir()
