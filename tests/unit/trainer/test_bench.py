@@ -94,7 +94,7 @@ def test_a_benchmark_is_of_the_steps_that_training_takes(shape, world, monkeypat
 
 def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"bench\.output_json .* cannot be written: Not a directory"):
+    with pytest.raises(ConfigError, match=r"bench\.output_json .* cannot be written: File exists"):
         require_folder(tmp_path / "file" / "bench.json")
     with pytest.raises(ConfigError, match="is a directory"):
         require_folder(tmp_path)
