@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from trivet.trainer.distributed import whole
+
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _MIN_NORM = 1e-7
@@ -51,7 +53,7 @@ class WholeMatrixMuon(torch.optim.Optimizer):
             matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
             mine: dict[int, torch.Tensor] = {}
             for turn, matrix in enumerate(matrices):
-                ahead = _whole(self._follow_gradient(matrix, group))
+                ahead = _gather(self._follow_gradient(matrix, group))
                 if _is_own_turn(matrix, turn):
                     mine[turn] = orthogonalize(ahead)
             for turn, matrix in enumerate(matrices):
@@ -70,13 +72,9 @@ class WholeMatrixMuon(torch.optim.Optimizer):
         return gradient.lerp(momentum, group["momentum"])
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
     """On the device that computes, wherever the shards are kept. Collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    sharded = tensor.to(tensor.device_mesh.device_type)
-    assert isinstance(sharded, DTensor)
-    return sharded.full_tensor()
+    return whole(tensor.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor)
 
 
 def _is_own_turn(matrix: torch.Tensor, turn: int) -> bool:

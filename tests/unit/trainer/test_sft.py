@@ -10,7 +10,7 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.fork import adopt
 from trivet.config.layout import RunLayout
 from trivet.config.sft import SftConfig
-from trivet.errors import BatchError, ResumeError
+from trivet.errors import BatchError, Diverged, ResumeError
 from trivet.trainer.sft import run
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
@@ -60,6 +60,13 @@ def test_a_resumed_run_ends_with_the_same_weights(tiny_model: Path, data: Path, 
     run(make_config(tiny_model, data, broken.root, max_steps=7, ckpt={"resume_step": 4}), world)
     assert verify(broken.weights_step(7)).digest == verify(whole.weights_step(7)).digest
     assert published_versions(broken) == [4, 7]
+
+
+def test_a_step_that_diverges_names_the_last_good_weights(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "out")
+    with pytest.raises(Diverged, match=r"of step 2 is nan .* Lower optim\.lr, .*the last good weights are .*step_1$"):
+        run(make_config(tiny_model, data, layout.root, max_steps=3, optim={"lr": 1e30}, ckpt={"interval": 1}), world)
+    assert published_versions(layout) == [1]
 
 
 def test_cut_conversations_are_counted(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:

@@ -41,6 +41,20 @@ def test_loss_and_gradients_equal_the_oracle_in_every_layout(any_model: Path, ma
         assert oracle.largest_parameter_error(gradients, expected) < PARAMETER_TOLERANCE, name
 
 
+@pytest.mark.parametrize("max_tokens", [1, 30, 1000])
+def test_loss_and_gradients_equal_the_oracle_when_rows_are_packed_anew(
+    tiny_model: Path, make_learner, oracle, max_tokens: int
+) -> None:
+    """A row for every sample, some, one."""
+    examples = oracle.make_examples(count=9, vocab_size=100)
+    expected_loss, expected = oracle.loss_and_gradients(tiny_model, examples, LOSSES["token"])
+    learner = make_learner(tiny_model, loss=LOSSES["token"])
+    learner.micro_batch_tokens = max_tokens
+    result = train_step(learner, oracle.layouts(examples)["uneven rows"], step=1)
+    assert result.loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert oracle.gradient_error(full_gradients(learner.model), expected) < TOLERANCE
+
+
 def test_mean_of_the_loss_values_is_the_loss_of_the_step(tiny_model: Path, make_learner, oracle) -> None:
     rows = oracle.layouts(oracle.make_examples(count=6, vocab_size=100))["uneven rows"]
     for loss in LOSSES.values():
