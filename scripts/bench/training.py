@@ -1,13 +1,15 @@
-"""How fast does the trainer train packed rows, and what share of the machine's matrix-multiplication rate is that?
+"""How fast does the trainer train packed rows, what share of the machine's matrix-multiplication rate is that, and where does
+the time go?
 
-The ceiling is the rate of one large matrix product in the compute dtype, measured in the same run; attention, norms and the
-optimizer keep every model below it, small ones most. Beside it runs what one would write without us: the same
-samples, padded in batches, plain transformers with full logits, autocast, the same AdamW.
+The ceiling is the rate of one large matrix product in the compute dtype, measured in the same run, just before each side. Beside it
+runs what one would write without us: plain transformers with full logits, FSDP2 over one gloo rank, bf16 compute over float32
+master weights, the same AdamW. Samples have one length, so that the plain loop pads nothing.
 
-    uv run python scripts/bench/training.py [--model tiny|DIRECTORY] [--samples 128] [--dtype bfloat16|float32] [--repeats 5]
+    uv run python scripts/bench/training.py [--model tiny|DIRECTORY] [--tokens 2048 8192] [--length 128] [--repeats 5] [--rounds 2]
 
-One rank, the allocator settings of the launcher on both sides. Medians over the repeats after a warm-up; tokens are those of
-prompts and completions, padding not counted. The last line is one JSON object.
+Each side is a process of its own, so that its peak of memory is its own; both get the allocator settings of the launcher. The
+sides take turns. Medians over all repeats after two warm-up steps. The last line is one JSON object; its top level is the
+smallest size, `sizes` has all.
 """
 
 import argparse
@@ -20,95 +22,113 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.losses import DefaultLossConfig
-from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
+from trivet.config.model import TrainerModelConfig
+from trivet.config.optimizer import AdamWConfig
+from trivet.config.trainer import ConstantSchedule
 from trivet.launcher.plan import rank_environment
 from trivet.trainer.distributed import World, open_world
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model import load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
-from trivet.trainer.performance import ModelCost, model_cost, peak_memory_gib
+from trivet.trainer.performance import model_cost, peak_memory_gib
 from trivet.trainer.step import Learner, train_step
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import Step
 
 _ROOT = Path(__file__).parents[2]
-_PLAIN_ROWS = 32
-"""Padded samples that the plain loop computes at one time: the fastest of what was tried."""
+_ROW_TOKENS = 2048
+"""Of a packed row, and of what the plain loop computes at one time."""
+_WARM_UP = 2
+_OPERATORS = 12
+"""Parts of the time that are listed."""
 
-
-def keep_memory() -> None:
-    """Start again with the environment that the launcher gives a rank on the CPU; the allocator reads it only at start."""
-    wanted = rank_environment(1, num_cpus=os.cpu_count() or 1, is_on_cpu=not torch.cuda.is_available())
-    if any(name not in os.environ for name in wanted):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**wanted, **os.environ})
+Seconds = list[float]
 
 
 def make_items(count: int, *, length: int, vocab_size: int) -> list[PackItem]:
-    """Samples of 0.7 to 1.3 times `length` tokens, of which the second half is trained on."""
+    """Samples of which the second half is trained on."""
     rng = np.random.default_rng(0)
-    items: list[PackItem] = []
-    for _ in range(count):
-        num_tokens = int(rng.integers(int(length * 0.7), int(length * 1.3) + 1))
-        sample = Sample(
-            token_ids_T=rng.integers(0, vocab_size, num_tokens).astype(np.int32),
-            loss_mask_T=np.arange(num_tokens) >= num_tokens // 2,
-            logprobs_T=np.full(num_tokens, -np.log(vocab_size), dtype=np.float32),
-            versions=[],
-            temperature=1.0,
+    return [
+        PackItem(
+            sample=Sample(
+                token_ids_T=rng.integers(0, vocab_size, length).astype(np.int32),
+                loss_mask_T=np.arange(length) >= length // 2,
+                logprobs_T=np.full(length, -np.log(vocab_size), dtype=np.float32),
+                versions=[],
+                temperature=1.0,
+            ),
+            advantage=float(rng.normal()),
         )
-        items.append(PackItem(sample=sample, advantage=float(rng.normal())))
-    return items
+        for _ in range(count)
+    ]
 
 
-def time_repeats(step: Callable[[], object], *, repeats: int) -> list[float]:
-    """Seconds of each repeat, after a warm-up."""
-    seconds: list[float] = []
-    for _ in range(repeats + 1):
+def time_steps(step: Callable[[], object], *, repeats: int) -> Seconds:
+    """Seconds of each repeat, after the warm-up."""
+    seconds: Seconds = []
+    for _ in range(_WARM_UP + repeats):
         started = time.perf_counter()
         step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return seconds[1:]
+    return seconds[_WARM_UP:]
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, *, size: int = 2048) -> float:
     """Operations per second of the best of several large products."""
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / min(time_repeats(lambda: a @ b, repeats=10))
+    return 2 * size**3 / min(time_steps(lambda: a @ b, repeats=10))
 
 
-def make_plain_step(model_dir: Path, items: list[PackItem], dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World) -> tuple[Callable[[], object], dict[str, Any]]:
+    """The trainer's own step, and what its model costs."""
+    model = load_policy(TrainerModelConfig(name=args.model, seq_len=_ROW_TOKENS, compute_dtype=args.dtype), world)
+    learner = Learner(
+        model=model,
+        optimizer=make_optimizer(model.trained_parameters, AdamWConfig()),
+        learning_rate=LearningRate(peak=1e-6, schedule=ConstantSchedule(), max_steps=None),
+        loss=make_policy_loss(DefaultLossConfig()),
+        max_norm=1.0,
+        world=world,
+    )
+    rows = pack(items, seq_len=_ROW_TOKENS)
+    flops = model_cost(model).flops([item.sample.num_tokens for item in items])
+    return lambda: train_step(learner, rows, step=Step(1)), {"model_flops": flops, "parameters": model.num_parameters}
+
+
+def make_plain_step(args: argparse.Namespace, items: list[PackItem], world: World) -> Callable[[], None]:
     """One step of the loop that everyone writes first."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    model = loaded.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01)
-    ordered = sorted((item.sample for item in items), key=lambda sample: sample.num_tokens)
-    num_loss_tokens = sum(sample.num_loss_tokens for sample in ordered)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = loaded.to(world.device).train()
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
+    for block in model.base_model.layers:
+        fully_shard(block, mesh=world.mesh, mp_policy=policy)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
+    num_loss_tokens = sum(item.sample.num_loss_tokens for item in items)
+    at_once = max(1, _ROW_TOKENS // args.length)
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for start in range(0, len(ordered), _PLAIN_ROWS):
-        samples = ordered[start : start + _PLAIN_ROWS]
-        ids_BT, mask_BT = (
-            torch.nn.utils.rnn.pad_sequence([torch.from_numpy(getattr(s, name)) for s in samples], batch_first=True)
-            for name in ("token_ids_T", "loss_mask_T")
-        )
-        batches.append((ids_BT.long().to(device), mask_BT.to(device)))
+    for start in range(0, len(items), at_once):
+        samples = [item.sample for item in items[start : start + at_once]]
+        ids_BT, mask_BT = (np.stack([getattr(s, name) for s in samples]) for name in ("token_ids_T", "loss_mask_T"))
+        batches.append((torch.from_numpy(ids_BT).long().to(world.device), torch.from_numpy(mask_BT).to(world.device)))
 
     def step() -> None:
         for ids_BT, mask_BT in batches:
-            with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-                logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
+            logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
             logprobs_BTV = torch.log_softmax(logits_BTV.float(), dim=-1)
             logprobs_BT = logprobs_BTV.gather(2, ids_BT[:, 1:, None])[..., 0]
             (-(logprobs_BT * mask_BT[:, 1:]).sum() / num_loss_tokens).backward()
@@ -119,87 +139,92 @@ def make_plain_step(model_dir: Path, items: list[PackItem], dtype: torch.dtype, 
     return step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """What our own side measured."""
-
-    seconds: list[float]
-    items: list[PackItem]
-    num_rows: int
-    cost: ModelCost
-    num_parameters: int
-    peak_rss_gib: float
-
-
-def measure_packed(model_dir: Path, args: argparse.Namespace, world: World) -> Packed:
-    model = load_policy(TrainerModelConfig(name=str(model_dir), seq_len=args.seq_len, compute_dtype=args.dtype), world)
-    learner = Learner(
-        model=model,
-        optimizer=make_optimizer(model.parameters(), AdamWConfig()),
-        learning_rate=LearningRate(peak=1e-6, schedule=ConstantSchedule(), max_steps=None),
-        loss=make_policy_loss(DefaultLossConfig()),
-        max_norm=1.0,
-        world=world,
-    )
-    items = make_items(args.samples, length=args.length, vocab_size=model.embedding.num_embeddings)
-    rows = pack(items, seq_len=args.seq_len)
-    return Packed(
-        seconds=time_repeats(lambda: train_step(learner, rows, step=Step(1)), repeats=args.repeats),
-        items=items,
-        num_rows=len(rows),
-        cost=model_cost(model),
-        num_parameters=model.num_parameters,
-        peak_rss_gib=peak_memory_gib(world.device),
-    )
-
-
-def measure(model_dir: Path, args: argparse.Namespace) -> dict[str, object]:
-    dtype = getattr(torch, args.dtype)
+def measure_side(args: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own: one side at one size."""
+    vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    items = make_items(max(1, args.side_tokens // args.length), length=args.length, vocab_size=vocab_size)
     with open_world(device="auto", timeout_s=600) as world:
-        # First, so that the peak of memory is ours.
-        packed = measure_packed(model_dir, args, world)
-        rate = matmul_flops(dtype, world.device)
-        plain = time_repeats(make_plain_step(model_dir, packed.items, dtype, world.device), repeats=args.repeats)
-    lengths = [item.sample.num_tokens for item in packed.items]
-    step_s, plain_step_s = statistics.median(packed.seconds), statistics.median(plain)
+        rate = matmul_flops(getattr(torch, args.dtype), world.device)
+        found: dict[str, Any] = {"matmul_flops": rate}
+        if args.side == "plain":
+            step: Callable[[], object] = make_plain_step(args, items, world)
+        else:
+            step, cost = make_our_step(args, items, world)
+            found |= cost
+        found["seconds"] = time_steps(step, repeats=args.repeats)
+        found["peak_rss_gib"] = peak_memory_gib(world.device)
+        with profile(activities=[ProfilerActivity.CPU]) as spent:
+            step()
+        events = sorted(spent.key_averages(), key=lambda event: -event.self_cpu_time_total)
+        total = sum(event.self_cpu_time_total for event in events)
+        found["parts"] = {event.key: round(event.self_cpu_time_total / total, 3) for event in events[:_OPERATORS]}
+    return found
+
+
+def run_side(side: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    wanted = rank_environment(1, num_cpus=os.cpu_count() or 1, is_on_cpu=not torch.cuda.is_available())
+    words = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in ("model", "length", "dtype", "repeats")]
+    command = [sys.executable, __file__, *words, f"--side={side}", f"--side-tokens={tokens}"]
+    done = subprocess.run(command, env={**wanted, **os.environ}, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_size(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Both sides in turns."""
+    rounds = [{side: run_side(side, tokens, args) for side in ("plain", "ours")} for _ in range(args.rounds)]
+    seconds = {side: [s for each in rounds for s in each[side]["seconds"]] for side in ("plain", "ours")}
+    ours, plain = (statistics.median(seconds[side]) for side in ("ours", "plain"))
+    rate = statistics.median(each[side]["matmul_flops"] for each in rounds for side in each)
+    count = max(1, tokens // args.length) * args.length
+    last = rounds[-1]
     return {
-        "tokens_per_s": round(sum(lengths) / step_s, 1),
-        "plain_tokens_per_s": round(sum(lengths) / plain_step_s, 1),
-        "matmul_share": round(packed.cost.flops(lengths) / step_s / rate, 4),
-        "peak_rss_gib": round(packed.peak_rss_gib, 3),
-        "step_s": round(step_s, 4),
-        "spread_s": round(max(packed.seconds) - min(packed.seconds), 4),
-        "plain_step_s": round(plain_step_s, 4),
-        "plain_spread_s": round(max(plain) - min(plain), 4),
+        "tokens": count,
+        "tokens_per_s": round(count / ours, 1),
+        "plain_tokens_per_s": round(count / plain, 1),
+        "ratio_to_plain": round(plain / ours, 3),
+        "matmul_share": round(6 * last["ours"]["parameters"] * count / ours / rate, 4),
+        "plain_matmul_share": round(6 * last["ours"]["parameters"] * count / plain / rate, 4),
+        "model_flops_share": round(last["ours"]["model_flops"] / ours / rate, 4),
+        "peak_rss_gib": round(max(each["ours"]["peak_rss_gib"] for each in rounds), 3),
+        "plain_peak_rss_gib": round(max(each["plain"]["peak_rss_gib"] for each in rounds), 3),
+        "step_s": round(ours, 4),
+        "spread_s": round(max(seconds["ours"]) - min(seconds["ours"]), 4),
+        "plain_step_s": round(plain, 4),
+        "plain_spread_s": round(max(seconds["plain"]) - min(seconds["plain"]), 4),
         "matmul_tflops": round(rate / 1e12, 3),
-        "tokens": sum(lengths),
-        "rows": packed.num_rows,
-        "parameters": packed.num_parameters,
+        "parameters": last["ours"]["parameters"],
+        "parts": last["ours"]["parts"],
+        "plain_parts": last["plain"]["parts"],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a model directory; `tiny` makes the quickstart's")
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--length", type=int, default=50, help="mean tokens of a sample")
-    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192], help="a step's")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--side", choices=["ours", "plain"], help=argparse.SUPPRESS)
+    parser.add_argument("--side-tokens", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    keep_memory()
+    if args.side:
+        print(json.dumps(measure_side(args)))
+        return
+    name = args.model
     with tempfile.TemporaryDirectory() as scratch:
-        model_dir = Path(args.model)
         if args.model == "tiny":
-            model_dir = Path(scratch) / "tiny"
-            subprocess.run([sys.executable, _ROOT / "scripts" / "make_tiny_model.py", model_dir], check=True)
-        results = measure(model_dir, args)
+            args.model = str(Path(scratch) / "tiny")
+            subprocess.run([sys.executable, _ROOT / "scripts" / "make_tiny_model.py", args.model], check=True)
+        sizes = [measure_size(tokens, args) for tokens in args.tokens]
     print(
         json.dumps(
             {
                 "benchmark": "training",
-                **results,
-                "config": {name: getattr(args, name) for name in ("model", "samples", "length", "seq_len", "dtype", "repeats")},
+                **sizes[0],
+                "sizes": sizes,
+                "config": {"model": name} | {key: getattr(args, key) for key in ("length", "dtype", "repeats", "rounds")},
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
                 "hardware": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
             }

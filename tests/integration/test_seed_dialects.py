@@ -232,6 +232,7 @@ def test_the_tutorials_keys_train_all_weights_without_tmux(tmp_path: Path, tiny_
     assert (root / "checkpoint-2" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_guides_configuration_of_prime_rl_trains(tmp_path: Path, tiny_model: Path) -> None:
     run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS, template=PRIME)
     try:

@@ -20,7 +20,7 @@ from trivet.transport.recording import read_recorded
 from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TEACHER = """
 [trainer.data]

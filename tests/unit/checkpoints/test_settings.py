@@ -7,8 +7,8 @@ import pytest
 from trivet.checkpoints.settings import MAY_CHANGE, changes, flatten, require_same_settings, write_settings
 from trivet.config.keys import find_key
 from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.shared import CkptConfig
 from trivet.config.sft import SftConfig
+from trivet.config.shared import CkptConfig
 from trivet.config.trainer import TrainerConfig
 from trivet.errors import CheckpointError, ResumeError
 from trivet.wire.versions import Step
