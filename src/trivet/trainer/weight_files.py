@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,9 +85,10 @@ class BroadcastWeights:
         self._world = world
         self._weights: dict[str, torch.Tensor] = {}
         if world.is_main:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 config.name, dtype="auto", trust_remote_code=config.trust_remote_code, output_loading_info=True
             )
+            model, report = loaded
             if missing := sorted(report["missing_keys"]):
                 raise ConfigError(
                     f"model.name = {config.name!r} has no weights for {len(missing)} parameters, e.g. {missing[0]}: it is another "
