@@ -12,7 +12,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig, GrpoLossConfig
 from trivet.config.model_files import choose_targets
-from trivet.config.trainer import TrainerModelConfig, TrainingConfig
+from trivet.config.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
 from trivet.trainer.distributed import whole
@@ -171,7 +171,7 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(any_model: Path, ma
     learner = trained(make_learner, any_model, oracle)
     saved = state_of(learner, Progress())
     assert saved["model"].keys() == {name for name, each in learner.model.named_parameters() if each.requires_grad}
-    sizes = _measure(learner.model, served_dtype=torch.bfloat16)
+    sizes = _measure(learner.model, TrainerConfig())
     assert sizes.weights == 2 * sum(tensor.numel() for tensor in saved["model"].values())
     assert sizes.checkpoint == 6 * sizes.weights
 
