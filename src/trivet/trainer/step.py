@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
@@ -87,6 +88,8 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     learner.before_update()
     with explaining_update_memory(key_prefix=learner.key_prefix):
         learner.optimizer.step()
+    # Fused and foreach updates leave the count of changes as it was, by which casts of master weights are renewed.
+    increment_version(learner.model.trained_parameters)
     return StepResult(
         loss=loss,
         grad_norm=norm,

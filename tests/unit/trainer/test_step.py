@@ -9,6 +9,7 @@ import torch
 from trivet.config.losses import DefaultLossConfig
 from trivet.errors import BatchError, Diverged
 from trivet.trainer.distributed import whole
+from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 
 TOLERANCE = 1e-6
@@ -102,3 +103,17 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_leaves_the_weights(tiny_m
     with pytest.raises(Diverged, match="the loss of step 3 is nan"):
         train_step(learner, [row], step=3)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
+
+
+def test_in_bf16_the_next_forward_uses_the_weights_of_the_update(any_model: Path, make_learner, oracle) -> None:
+    """Casts of master weights are kept between forwards, and must not outlive an update."""
+    rows = oracle.layouts(oracle.make_examples(count=5, vocab_size=100))["one row"]
+    learner = make_learner(any_model, lr=1e-2, compute_dtype="bfloat16")
+    for _ in range(2):
+        train_step(learner, rows, step=1)
+    fresh = make_learner(any_model, compute_dtype="bfloat16")
+    with torch.no_grad():
+        for ours, theirs in zip(fresh.model.parameters(), learner.model.parameters(), strict=True):
+            ours.copy_(theirs)
+        row = to_tensors(rows[0], device=torch.device("cpu"))
+        assert torch.equal(learner.model(row).logprobs_N, fresh.model(row).logprobs_N)
