@@ -26,8 +26,8 @@ class ConversationsConfig(Section):
     """Where conversations are, and how several sources of them become one."""
 
     name: str = "data.jsonl"
-    """JSONL file, directory (saved by `datasets`, or with a JSONL file for each split), or data set of the Hugging Face hub. Rows
-    have `messages`, or `prompt` and `completion`, and may have `tools`."""
+    """File (JSONL, parquet, arrow or CSV), directory (saved by `datasets`, or with a file for each split), or data set of the
+    Hugging Face hub. Rows have `messages`, or `prompt` and `completion`, and may have `tools`."""
     subsets: list[str] | None = None
     """Configurations of the data set, or subdirectories. Several subsets or splits are interleaved."""
     splits: list[str] | None = None

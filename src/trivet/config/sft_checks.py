@@ -7,7 +7,7 @@ from pathlib import Path
 from trivet.config.dump import literal
 from trivet.config.sft import ConversationsConfig, FakeDataConfig, SftConfig
 
-FILE_ENDINGS = (".jsonl", ".json")
+FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 
 def sft_problems(config: SftConfig) -> Iterator[str]:
@@ -68,6 +68,9 @@ def _place_problems(config: ConversationsConfig, prefix: str) -> Iterator[str]:
         return
     path = Path(config.name).expanduser()
     if not path.exists():
-        yield f"{prefix}.name ({config.name}) does not exist: give a JSONL file, a data set directory or a name of the hub"
+        yield (
+            f"{prefix}.name ({config.name}) does not exist: give a file (JSONL, parquet, arrow or CSV), a data set directory or a"
+            f" name of the hub"
+        )
     elif path.is_file() and config.subsets is not None:
         yield f"{prefix}.subsets ({literal(config.subsets)}) are of a directory or of the hub, and {prefix}.name is a file"

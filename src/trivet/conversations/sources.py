@@ -1,4 +1,4 @@
-"""One source of rows: a JSONL file, a split in a directory, or a split of a data set of the hub. Called by conversations.mixture.
+"""One source of rows: a file, a split in a directory, or a split of a data set of the hub. Called by conversations.mixture.
 
 JSONL is read line by line and not by `datasets`, whose columns would give every row the keys of all others.
 """
@@ -17,6 +17,9 @@ from trivet.errors import ConfigError
 Rows = Sequence[Row]
 
 DEFAULT_SPLIT = "train"
+
+_TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+"""Endings of files that are tables, and the loader of `datasets` for each."""
 
 _SLICED = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<slice>[^\[\]]*)\]")
 
@@ -74,10 +77,16 @@ def _local_loader(name: str, subset: str | None, key: str) -> Callable[[str], An
     path = Path(name).expanduser()
     if path.is_file():
         return lambda split: _read_file(path, split, key)
-    place = path / subset if subset is not None and (path / subset).is_dir() else path
-    if not place.is_dir():
-        raise ConfigError(f"{key}.name = {name!r} is neither a JSONL file nor a directory")
+    if not path.is_dir():
+        raise ConfigError(f"{key}.name = {name!r} is neither a file nor a directory")
+    is_directory = subset is not None and (path / subset).is_dir() and subset not in _described_subsets(path)
+    place = path / subset if subset is not None and is_directory else path
     if (place / "dataset_dict.json").is_file() or (place / "dataset_info.json").is_file():
+        if subset is not None and place == path:
+            raise ConfigError(
+                f"{key}.subsets: {path} was saved by `datasets` with its splits alone, and has no subset {subset!r}; remove "
+                f"{key}.subsets"
+            )
         return lambda split: _read_saved(place, split, key)
     files = {file.stem: file for file in sorted(place.glob("*.jsonl"))}
     if files and (subset is None or place != path):
@@ -85,12 +94,23 @@ def _local_loader(name: str, subset: str | None, key: str) -> Callable[[str], An
     return _hub_loader(str(place), None if place != path else subset, key)
 
 
-def _read_file(path: Path, split: str, key: str) -> list[Row]:
+def _described_subsets(path: Path) -> Sequence[str]:
+    """By what comes with a data set of the hub: a subset's files need not lie in the directory of its name."""
+    if not (path / "README.md").is_file():
+        return []
+    from datasets import get_dataset_config_names
+
+    return get_dataset_config_names(str(path))
+
+
+def _read_file(path: Path, split: str, key: str) -> Any:
     if split != DEFAULT_SPLIT:
         raise ConfigError(
-            f"{key}.splits: the file {path} is one split, {DEFAULT_SPLIT!r}, and has no {split!r}; give a directory with a JSONL "
-            f"file for each split"
+            f"{key}.splits: the file {path} is one split, {DEFAULT_SPLIT!r}, and has no {split!r}; give a directory with a file "
+            f"for each split"
         )
+    if table := _TABLES.get(path.suffix):
+        return _load(table, None, split, key, file=path)
     return read_jsonl(path)
 
 
@@ -103,10 +123,13 @@ def _read_split_file(files: Mapping[str, Path], split: str, place: Path, key: st
 def read_jsonl(path: Path) -> list[Row]:
     """
     Raises:
-        ConfigError: a line is not a JSON object.
+        ConfigError: it is no text, or a line is not a JSON object.
     """
-    with path.open(encoding="utf-8") as file:
-        return [_parse_line(line, number, path) for number, line in enumerate(file, start=1) if line.strip()]
+    try:
+        with path.open(encoding="utf-8") as file:
+            return [_parse_line(line, number, path) for number, line in enumerate(file, start=1) if line.strip()]
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not text in UTF-8: {exc}; tables end in {', '.join(_TABLES)}") from exc
 
 
 def _parse_line(line: str, number: int, path: Path) -> Row:
@@ -140,12 +163,12 @@ def _hub_loader(name: str, subset: str | None, key: str) -> Callable[[str], Any]
     return lambda split: _load(name, subset, split, key)
 
 
-def _load(name: str, subset: str | None, split: str, key: str) -> Any:
+def _load(name: str, subset: str | None, split: str, key: str, *, file: Path | None = None) -> Any:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
     try:
-        return load_dataset(name, subset, split=split)
+        return load_dataset(name, subset, split=split, data_files=None if file is None else str(file))
     except ConnectionError as exc:
         raise ConfigError(
             f"{key}.name = {name!r} is taken for a data set of the Hugging Face hub, which cannot be reached: {exc}. On a machine "
@@ -153,10 +176,10 @@ def _load(name: str, subset: str | None, split: str, key: str) -> Any:
             f"directory; for a file of your own give its path"
         ) from exc
     except (OSError, ValueError, DatasetsError) as exc:
-        what = f"{name!r}, subset {subset!r}, split {split!r}" if subset else f"{name!r}, split {split!r}"
+        reason = " ".join(str(exc).split()).rstrip(".")
         raise ConfigError(
-            f"{key}.name: {what} cannot be loaded: {exc}. Look at the name, {key}.subsets and {key}.splits; for a file of your own "
-            f"give its path"
+            f"{key}.name = {str(file or name)!r}, subset {subset or 'not set'}, split {split!r}, cannot be loaded: {reason}. "
+            f"Look at {key}.name, {key}.subsets and {key}.splits; for a file of your own give its path"
         ) from exc
 
 
