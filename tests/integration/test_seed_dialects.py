@@ -5,12 +5,9 @@ Changed are the model's path, the environment and sizes; every other key is as t
 
 import json
 import os
-import pty
 import shutil
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import pytest
 
 from support.processes import wait_until
 from support.rl_run import ENVIRONMENTS, Run
+from support.terminals import Terminal, tmux_sockets
 from trivet.config.layout import STABLE, RunLayout
 
 pytestmark = pytest.mark.vllm
@@ -122,61 +120,10 @@ max_model_len = 128
 """
 
 
-class Terminal:
-    """`vf-rl` in a pseudo-terminal, with a tmux server of its own."""
-
-    def __init__(self, directory: Path, sockets: str, *arguments: str) -> None:
-        self.environment = {name: value for name, value in os.environ.items() if name != "TMUX"} | {
-            "PYTHONPATH": str(ENVIRONMENTS),
-            "TMUX_TMPDIR": sockets,
-            "TERM": "xterm",
-            "WANDB_MODE": "offline",
-            "HF_HUB_OFFLINE": "1",
-        }
-        ours, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "trivet.launcher.vf_rl", *arguments],
-            cwd=directory,
-            env=self.environment,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-        )
-        os.close(theirs)
-        self.shown = bytearray()
-        self._reader = threading.Thread(target=self._read, args=(ours,), name="terminal")
-        self._reader.start()
-
-    def _read(self, ours: int) -> None:
-        while True:
-            try:
-                self.shown += os.read(ours, 1 << 16)
-            except OSError:  # the other end is closed
-                break
-        os.close(ours)
-
-    def tmux(self, *words: str) -> str:
-        return subprocess.run(["tmux", *words], env=self.environment, capture_output=True, text=True, check=False).stdout
-
-    def wait(self, timeout_s: float) -> int:
-        code = self.process.wait(timeout_s)
-        self._reader.join(10)
-        return code
-
-    @property
-    def text(self) -> str:
-        return self.shown.decode(errors="replace")
-
-
 @pytest.fixture
 def sockets() -> Iterator[str]:
-    """Where a tmux server of the test's own listens; a socket's path must be short."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+    with tmux_sockets() as directory:
         yield directory
-        subprocess.run(
-            ["tmux", "kill-server"], env=os.environ | {"TMUX_TMPDIR": directory}, check=False, stderr=subprocess.DEVNULL
-        )
 
 
 def write(directory: Path, model: Path, *, more: str, server: str = "") -> Path:
@@ -189,7 +136,13 @@ def write(directory: Path, model: Path, *, more: str, server: str = "") -> Path:
 def test_vf_rl_attaches_to_its_session_runs_and_ends_with_the_trainings_exit_code(
     tmp_path: Path, tiny_model: Path, sockets: str
 ) -> None:
-    terminal = Terminal(tmp_path, sockets, "@", str(write(tmp_path, tiny_model, more=LORA)), "-s", "mine")
+    file = write(tmp_path, tiny_model, more=LORA)
+    terminal = Terminal(
+        tmp_path,
+        sockets,
+        [sys.executable, "-m", "trivet.launcher.vf_rl", "@", str(file), "-s", "mine"],
+        {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"},
+    )
     wait_until(
         lambda: terminal.tmux("list-clients", "-t", "mine") != "" or terminal.process.poll() is not None,
         timeout_s=120,

@@ -44,3 +44,11 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append((number, self._clock()))
+
+
+def forward(interrupts: Interrupts, send: Callable[[int], None], forwarded: int) -> int:
+    """Pass the first signal on, and once more when a second one says that there is hurry; returns how many were."""
+    wanted = (interrupts.first is not None) + interrupts.is_hurried
+    if wanted > forwarded and interrupts.first is not None:
+        send(interrupts.first)
+    return max(wanted, forwarded)

@@ -5,12 +5,12 @@ The run itself is `rl`, started as a process of its own; this command prints wha
 """
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from trivet.config.vf_rl import VfRLConfig
 from trivet.config.vf_translation import load_run
 from trivet.errors import ConfigError
 from trivet.launcher import rl
-from trivet.launcher.interrupts import Interrupts
+from trivet.launcher.interrupts import Interrupts, forward
 from trivet.launcher.vf_checkpoints import VfCheckpoints
 from trivet.launcher.vf_console import VfConsole, follow
 from trivet.launcher.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def start(config: RLConfig) -> int:
         if options.in_tmux:
-            return run_in_tmux(rest, session=options.session, layout=RunLayout(config.output_dir))
+            command = [sys.executable, "-m", "trivet.launcher.vf_rl", *rest, "--no-tmux"]
+            return run_in_tmux(command, session=options.session, layout=RunLayout(config.output_dir))
         return run(config, dialect[0])
 
     def check(config: RLConfig) -> None:
@@ -110,19 +111,19 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch:
         file, output = Path(scratch) / "run.toml", Path(scratch) / "launcher.stdout"
         file.write_text(to_toml(config))
-        look = follow(output, show=_show, console=console)
+        look = follow(output, show=show, console=console)
         with Interrupts(clock=time.monotonic) as interrupts, output.open("wb") as stdout:
             launcher = _start(file, stdout=stdout.fileno())
             forwarded = 0
             while launcher.poll() is None:
                 look()
                 for path in checkpoints.write_due():
-                    _show(f"Saved {path}")
-                forwarded = _forward(interrupts, launcher, forwarded)
+                    show(f"Saved {path}")
+                forwarded = forward(interrupts, launcher.send_signal, forwarded)
                 time.sleep(_LOOK_EVERY_S)
         look()
         for path in checkpoints.write_due():
-            _show(f"Saved {path}")
+            show(f"Saved {path}")
     code = launcher.returncode
     return code if code >= 0 else 128 - code
 
@@ -139,17 +140,11 @@ def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
     )
 
 
-def _forward(interrupts: Interrupts, launcher: "subprocess.Popen[bytes]", forwarded: int) -> int:
-    """Pass the first signal on, and once more when a second one says that there is hurry; returns how many were."""
-    wanted = (interrupts.first is not None) + interrupts.is_hurried
-    if wanted > forwarded and interrupts.first is not None:
-        launcher.send_signal(signal.Signals(interrupts.first))
-    return max(wanted, forwarded)
-
-
-def _show(line: str) -> None:
-    if not line.startswith("notice: "):  # said before, by this command
-        print(line, flush=True)
+def show(line: str) -> None:
+    """Print it, unless it was said before."""
+    if not line.startswith("notice: "):
+        with suppress(OSError):  # the terminal was closed, or the reader of our pipe has gone: the run goes on
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
+from trivet.launcher.interrupts import Interrupts, forward
 
 DEFAULT_SESSION = "vf-rl"
 _LOOK_EVERY_S = 0.2
@@ -24,6 +26,8 @@ _LAST_LINES = 30
 _GIVE_ID = ("-P", "-F", "#{pane_id}")
 _CLOSED = 129
 """As of a process that SIGHUP ended: somebody closed the session."""
+_KILLED = 137
+"""As of a process that SIGKILL ended: only so does the lower pane leave no exit code."""
 
 
 def require_tmux(session: str) -> None:
@@ -43,16 +47,15 @@ def require_tmux(session: str) -> None:
         )
 
 
-def run_in_tmux(words: Sequence[str], *, session: str, layout: RunLayout) -> int:
-    """Start `vf-rl` with `words` in the lower pane, attach if this is a terminal, and wait for its end.
+def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> int:
+    """Start `command` in the lower pane, attach if this is a terminal, and wait for its end.
 
     Returns:
-        The training's exit code; 0 when the user detached and it goes on.
+        The command's exit code; 0 when the user detached or closed the terminal, and it goes on.
     """
-    with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch, Interrupts(clock=time.monotonic) as interrupts:
         order, result = Path(scratch) / "order.json", Path(scratch) / "result"
         order.touch(mode=0o600)  # the environment may hold keys
-        command = [sys.executable, "-m", "trivet.launcher.vf_rl", *words, "--no-tmux"]
         order.write_text(json.dumps({"command": command, "environ": dict(os.environ), "result": str(result)}))
         log = layout.log_file("inference.stdout").resolve()
         follow = ("tail", "-n", "200", "-F", "--", str(log))
@@ -64,37 +67,79 @@ def run_in_tmux(words: Sequence[str], *, session: str, layout: RunLayout) -> int
         _tmux("set-option", "-w", "-t", pane, "pane-border-status", "top")
         _tmux("set-option", "-w", "-t", pane, "pane-border-format", " #{pane_title} ")
         _tmux("set-option", "-w", "-t", pane, "remain-on-exit", "on")
-        return _wait(result, session=session, pane=pane)
+        viewer = _attach(session)
+        left = _wait(order, result, session=session, pane=pane, viewer=viewer, interrupts=interrupts)
+        return _conclude(result, session=session, pane=pane, viewer=viewer) if left is None else left
 
 
-def _wait(result: Path, *, session: str, pane: str) -> int:
-    is_nested = bool(os.environ.get("TMUX"))
-    viewer = None
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        join = "switch-client" if is_nested else "attach-session"
-        viewer = subprocess.Popen(["tmux", join, "-t", f"={session}"])
-    else:
-        print(f"session '{session}' is running; attach with: tmux attach -t {session}", flush=True)
-    try:
-        while not result.exists():
-            if not _exists(session):
-                print(f"session '{session}' was closed")
-                return _CLOSED
-            if viewer is not None and not is_nested and viewer.poll() is not None:
-                print(f"session '{session}' goes on; attach again with: tmux attach -t {session}")
+def _attach(session: str) -> "subprocess.Popen[bytes] | None":
+    """Who ends when the user leaves the session; nobody where this is no terminal, or one of tmux, which only changes over."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        _say(f"session '{session}' is running; attach with: tmux attach -t {session}")
+        return None
+    if os.environ.get("TMUX"):
+        _tmux("switch-client", "-t", f"={session}")
+        return None
+    return subprocess.Popen(["tmux", "attach-session", "-t", f"={session}"])
+
+
+def _wait(
+    order: Path,
+    result: Path,
+    *,
+    session: str,
+    pane: str,
+    viewer: "subprocess.Popen[bytes] | None",
+    interrupts: Interrupts,
+) -> int | None:
+    """
+    Returns:
+        None once the command has ended; the exit code where this is left or closed before.
+    """
+    forwarded = 0
+    while not result.exists():
+        is_there, is_dead, pid = _look_at(pane)
+        if not is_there:
+            _say(f"session '{session}' was closed")
+            return _CLOSED
+        if is_dead:
+            return None
+        if not order.exists():  # the lower pane has taken it
+            if interrupts.first == signal.SIGHUP or (viewer is not None and viewer.poll() is not None):
+                _say(f"session '{session}' goes on; attach again with: tmux attach -t {session}")
                 return 0
-            time.sleep(_LOOK_EVERY_S)
-    except KeyboardInterrupt:
-        os.kill(int(_tmux("display-message", "-p", "-t", pane, "#{pane_pid}")), signal.SIGINT)
-        while not result.exists() and _exists(session):
-            time.sleep(_LOOK_EVERY_S)
-    code = int(result.read_text()) if result.exists() else _CLOSED
-    said = _tmux("capture-pane", "-p", "-t", pane, "-S", f"-{_LAST_LINES}")
-    _tmux("kill-session", "-t", f"={session}")
+            forwarded = forward(interrupts, partial(_send, pid), forwarded)
+        time.sleep(_LOOK_EVERY_S)
+    return None
+
+
+def _conclude(result: Path, *, session: str, pane: str, viewer: "subprocess.Popen[bytes] | None") -> int:
+    """End the session and show the last lines here; returns the command's exit code."""
+    said = ""
+    with suppress(ConfigError):  # the session was closed meanwhile
+        said = _tmux("capture-pane", "-p", "-t", pane, "-S", f"-{_LAST_LINES}")
+        _tmux("kill-session", "-t", f"={session}")
     if viewer is not None:
         viewer.wait()
-    print("\n".join(line for line in said.splitlines() if line.strip()))
-    return code
+    _say("\n".join(line for line in said.splitlines() if line.strip()))
+    return int(result.read_text()) if result.exists() else _KILLED
+
+
+def _look_at(pane: str) -> tuple[bool, bool, int]:
+    """Whether it exists, whether its program has ended, and the program's pid."""
+    shown = ["tmux", "display-message", "-p", "-t", pane, "#{pane_dead} #{pane_pid}"]
+    words = subprocess.run(shown, capture_output=True, text=True, check=False).stdout.split()
+    return len(words) == 2, words[:1] == ["1"], int(words[1]) if len(words) == 2 else 0
+
+
+def _send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, number)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal was closed
+        print(text, flush=True)
 
 
 def _tmux(*words: str) -> str:
@@ -118,6 +163,7 @@ def main(order: Path) -> int:
     process = subprocess.Popen(said["command"], env=said["environ"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: process.send_signal(received))
+    order.unlink()  # from here on signals arrive; and no key stays in a file, whatever becomes of whoever wrote it
     code = process.wait()
     code = code if code >= 0 else 128 - code
     partial = Path(said["result"] + ".tmp")

@@ -1,5 +1,6 @@
 """What `vf-rl` prints and leaves, from what a run writes."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from trivet.errors import ConfigError
 from trivet.launcher.run_directory import RunRecord
 from trivet.launcher.vf_checkpoints import STATE, VfCheckpoints
 from trivet.launcher.vf_console import VfConsole, read_steps
-from trivet.launcher.vf_rl import main, take_options
+from trivet.launcher.vf_rl import main, show, take_options
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
 
@@ -200,3 +201,12 @@ def test_without_tmux_nothing_starts_and_the_ways_out_are_named(
     assert "apt-get install tmux" in error
     assert "--no-tmux" in error
     assert [path.name for path in tmp_path.iterdir()] == ["vf.toml"]
+
+
+def test_what_nobody_reads_any_more_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ClosedTerminal(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", ClosedTerminal())
+    show("Step 1/3: reward=0.5")
