@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +138,7 @@ async def evaluate(
                     on_progress()
                 else:
                     examples.create_task(run_example(example_id), name=f"eval-{task.env}-{example_id}")
-        summary = _summarize(task, list(results.finished.values()), errors=errors, seconds=time.monotonic() - started)
+        summary = _summarize(task, results.finished, errors=errors, seconds=time.monotonic() - started)
         await asyncio.to_thread(results.finish, summary)
     finally:
         results.close()
@@ -158,8 +158,9 @@ def _request(task: TaskRecord, example_id: int, *, env: str) -> GroupRequest:
 
 
 def _summarize(
-    task: TaskRecord, groups: Sequence[Sequence[ResultRecord]], *, errors: dict[int, str], seconds: float
+    task: TaskRecord, finished: Mapping[int, Sequence[ResultRecord]], *, errors: dict[int, str], seconds: float
 ) -> Summary:
+    groups = [finished[example_id] for example_id in sorted(finished)]  # not as they ended: sums depend on the order
     records = [record for group in groups for record in group]
     rewards = [[record.reward for record in group] for group in groups]
     average = mean_over_examples([float(np.mean(row)) for row in rewards]) if rewards else None

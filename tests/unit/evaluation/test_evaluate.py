@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 
 from trivet.config.environment import EnvConfig
@@ -13,6 +14,7 @@ from trivet.wire.groups import EnvironmentInfo, SamplingArguments, Split
 from trivet.wire.rollouts import Rollout
 
 SAMPLING = SamplingArguments(temperature=1.0)
+LARGE = EnvironmentInfo(num_examples=100, num_eval_examples=100)
 INFO = EnvironmentInfo(num_examples=100, num_eval_examples=6)
 
 
@@ -24,29 +26,30 @@ def task(**changes):
 class Script:
     """Rewards 1 and 0 for even examples, 0 and 0 for odd ones; `fails` raise; `stops_at` ends the evaluation."""
 
-    def __init__(self, *, fails=(), stops_at=None):
+    def __init__(self, *, fails=(), stops_at=None, scale=1.0, delays=None):
         self.fails, self.stops_at, self.asked = fails, stops_at, []
+        self.scale, self.delays = scale, delays or {}
 
     async def __call__(self, request):
         self.asked.append(request.example_id)
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.delays.get(request.example_id, 0))
         if request.example_id == self.stops_at:
             self.main.cancel()
             await asyncio.sleep(10)
         if request.example_id in self.fails:
             raise RolloutFailed("boom")
-        rewards = [float(request.example_id % 2 == 0), 0.0]
+        rewards = [self.scale ** request.example_id * (request.example_id % 2 == 0), 0.0]
         return [Rollout(index=i, reward=reward, scores={"letters": reward}) for i, reward in enumerate(rewards)]
 
 
-def run(tmp_path, script, *, does_continue=False, **changes):
+def run(tmp_path, script, *, does_continue=False, slots=1, **changes):
     async def go():
         script.main = asyncio.current_task()
         return await evaluate(
             task(**changes),
             env="letters",
             run_group=script,
-            slots=asyncio.Semaphore(1),
+            slots=asyncio.Semaphore(slots),
             directory=tmp_path,
             does_continue=does_continue,
         )
@@ -64,6 +67,14 @@ def test_scores_and_results_are_written_in_the_order_of_the_examples(tmp_path):
     assert summary.scores == {"letters": 0.25}
     assert [(line["example_id"], line["index"]) for line in lines(tmp_path)] == [(e, i) for e in range(4) for i in range(2)]
     assert read_summary(tmp_path) == summary
+
+
+def test_scores_do_not_depend_on_which_example_ends_first(tmp_path):
+    last_first = {example: 0.002 * (30 - example) for example in range(30)}
+    for name, delays in (("first", {}), ("last", last_first)):
+        run(tmp_path / name, Script(scale=0.7, delays=delays), slots=30, num_examples=30, info=LARGE)
+    first, last = (msgspec.structs.replace(read_summary(tmp_path / name), seconds=0.0) for name in ("first", "last"))
+    assert first == last
 
 
 def test_an_example_that_fails_is_counted_named_and_in_no_score(tmp_path):

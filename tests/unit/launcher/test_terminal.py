@@ -1,5 +1,6 @@
 """What the launcher shows on a terminal, and what it writes into a file in its place."""
 
+import contextlib
 import io
 import os
 import pty
@@ -13,15 +14,18 @@ STEP_LINE = "12:00:00 trainer SUCCESS Step 3 | Time: 1.99s | Loss: [0.0123] " + 
 
 
 def on_a_terminal(use: Callable[[Terminal], None]) -> str:
-    """What a terminal receives while `use` runs."""
+    """What a terminal receives while `use` runs, which fits into the kernel's buffer."""
     ours, theirs = pty.openpty()
+    seen = bytearray()
     try:
         with os.fdopen(theirs, "w") as file:
             use(Terminal(file))
-            os.set_blocking(ours, False)
-            return os.read(ours, 1 << 16).decode()
+        with contextlib.suppress(OSError):  # how the end of a terminal whose other side is closed is told
+            while part := os.read(ours, 1 << 16):
+                seen += part
     finally:
         os.close(ours)
+    return seen.decode()
 
 
 def test_lines_in_a_file_stay_lines_and_progress_leaves_nothing() -> None:
