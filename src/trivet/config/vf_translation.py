@@ -168,7 +168,7 @@ def notices_of(config: VfRLConfig) -> Iterator[str]:
 
 def in_dialect(text: str) -> str:
     """A message about the run, with the names that a user of the dialect knows."""
-    return _RUN_WORD.sub(lambda found: _DIALECT[found[0]], text)
+    return _SAID_TWICE.sub(r" and \1", _RUN_WORD.sub(lambda found: _DIALECT[found[0]], text))
 
 
 def environment_name(config: VfRLConfig) -> str:
@@ -253,3 +253,5 @@ _DIALECT = (
 )
 _RUN_WORD = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(_DIALECT, key=len, reverse=True)))})(?!\w|[.-]\w)")
 """A whole key of the run, not a part of another."""
+_SAID_TWICE = re.compile(r", (\S+) and \1\b")
+"""Two keys of the run that are one here."""

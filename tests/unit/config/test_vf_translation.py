@@ -243,6 +243,10 @@ def test_a_file_that_cannot_be_read_is_the_only_complaint(tmp_path: Path) -> Non
             "to remove them",
         ),
         ("raise orchestrator.sampling.max_tokens, seq_len", "raise trainer.args.max_tokens, trainer.args.max_seq_len"),
+        (
+            "raise orchestrator.sampling.max_tokens, seq_len and max_model_len, or reward shorter answers",
+            "raise trainer.args.max_tokens and trainer.args.max_seq_len, or reward shorter answers",
+        ),
         ("inference.parallel.tp (3)", "inference.args.tensor_parallel_size (3)"),
         ("trainer.args.max_steps, --clean-up, my.max_steps", "trainer.args.max_steps, --clean-up, my.max_steps"),
     ],
