@@ -36,7 +36,8 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 print("Step 1/3: reward=0.5", flush=True)
 Path("pid").with_suffix(".tmp").write_text(str(os.getpid()))
 Path("pid.tmp").rename("pid")
-while not Path("code").exists():
+deadline = time.monotonic() + 120
+while not Path("code").exists() and time.monotonic() < deadline:
     time.sleep(0.05)
 sys.exit(int(Path("code").read_text()))
 """
