@@ -6,7 +6,8 @@ A unit is what is restarted together: inference alone; a teacher alone; orchestr
        |                           (killed at the deadline)
        +--the failure is final--> the run is over
 
-SIGTERM asks for a commit first: the roles finish their step, commit and end, within `preemption_grace_s`.
+SIGTERM asks for a commit first: the roles finish their step, commit and end, within `preemption_grace_s`. Before the servers
+have answered for the first time there is no step, and nothing is waited for.
 """
 
 import signal
@@ -249,6 +250,11 @@ class Recovery:
         name = signal.Signals(number).name
         training = [role for role in seen.roles.values() if UNIT_OF[role.name] is Unit.TRAINING]
         if self._commit_deadline is None:
+            if _is_starting(seen):
+                yield _finish(
+                    Outcome.INTERRUPTED, 128 + number, f"interrupted by {name} during the start, with no step to commit"
+                )
+                return
             can_commit = (
                 number == signal.SIGTERM
                 and self._config.preemption_grace_s > 0
@@ -300,6 +306,13 @@ class Recovery:
                 reason = f"still running and silent for {silent_s:.0f} s after {others} finished"
                 return _finish(Outcome.FAILED, 1, reason, role=role.name)
         return None
+
+
+def _is_starting(seen: Seen) -> bool:
+    """No step was finished, and none is under way: a server is not up yet."""
+    servers = [role for role in seen.roles.values() if UNIT_OF[role.name] is not Unit.TRAINING]
+    training = [role for role in seen.roles.values() if UNIT_OF[role.name] is Unit.TRAINING]
+    return not all(role.has_progressed for role in servers) and not any(role.has_progressed for role in training)
 
 
 def _is_signal(code: int) -> bool:

@@ -338,6 +338,26 @@ def test_sigterm_ends_at_once_what_cannot_commit(recovery: dict[str, object], fa
     assert action.verdict.exit_code == 143
 
 
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_signal_while_the_servers_start_finds_no_step_to_commit(number: int) -> None:
+    history = History()
+    for name in history.roles:
+        history.knows(name, has_progressed=False)
+    (action,) = interrupted(history, number, at=10)
+    assert isinstance(action, Finish)
+    verdict = action.verdict
+    assert (verdict.outcome, verdict.exit_code) == (Outcome.INTERRUPTED, 128 + number)
+    assert verdict.reason.endswith("during the start, with no step to commit")
+
+
+@pytest.mark.parametrize("done", ["inference", "trainer"], ids=["first step under way", "server restarted"])
+def test_sigterm_asks_for_a_commit_once_a_step_is_under_way(done: str) -> None:
+    history = History(preemption_grace_s=60)
+    for name in history.roles:
+        history.knows(name, has_progressed=name == done)
+    assert interrupted(history, SIGTERM, at=10) == [AskForCommit(grace_s=60)]
+
+
 def test_an_interrupt_during_a_restart_ends_the_run() -> None:
     history = History().ends("trainer", -9, at=10)
     history.at(10)
