@@ -13,6 +13,9 @@ from trivet.config.base import Section
 
 KeyPath = tuple[str | int, ...]
 
+_ALIKE = 0.7
+"""From here on two names are alike: `max_step` and `max_steps` have 0.94, `reward` and `wandb` 0.55."""
+
 
 class Shape(StrEnum):
     SECTION = "section"
@@ -76,20 +79,27 @@ def all_keys(kind: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPat
 
 
 def nearest_key(kind: type[Section], path: KeyPath) -> str | None:
-    """The existing key that was most likely meant by the unknown `path`: a sibling, or the same name elsewhere."""
-    known = 0
-    while find_key(kind, path[: known + 1]) is not None:
-        known += 1
+    """The existing key that was most likely meant by the unknown `path`: a sibling, or one of its name elsewhere. None when none
+    is like it: a guess that is far off misleads more than the list of keys."""
+    known = next(length for length in range(len(path)) if find_key(kind, path[: length + 1]) is None)
     parent, name = path[:known], str(path[known])
-    siblings = _names_in(kind, parent)
-    if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
-        return dotted((*parent, close[0]))
-    everywhere = {dotted(candidate): str(candidate[-1]) for candidate, _ in all_keys(kind)}
+    sibling = max(_names_in(kind, parent), key=lambda sibling: _likeness(sibling, name), default="")
+    if _likeness(sibling, name) >= _ALIKE:
+        return dotted((*parent, sibling))
     last = str(path[-1])
-    if same := [candidate for candidate, candidate_name in everywhere.items() if candidate_name == last]:
-        return max(same, key=lambda candidate: difflib.SequenceMatcher(None, candidate, dotted(path)).ratio())
-    close = difflib.get_close_matches(dotted(path), everywhere, n=1, cutoff=0.6)
+    names = {dotted(candidate): str(candidate[-1]) for candidate, _ in all_keys(kind)}
+    same = [candidate for candidate, candidate_name in names.items() if candidate_name == last]
+    alike = same or [candidate for candidate, candidate_name in names.items() if _likeness(candidate_name, last) >= _ALIKE]
+    is_unmistakable = len(same) == 1
+    close = difflib.get_close_matches(dotted(path), alike, n=1, cutoff=0.0 if is_unmistakable else 0.6)
     return close[0] if close else None
+
+
+def _likeness(known: str, typed: str) -> float:
+    """From 0 to 1; a name's initials stand for it: `lr` for `learning_rate`."""
+    if known == "".join(word[:1] for word in typed.split("_")):
+        return 1.0
+    return difflib.SequenceMatcher(None, known, typed).ratio()
 
 
 def _names_in(kind: type[Section], parent: KeyPath) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 
 from trivet.config.evaluation import EvalConfig
 from trivet.config.inference import InferenceConfig
+from trivet.config.keys import nearest_key
 from trivet.config.load import Loaded, load_config
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
@@ -188,6 +189,7 @@ def test_a_section_with_a_type_takes_the_keys_of_that_type() -> None:
         ("ckpt.intervall", "ckpt.intervall", "ckpt.interval"),
         ("optimizer.lr", "optimizer", "optim"),
         ("trainer.max_steps", "trainer", "max_steps"),
+        ("optim.learning_rate", "optim.learning_rate", "optim.lr"),
     ],
 )
 def test_an_unknown_key_names_where_it_stands_and_the_nearest_known(
@@ -196,6 +198,17 @@ def test_an_unknown_key_names_where_it_stands_and_the_nearest_known(
     file = write(tmp_path / "a.toml", f"{typed} = 3\n")
     assert refusal(TrainerConfig, "@", file) == f"unknown key {unknown} ({file}); did you mean {meant}?"
     assert refusal(TrainerConfig, f"--{typed}", "3") == f"unknown key {unknown} (flag --{typed}); did you mean {meant}?"
+
+
+@pytest.mark.parametrize("key", ["zebra", "model.reward", "wandb.colour", "optim.every"])
+def test_an_unknown_key_that_is_like_none_gets_no_guess(key: str) -> None:
+    text = refusal(TrainerConfig, f"--{key}", "3")
+    assert text == f"unknown key {key} (flag --{key}); --help lists the keys"
+
+
+def test_a_name_that_many_sections_have_is_guessed_only_from_a_place_like_the_one_typed() -> None:
+    assert nearest_key(RLConfig, ("inference", "zzz", "port")) == "inference.server.port"
+    assert nearest_key(RLConfig, ("somewhere_else_altogether", "name")) is None
 
 
 def test_an_unknown_key_inside_a_list_is_found(tmp_path: Path) -> None:
