@@ -97,8 +97,10 @@ REFUSED = {
     "orchestrator.eval.save.env_hub": "results stay on this machine: upload evals/ by other means if others should have them",
     "orchestrator.eval.per_rollout": "the rollouts of an example are scored together, as rewards of groups need it; remove the"
     " key",
-    "trainer.model.ep": "experts are not spread over ranks: FSDP shards them like every other parameter; remove the key",
-    "trainer.model.tp": "FSDP shards parameters, and no matrix product is split over ranks; remove the key",
+    "trainer.model.ep": "experts are not spread over ranks: FSDP shards them like every other parameter; remove the key,"
+    " and for memory use more ranks, or trainer.model.fsdp_cpu_offload on a GPU",
+    "trainer.model.tp": "FSDP shards parameters, and no matrix product is split over ranks; remove the key, and for memory use"
+    " more ranks, or trainer.model.fsdp_cpu_offload on a GPU",
     "trainer.model.cp": "a row is not split over ranks: torch's ring attention knows one causal sequence, and would let the"
     " samples of a packed row see each other; lower trainer.model.seq_len, or set trainer.model.ac to have memory for long rows",
 }

@@ -44,8 +44,17 @@ class CompileConfig(Section):
     """Compile each block with torch.compile, for rows of any length."""
 
     fullgraph: bool = False
-    """Fail where a block cannot be one graph, instead of compiling its parts. Not with attention `sdpa`, which takes the
-    samples of a row one by one."""
+    """Only `false`: a block is two graphs, before and after its attention, which stays outside. What it does depends on the
+    samples of a row, so that inside a graph each new row would be compiled anew."""
+
+    @model_validator(mode="after")
+    def _leaves_attention_outside(self) -> "CompileConfig":
+        if self.fullgraph:
+            raise ValueError(
+                "fullgraph = true cannot be: attention depends on the samples of each row and stays outside of what is compiled,"
+                " so a block is never one graph; remove fullgraph, and the rest of each block is compiled"
+            )
+        return self
 
 
 class DebugModelConfig(Section):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trivet.config.model import ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
+from trivet.config.model import ActivationCheckpointConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.activations import ActivationOffload, CudaTransfers
 
@@ -46,7 +46,7 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
         assert config.ac is not None
         _checkpoint(block, config.ac)
     if config.compile is not None:
-        _compile(blocks, config.compile, attention=attention, device=device)
+        _compile(blocks, attention=attention, device=device)
     if offload is not None:
         for block in checkpointed:
             block.forward = offload.around(block.forward)
@@ -104,12 +104,7 @@ def _recomputing(forward: Forward) -> Forward:
     return run
 
 
-def _compile(blocks: list[torch.nn.Module], config: CompileConfig, *, attention: str, device: torch.device) -> None:
-    if config.fullgraph:
-        raise ConfigError(
-            "model.compile.fullgraph = true cannot be: attention takes the samples of a packed row one by one, which no graph for "
-            "rows of any length can; remove fullgraph"
-        )
+def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.device) -> None:
     require_compiler(device)
     # What attention does depends on the samples of a row: traced, each new row would be compiled anew.
     AttentionInterface.register(attention, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention]))

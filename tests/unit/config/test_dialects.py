@@ -118,7 +118,16 @@ def test_a_way_of_spreading_a_model_that_does_not_exist_is_refused_unless_it_is_
     assert f"trainer.model.{key}: 1 is the only choice here" in load(f"--trainer.model.{key}", "1").notices[0].replace(
         " (flag --trainer.model." + key + ")", ""
     )
-    assert f"trainer.model.{key} (flag --trainer.model.{key}) does not exist here" in refusal(f"--trainer.model.{key}", "2")
+    text = refusal(f"--trainer.model.{key}", "2")
+    assert f"trainer.model.{key} (flag --trainer.model.{key}) does not exist here" in text
+    assert ("set trainer.model.ac" if key == "cp" else "use more ranks, or trainer.model.fsdp_cpu_offload") in text
+
+
+def test_one_graph_for_a_block_is_refused_before_anything_starts() -> None:
+    text = refusal("--trainer.model.compile.fullgraph", "true")
+    assert "trainer.model.compile" in text
+    assert "fullgraph = true cannot be: attention depends on the samples of each row" in text
+    assert load("--trainer.model.compile.fullgraph", "false").config.trainer.model.compile == CompileConfig()
 
 
 def test_a_choice_without_alternative_changes_nothing() -> None:
