@@ -58,6 +58,12 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         column = np.asarray(values, dtype=np.float64)
         return cls(mean=float(column.mean()), std=float(column.std()), min=float(column.min()), max=float(column.max()))
 
+    @classmethod
+    def of_rate(cls, amount: float, seconds: Sequence[float]) -> "Spread":
+        """Of `amount` by each of `seconds`; its mean is all that was done over all the time it took."""
+        spread = cls.of([amount / taken for taken in seconds])
+        return msgspec.structs.replace(spread, mean=amount * len(seconds) / sum(seconds))
+
 
 class PeakMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Of the main rank: of its GPU's allocator, on the CPU of its process."""
@@ -202,9 +208,9 @@ def make_report(config: TrainingConfig, world: World, measured: Measured, *, kin
     is_cuda = world.device.type == "cuda"
     return BenchReport(
         kind=kind,
-        mfu=Spread.of([100 * by_formula / (taken * peak * world.size) for taken in counted]),
-        model_mfu=Spread.of([100 * by_model / (taken * peak * world.size) for taken in counted]),
-        throughput=Spread.of([num_tokens / taken for taken in counted]),
+        mfu=Spread.of_rate(100 * by_formula / (peak * world.size), counted),
+        model_mfu=Spread.of_rate(100 * by_model / (peak * world.size), counted),
+        throughput=Spread.of_rate(num_tokens, counted),
         step_time=Spread.of(counted),
         peak_memory=PeakMemory(gib=gib, pct=100 * gib / total_gib),
         step_times=measured.seconds,

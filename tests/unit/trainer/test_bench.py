@@ -75,6 +75,8 @@ def test_the_first_step_does_not_count(world, monkeypatch):
     report = make_report(config, world, measured, kind="rl")
     assert report.step_time == Spread(mean=2.0, std=1.0, min=1.0, max=3.0)
     assert report.throughput.max == 200
+    assert report.throughput.mean == 400 / 4, "tokens over time, not a mean of rates"
+    assert report.mfu.mean == pytest.approx(report.mfu.max / 2)
     assert report.mfu.max == pytest.approx(100 * 200 * (6 * 1000 + 12 * 4 * 100) / 1e9)
     assert report.model_mfu.max == pytest.approx(100 * (200 * 6 * 1000 + 2 * 6 * 8 * 100**2) / 1e9)
 
