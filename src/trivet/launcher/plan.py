@@ -30,8 +30,10 @@ _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "34359738368",
     "MALLOC_TOP_PAD_": "268435456",
+    "MALLOC_ARENA_MAX": "1",
 }
-"""Otherwise glibc gives freed memory back to the kernel and pays page faults to get it again: torch on a CPU at half speed."""
+"""Otherwise glibc gives freed memory back to the kernel and pays page faults to get it again: torch on a CPU at half speed. Threads
+share what is kept."""
 
 
 _YIELD_CORES = {"OMP_WAIT_POLICY": "passive"}

@@ -8,7 +8,9 @@ Legend: T tokens, I features in, O features out.
 
 import logging
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +22,52 @@ logger = logging.getLogger(__name__)
 _PROBE_TOKENS, _PROBE_FEATURES = 3, 64
 
 
-def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> bool:
+class MasterCasts:
+    """Master weights in the dtype that is computed in: cast once an update, however many rows there are."""
+
+    def __init__(self) -> None:
+        self._casts: dict[torch.Tensor, _Cast] = {}
+        self._lock = threading.Lock()
+
+    def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Without a gradient; `weight` itself where it has the dtype. May be called by several threads."""
+        if weight.dtype == dtype:
+            return weight.detach()
+        with self._lock:
+            found = self._casts.get(weight)
+            if found is None or found.values.dtype != dtype:
+                found = self._casts[weight] = _Cast(weight.detach().to(dtype), weight._version)
+            return found.follow(weight)
+
+    def renew(self) -> None:
+        """Cast anew what has changed: all cores do it sooner than the first thread that asks."""
+        for weight, cast in self._casts.items():
+            cast.follow(weight)
+
+
+@dataclass(slots=True)
+class _Cast:
+    values: torch.Tensor
+    version: int
+    """Of the weight, when they were cast."""
+
+    def follow(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.version != weight._version:
+            self.values.copy_(weight.detach())
+            self.version = weight._version
+        return self.values
+
+
+def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> MasterCasts | None:
     """Replace what can be replaced, names of parameters kept.
 
     Args:
         dtype: what the model computes in, whatever its parameters are in.
 
     Returns:
-        Whether every parameter is used by a replacement, so that the model computes in `dtype` by itself.
+        The casts by which the model computes in `dtype` itself; None if a parameter is used by something that was not replaced.
     """
+    casts = MasterCasts()
     head = causal_lm.get_output_embeddings()
     num_linears = num_norms = 0
     others: list[str] = []
@@ -36,7 +75,7 @@ def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> bool:
         if module is head:
             continue
         if type(module) is torch.nn.Linear:
-            setattr(module, "forward", _LinearForward(module))  # noqa: B010  # on this module alone
+            setattr(module, "forward", _LinearForward(module, casts))  # noqa: B010  # on this module alone
             num_linears += 1
         elif _is_rms_norm(module):
             setattr(module, "forward", _NormForward(module))  # noqa: B010
@@ -47,7 +86,7 @@ def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> bool:
             others.append(name)
     has_rotary = _replace_rotary(causal_lm)
     logger.info("CPU kernels linears=%s norms=%s rotary=%s others=%s", num_linears, num_norms, has_rotary, len(others))
-    return not others
+    return None if others else casts
 
 
 class _EmbeddingForward:
@@ -62,23 +101,14 @@ class _EmbeddingForward:
 
 
 class _LinearForward:
-    def __init__(self, module: torch.nn.Linear) -> None:
+    def __init__(self, module: torch.nn.Linear, casts: MasterCasts) -> None:
         self._module = module
-        self._cast: torch.Tensor | None = None
-        self._cast_of = -1
+        self._casts = casts
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         weight = self._module.weight
-        outputs = _Linear.apply(inputs, weight, self._in_dtype(weight, inputs.dtype))
+        outputs = _Linear.apply(inputs, weight, self._casts.of(weight, inputs.dtype))
         return outputs if self._module.bias is None else outputs + self._module.bias.to(outputs.dtype)
-
-    def _in_dtype(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as it is multiplied with; a master weight of another dtype is cast once an update."""
-        if weight.dtype == dtype:
-            return weight.detach()
-        if self._cast is None or self._cast_of != weight._version or self._cast.dtype != dtype:
-            self._cast, self._cast_of = weight.detach().to(dtype), weight._version
-        return self._cast
 
 
 class _Linear(torch.autograd.Function):

@@ -23,6 +23,7 @@ def score_tokens(
     temperatures_N: torch.Tensor,
     chunk_size: int,
     softcap: float | None = None,
+    cast_VH: torch.Tensor | None = None,
 ) -> TokenScores:
     """Score `targets_N` under softmax(logits / temperature), logits = hidden @ weight.T.
 
@@ -34,8 +35,10 @@ def score_tokens(
         temperatures_N: float32, > 0.
         chunk_size: tokens whose logits exist at one time.
         softcap: logits are softcap * tanh(hidden @ weight.T / softcap).
+        cast_VH: the weight in the dtype of `hidden_NH`, where that is at hand.
     """
-    logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, targets_N, temperatures_N, chunk_size, softcap)
+    cast_VH = weight_VH.detach().to(hidden_NH.dtype) if cast_VH is None else cast_VH
+    logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, cast_VH, targets_N, temperatures_N, chunk_size, softcap)
     return TokenScores(logprobs_N, entropies_N)
 
 
@@ -45,12 +48,12 @@ class _ChunkedHead(torch.autograd.Function):
         ctx: Any,
         hidden_NH: torch.Tensor,
         master_VH: torch.Tensor,
+        weight_VH: torch.Tensor,
         targets_N: torch.Tensor,
         temperatures_N: torch.Tensor,
         chunk_size: int,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weight_VH = master_VH.to(hidden_NH.dtype)
         ctx.dtype = master_VH.dtype
         logprobs, entropies, log_totals = [], [], []
         for hidden_CH, targets_C, temperatures_C in _chunks(hidden_NH, targets_N, temperatures_N, chunk_size=chunk_size):
@@ -68,7 +71,7 @@ class _ChunkedHead(torch.autograd.Function):
         return torch.cat(logprobs), entropies_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, temperatures_N, log_totals_N, entropies_N = ctx.saved_tensors
         grad_logprobs_N = torch.zeros_like(log_totals_N) if grads[0] is None else grads[0]
         grad_entropies_N = grads[1]
@@ -95,7 +98,7 @@ class _ChunkedHead(torch.autograd.Function):
             part_VH = (grad_logits_CV.T @ hidden_CH).to(log_totals_N.dtype)
             grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
         assert grad_weight_VH is not None
-        return torch.cat(grad_hidden), grad_weight_VH.to(ctx.dtype), None, None, None, None
+        return torch.cat(grad_hidden), grad_weight_VH.to(ctx.dtype), None, None, None, None, None
 
 
 def _summarize(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,8 +16,9 @@ from trivet.config.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention import register_attention, require_full_attention
 from trivet.trainer.blocks import blocks_of, prepare_blocks
-from trivet.trainer.cpu_kernels import speed_up_on_cpu
+from trivet.trainer.cpu_kernels import MasterCasts, speed_up_on_cpu
 from trivet.trainer.distributed import World
+from trivet.trainer.lanes import Lanes
 from trivet.trainer.logprobs import TokenScores, score_tokens
 from trivet.trainer.rows import RowTensors
 from trivet.trainer.start import build, fill, read_config
@@ -30,24 +31,46 @@ logger = logging.getLogger(__name__)
 class PolicyModel(torch.nn.Module):
     """Rows in, log-probabilities and entropies of their loss tokens out."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, chunk_size: int, logit_rule: LogitRule) -> None:
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        chunk_size: int,
+        logit_rule: LogitRule,
+        casts: MasterCasts | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """
+        Args:
+            casts: of the model's master weights, when it makes them itself.
+            lanes: where rows may be computed side by side.
+        """
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_size = chunk_size
+        self.lanes = lanes or Lanes()
         self._logit_rule = logit_rule
+        self._casts = casts
 
     def forward(self, row: RowTensors) -> TokenScores:
         outputs = self.causal_lm.base_model(
             input_ids=row.token_ids_1T, position_ids=row.position_ids_1T, use_cache=False, segments=row.segments
         )
+        hidden_NH, weight = outputs.last_hidden_state[0].index_select(0, row.predictors_N), self.head.weight
         return score_tokens(
-            outputs.last_hidden_state[0].index_select(0, row.predictors_N),
-            self.head.weight,
+            hidden_NH,
+            weight,
             targets_N=row.targets_N,
             temperatures_N=row.temperatures_N / self._logit_rule.scale,
             chunk_size=self.chunk_size,
             softcap=self._logit_rule.softcap,
+            cast_VH=self._casts.of(weight, hidden_NH.dtype) if self._casts else None,
         )
+
+    def renew_casts(self) -> None:
+        """Before rows are computed side by side."""
+        if self._casts is not None:
+            self._casts.renew()
 
     @property
     def embedding(self) -> torch.nn.Embedding:
@@ -103,13 +126,23 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
 
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=getattr(torch, config.optimization_dtype))
     compute_dtype = getattr(torch, config.compute_dtype)
-    casts_itself = world.device.type == "cpu" and config.compile is None and speed_up_on_cpu(causal_lm, dtype=compute_dtype)
+    has_kernels = world.device.type == "cpu" and config.compile is None
+    casts = speed_up_on_cpu(causal_lm, dtype=compute_dtype) if has_kernels else None
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
-    model = PolicyModel(causal_lm.train(), chunk_size=config.fused_lm_head_chunk_size, logit_rule=logit_rule)
-    if world.size > 1 or config.lora is not None or not casts_itself:
+    is_whole = world.size == 1 and config.lora is None and casts is not None
+    model = PolicyModel(
+        causal_lm.train(),
+        chunk_size=config.fused_lm_head_chunk_size,
+        logit_rule=logit_rule,
+        casts=casts if is_whole else None,
+        lanes=Lanes.of(seq_len=config.seq_len) if is_whole else None,
+    )
+    if not is_whole:
         shard(model, config, world)
     fill(model, causal_lm, config, world)
-    logger.info("model loaded name=%s parameters=%s ranks=%s", config.name, model.num_parameters, world.size)
+    logger.info(
+        "model loaded name=%s parameters=%s ranks=%s lanes=%s", config.name, model.num_parameters, world.size, model.lanes.count
+    )
     if config.lora is not None:
         num_trained = sum(parameter.numel() for parameter in model.trained_parameters)
         logger.info("adapter added rank=%s trained_parameters=%s", config.lora.rank, num_trained)

@@ -43,6 +43,10 @@ class RowTensors:
     is_dummy: bool = False
     """Stands in for a row that this rank does not have, so that its collectives match the others'. Counts for nothing."""
 
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids_1T.shape[1]
+
 
 def rows_of_rank(
     rows: Sequence[MicroBatch],

@@ -20,7 +20,7 @@ from trivet.trainer.model import PolicyModel, set_last_row
 from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
 from trivet.trainer.performance import model_cost
 from trivet.trainer.reference import Reference
-from trivet.trainer.rows import rows_of_rank
+from trivet.trainer.rows import RowTensors, rows_of_rank
 from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
 
@@ -105,34 +105,53 @@ def _accumulate(
 ) -> tuple[float, list[dict[str, np.ndarray]], list[RowOutcome]]:
     """Gradients of the step's loss into the parameters; returns the loss, each row's values and what each row came to."""
     world, model = learner.world, learner.model
+    longest = learner.micro_batch_tokens or max(len(row.token_ids_T) for row in rows)
+    beside_others = model.lanes.max_tokens(longest)
     mine = rows_of_rank(
         rows,
         rank=world.rank,
         num_ranks=world.size,
         device=world.device,
         cost=model_cost(model).flops,
-        max_tokens=learner.micro_batch_tokens,
+        max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else beside_others,
     )
     if learner.reference is not None:
         learner.before_update()  # it takes the parameters' place for the time of a forward
         mine = learner.reference.score(model, mine)
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-    parts: list[dict[str, np.ndarray]] = []
-    outcomes: list[RowOutcome] = []
-    for index, row in enumerate(mine):
+
+    def compute(index: int) -> _Computed | None:
         set_last_row(model, is_last=index == len(mine) - 1, world=world)
-        with explaining_memory(row, chunk_size=model.chunk_size, key_prefix=learner.key_prefix):
-            scores = model(row)
-            if row.is_dummy:
-                (scores.logprobs_N.sum() * 0.0).backward()
-                continue
-            row_loss = learner.loss(scores, row)
-            share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
-            share.backward()
-        total += share.detach()
-        outcomes.append(RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach()))
-        parts.append({name: values.cpu().numpy() for name, values in row_loss.values.items()})
-    return float(sum_over_ranks(world, total)), parts, outcomes
+        return _compute(learner, mine[index], counts=counts)
+
+    model.renew_casts()
+    num_alone = sum(row.num_tokens > beside_others for row in mine)  # samples that fill more than a lane; they come first
+    computed = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(mine)))
+    found = [each for each in computed if each is not None]
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for each in found:
+        total += each.outcome.share
+    return float(sum_over_ranks(world, total)), [each.values for each in found], [each.outcome for each in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    outcome: RowOutcome
+    values: dict[str, np.ndarray]
+    """Of the loss, by metric name."""
+
+
+def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[Unit, int]) -> _Computed | None:
+    """Forward and backward of one row; None for a dummy."""
+    with explaining_memory(row, chunk_size=learner.model.chunk_size, key_prefix=learner.key_prefix):
+        scores = learner.model(row)
+        if row.is_dummy:
+            (scores.logprobs_N.sum() * 0.0).backward()
+            return None
+        row_loss = learner.loss(scores, row)
+        share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
+        share.backward()
+    outcome = RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach())
+    return _Computed(outcome, {name: values.cpu().numpy() for name, values in row_loss.values.items()})
 
 
 def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[Unit, int]:

@@ -1,0 +1,62 @@
+"""Rows side by side on a CPU: each lane is a thread that computes whole rows with its share of the cores. Used by `trainer.step`.
+
+The threads of one operator wait for each other thousands of times in a step, and a wait costs more than many an operator's work.
+Rows need nothing from each other but the sum of their gradients, which autograd adds under a lock of each parameter's own. The
+order in which it adds them is not fixed: deterministic runs have one lane.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+_ROW_TOKENS = 1024
+"""Of a lane's row, at least: each row's gradients are added to all the parameters' once, however few its tokens are."""
+
+Row = TypeVar("Row")
+Result = TypeVar("Result")
+
+
+class Lanes:
+    """Where rows are computed; one lane computes them one after the other in the caller's thread."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+
+    @classmethod
+    def of(cls, *, seq_len: int) -> "Lanes":
+        """As many as rows of `seq_len` tokens can feed: at most one a thread of torch's, one where order matters."""
+        if torch.are_deterministic_algorithms_enabled():
+            return cls()
+        return cls(max(1, min(torch.get_num_threads(), seq_len // _ROW_TOKENS)))
+
+    def max_tokens(self, longest: int) -> int:
+        """Of a row that is computed beside others, so that all lanes together take the memory of one row of `longest`."""
+        return -(-longest // self.count)
+
+    def map(self, function: Callable[[Row], Result], rows: Sequence[Row]) -> list[Result]:
+        """Results in the order of `rows`. Raises what the first row that failed raised."""
+        if self.count == 1 or len(rows) < 2:  # nothing would be beside it
+            return [function(row) for row in rows]
+        return list(_threads(self.count, torch.get_num_threads()).map(function, rows))
+
+
+@cache
+def _threads(count: int, whole: int) -> ThreadPoolExecutor:
+    """They share `whole` threads of torch's, and are kept for the life of the process."""
+    have_started = threading.Barrier(count + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # a thread's first call to torch gives it the number that all share
+        torch.set_num_threads(max(1, whole // count))
+        have_started.wait()
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="lane", initializer=start)
+    for _ in range(count):
+        pool.submit(int)
+    have_started.wait()
+    torch.set_num_threads(whole)  # of threads to come, which would else take the lanes'
+    return pool
