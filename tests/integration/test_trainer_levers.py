@@ -1,9 +1,6 @@
 """Every loss with every lever of the trainer, on one, two and four real ranks: the arithmetic is the same (invariant 8)."""
 
 import importlib.util
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from support.ranks import run_ranks
+
 ROOT = Path(__file__).parents[2]
 ORACLE = ROOT / "tests" / "unit" / "trainer" / "oracle.py"
 PROGRAM = Path(__file__).with_name("trainer_lever_program.py")
-TIMEOUT_S = 400
 TOLERANCE = 1e-6
 """Relative, float32 (design invariant 8)."""
 
@@ -30,31 +28,9 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def run_ranks(num_ranks: int, model: Path, output: Path, *, num_replicas: int) -> dict[str, Any]:
-    common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = (
-        os.environ | common | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    )
-    logs = [output / f"rank_{rank}_of_{num_ranks}.log" for rank in range(num_ranks)]
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as file:
-                command = [sys.executable, str(PROGRAM), str(model), str(ORACLE), str(output), str(num_replicas)]
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=environment | own, stdout=file, stderr=subprocess.STDOUT))
-        for rank in ranks:
-            assert rank.wait(TIMEOUT_S) == 0, "\n".join(log.read_text()[-3000:] for log in logs)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+def measure(num_ranks: int, model: Path, output: Path, *, num_replicas: int) -> dict[str, Any]:
+    """What the program's ranks found."""
+    run_ranks(num_ranks, PROGRAM, [str(model), str(ORACLE), str(output), str(num_replicas)], logs=output)
     return torch.load(output / f"levers_{num_ranks}.pt")
 
 
@@ -68,18 +44,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(1, model, tmp_path_factory.mktemp("one"), num_replicas=1)
+    return measure(1, model, tmp_path_factory.mktemp("one"), num_replicas=1)
 
 
 @pytest.fixture(scope="module")
 def of_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(2, model, tmp_path_factory.mktemp("two"), num_replicas=1)
+    return measure(2, model, tmp_path_factory.mktemp("two"), num_replicas=1)
 
 
 @pytest.fixture(scope="module")
 def of_four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two copies of the model, each sharded over two ranks."""
-    return run_ranks(4, model, tmp_path_factory.mktemp("four"), num_replicas=2)
+    return measure(4, model, tmp_path_factory.mktemp("four"), num_replicas=2)
 
 
 def differences(found: dict[tuple[str, str], Any], alone: dict[tuple[str, str], Any]) -> list[str]:

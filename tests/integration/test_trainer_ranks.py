@@ -1,9 +1,6 @@
 """Real gloo ranks in processes of their own: the arithmetic does not depend on how many there are."""
 
 import importlib.util
-import os
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from support.ranks import run_ranks
 from trivet.trainer.distributed import open_world
 
 ROOT = Path(__file__).parents[2]
 ORACLE = ROOT / "tests" / "unit" / "trainer" / "oracle.py"
 PROGRAM = Path(__file__).with_name("trainer_rank_program.py")
-TIMEOUT_S = 240
 TOLERANCE = 1e-6
 """Relative, float32 (design invariant 8)."""
 OPTIMIZER_TOLERANCE = 1e-6
@@ -33,32 +30,6 @@ def load_module(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def run_ranks(num_ranks: int, model: Path, output: Path, tasks: list[str]) -> None:
-    """Start the program's ranks, and return when all have ended well."""
-    common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = os.environ | common | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    logs = [output / f"rank_{rank}_of_{num_ranks}.log" for rank in range(num_ranks)]
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as file:
-                command = [sys.executable, str(PROGRAM), str(model), str(ORACLE), *tasks]
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=environment | own, stdout=file, stderr=subprocess.STDOUT))
-        for rank in ranks:
-            assert rank.wait(TIMEOUT_S) == 0, "\n".join(log.read_text()[-3000:] for log in logs)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
 def run_alone(model: Path, tasks: list[str]) -> None:
@@ -98,7 +69,8 @@ def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     )
     of_two = [f"gradients:{two}", f"resume:{one}", f"train:{two}", f"resume:{two}"]
     of_others = [task for name in OTHERS for task in (f"{name}-train:{two}", f"{name}-resume:{one}")]
-    run_ranks(2, model, two, [*of_two, f"lora-gradients:{two}", f"lora-resume:{one}", f"lora-train:{two}", *of_others])
+    of_adapters = [f"lora-gradients:{two}", f"lora-resume:{one}", f"lora-train:{two}"]
+    run_ranks(2, PROGRAM, [str(model), str(ORACLE), *of_two, *of_adapters, *of_others], logs=two)
     run_alone(model, [f"resume:{two}", f"lora-resume:{two}"])
     return Outputs(one, two)
 
@@ -106,8 +78,9 @@ def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
 @pytest.fixture(scope="module")
 def continued_by_four(model: Path, outputs: Outputs) -> Path:
     """What two ranks saved."""
-    run_ranks(4, model, outputs.saved_by_two, [f"{name}-resume:{outputs.saved_by_two}" for name in OTHERS])
-    return outputs.saved_by_two
+    saved = outputs.saved_by_two
+    run_ranks(4, PROGRAM, [str(model), str(ORACLE), *(f"{name}-resume:{saved}" for name in OTHERS)], logs=saved)
+    return saved
 
 
 def check_gradients(results: dict[tuple[str, str], Any], model: Path) -> None:
@@ -132,7 +105,7 @@ def test_loss_and_gradients_equal_the_oracle_on_two_ranks(model: Path, outputs: 
 
 
 def test_loss_and_gradients_equal_the_oracle_on_three_ranks(model: Path, tmp_path: Path) -> None:
-    run_ranks(3, model, tmp_path, [f"gradients:{tmp_path}"])
+    run_ranks(3, PROGRAM, [str(model), str(ORACLE), f"gradients:{tmp_path}"], logs=tmp_path)
     check_gradients(torch.load(tmp_path / "gradients_3.pt"), model)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.processes import find_free_port
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 400.0
 
 
 def run_ranks(num_ranks: int, program: Path, words: Sequence[str], *, logs: Path, codes: Sequence[int] | None = None) -> None:
@@ -20,7 +20,8 @@ def run_ranks(num_ranks: int, program: Path, words: Sequence[str], *, logs: Path
         codes: the exit code of each rank; None: all end well.
     """
     common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-    environment = os.environ | common | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment = os.environ | common | threads | {"GLOO_SOCKET_IFNAME": "lo"}
     files = [logs / f"rank_{rank}_of_{num_ranks}.log" for rank in range(num_ranks)]
     ranks: list[subprocess.Popen[bytes]] = []
     try:
