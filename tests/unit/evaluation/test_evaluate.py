@@ -38,7 +38,7 @@ class Script:
             await asyncio.sleep(10)
         if request.example_id in self.fails:
             raise RolloutFailed("boom")
-        rewards = [self.scale ** request.example_id * (request.example_id % 2 == 0), 0.0]
+        rewards = [self.scale**request.example_id * (request.example_id % 2 == 0), 0.0]
         return [Rollout(index=i, reward=reward, scores={"letters": reward}) for i, reward in enumerate(rewards)]
 
 
