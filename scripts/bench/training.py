@@ -8,8 +8,8 @@ master weights, the same AdamW. Samples have one length, so that the plain loop 
     uv run python scripts/bench/training.py [--model tiny|DIRECTORY] [--tokens 2048 8192] [--length 128] [--repeats 5] [--rounds 2]
 
 Each side is a process of its own, so that its peak of memory is its own; both get the allocator settings of the launcher. The
-sides take turns. Medians over all repeats after two warm-up steps. The last line is one JSON object; its top level is the
-smallest size, `sizes` has all.
+sides take turns. Medians over all repeats after two warm-up steps; `parts` are of a step more, rows one by one. The
+last line is one JSON object; its top level is the smallest size, `sizes` has all.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from trivet.config.optimizer import AdamWConfig
 from trivet.config.trainer import ConstantSchedule
 from trivet.launcher.plan import rank_environment
 from trivet.trainer.distributed import World, open_world
+from trivet.trainer.lanes import Lanes
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model import load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
@@ -93,8 +94,10 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, *, size: int = 2048) 
     return 2 * size**3 / min(time_steps(lambda: a @ b, repeats=10))
 
 
-def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World) -> tuple[Callable[[], object], dict[str, Any]]:
-    """The trainer's own step, and what its model costs."""
+def make_our_step(
+    args: argparse.Namespace, items: list[PackItem], world: World
+) -> tuple[Learner, Callable[[], object], dict[str, Any]]:
+    """The trainer's own step, what it steps with, and what its model costs."""
     model = load_policy(TrainerModelConfig(name=args.model, seq_len=_ROW_TOKENS, compute_dtype=args.dtype), world)
     learner = Learner(
         model=model,
@@ -106,7 +109,8 @@ def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World)
     )
     rows = pack(items, seq_len=_ROW_TOKENS)
     flops = model_cost(model).flops([item.sample.num_tokens for item in items])
-    return lambda: train_step(learner, rows, step=Step(1)), {"model_flops": flops, "parameters": model.num_parameters}
+    cost = {"model_flops": flops, "parameters": model.num_parameters, "lanes": model.lanes.count}
+    return learner, lambda: train_step(learner, rows, step=Step(1)), cost
 
 
 def make_plain_step(args: argparse.Namespace, items: list[PackItem], world: World) -> Callable[[], None]:
@@ -146,13 +150,16 @@ def measure_side(args: argparse.Namespace) -> dict[str, Any]:
     with open_world(device="auto", timeout_s=600) as world:
         rate = matmul_flops(getattr(torch, args.dtype), world.device)
         found: dict[str, Any] = {"matmul_flops": rate}
+        learner: Learner | None = None
         if args.side == "plain":
             step: Callable[[], object] = make_plain_step(args, items, world)
         else:
-            step, cost = make_our_step(args, items, world)
+            learner, step, cost = make_our_step(args, items, world)
             found |= cost
         found["seconds"] = time_steps(step, repeats=args.repeats)
         found["peak_rss_gib"] = peak_memory_gib(world.device)
+        if learner is not None:
+            learner.model.lanes = Lanes()  # the profiler sees the thread that it is started in
         with profile(activities=[ProfilerActivity.CPU]) as spent:
             step()
         events = sorted(spent.key_averages(), key=lambda event: -event.self_cpu_time_total)
@@ -193,6 +200,7 @@ def measure_size(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
         "plain_spread_s": round(max(seconds["plain"]) - min(seconds["plain"]), 4),
         "matmul_tflops": round(rate / 1e12, 3),
         "parameters": last["ours"]["parameters"],
+        "lanes": last["ours"]["lanes"],
         "parts": last["ours"]["parts"],
         "plain_parts": last["plain"]["parts"],
     }
