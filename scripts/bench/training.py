@@ -8,8 +8,8 @@ master weights, the same AdamW. Samples have one length, so that the plain loop 
     uv run python scripts/bench/training.py [--model tiny|DIRECTORY] [--tokens 2048 8192] [--length 128] [--repeats 5] [--rounds 2]
 
 Each side is a process of its own, so that its peak of memory is its own; both get the allocator settings of the launcher. The
-sides take turns. Medians over all repeats after two warm-up steps; `parts` are of a step more, rows one by one. The
-last line is one JSON object; its top level is the smallest size, `sizes` has all.
+sides take turns. Medians over all repeats after two warm-up steps; `parts` are of a step more, shares of all threads'
+time. The last line is one JSON object; its top level is the smallest size, `sizes` has all.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
@@ -39,7 +40,6 @@ from trivet.config.optimizer import AdamWConfig
 from trivet.config.trainer import ConstantSchedule
 from trivet.launcher.plan import rank_environment
 from trivet.trainer.distributed import World, open_world
-from trivet.trainer.lanes import Lanes
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model import load_policy
 from trivet.trainer.optimizer import LearningRate, make_optimizer
@@ -94,10 +94,8 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, *, size: int = 2048) 
     return 2 * size**3 / min(time_steps(lambda: a @ b, repeats=10))
 
 
-def make_our_step(
-    args: argparse.Namespace, items: list[PackItem], world: World
-) -> tuple[Learner, Callable[[], object], dict[str, Any]]:
-    """The trainer's own step, what it steps with, and what its model costs."""
+def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World) -> tuple[Callable[[], object], dict[str, Any]]:
+    """The trainer's own step, and what its model costs."""
     model = load_policy(TrainerModelConfig(name=args.model, seq_len=_ROW_TOKENS, compute_dtype=args.dtype), world)
     learner = Learner(
         model=model,
@@ -110,7 +108,7 @@ def make_our_step(
     rows = pack(items, seq_len=_ROW_TOKENS)
     flops = model_cost(model).flops([item.sample.num_tokens for item in items])
     cost = {"model_flops": flops, "parameters": model.num_parameters, "lanes": model.lanes.count}
-    return learner, lambda: train_step(learner, rows, step=Step(1)), cost
+    return lambda: train_step(learner, rows, step=Step(1)), cost
 
 
 def make_plain_step(args: argparse.Namespace, items: list[PackItem], world: World) -> Callable[[], None]:
@@ -150,17 +148,16 @@ def measure_side(args: argparse.Namespace) -> dict[str, Any]:
     with open_world(device="auto", timeout_s=600) as world:
         rate = matmul_flops(getattr(torch, args.dtype), world.device)
         found: dict[str, Any] = {"matmul_flops": rate}
-        learner: Learner | None = None
         if args.side == "plain":
             step: Callable[[], object] = make_plain_step(args, items, world)
         else:
-            learner, step, cost = make_our_step(args, items, world)
+            step, cost = make_our_step(args, items, world)
             found |= cost
         found["seconds"] = time_steps(step, repeats=args.repeats)
         found["peak_rss_gib"] = peak_memory_gib(world.device)
-        if learner is not None:
-            learner.model.lanes = Lanes()  # the profiler sees the thread that it is started in
-        with profile(activities=[ProfilerActivity.CPU]) as spent:
+        with profile(
+            activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=True)
+        ) as spent:
             step()
         events = sorted(spent.key_averages(), key=lambda event: -event.self_cpu_time_total)
         total = sum(event.self_cpu_time_total for event in events)

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trivet.config.trainer import TrainingConfig
@@ -54,6 +55,8 @@ class Profiler:
                 on_trace_ready=lambda trace: self._write(trace, self.trace_file(self._traces or Path())),
                 record_shapes=True,
                 profile_memory=True,
+                # Rows may be computed by threads that were there before.
+                experimental_config=_ExperimentalConfig(profile_all_threads=not is_cuda),
             )
             self._trace.start()
         self._has_traced = False

@@ -8,6 +8,7 @@ import torch
 
 from trivet.config.trainer import TrainerConfig
 from trivet.errors import ConfigError
+from trivet.trainer.lanes import Lanes
 from trivet.trainer.profiling import Profiler
 
 
@@ -26,6 +27,20 @@ def matmul_rows(path) -> list[int]:
 def test_the_trace_is_of_the_third_and_fourth_step(tmp_path, world):
     take_steps(Profiler(TrainerConfig(trace_path=tmp_path / "traces"), world), 6)
     assert matmul_rows(tmp_path / "traces" / "trace.rank_0.json.gz") == [3, 4]
+
+
+def test_the_trace_shows_rows_that_threads_compute_side_by_side(tmp_path, world):
+    def compute(row: int) -> None:
+        (torch.ones(row, 8) @ torch.ones(8, 8)).sum()
+
+    lanes = Lanes(2)
+    lanes.map(compute, [1, 2])
+    profiler = Profiler(TrainerConfig(trace_path=tmp_path), world)
+    for step in range(1, 5):
+        lanes.map(compute, [10 * step, 10 * step + 1])
+        profiler.finish_step(step)
+    profiler.close()
+    assert sorted(matmul_rows(tmp_path / "trace.rank_0.json.gz")) == [30, 31, 40, 41]
 
 
 def test_a_run_that_ends_early_leaves_the_part_that_was_traced(tmp_path, world):
