@@ -1,0 +1,45 @@
+"""`rl` with a learning rate that no model survives: the trainer's NaN is the end of the whole run, exit code 3."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from support.processes import assert_all_gone, descendants_of
+from support.rl_run import Run
+from trivet.config.layout import STABLE
+from trivet.weights.catalog import published_versions
+from trivet.weights.manifest import verify
+from trivet.wire.status import RunState, RunStatus
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
+    run = Run(tmp_path, tiny_model, max_steps=6)
+    yield run
+    run.stop()
+
+
+def test_a_diverged_trainer_ends_the_run_with_3_and_names_step_rows_and_last_good_weights(run: Run) -> None:
+    process = run.start("--trainer.optim.lr", "1e30")
+    run.wait_for(run.layout.weights_step(1) / STABLE)
+    family = descendants_of(process.pid)
+    assert process.wait(240) == 3, run.output[-4000:]
+
+    assert_all_gone(family)
+    said = " ".join((run.layout.logs / "trainer.stdout").read_text().split())
+    diverged = re.search(r"the (?:loss|gradient norm) of step (\d+) is (?:nan|-?inf) \((.+?)\); the weights of step", said)
+    assert diverged is not None, said[-3000:]
+    last = int(diverged[1]) - 1
+    assert "row 0 sample 0" in diverged[2] or "embed_tokens.weight" in diverged[2], "what is not finite is named"
+    assert published_versions(run.layout) == [*range(1, last + 1)]
+    assert f"the last good weights are {run.layout.weights_step(last)}" in said
+    assert f"the last good weights are {run.layout.weights_step(last)}" in " ".join(run.output.split())
+    verify(run.layout.weights_step(last))
+    assert sorted(path.name for path in run.layout.weights.glob("step_*")) == [f"step_{n}" for n in range(1, last + 1)]
+    status = msgspec.json.decode(run.layout.status.read_bytes(), type=RunStatus)
+    assert (status.state, status.exit_code, len(status.restarts)) == (RunState.FAILED, 3, 0)
