@@ -24,7 +24,7 @@ def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
     run.stop()
 
 
-def test_a_diverged_trainer_ends_the_run_with_3_and_names_step_rows_and_last_good_weights(run: Run) -> None:
+def test_a_diverged_trainer_ends_the_run_with_3_and_names_the_step_the_culprits_and_the_last_good_weights(run: Run) -> None:
     process = run.start("--trainer.optim.lr", "1e30")
     run.wait_for(run.layout.weights_step(1) / STABLE)
     family = descendants_of(process.pid)
