@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from trivet.config.losses import DefaultLossConfig
-from trivet.trainer.distributed import whole
+from trivet.config.model import TrainerModelConfig
+from trivet.trainer.distributed import World, whole
 from trivet.trainer.lanes import Lanes
+from trivet.trainer.model import load_policy
 from trivet.trainer.step import train_step
 
 TOLERANCE = 1e-6
@@ -89,3 +91,18 @@ def test_there_are_as_many_lanes_as_rows_can_feed_and_one_where_order_matters(fo
 
 def test_all_lanes_together_take_the_memory_of_one_row() -> None:
     assert [Lanes(3).max_tokens(longest) for longest in (3, 100)] == [1, 34]
+
+
+def test_blocks_that_are_computed_again_are_so_in_their_own_lane(tiny_model: Path, make_learner, oracle, world: World) -> None:
+    rows = oracle.layouts(oracle.make_examples(count=9, vocab_size=100))["a row each"]
+    learner = make_learner(tiny_model)
+    train_step(learner, rows, step=1)
+    expected = [parameter.grad for parameter in learner.model.parameters()]
+    config = {"name": str(tiny_model), "compute_dtype": "float32", "ac": {"freq": 1}}
+    learner.model = load_policy(TrainerModelConfig.model_validate(config), world)
+    learner.model.lanes = Lanes(2)
+    for _ in range(5):
+        learner.model.zero_grad()
+        train_step(learner, rows, step=1)
+        for ours, parameter in zip(expected, learner.model.parameters(), strict=True):
+            assert (parameter.grad - ours).norm() <= 1e-5 * ours.norm() + 1e-9
