@@ -4,7 +4,6 @@ The model is tiny and random, so its tokens are seldom those that the text would
 """
 
 import asyncio
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,7 +110,7 @@ def run(
 
 def make_model_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """With a template that ends turns as the model does."""
-    tokenizer = copy.copy(make_tokenizer(template))
+    tokenizer = make_tokenizer(template)
     for stop in STOPS:
         tokenizer.chat_template = tokenizer.chat_template.replace(stop, STOPS[0])
     return tokenizer

@@ -178,9 +178,17 @@ def _as_vllm_passes(message: dict[str, Any]) -> dict[str, Any]:
     return passed
 
 
-@cache
 def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that has learned some merges, with one of the chat templates beside this file."""
+    """Byte-level BPE that has learned some merges, with one of the chat templates beside this file. The caller may change it."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
+        chat_template=(_TEMPLATES / f"{template}.jinja").read_text(),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@cache
+def _trained_tokenizer() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -188,8 +196,4 @@ def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
         vocab_size=600, special_tokens=_SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator([path.read_text() for path in sorted(_TEMPLATES.iterdir())], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=(_TEMPLATES / f"{template}.jinja").read_text(),
-        clean_up_tokenization_spaces=False,
-    )
+    return tokenizer.to_str()
