@@ -4,13 +4,14 @@ The state is written from the learner's own memory while the next step computes,
 of the writing thread, where training uses every core; the ceiling is the disk, which has one step's time for 12 bytes a
 parameter.
 
-    uv run python scripts/bench/checkpoint.py [--model tiny|DIRECTORY] [--tokens 2048 8192] [--steps 7] [--rounds 3]
+    uv run python scripts/bench/checkpoint.py [--model tiny|DIRECTORY] [--tokens 2048 8192] [--steps 23] [--rounds 2]
 
-Trains the same recorded batches without and with `ckpt.interval = 1`, in turns, with `uv run trainer` and `data.replay`: the
-real loop, which publishes its weights after every step in both. A run's time is the median over its steps, the first and the
-last left out: no write goes on beside the first, and the last is committed in both. `overhead` is the median over the rounds of
-the ratio of the two runs of a round; the others are medians over all steps. `stream_s` is writing as many bytes from memory,
-alone. The last line is one JSON object; its `overhead` is the larger of the sizes'.
+Trains recorded batches with `uv run trainer` and `data.replay`, the real loop, which publishes its weights after every step, with
+`ckpt.interval = 2`: one step has the write of a checkpoint beside it, the next has none, so that whatever else the machine does
+falls on both. The write has to be over before that step is (`write_s` below `step_s`), or the two would not be apart. `step_s` is
+a step with a write beside it and its beginning (`save_s`, which is paid at the end of the step before); `plain_step_s` one with
+neither. Medians over all steps but the first three. `stream_s` is writing as many bytes from memory, alone. The last line is one
+JSON object; its `overhead` is the larger of the sizes'.
 """
 
 import argparse
@@ -41,6 +42,8 @@ from trivet.wire.versions import Step
 _ROOT = Path(__file__).parents[2]
 _ROW_TOKENS = 2048
 _SAMPLE_TOKENS = 128
+_WARM_UP = 3
+"""Steps that are left out; after an odd number of them the first step is one that ends with a checkpoint."""
 _VOCABULARY = 64
 """Tokens that any model knows."""
 
@@ -87,29 +90,31 @@ def train(model: Path, replay: Path, output_dir: Path, *flags: str) -> list[dict
 def measure(model: Path, scratch: Path, *, steps: int, tokens: int, rounds: int) -> dict[str, object]:
     """One size of a step."""
     record_batches(scratch / "recorded", steps=steps, tokens=tokens)
-    kinds = {"without": (), "with": ("--ckpt.interval", "1", "--ckpt.keep-last", "1")}
-    rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    medians: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for round_ in range(rounds):
-        # The first of a pair is not always the same: what the machine does meanwhile may last.
-        for kind in sorted(kinds, reverse=bool(round_ % 2)):
-            output_dir = scratch / "run"
-            found = train(model, scratch / "recorded", output_dir, *kinds[kind])[1:-1]
-            rows[kind] += found
-            medians[kind].append(statistics.median(row["time/step"] for row in found))
-            shutil.rmtree(output_dir)
-    ratios = [ours / plain for ours, plain in zip(medians["with"], medians["without"], strict=True)]
+    beside: list[float] = []
+    plain: list[float] = []
+    overheads: list[float] = []
+    rows: list[dict[str, float]] = []
+    for _ in range(rounds):
+        output_dir = scratch / "run"
+        found = train(model, scratch / "recorded", output_dir, "--ckpt.interval", "2", "--ckpt.keep-last", "1")[_WARM_UP:]
+        shutil.rmtree(output_dir)
+        # Step 4 ends with the beginning of a write, step 5 has it beside it.
+        pairs = list(zip(found[0::2], found[1::2], strict=False))
+        ours = [after["time/step"] + before["time/save_ckpt"] for before, after in pairs]
+        theirs = [before["time/step"] - before["time/save_ckpt"] for before, _ in pairs]
+        overheads.append(statistics.median(ours) / statistics.median(theirs) - 1)
+        beside, plain, rows = beside + ours, plain + theirs, rows + found
 
     def median_of(name: str) -> float:
-        return round(statistics.median(row[name] for row in rows["with"] if name in row), 3)
+        return round(statistics.median(row[name] for row in rows if name in row), 3)
 
     return {
         "tokens": max(1, round(tokens / _ROW_TOKENS)) * _ROW_TOKENS,
-        "overhead": round(statistics.median(ratios) - 1, 4),
-        "overhead_of_rounds": [round(ratio - 1, 4) for ratio in ratios],
-        "step_s": median_of("time/step"),
-        "plain_step_s": round(statistics.median(row["time/step"] for row in rows["without"]), 3),
-        "spread_s": {kind: round(max(values) - min(values), 3) for kind, values in medians.items()},
+        "overhead": round(statistics.median(beside) / statistics.median(plain) - 1, 4),
+        "overhead_of_rounds": [round(overhead, 4) for overhead in overheads],
+        "step_s": round(statistics.median(beside), 3),
+        "plain_step_s": round(statistics.median(plain), 3),
+        "pairs": len(plain),
         "save_s": median_of("time/save_ckpt"),
         "wait_s": median_of("time/wait_for_ckpt"),
         "write_s": median_of("time/write_ckpt"),
@@ -124,7 +129,6 @@ def measure_stream(path: Path, *, num_bytes: int) -> dict[str, float]:
     xxhash.xxh3_128(data).hexdigest()
     hashed, started_cpu = time.monotonic(), time.thread_time()
     with FileStream(path) as stream:
-        stream.align_with(data)
         stream.write(data)
         written = time.monotonic()
         stream.finish()
@@ -152,8 +156,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=23)
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trivet-bench-") as name:
         scratch = Path(name)

@@ -10,6 +10,8 @@ import errno
 import fcntl
 import mmap
 import os
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +26,16 @@ _DIRECT_BYTES = 64 << 10
 """What is shorter is copied: it costs less than a write of its own."""
 _WRITE_BYTES = 32 << 20
 """Longest single write."""
+_MAX_PARTS = 512
+"""Of a single write: half of what Linux takes."""
 
 
 class FileStream:
     """A file that grows at its end.
 
     >>> with FileStream(path) as stream:
-    ...     stream.align_with(data)
-    ...     offset = stream.position
-    ...     stream.write(data)
+    ...     offset = stream.write(data, before=header)
+    ...     stream.flush()  # `data` may change
     ...     record = stream.finish()
     """
 
@@ -46,10 +49,16 @@ class FileStream:
         """
         self._path = path
         self._hash = xxhash.xxh3_128()
-        self._buffer = mmap.mmap(-1, _BUFFER_BYTES)
-        self._num_buffered = 0
+        self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
+        self._parts: list[memoryview] = []
+        """What comes next in the file, of the buffer and of callers' memory, each a multiple of the alignment."""
+        self._begin, self._end = 0, 0
+        """In the buffer, of what comes after these."""
+        self.num_waiting = 0
+        """Bytes of callers' memory that were not written yet."""
+        self._num_whole = 0
+        """Bytes in `_parts` and before them."""
         self._num_written = 0
-        """Bytes that left the buffer; a multiple of the alignment until the end."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             self._fd = os.open(path, flags | os.O_DIRECT, 0o644)
@@ -69,69 +78,101 @@ class FileStream:
 
     @property
     def position(self) -> int:
-        """Where the next byte goes."""
-        return self._num_written + self._num_buffered
+        """Where the next byte goes, or the zeros before it."""
+        return self._num_whole + self._end - self._begin
 
-    def align_with(self, data: bytes | memoryview, *, after: int = 0) -> None:
-        """Put zeros into the file until `data` can go to the disk from where it lies, once `after` bytes are written."""
-        if memoryview(data).nbytes >= _DIRECT_BYTES:
-            self.write(bytes((_address(data) - self.position - after) % _ALIGNMENT))
+    def write(self, data: bytes | memoryview, *, before: bytes = b"", after: bytes = b"") -> int:
+        """Append the three; returns where `before` begins. The memory of `data` is needed until the next `flush`.
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append `data`; returns when its memory is no longer needed.
+        Zeros come first where they let long data go to the disk without a copy.
 
         Args:
-            data: contiguous. Goes to the disk without a copy if `align_with` was called for it.
+            data: contiguous.
 
         Raises:
             OSError: the disk refused.
         """
         rest = memoryview(data).cast("B")
-        self._hash.update(rest)
-        if len(rest) >= _DIRECT_BYTES and (_address(rest) - self.position) % _ALIGNMENT == 0:
-            num_before = -self.position % _ALIGNMENT
-            self._append(rest[:num_before])
-            self._flush()
-            num_direct = (len(rest) - num_before) // _ALIGNMENT * _ALIGNMENT
-            self._write_out(rest[num_before : num_before + num_direct])
-            rest = rest[num_before + num_direct :]
-        self._append(rest)
+        if len(rest) < _DIRECT_BYTES:
+            start = self.position
+            self._append(b"".join((before, rest, after)))
+            return start
+        address = np.frombuffer(rest, dtype=np.uint8).__array_interface__["data"][0]
+        zeros = bytes((address - self.position - len(before)) % _ALIGNMENT)
+        start = self.position + len(zeros)
+        # Up to the next page of the memory and of the file, which are the same from here on.
+        num_before = -address % _ALIGNMENT
+        self._append(b"".join((zeros, before, rest[:num_before])))
+        num_direct = (len(rest) - num_before) // _ALIGNMENT * _ALIGNMENT
+        self._end_part()
+        self._add_part(rest[num_before : num_before + num_direct])
+        self.num_waiting += num_direct
+        self._append(b"".join((rest[num_before + num_direct :], after)))
+        if len(self._parts) > _MAX_PARTS:
+            self.flush()
+        return start
+
+    def flush(self) -> None:
+        """Returns once nobody's memory is needed any more.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        num_left = (self._end - self._begin) % _ALIGNMENT
+        left = bytes(self._buffer[self._end - num_left : self._end])
+        self._end -= num_left
+        self._end_part()
+        for part in self._parts:
+            self._hash.update(part)
+        self._write_out(self._parts)
+        self._parts, self.num_waiting = [], 0
+        self._begin, self._end = 0, num_left
+        self._buffer[:num_left] = left
 
     def finish(self) -> FileRecord:
         """Returns once everything is on disk."""
-        num_bytes = self.position
-        num_padding = -self._num_buffered % _ALIGNMENT
-        self._buffer[self._num_buffered : self._num_buffered + num_padding] = bytes(num_padding)
-        self._num_buffered += num_padding
-        self._flush()
+        self.flush()
+        num_bytes, num_left = self.position, self._end
+        self._hash.update(self._buffer[:num_left])
+        self._append(bytes(-num_left % _ALIGNMENT))
+        self._write_out([self._buffer[: self._end]])
         os.ftruncate(self._fd, num_bytes)
         os.fsync(self._fd)
         return FileRecord(num_bytes=num_bytes, xxh3_128=self._hash.hexdigest())
 
-    def _append(self, data: memoryview) -> None:
-        while data:
-            end = min(self._num_buffered + len(data), _BUFFER_BYTES)
-            taken = end - self._num_buffered
-            self._buffer[self._num_buffered : end] = data[:taken]
-            self._num_buffered, data = end, data[taken:]
-            if end == _BUFFER_BYTES:
-                self._flush()
+    def _append(self, data: bytes) -> None:
+        taken = 0
+        while taken < len(data):
+            if self._end == _BUFFER_BYTES:
+                self.flush()
+            num_bytes = min(len(data) - taken, _BUFFER_BYTES - self._end)
+            self._buffer[self._end : self._end + num_bytes] = data[taken : taken + num_bytes]
+            self._end, taken = self._end + num_bytes, taken + num_bytes
 
-    def _flush(self) -> None:
-        """Empty the buffer, which holds a multiple of the alignment."""
-        self._write_out(memoryview(self._buffer)[: self._num_buffered])
-        self._num_buffered = 0
+    def _end_part(self) -> None:
+        """What is in the buffer, a multiple of the alignment, is a part."""
+        self._add_part(self._buffer[self._begin : self._end])
+        self._begin = self._end
 
-    def _write_out(self, data: memoryview) -> None:
-        while data:
+    def _add_part(self, part: memoryview) -> None:
+        if part:
+            self._parts.append(part)
+            self._num_whole += len(part)
+
+    def _write_out(self, parts: Sequence[memoryview]) -> None:
+        pending = deque(parts)
+        while pending:
             try:
-                num_bytes = os.pwrite(self._fd, data[:_WRITE_BYTES], self._num_written)
+                num_bytes = os.pwritev(self._fd, _first_of(pending), self._num_written)
             except OSError as exc:
                 if exc.errno != errno.EINVAL or not self._make_indirect():
                     raise
                 continue
             self._num_written += num_bytes
-            data = data[num_bytes:]
+            while pending and num_bytes >= len(pending[0]):
+                num_bytes -= len(pending.popleft())
+            if num_bytes:
+                pending[0] = pending[0][num_bytes:]
 
     def _make_indirect(self) -> bool:
         """Write through the page cache from here on; false if that is so already."""
@@ -140,5 +181,13 @@ class FileStream:
         return bool(flags & os.O_DIRECT)
 
 
-def _address(data: bytes | memoryview) -> int:
-    return np.frombuffer(data, dtype=np.uint8).ctypes.data
+def _first_of(parts: Iterable[memoryview]) -> list[memoryview]:
+    """As much of the beginning as one write takes."""
+    taken: list[memoryview] = []
+    room = _WRITE_BYTES
+    for part in parts:
+        taken.append(part[:room])
+        room -= len(taken[-1])
+        if not room:
+            break
+    return taken

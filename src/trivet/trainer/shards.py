@@ -7,7 +7,7 @@ is made once for each shape, and the bytes between go from the tensor to the dis
 
 import io
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +27,10 @@ from trivet.durable import FileRecord
 
 Hold = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
 """Gives the tensor to write in the place of one of the state's, which does not change inside."""
+
+
+_TOGETHER_BYTES = 16 << 20
+"""Tensors that are held and written together: a thread that comes back from the disk takes time from the others."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class ShardWriter(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0.distcp"
         written: dict[tuple[int, torch.dtype, torch.Size], _StorageInfo] = {}
         places: list[_StorageInfo] = []
-        with FileStream(self._directory / name) as stream:
+        with FileStream(self._directory / name) as stream, ExitStack() as held_until_written:
             for item in plan.items:
                 data = planner.resolve_data(item)
                 if isinstance(data, io.BytesIO):
@@ -59,8 +63,11 @@ class ShardWriter(FileSystemWriter):
                 # Tied weights are one tensor under two names.
                 key = (data.data_ptr(), data.dtype, data.size())
                 if data.numel() == 0 or key not in written:
-                    with self._hold(data) as held:
-                        written[key] = _put_tensor(stream, name, held.detach())
+                    held = held_until_written.enter_context(self._hold(data))
+                    written[key] = _put_tensor(stream, name, held.detach())
+                    if stream.num_waiting > _TOGETHER_BYTES:
+                        stream.flush()
+                        held_until_written.close()
                 places.append(written[key])
             record = stream.finish()
         future: Future[list[WriteResult]] = Future()
@@ -79,18 +86,15 @@ class ShardWriter(FileSystemWriter):
             self.records[result.file] = result.record
 
 
-def _put(stream: FileStream, name: str, *parts: memoryview | bytes) -> _StorageInfo:
-    start = stream.position
-    for part in parts:
-        stream.write(part)
-    return _StorageInfo(name, start, stream.position - start)
+def _put(stream: FileStream, name: str, data: memoryview, *, before: bytes = b"", after: bytes = b"") -> _StorageInfo:
+    start = stream.write(data, before=before, after=after)
+    return _StorageInfo(name, start, len(before) + data.nbytes + len(after))
 
 
 def _put_tensor(stream: FileStream, name: str, tensor: torch.Tensor) -> _StorageInfo:
     before, after = _archive(tensor.dtype, tensor.size())
     data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    stream.align_with(data, after=len(before))
-    return _put(stream, name, before, data, after)
+    return _put(stream, name, data, before=before, after=after)
 
 
 @lru_cache(maxsize=1024)

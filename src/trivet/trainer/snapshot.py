@@ -20,7 +20,7 @@ class Snapshot:
     """Shared by two threads: one calls `hold` for each tensor once, the other may call `detach`.
 
     >>> snapshot = Snapshot(state, buffers={})
-    >>> with snapshot.hold(tensor) as unchanging:
+    >>> with snapshot.hold(tensor) as unchanging:  # and other tensors beside it
     ...     write(unchanging)
     """
 
@@ -37,7 +37,7 @@ class Snapshot:
             del buffers[key]
         self._buffers = buffers
         self._copied: set[Key] = set()
-        self._held: Key | None = None
+        self._held: set[Key] = set()
         self._is_detached = False
         self._changed = threading.Condition()
 
@@ -49,13 +49,14 @@ class Snapshot:
             is_copied = key in self._copied
             is_as_it_was = not self._is_detached or is_copied or tensor.numel() == 0
             assert is_as_it_was, f"a tensor of {tuple(tensor.shape)} is not one of the snapshot's, or was held before"
-            self._held = None if is_copied else key
+            if not is_copied:
+                self._held.add(key)
         try:
             yield self._buffers[key] if is_copied else tensor
         finally:
             with self._changed:
                 self._pending.pop(key, None)
-                self._held = None
+                self._held.discard(key)
                 self._changed.notify_all()
 
     def detach(self) -> None:
@@ -63,9 +64,9 @@ class Snapshot:
         with self._changed:
             self._is_detached = True
             for key, tensor in self._pending.items():
-                if key != self._held and key not in self._copied:
+                if key not in self._held and key not in self._copied:
                     self._copy(key, tensor)
-            self._changed.wait_for(lambda: self._held is None)
+            self._changed.wait_for(lambda: not self._held)
 
     def _copy(self, key: Key, tensor: torch.Tensor) -> None:
         buffer = self._buffers.get(key)

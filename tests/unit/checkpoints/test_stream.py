@@ -24,9 +24,9 @@ def write(path: Path, parts: list[memoryview]) -> bytes:
     expected = bytearray()
     with FileStream(path) as file:
         for part in parts:
-            file.align_with(part)
-            expected += bytes(file.position - len(expected)) + bytes(part)
-            file.write(part)
+            start = file.write(part, before=b"before", after=b"after")
+            expected += bytes(start - len(expected)) + b"before" + bytes(part) + b"after"
+            assert file.position == len(expected)
         record = file.finish()
     assert record == hash_file(path)
     return bytes(expected)
@@ -43,22 +43,13 @@ def test_the_file_holds_what_was_written_and_zeros_between(tmp_path: Path, sizes
     assert (tmp_path / "file").read_bytes() == expected
 
 
-def test_what_is_not_aligned_is_written_all_the_same(tmp_path: Path) -> None:
-    data = make_bytes(1_000_000, shift=17)
-    with FileStream(tmp_path / "file") as file:
-        file.write(b"x")
-        file.write(data)
-        file.finish()
-    assert (tmp_path / "file").read_bytes() == b"x" + bytes(data)
-
-
 def test_large_parts_go_to_the_disk_from_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, copied = make_bytes(3_000_000, shift=192), list[int]()
     append = FileStream._append
 
-    def count(self: FileStream, rest: memoryview) -> None:
-        copied.append(len(rest))
-        append(self, rest)
+    def count(self: FileStream, data: bytes) -> None:
+        copied.append(len(data))
+        append(self, data)
 
     monkeypatch.setattr(FileStream, "_append", count)
     write(tmp_path / "file", [make_bytes(100), data])
@@ -69,38 +60,42 @@ def test_large_parts_go_to_the_disk_from_where_they_lie(tmp_path: Path, monkeypa
 def test_a_file_system_without_direct_writes_is_written_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    real_open, real_pwrite = os.open, os.pwrite
+    real_open, real_pwritev = os.open, os.pwritev
 
     def refuse_open(path, flags, mode=0o777):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct writes")
         return real_open(path, flags, mode)
 
-    def refuse_write(fd, data, offset):
+    def refuse_write(fd, parts, offset):
         if stream.fcntl.fcntl(fd, stream.fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct writes")
-        return real_pwrite(fd, data, offset)
+        return real_pwritev(fd, parts, offset)
 
     if moment == "open":
         monkeypatch.setattr(os, "open", refuse_open)
     else:
-        monkeypatch.setattr(os, "pwrite", refuse_write)
+        monkeypatch.setattr(os, "pwritev", refuse_write)
     expected = write(tmp_path / "file", [make_bytes(200_000), make_bytes(7)])
     assert (tmp_path / "file").read_bytes() == expected
 
 
 def test_a_write_that_stops_in_the_middle_goes_on_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real_pwrite(fd, data[: max(512, len(data) // 3)], offset))
+    real_pwritev = os.pwritev
+
+    def write_a_third(fd, parts, offset):
+        return real_pwritev(fd, [parts[0][: max(512, len(parts[0]) // 3)]], offset)
+
+    monkeypatch.setattr(os, "pwritev", write_a_third)
     expected = write(tmp_path / "file", [make_bytes(200_000), make_bytes(100_001, shift=64)])
     assert (tmp_path / "file").read_bytes() == expected
 
 
 def test_an_error_of_the_disk_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(fd, data, offset):
+    def fail(fd, parts, offset):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", fail)
+    monkeypatch.setattr(os, "pwritev", fail)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "file", [make_bytes(200_000)])
 
