@@ -51,7 +51,7 @@ from trivet.wire.versions import Step
 _ROOT = Path(__file__).parents[2]
 _ROW_TOKENS = 2048
 """Of a packed row, and of what the plain loop computes at one time."""
-_WARM_UP = 2
+WARM_UP = 2
 _OPERATORS = 12
 """Parts of the time that are listed."""
 
@@ -79,13 +79,13 @@ def make_items(count: int, *, length: int, vocab_size: int) -> list[PackItem]:
 def time_steps(step: Callable[[], object], *, repeats: int) -> Seconds:
     """Seconds of each repeat, after the warm-up."""
     seconds: Seconds = []
-    for _ in range(_WARM_UP + repeats):
+    for _ in range(WARM_UP + repeats):
         started = time.perf_counter()
         step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return seconds[_WARM_UP:]
+    return seconds[WARM_UP:]
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, *, size: int = 2048) -> float:
