@@ -77,10 +77,10 @@ def write_slowly(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         half = case.start("slow", 1)
         case.train(2)
         case.train(3)
-        case.writer.raise_failure()
+        case.writer.work.raise_failure()
         assert case.written == [], "no rank is done before the last has written"
         may_write.set()
-        case.writer.wait()
+        case.writer.work.wait()
     names = ["__0_0.distcp", "__1_0.distcp"]
     assert list_files(half) == [".metadata", *names]
     assert case.written == [{name: hash_file(half / name) for name in names} if case.world.is_main else {}]
@@ -101,7 +101,7 @@ def write_without_room(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(os, "pwrite", fail)
         case.start("full", 3)
         with pytest.raises(CheckpointError, match=r"rank 1: OSError: \[Errno 28\] No space left on device"):
-            case.writer.wait()
+            case.writer.work.wait()
     assert case.written == []
 
 
@@ -109,7 +109,7 @@ def write_alone(case: Case) -> None:
     """Rank 1 is gone in the middle of the write; rank 0 learns of it."""
     case.start("alone", 3)
     with pytest.raises(RuntimeError):
-        case.writer.wait()
+        case.writer.work.wait()
     assert case.written == []
 
 

@@ -6,6 +6,7 @@ Learning rates are a function of the step, so the schedule has no state but wher
 """
 
 import logging
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,6 +36,7 @@ from trivet.trainer.shards import Hold, ShardWriter
 from trivet.trainer.step import Learner
 
 logger = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming the intent")
 
 State = dict[str, Any]
 
@@ -85,7 +87,8 @@ def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold
     try:
         # A thread has gradients on of its own accord, and each shard of a DTensor would be a step of autograd.
         with torch.no_grad():
-            save(state, storage_writer=writer, planner=planner, process_group=group)
+            # A rank alone would pickle what it has to tell for itself, and keep every other thread of Python waiting.
+            save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group.size() == 1)
     except CheckpointException as exc:
         causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in exc.failures.items())
         raise CheckpointError(f"{directory} could not be written: {causes}") from exc

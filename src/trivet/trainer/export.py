@@ -3,11 +3,13 @@
 Publishing it is `weights.publish`'s part.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trivet.config.trainer import TrainingConfig
 from trivet.errors import ConfigError
@@ -30,15 +32,21 @@ def load_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
 
 
 def gather_weights(
-    model: PolicyModel, *, dtype: torch.dtype, keep: bool, only_trained: bool = False
+    model: PolicyModel,
+    *,
+    dtype: torch.dtype,
+    keep: bool,
+    only_trained: bool = False,
+    into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All parameters and buffers by their Hugging Face names, on the CPU. Collective: every rank calls it.
+    """Copies of all parameters and buffers by their Hugging Face names, on the CPU. Collective: every rank calls it.
 
     A tied head is the embedding under a second name and is left out.
 
     Args:
         only_trained: leave out what is frozen.
         keep: false on ranks that take part but need no result; they get an empty dict.
+        into: what an earlier call with the same arguments returned; its memory is used again.
     """
     weights: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -48,23 +56,33 @@ def gather_weights(
         seen.add(id(tensor))
         full = whole(tensor.detach())
         if keep:
-            full = full.to(dtype) if full.is_floating_point() else full
-            weights[name.removeprefix(_PREFIX)] = full.cpu()
+            name = name.removeprefix(_PREFIX)
+            kept_dtype = dtype if full.is_floating_point() else full.dtype
+            copy = into[name] if into else torch.empty(full.shape, dtype=kept_dtype)
+            weights[name] = copy.copy_(full)
     return weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Exporter:
-    """Writes weights together with what a server needs beside them."""
+    """Copies weights of one step, and writes them together with what a server needs beside them."""
 
     model: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
     is_sharded: bool = True
     """Split into files of at most 5 GB, what servers read in parallel."""
+    _weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Kept from step to step: new memory costs more than the copy into it."""
+    _twin: PreTrainedModel | None = None
+    _tokenizer_files: dict[str, bytes] = field(default_factory=dict)
+    """By name; they are the same at every step."""
 
     def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        return gather_weights(self.model, dtype=self.dtype, keep=keep, only_trained=has_adapter(self.model.causal_lm))
+        """The weights as they are now, in memory that the next call uses again. Collective."""
+        is_adapter = has_adapter(self.model.causal_lm)
+        self._weights = gather_weights(self.model, dtype=self.dtype, keep=keep, only_trained=is_adapter, into=self._weights)
+        return self._weights
 
     def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
         """Safetensors, their configuration (config.json, generation_config.json; adapter_config.json) and the tokenizer's files."""
@@ -75,13 +93,28 @@ class Exporter:
             write_adapter(directory, causal_lm, weights)
         else:
             self._write_whole(directory, weights)
-        self.tokenizer.save_pretrained(directory)
+        if not self._tokenizer_files:
+            self._tokenizer_files = _files_of(self.tokenizer)
+        for name, content in self._tokenizer_files.items():
+            (directory / name).write_bytes(content)
 
     def _write_whole(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
+        if self._twin is None:
+            self._twin = self._make_twin()
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        self._twin.save_pretrained(directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1)
+
+    def _make_twin(self) -> PreTrainedModel:
+        """An unsharded model without storage: it knows the saved dtype, and its names are not those of FSDP's classes."""
         causal_lm = self.model.causal_lm
-        # An unsharded twin without storage: it knows the saved dtype, and its names are not those of FSDP's classes.
         with torch.device("meta"):
             twin = type(causal_lm)._from_config(causal_lm.config.__class__(**causal_lm.config.to_dict()), dtype=self.dtype)
         twin.generation_config = causal_lm.generation_config
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        twin.save_pretrained(directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1)
+        return twin
+
+
+def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    with TemporaryDirectory() as directory:
+        # Several templates would come as a directory of files, or all in the tokenizer's configuration.
+        tokenizer.save_pretrained(directory, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}

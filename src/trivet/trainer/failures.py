@@ -4,7 +4,7 @@ Called by `trainer.step` on the rank that meets it; nothing here goes on with a 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,11 +51,16 @@ def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], wor
 
 
 @contextmanager
-def naming_last_weights(layout: RunLayout) -> Iterator[None]:
-    """A `Diverged` from within says which weights are still good."""
+def naming_last_weights(layout: RunLayout, *, await_policy: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A `Diverged` from within says which weights are still good.
+
+    Args:
+        await_policy: returns once the policy of the step before is published.
+    """
     try:
         yield
     except Diverged as exc:
+        await_policy()
         last = latest_version(layout)
         where = "the model it started from" if last is None else str(layout.weights_step(last))
         raise Diverged(f"{exc}. Nothing was published for this step; the last good weights are {where}") from exc

@@ -2,15 +2,12 @@
 
 consumes: the learner's state of one step; in host memory it is read from where it lies until `release`
 produces: the half's files, then whatever `then` does (on the main rank: mark, commit)
-waits for: the write before it, in `start` and `wait`; its thread waits for the other ranks' threads
+waits for: the write before it, in `start` and `work.wait`; its thread waits for the other ranks' threads
 unblocked by: the disk; the ranks' group gives up after `timeout_s`
 """
 
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,21 +16,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trivet.durable import FileRecord
+from trivet.trainer.background import Background
 from trivet.trainer.checkpoint import State, write_state
 from trivet.trainer.distributed import World
-from trivet.trainer.shards import Hold
 from trivet.trainer.snapshot import Key, Snapshot
 
 Then = Callable[[Mapping[str, FileRecord]], None]
 """Receives the records of every rank's shards on the main rank, nothing on the others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteTimes:
-    seconds: float
-    """From the first shard to the end of what follows the last."""
-    cpu_s: float
-    """Processor time of the writing thread: what it takes from the training where cores are few."""
 
 
 class HalfWriter:
@@ -42,8 +31,7 @@ class HalfWriter:
     >>> writer = HalfWriter(world, is_async=True, timeout_s=1800)
     >>> writer.start(directory, state_of(learner, progress), then=commit_it)
     >>> writer.release()  # before the learner changes
-    >>> writer.raise_failure()  # between steps
-    >>> writer.wait()
+    >>> writer.work.wait()
     >>> writer.close()
     """
 
@@ -60,12 +48,9 @@ class HalfWriter:
         self._group = group
         self._is_async = is_async
         self._stager = _gpu_stager() if world.device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
-        self._running: Future[None] | None = None
+        self.work = Background("checkpoint-writer", is_async=is_async)
         self._snapshot: Snapshot | None = None
         self._buffers: dict[Key, torch.Tensor] = {}
-        self.last_write: WriteTimes | None = None
-        """Of the newest write that ended well."""
 
     def start(self, directory: Path, state: State, *, then: Then) -> None:
         """Collective.
@@ -78,7 +63,7 @@ class HalfWriter:
         Raises:
             CheckpointError: the write before this one failed, or, unless asynchronous, this one.
         """
-        self.wait()
+        self.work.wait()
         self._snapshot = None
         if self._is_async and self._stager is not None:
             staged = self._stager.stage(state)
@@ -87,36 +72,19 @@ class HalfWriter:
         elif self._is_async:
             self._snapshot = Snapshot(state, buffers=self._buffers)
         hold = nullcontext if self._snapshot is None else self._snapshot.hold
-        self._running = self._thread.submit(self._write, directory, state, then, hold)
-        if not self._is_async:
-            self.wait()
+        self.work.start(lambda: then(write_state(directory, state, self._group, hold=hold)))
 
     def release(self) -> None:
         """Returns once the learner may change: what is not on its way to the disk by now is copied."""
-        if self._snapshot is not None and self._running is not None and not self._running.done():
+        running = self.work.running
+        if self._snapshot is not None and running is not None and not running.done():
             self._snapshot.detach()
-
-    def wait(self) -> None:
-        """Returns once nothing is being written; raises what a failed write raised."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            running.result()
-
-    def raise_failure(self) -> None:
-        """Raise what a failed write raised, without waiting for one that is under way."""
-        if self._running is not None and self._running.done():
-            self.wait()
 
     def close(self) -> None:
         """Let a write that is under way end, without raising what it met. May be called again."""
-        self._thread.shutdown(wait=True)
+        self.work.close()
         if self._stager is not None:
             self._stager.close()
-
-    def _write(self, directory: Path, state: State, then: Then, hold: Hold) -> None:
-        started, started_cpu = time.monotonic(), time.thread_time()
-        then(write_state(directory, state, self._group, hold=hold))
-        self.last_write = WriteTimes(seconds=time.monotonic() - started, cpu_s=time.thread_time() - started_cpu)
 
 
 def _gpu_stager() -> DefaultStager:

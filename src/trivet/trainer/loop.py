@@ -52,6 +52,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
         )
         if session.from_step and not _is_published_whole(session, world):
             session.publish(session.from_step)
+            session.await_policy()
         receiver = make_receiver(session.from_step) if world.is_main else None
         try:
             _check_agreement(session, config, receiver)
@@ -138,7 +139,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         progress.doing(f"training step {step}")
         _check(session, config, batch)
         reach("optimizer_step.before", step=step)
-        with naming_last_weights(session.layout):
+        with naming_last_weights(session.layout, await_policy=session.await_policy):
             result = train_step(session.learner, batch.micro_batches, step=step)
             for _ in range(1, config.num_iterations):
                 result = train_step(session.learner, batch.micro_batches, step=step)
@@ -146,6 +147,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         session.progress.step = step
         session.progress.total_tokens += batch.num_tokens
         session.progress.total_samples += batch.num_rollouts
+        session.await_policy()  # the history tells one step after the other
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=batch.group_ids))
         session.publish(step)

@@ -7,13 +7,14 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from trivet.checkpoints.budget import Sizes, estimate
+from trivet.checkpoints.budget import Sizes
 from trivet.checkpoints.commit import (
     commit,
     committed_steps,
@@ -27,20 +28,22 @@ from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.shared import RunIdentity
 from trivet.config.trainer import TrainingConfig
-from trivet.disk import explaining_full_disk, format_bytes, free_bytes, require_room
+from trivet.disk import explaining_full_disk, require_room
 from trivet.durable import FileRecord
 from trivet.errors import ConfigError
 from trivet.faults import reach
 from trivet.telemetry.stats import summarize
 from trivet.telemetry.telemetry import Telemetry
+from trivet.trainer.background import Background
 from trivet.trainer.checkpoint import Progress, begin_anew, load_half, state_of
+from trivet.trainer.disk_budget import measure_sizes, require_budget
 from trivet.trainer.distributed import World, barrier
 from trivet.trainer.export import Exporter, load_tokenizer
 from trivet.trainer.half_writer import HalfWriter
 from trivet.trainer.host_state import keep_state_on_host, return_state
 from trivet.trainer.losses.terms import Loss
-from trivet.trainer.model import PolicyModel, load_policy
-from trivet.trainer.optimizer import LearningRate, make_optimizer, state_bytes
+from trivet.trainer.model import load_policy
+from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.performance import ModelCost, model_cost, speed_metrics
 from trivet.trainer.profiling import Profiler
 from trivet.trainer.reference import reference_version
@@ -76,6 +79,7 @@ class Session:
     """Policies that stay besides the newest, for servers that lag by design."""
     reference_interval: int | None
     """Steps after which the reference policy is renewed; None: it is not a published one."""
+    publisher: Background
     writer: HalfWriter
     sizes: Sizes
     profiler: Profiler
@@ -93,22 +97,36 @@ class Session:
         self.times[f"time/{name}"] = time.monotonic() - started
 
     def publish(self, step: Step) -> None:
-        """Publish the weights as the policy of `step`. Collective."""
+        """Publish the weights as the policy of `step`. Collective.
+
+        Returns once they are copied, unless ckpt.async_write is off; the files are written while the next step runs.
+
+        Raises:
+            DiskFull: there is no room for them, or was none for the policy before.
+        """
         with self.timed("broadcast_weights"):
+            self.publisher.wait()
             weights = self.exporter.gather(keep=self.world.is_main)
-            if self.telemetry is None:
-                return
-            num_bytes, what = self.sizes.weights, f"policy {step}"
-            require_room(self.layout.weights, num_bytes, what=what)
-            with explaining_full_disk(self.layout.weights, what=what, num_bytes=num_bytes):
-                manifest = publish(
-                    self.layout,
-                    announce=self._announce,
-                    version=PolicyVersion(step),
-                    run_id=self.config.run.id,
-                    write=lambda directory: self.exporter.write(directory, weights),
-                )
+            if self.world.is_main:
+                require_room(self.layout.weights, self.sizes.weights, what=f"policy {step}")
+                self.publisher.start(lambda: self._publish(step, weights))
+
+    def _publish(self, step: Step, weights: dict[str, torch.Tensor]) -> None:
+        with explaining_full_disk(self.layout.weights, what=f"policy {step}", num_bytes=self.sizes.weights):
+            manifest = publish(
+                self.layout,
+                announce=self._announce,
+                version=PolicyVersion(step),
+                run_id=self.config.run.id,
+                write=lambda directory: self.exporter.write(directory, weights),
+            )
         logger.info("policy published version=%s digest=%s", step, manifest.digest[:12])
+
+    def await_policy(self) -> None:
+        """Returns once the policy that is being published can be read; raises what its publication met."""
+        started = time.monotonic()
+        self.publisher.wait()
+        self._add_time("wait_for_policy", time.monotonic() - started)
 
     def _announce(self, manifest: Manifest) -> None:
         assert self.telemetry is not None
@@ -124,33 +142,41 @@ class Session:
             CheckpointError: the write before this one failed.
         """
         with self.timed("save_ckpt"):
-            self.writer.wait()
+            self.writer.work.wait()
             reach("trainer_half.before", step=step)
             if self.world.is_main:
                 require_room(self.layout.checkpoints, self.sizes.checkpoint, what=f"the trainer's half of checkpoint {step}")
                 write_settings(begin_half(self.layout, step, TRAINER), self.config)
             barrier(self.world)
             self.being_written = step
+            policy = self.publisher.running
             with explaining_full_disk(self.layout.checkpoints, what=f"checkpoint {step}", num_bytes=self.sizes.checkpoint):
                 self.writer.start(
                     staging_directory(self.layout, step) / TRAINER,
                     state_of(self.learner, self.progress),
-                    then=lambda known: self._commit(step, halves, known),
+                    then=lambda known: self._commit(step, halves, known, policy),
                 )
             reach("trainer_half.during", step=step)
 
     def settle(self, *, does_wait: bool = False) -> None:
-        """Learn whether the checkpoint being written is committed by now, and remove what nobody needs any more.
+        """Learn whether what is being written arrived by now, and remove what nobody needs any more.
+
+        Args:
+            does_wait: for all of it.
 
         Raises:
             DiskFull: there was no room for it.
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
+        if does_wait:
+            self.publisher.wait()
+        else:
+            self.publisher.raise_failure()
         with explaining_full_disk(self.layout.checkpoints, what="a checkpoint", num_bytes=self.sizes.checkpoint):
             if does_wait:
-                self.writer.wait()
+                self.writer.work.wait()
             else:
-                self.writer.raise_failure()
+                self.writer.work.raise_failure()
         if self.telemetry is not None:
             reach("clean_up.before", step=self.progress.step)
             self._retire_policies(self.telemetry)
@@ -160,16 +186,22 @@ class Session:
         """Returns once parameters and optimizer may change, although their checkpoint is still being written."""
         started = time.monotonic()
         self.writer.release()
-        self.times["time/wait_for_ckpt"] = self.times.get("time/wait_for_ckpt", 0.0) + time.monotonic() - started
+        self._add_time("wait_for_ckpt", time.monotonic() - started)
 
-    def _commit(self, step: Step, halves: Sequence[str], known: Mapping[str, FileRecord]) -> None:
+    def _add_time(self, name: str, seconds: float) -> None:
+        self.times[f"time/{name}"] = self.times.get(f"time/{name}", 0.0) + seconds
+
+    def _commit(self, step: Step, halves: Sequence[str], known: Mapping[str, FileRecord], policy: Future[None] | None) -> None:
         """Runs on the writer's thread once every rank's shards are written.
 
         Args:
             known: the records of the shards.
+            policy: the publication of the same step, if it goes on; a checkpoint without its policy is none.
         """
         if self.telemetry is None:
             return
+        if policy is not None:
+            policy.result()
         finish_half(self.layout, step, TRAINER, known=known)
         reach("trainer_half.after", step=step)
         self.telemetry.sync_events()
@@ -220,9 +252,9 @@ class Session:
             "progress/total_samples": self.progress.total_samples,
         }
         metrics |= self.times
-        if (write := self.writer.last_write) is not None:
-            metrics |= {"time/write_ckpt": write.seconds, "time/write_ckpt_cpu": write.cpu_s}
-            self.writer.last_write = None
+        for name, work in {"write_weights": self.publisher, "write_ckpt": self.writer.work}.items():
+            if (times := work.take_times()) is not None:
+                metrics |= {f"time/{name}": times.seconds, f"time/{name}_cpu": times.cpu_s}
         metrics |= speed_metrics(self.cost, rows, seconds=seconds, num_ranks=self.world.size, device=self.world.device)
         self.times.clear()
         if self.telemetry is not None:
@@ -242,7 +274,7 @@ def open_session(
 ) -> Iterator[Session]:
     """Load the model, go back to the checkpoint if one is asked for, and clear away what came after it. Collective.
 
-    Returns once the last checkpoint is committed.
+    Returns once the last policy is published and the last checkpoint committed.
 
     Args:
         keep_recent: policies that stay besides the newest.
@@ -273,12 +305,12 @@ def open_session(
     if config.model.optim_cpu_offload:
         keep_state_on_host(learner.optimizer, world.device)
     progress = _resume(config, layout, learner, from_step) if from_step else Progress()
-    sizes = _measure(model, config)
+    sizes = measure_sizes(model, config)
     telemetry = None
     if world.is_main:
         discard_later(layout, from_step)
         discard_after(layout, PolicyVersion(from_step))
-        _check_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
+        require_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
         telemetry = Telemetry(
             role,
             layout=layout,
@@ -308,6 +340,7 @@ def open_session(
         from_step=from_step,
         keep_recent=keep_recent,
         reference_interval=reference_interval,
+        publisher=Background("publisher", is_async=config.ckpt.async_write),
         writer=HalfWriter(
             world, is_async=config.ckpt.async_write, timeout_s=max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
         ),
@@ -326,6 +359,7 @@ def open_session(
     finally:
         gc.unfreeze()
         session.profiler.close()
+        session.publisher.close()
         session.writer.close()
         if telemetry is not None:
             telemetry.write_event(Stop(step=Step(session.progress.step), reason=reason))
@@ -355,31 +389,3 @@ def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: S
     learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
     logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
     return progress
-
-
-def _measure(model: PolicyModel, config: TrainingConfig) -> Sizes:
-    """Over all ranks. A half holds the trained parameters and the optimizer's state."""
-    parameters = model.trained_parameters
-    held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    served_dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
-    return Sizes(
-        checkpoint=held + state_bytes(parameters, config.optim, matrices=model.hidden_matrices),
-        weights=sum(parameter.numel() for parameter in parameters) * served_dtype.itemsize,
-    )
-
-
-def _check_budget(config: TrainingConfig, layout: RunLayout, sizes: Sizes, *, from_step: int, keep_recent: int) -> None:
-    needed = estimate(config.ckpt, sizes, from_step=from_step, max_steps=config.max_steps, keep_recent=keep_recent)
-    require_room(layout.root, needed.minimum, what="the first checkpoint and the weights beside it")
-    free = free_bytes(layout.root)
-    if needed.total is None or needed.total <= free:
-        return
-    logger.warning(
-        "the run will write %s of checkpoints (%s each) and weights (%s each), and %s are free in %s: it will stop when they "
-        "are used up; set ckpt.keep_last, or a larger ckpt.interval",
-        format_bytes(needed.total),
-        format_bytes(sizes.checkpoint),
-        format_bytes(sizes.weights),
-        format_bytes(free),
-        layout.root,
-    )

@@ -76,13 +76,14 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
             batch = make_batch(batches.items(data_step), config)
         progress.doing(f"training step {step}")
         reach("optimizer_step.before", step=step)
-        with naming_last_weights(session.layout):
+        with naming_last_weights(session.layout, await_policy=session.await_policy):
             result = train_step(session.learner, batch.rows, step=step)
         reach("optimizer_step.after", step=step)
         session.progress.step = step
         session.progress.total_tokens += sum(row.num_tokens for row in batch.rows)
         session.progress.total_samples += batch.num_samples
         progress.note(step=step)
+        session.await_policy()  # the history tells one step after the other
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=[]))
         if config.ckpt.is_due(step, max_steps=config.max_steps):

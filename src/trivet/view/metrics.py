@@ -53,6 +53,7 @@ PHASES: Mapping[str, list[str]] = {
         "time/wait_for_batch",
         "time/forward_backward",
         "time/optimizer",
+        "time/wait_for_policy",
         "time/broadcast_weights",
         "time/wait_for_ckpt",
         "time/save_ckpt",

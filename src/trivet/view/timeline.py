@@ -19,6 +19,7 @@ _TRAINER_PHASES = {
     "time/wait_for_batch": ("waits for a batch", "orchestrator"),
     "time/forward_backward": ("forward and backward", ""),
     "time/optimizer": ("optimizer", ""),
+    "time/wait_for_policy": ("waits for the last policy's files", "disk"),
     "time/broadcast_weights": ("publishes weights", ""),
     "time/wait_for_ckpt": ("waits for a checkpoint's copy", "disk"),
     "time/save_ckpt": ("checkpoint", ""),

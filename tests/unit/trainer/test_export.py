@@ -72,6 +72,14 @@ def test_export_is_flat_and_carries_tokenizer_and_generation_config(tiny_model: 
     assert ours.apply_chat_template(message, tokenize=False) == theirs.apply_chat_template(message, tokenize=False)
 
 
+def test_a_tokenizer_of_several_templates_is_flat_too(tiny_model: Path, make_learner, tmp_path: Path) -> None:
+    exporter = make_exporter(make_learner(tiny_model), tiny_model, torch.float32)
+    exporter.tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    export(exporter, tmp_path)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == exporter.tokenizer.chat_template
+
+
 def test_other_ranks_take_part_and_keep_nothing(tiny_model: Path, make_learner) -> None:
     assert make_exporter(make_learner(tiny_model), tiny_model, torch.float32).gather(keep=False) == {}
 

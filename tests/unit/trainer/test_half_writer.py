@@ -55,10 +55,10 @@ def test_a_step_taken_during_the_write_is_not_in_it(
     expected, written = parameters_of(learner), list[str]()
     writer.start(tmp_path, state_of(learner, Progress(step=1)), then=lambda _: written.append("done"))
     train(learner, oracle, 2)
-    writer.raise_failure()
+    writer.work.raise_failure()
     assert written == []
     gate.set()
-    writer.wait()
+    writer.work.wait()
     assert written == ["done"]
     resumed = make_learner(tiny_model, lr=1e-2)
     assert load_half(tmp_path, resumed).step == 1
@@ -92,7 +92,7 @@ def test_the_reference_that_is_lent_to_the_model_during_the_write_is_not_in_it(
     monkeypatch.setattr(reference, "score", score_while_it_is_written)
     writer.start(tmp_path, state_of(learner, Progress(step=1)), then=lambda _: written.set())
     train(learner, oracle, 2)
-    writer.wait()
+    writer.work.wait()
     resumed = make_learner(tiny_model)
     load_half(tmp_path, resumed)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters_of(resumed), expected, strict=True))
@@ -112,7 +112,7 @@ def test_writes_that_the_learner_overtakes_are_each_of_their_own_step(
         writer.start(tmp_path / str(step), state_of(learner, Progress(step=step)), then=lambda _: None)
         train(learner, oracle, step)
         gate.set()
-        writer.wait()
+        writer.work.wait()
     for step, parameters in expected.items():
         resumed = make_learner(tiny_model)
         assert load_half(tmp_path / str(step), resumed).step == step
@@ -126,7 +126,7 @@ def test_the_main_rank_is_told_the_digest_of_what_is_on_disk(
     told, writer = dict[str, FileRecord](), HalfWriter(world, is_async=is_async, timeout_s=30)
     writer.start(tmp_path, state_of(make_learner(tiny_model), Progress()), then=told.update)
     if is_async:
-        writer.wait()
+        writer.work.wait()
     writer.close()
     assert told == {"__0_0.distcp": hash_file(tmp_path / "__0_0.distcp")}
 
@@ -143,8 +143,8 @@ def test_a_failed_write_is_raised_between_steps_and_nothing_follows_it(
     behind.start(tmp_path, state, then=lambda _: followed.append("commit"))
     behind.close()
     with pytest.raises(CheckpointError, match="the disk is gone"):
-        behind.raise_failure()
-    behind.raise_failure()  # told once
+        behind.work.raise_failure()
+    behind.work.raise_failure()  # told once
     at_once = HalfWriter(world, is_async=False, timeout_s=30)
     with pytest.raises(CheckpointError, match="the disk is gone"):
         at_once.start(tmp_path, state, then=lambda _: followed.append("commit"))

@@ -1,9 +1,12 @@
 """The RL loop over a receiver that holds prepared batches: what it publishes, commits, reports and refuses."""
 
+import errno
 import json
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +18,17 @@ from trivet.config.layout import RunLayout
 from trivet.config.trainer import TrainerConfig
 from trivet.errors import BatchError, ConfigError, DiskFull, Diverged, ResumeError, TrivetError
 from trivet.telemetry.events import read_events
+from trivet.trainer import loop, session
 from trivet.trainer.loop import check_batch, run
 from trivet.trainer.main import open_receiver
 from trivet.trainer.rows import to_tensors
+from trivet.trainer.step import Learner, StepResult, train_step
 from trivet.transport.recording import record_batch
 from trivet.weights.catalog import published_versions
-from trivet.weights.manifest import verify
+from trivet.weights.manifest import Manifest, verify
+from trivet.weights.publish import publish
 from trivet.weights.retention import acknowledge
-from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.events import Stop
 from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import PolicyVersion, Step
@@ -251,7 +257,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_the_last_commit_whole(
     whole = shutil.disk_usage(tmp_path)
 
     def usage(path: Path) -> object:
-        return whole._replace(free=0) if layout.weights_step(3).exists() else whole
+        return whole._replace(free=0) if path == layout.checkpoints and committed_steps(layout) else whole
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with pytest.raises(
@@ -260,6 +266,80 @@ def test_a_disk_that_fills_up_ends_the_run_with_the_last_commit_whole(
         run_loop(make_config(tiny_model, tmp_path), world, lambda: make_batches(layout, halves=(1, 3)))
     assert committed_steps(layout) == [1]
     verify_checkpoint(layout, Step(1))
+
+
+def let_policies_wait(monkeypatch: pytest.MonkeyPatch, *, step_taken: Callable[[Step, Callable[[], None]], None]) -> None:
+    """No policy is written before it is let through.
+
+    Args:
+        step_taken: called after each update, before the policy of its step, with what lets one policy through.
+    """
+    permits = threading.Semaphore(0)
+
+    def wait_and_publish(layout: RunLayout, **given: Any) -> Manifest:
+        assert permits.acquire(timeout=30)
+        return publish(layout, **given)
+
+    def take_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> StepResult:
+        result = train_step(learner, rows, step=step)
+        step_taken(step, permits.release)
+        return result
+
+    monkeypatch.setattr(session, "publish", wait_and_publish)
+    monkeypatch.setattr(loop, "train_step", take_step)
+
+
+def test_a_policy_is_written_while_the_next_step_is_taken_which_is_not_in_it(
+    tiny_model: Path, world, make_batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, behind = RunLayout(tmp_path / "at_once"), RunLayout(tmp_path / "behind")
+    config = make_config(tiny_model, at_once.root, max_async_level=6, ckpt={"async_write": False})
+    run_loop(config, world, lambda: make_batches(at_once))
+
+    def step_taken(step: Step, let_one: Callable[[], None]) -> None:
+        assert published_versions(behind) == list(range(1, step - 1))
+        if step > 1:
+            let_one()
+        if step == 6:
+            let_one()  # nothing is trained beside the last
+
+    let_policies_wait(monkeypatch, step_taken=step_taken)
+    run_loop(make_config(tiny_model, behind.root, max_async_level=6), world, lambda: make_batches(behind))
+    digests = [
+        [verify(layout.weights_step(version)).digest for version in published_versions(layout)] for layout in (at_once, behind)
+    ]
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 6
+
+
+def test_a_step_whose_policy_could_not_be_written_is_not_committed(
+    tiny_model: Path, world, make_batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = RunLayout(tmp_path)
+
+    def refuse_the_third(layout: RunLayout, *, version: PolicyVersion, **given: Any) -> Manifest:
+        if version == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return publish(layout, version=version, **given)
+
+    monkeypatch.setattr(session, "publish", refuse_the_third)
+    with pytest.raises(DiskFull, match="policy 3"):
+        run_loop(make_config(tiny_model, tmp_path), world, lambda: make_batches(layout, halves=(2, 3)))
+    assert committed_steps(layout) == [2]
+
+
+def test_a_step_that_diverges_names_the_policy_that_is_still_being_written(
+    tiny_model: Path, world, make_batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(step: Step, let_one: Callable[[], None]) -> None:
+        if step == 2:
+            threading.Timer(0.2, let_one).start()
+            raise Diverged("the loss of step 2 is nan")
+
+    let_policies_wait(monkeypatch, step_taken=diverge)
+    layout = RunLayout(tmp_path)
+    with pytest.raises(Diverged, match=r"the last good weights are .*step_1$"):
+        run_loop(make_config(tiny_model, tmp_path), world, lambda: make_batches(layout))
 
 
 def test_a_run_that_has_no_room_for_its_first_checkpoint_does_not_start(

@@ -15,13 +15,13 @@ from trivet.config.model_files import choose_targets
 from trivet.config.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
+from trivet.trainer.disk_budget import measure_sizes
 from trivet.trainer.distributed import whole
 from trivet.trainer.export import Exporter, load_tokenizer
 from trivet.trainer.model import load_policy
 from trivet.trainer.performance import model_cost
 from trivet.trainer.reference import open_reference
 from trivet.trainer.rows import to_tensors
-from trivet.trainer.session import _measure
 from trivet.trainer.step import Learner, train_step
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion, Step
@@ -171,7 +171,7 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(any_model: Path, ma
     learner = trained(make_learner, any_model, oracle)
     saved = state_of(learner, Progress())
     assert saved["model"].keys() == {name for name, each in learner.model.named_parameters() if each.requires_grad}
-    sizes = _measure(learner.model, TrainerConfig())
+    sizes = measure_sizes(learner.model, TrainerConfig())
     assert sizes.weights == 2 * sum(tensor.numel() for tensor in saved["model"].values())
     assert sizes.checkpoint == 6 * sizes.weights
 
