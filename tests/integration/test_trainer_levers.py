@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.ranks import run_ranks
+from support.ranks import TIMEOUT_S, run_ranks
 
 ROOT = Path(__file__).parents[2]
 ORACLE = ROOT / "tests" / "unit" / "trainer" / "oracle.py"
@@ -28,9 +29,10 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
-def measure(num_ranks: int, model: Path, output: Path, *, num_replicas: int) -> dict[str, Any]:
+def measure(num_ranks: int, model: Path, output: Path, *, num_replicas: int, levers: Sequence[str] = ()) -> dict[str, Any]:
     """What the program's ranks found."""
-    run_ranks(num_ranks, PROGRAM, [str(model), str(ORACLE), str(output), str(num_replicas)], logs=output)
+    words = [str(model), str(ORACLE), str(output), str(num_replicas), *levers]
+    run_ranks(num_ranks, PROGRAM, words, logs=output, timeout_s=1800 if levers else TIMEOUT_S)
     return torch.load(output / f"levers_{num_ranks}.pt")
 
 
@@ -89,6 +91,16 @@ def test_no_lever_changes_loss_or_gradient_of_any_loss_on_two_copies_of_two_rank
     alone: dict[str, Any], of_four: dict[str, Any]
 ) -> None:
     assert differences(of_four["gradients"], alone["gradients"]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_compiled_blocks_change_nothing_on_four_ranks(
+    model: Path, alone: dict[str, Any], tmp_path: Path, num_replicas: int
+) -> None:
+    found = measure(4, model, tmp_path, num_replicas=num_replicas, levers=["compiled"])["gradients"]
+    assert len(found) == len(load_module(PROGRAM).LOSSES)
+    assert differences(found, alone["gradients"]) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

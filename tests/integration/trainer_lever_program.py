@@ -1,12 +1,13 @@
-"""One rank of tests/integration/test_trainer_levers.py: `trainer_lever_program.py MODEL_DIR ORACLE DIRECTORY`.
+"""One rank of tests/integration/test_trainer_levers.py: `trainer_lever_program.py MODEL_DIR ORACLE DIRECTORY
+REPLICAS [LEVER]`.
 
 Loss and gradients of every loss with every lever, runs that are saved and resumed with a lever, and what the start costs.
-Rank 0 writes them to DIRECTORY/levers_RANKS.pt.
+Rank 0 writes them to DIRECTORY/levers_RANKS.pt. With LEVER: loss and gradients with this one alone.
 """
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +61,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "every second": {"ac": FULL},
     "selective": {"ac": SELECTIVE},
     "offloaded": {"fsdp_cpu_offload": True},
+    "gathered once": {"reshard_after_forward": False},
     "compiled": {"compile": CompileConfig(), "ac": ActivationCheckpointConfig()},
     "lora, checkpointed": {"lora": LORA, "ac": ActivationCheckpointConfig()},
 }
@@ -114,13 +116,16 @@ def move(model: PolicyModel) -> None:
     set_model_state_dict(model, moved, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
-def measure(model_dir: str, oracle: ModuleType, world: World) -> dict[tuple[str, str], Any]:
+def default_levers(world: World) -> list[str]:
+    """Without those that compile, on more than two ranks: each compiles by itself, which takes longer than all the rest."""
+    return [lever for lever, options in LEVERS.items() if "compile" not in options or world.size <= 2]
+
+
+def measure(model_dir: str, oracle: ModuleType, world: World, *, levers: Sequence[str]) -> dict[tuple[str, str], Any]:
     rows = oracle.layouts(oracle.make_examples(count=7, vocab_size=100))["one row" if world.size == 1 else "uneven rows"]
     results = {}
-    for lever, options in LEVERS.items():
-        if "compile" in options and world.size > 2:
-            continue  # each rank compiles by itself: on a few cores longer than all the rest, and two ranks have shown it
-        learner = make_learner(model_dir, world, lr=0.0, lever=options)
+    for lever in levers:
+        learner = make_learner(model_dir, world, lr=0.0, lever=LEVERS[lever])
         reference = Reference(learner.model)
         move(learner.model)
         for name, config in LOSSES.items():
@@ -183,25 +188,29 @@ def measure_start(model_dir: str, world: World) -> dict[str, int]:
     return {"peak": counted["peak"], "whole": 4 * model.num_parameters}
 
 
-def run_all(model_dir: str, oracle: ModuleType, directory: Path, world: World) -> None:
-    results = {
+def run_all(model_dir: str, oracle: ModuleType, directory: Path, world: World) -> dict[str, Any]:
+    return {
         "start": measure_start(model_dir, world),
-        "gradients": measure(model_dir, oracle, world),
+        "gradients": measure(model_dir, oracle, world, levers=default_levers(world)),
         "resumed": {
             name: resume(model_dir, oracle, world, directory / f"half-{world.size}-{index}", lever=lever)
             for index, (name, lever) in enumerate(RESUMED.items())
         },
     }
-    if world.is_main:
-        torch.save(results, directory / f"levers_{world.size}.pt")
 
 
 def main() -> None:
-    model_dir, oracle_path, directory, num_replicas = sys.argv[1:]
+    model_dir, oracle_path, directory, num_replicas, *levers = sys.argv[1:]
+    oracle = load_oracle(oracle_path)
     torch.set_num_threads(1)
     sys.modules["trainer_lever_program"] = sys.modules["__main__"]
-    with open_world(device="cpu", timeout_s=180, num_replicas=int(num_replicas)) as world:
-        run_all(model_dir, load_oracle(oracle_path), Path(directory), world)
+    with open_world(device="cpu", timeout_s=600, num_replicas=int(num_replicas)) as world:
+        if levers:
+            results: dict[str, Any] = {"gradients": measure(model_dir, oracle, world, levers=levers)}
+        else:
+            results = run_all(model_dir, oracle, Path(directory), world)
+        if world.is_main:
+            torch.save(results, Path(directory) / f"levers_{world.size}.pt")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,15 @@ from support.processes import find_free_port
 TIMEOUT_S = 400.0
 
 
-def run_ranks(num_ranks: int, program: Path, words: Sequence[str], *, logs: Path, codes: Sequence[int] | None = None) -> None:
+def run_ranks(
+    num_ranks: int,
+    program: Path,
+    words: Sequence[str],
+    *,
+    logs: Path,
+    codes: Sequence[int] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
     """Start the ranks, and return when all have ended as expected.
 
     Args:
@@ -30,7 +38,7 @@ def run_ranks(num_ranks: int, program: Path, words: Sequence[str], *, logs: Path
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 command = [sys.executable, str(program), *words]
                 ranks.append(subprocess.Popen(command, env=environment | own, stdout=file, stderr=subprocess.STDOUT))
-        ended = [rank.wait(TIMEOUT_S) for rank in ranks]
+        ended = [rank.wait(timeout_s) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

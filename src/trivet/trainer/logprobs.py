@@ -1,11 +1,17 @@
 """Log-probabilities and entropies from a language-model head, a chunk of tokens at a time: all logits never exist at once.
 
-Legend: N tokens to score, C tokens of one chunk, H hidden size, V vocabulary.
+What comes after the product with the head's weight takes ten passes over the logits. On a CPU they are made over a few tokens at
+a time, whose logits stay in the cache of a core; the wide logits of a whole chunk would go to memory and back in each.
+
+Legend: N tokens to score, C tokens of one chunk, R tokens whose logits are worked on at one time, H hidden size, V vocabulary.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+
+_CACHED_LOGITS = 1 << 18
+"""In float32, and as many beside them: of the sizes tried the fastest, or close to it, with 2 MiB of cache a core."""
 
 
 class TokenScores(NamedTuple):
@@ -56,13 +62,15 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.dtype = master_VH.dtype
         logprobs, entropies, log_totals = [], [], []
-        for hidden_CH, targets_C, temperatures_C in _chunks(hidden_NH, targets_N, temperatures_N, chunk_size=chunk_size):
-            logits_CV = _logits(hidden_CH, weight_VH, temperatures_C, softcap=softcap)
-            of_targets_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
-            log_totals_C, mean_logits_C = _summarize(logits_CV)
-            log_totals.append(log_totals_C)
-            logprobs.append(of_targets_C - log_totals_C)
-            entropies.append(log_totals_C - mean_logits_C)
+        for hidden_CH, targets_C, temperatures_C in _chunks(hidden_NH, targets_N, temperatures_N, size=chunk_size):
+            outputs_CV = hidden_CH @ weight_VH.T
+            for outputs_RV, targets_R, temperatures_R in _tiles(outputs_CV, targets_C, temperatures_C):
+                logits_RV = _logits(outputs_RV, temperatures_R, softcap=softcap)
+                of_targets_R = logits_RV.gather(1, targets_R[:, None])[:, 0]
+                log_totals_R, mean_logits_R = _summarize(logits_RV)
+                log_totals.append(log_totals_R)
+                logprobs.append(of_targets_R - log_totals_R)
+                entropies.append(log_totals_R - mean_logits_R)
         entropies_N = torch.cat(entropies)
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, torch.cat(log_totals), entropies_N)
         ctx.chunk_size = chunk_size
@@ -77,23 +85,31 @@ class _ChunkedHead(torch.autograd.Function):
         grad_entropies_N = grads[1]
         grad_weight_VH: torch.Tensor | None = None
         grad_hidden = []
-        place = 0
-        chunks = _chunks(hidden_NH, targets_N, temperatures_N, log_totals_N, grad_logprobs_N, chunk_size=ctx.chunk_size)
-        for hidden_CH, targets_C, temperatures_C, log_totals_C, grad_C in chunks:
-            scale_C1 = (grad_C / temperatures_C)[:, None]
-            logits_CV = _logits(hidden_CH, weight_VH, temperatures_C, softcap=ctx.softcap)
-            slope_CV = None if ctx.softcap is None else 1.0 - (logits_CV * (temperatures_C[:, None] / ctx.softcap)).square()
-            logprobs_CV = logits_CV.sub_(log_totals_C[:, None])
-            if grad_entropies_N is None:
-                grad_logits_CV = logprobs_CV.exp_().mul_(-scale_C1)
-            else:
-                chunk = slice(place, place := place + len(grad_C))
-                bonus_C1 = (grad_entropies_N[chunk] / temperatures_C)[:, None]
-                grad_logits_CV = _mix(logprobs_CV, entropies_N[chunk], scale_C1=scale_C1, bonus_C1=bonus_C1)
-            grad_logits_CV.scatter_add_(1, targets_C[:, None], scale_C1)
-            if slope_CV is not None:
-                grad_logits_CV.mul_(slope_CV)
-            grad_logits_CV = grad_logits_CV.to(weight_VH.dtype)
+        chunks = _chunks(
+            hidden_NH,
+            targets_N,
+            temperatures_N,
+            log_totals_N,
+            grad_logprobs_N,
+            entropies_N,
+            torch.zeros_like(entropies_N) if grad_entropies_N is None else grad_entropies_N,
+            size=ctx.chunk_size,
+        )
+        for hidden_CH, *of_tokens_C in chunks:
+            grad_logits_CV = hidden_CH @ weight_VH.T  # outputs first, and tile by tile their gradient
+            for tile in _tiles(grad_logits_CV, *of_tokens_C):
+                outputs_RV, targets_R, temperatures_R, log_totals_R, grad_R, entropies_R, grad_entropies_R = tile
+                scale_R1 = (grad_R / temperatures_R)[:, None]
+                logits_RV = _logits(outputs_RV, temperatures_R, softcap=ctx.softcap)
+                slope_RV = None if ctx.softcap is None else 1.0 - (logits_RV * (temperatures_R[:, None] / ctx.softcap)).square()
+                logprobs_RV = logits_RV.sub_(log_totals_R[:, None])
+                if grad_entropies_N is None:
+                    grad_RV = logprobs_RV.exp_().mul_(-scale_R1)
+                else:
+                    bonus_R1 = (grad_entropies_R / temperatures_R)[:, None]
+                    grad_RV = _mix(logprobs_RV, entropies_R, scale_R1=scale_R1, bonus_R1=bonus_R1)
+                grad_RV.scatter_add_(1, targets_R[:, None], scale_R1)
+                outputs_RV.copy_(grad_RV if slope_RV is None else grad_RV.mul_(slope_RV))
             grad_hidden.append(grad_logits_CV @ weight_VH)
             part_VH = (grad_logits_CV.T @ hidden_CH).to(log_totals_N.dtype)
             grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
@@ -101,36 +117,41 @@ class _ChunkedHead(torch.autograd.Function):
         return torch.cat(grad_hidden), grad_weight_VH.to(ctx.dtype), None, None, None, None, None
 
 
-def _summarize(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _summarize(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """log(sum(exp(logits))) and the mean of the logits under softmax(logits), in as few passes as there can be.
 
     Entropy is the one less the other: it is exact to the rounding of a logit, as the log-probabilities are.
     """
-    largest_C1 = logits_CV.amax(dim=-1, keepdim=True)
-    shifted_CV = logits_CV.sub_(largest_C1)
-    weights_CV = shifted_CV.exp()
-    totals_C = weights_CV.sum(dim=-1)
-    means_C = weights_CV.mul_(shifted_CV).sum(dim=-1) / totals_C
-    return totals_C.log() + largest_C1[:, 0], means_C + largest_C1[:, 0]
+    largest_R1 = logits_RV.amax(dim=-1, keepdim=True)
+    shifted_RV = logits_RV.sub_(largest_R1)
+    weights_RV = shifted_RV.exp()
+    totals_R = weights_RV.sum(dim=-1)
+    means_R = weights_RV.mul_(shifted_RV).sum(dim=-1) / totals_R
+    return totals_R.log() + largest_R1[:, 0], means_R + largest_R1[:, 0]
 
 
 def _mix(
-    logprobs_CV: torch.Tensor, entropies_C: torch.Tensor, *, scale_C1: torch.Tensor, bonus_C1: torch.Tensor
+    logprobs_RV: torch.Tensor, entropies_R: torch.Tensor, *, scale_R1: torch.Tensor, bonus_R1: torch.Tensor
 ) -> torch.Tensor:
     """-p * (scale + bonus * (log p + H)): the gradients of -logsumexp and of the entropy with respect to the logits."""
-    probabilities_CV = logprobs_CV.exp()
-    return logprobs_CV.add_(entropies_C[:, None]).mul_(bonus_C1).add_(scale_C1).mul_(probabilities_CV).neg_()
+    probabilities_RV = logprobs_RV.exp()
+    return logprobs_RV.add_(entropies_R[:, None]).mul_(bonus_R1).add_(scale_R1).mul_(probabilities_RV).neg_()
 
 
-def _logits(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperatures_C: torch.Tensor, *, softcap: float | None
-) -> torch.Tensor:
-    logits_CV = hidden_CH @ weight_VH.T
-    wide = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+def _logits(outputs_RV: torch.Tensor, temperatures_R: torch.Tensor, *, softcap: float | None) -> torch.Tensor:
+    """May be `outputs_RV` itself, changed."""
+    wide_RV = outputs_RV if outputs_RV.dtype == torch.float64 else outputs_RV.float()
     if softcap is not None:
-        wide = wide.div_(softcap).tanh_().mul_(softcap)
-    return wide if bool((temperatures_C == 1).all()) else wide.div_(temperatures_C[:, None])
+        wide_RV = wide_RV.div_(softcap).tanh_().mul_(softcap)
+    return wide_RV if bool((temperatures_R == 1).all()) else wide_RV.div_(temperatures_R[:, None])
 
 
-def _chunks(*tensors: torch.Tensor, chunk_size: int) -> Any:
-    return zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True)
+def _chunks(*tensors: torch.Tensor, size: int) -> Any:
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+def _tiles(outputs_CV: torch.Tensor, *of_tokens_C: torch.Tensor) -> Any:
+    """What is worked on at one time: on a GPU all."""
+    num_tokens, vocab_size = outputs_CV.shape
+    num_cached = max(1, _CACHED_LOGITS // vocab_size)
+    return _chunks(outputs_CV, *of_tokens_C, size=num_cached if outputs_CV.device.type == "cpu" else num_tokens)

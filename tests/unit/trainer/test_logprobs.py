@@ -3,9 +3,15 @@
 import pytest
 import torch
 
+from trivet.trainer import logprobs
 from trivet.trainer.logprobs import TokenScores, score_tokens
 
 N, H, V = 23, 16, 40
+
+
+@pytest.fixture(autouse=True, params=[1, 3, 1000], ids=lambda tokens: f"{tokens} tokens in the cache")
+def _cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_CACHED_LOGITS", request.param * V + 5)
 
 
 def make_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,12 +47,12 @@ def test_values_and_gradients_equal_those_of_full_logits(chunk_size: int) -> Non
 def test_gradient_agrees_with_finite_differences() -> None:
     hidden_NH, weight_VH, targets_N, temperatures_N = make_inputs(torch.float64)
 
-    def logprobs(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    def logprobs_of(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
         return score_tokens(
             hidden_NH, weight_VH, targets_N=targets_N[:4], temperatures_N=temperatures_N[:4], chunk_size=3
         ).logprobs_N
 
-    assert torch.autograd.gradcheck(logprobs, (hidden_NH[:4].detach().requires_grad_(), weight_VH))
+    assert torch.autograd.gradcheck(logprobs_of, (hidden_NH[:4].detach().requires_grad_(), weight_VH))
 
 
 def test_bf16_inputs_give_float32_scores_and_bf16_gradients() -> None:

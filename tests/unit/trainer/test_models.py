@@ -114,7 +114,9 @@ def test_what_is_published_scores_the_same_in_plain_transformers(
 class NoTokenizer:
     """What the exporter asks of one, for models that have none."""
 
-    def save_pretrained(self, directory: Path) -> None:
+    chat_template = None
+
+    def save_pretrained(self, directory: Path, *, save_jinja_files: bool) -> None:
         pass
 
 
