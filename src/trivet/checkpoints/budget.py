@@ -27,8 +27,8 @@ def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int |
         from_step: the last step done.
         keep_recent: policies that stay besides the newest, for servers that lag.
     """
-    # One more of each while the next is being written.
-    policies = keep_recent + 2
+    # One more while the next is being written, which makes one superfluous only when it is there.
+    policies = keep_recent + 3
     minimum = sizes.checkpoint + policies * sizes.weights
     if max_steps is None:
         return Estimate(minimum=minimum, total=None)

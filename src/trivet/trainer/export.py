@@ -59,7 +59,8 @@ def gather_weights(
             name = name.removeprefix(_PREFIX)
             kept_dtype = dtype if full.is_floating_point() else full.dtype
             copy = into[name] if into else torch.empty(full.shape, dtype=kept_dtype)
-            weights[name] = copy.copy_(full)
+            # In the dtype before it leaves a GPU: half the bytes, and the conversion is the GPU's.
+            weights[name] = copy.copy_(full if full.device.type == "cpu" else full.to(kept_dtype))
     return weights
 
 
@@ -79,10 +80,21 @@ class Exporter:
     """By name; they are the same at every step."""
 
     def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        """The weights as they are now, in memory that the next call uses again. Collective."""
+        """The weights as they are now, by the names that `write` takes, in memory that the next call uses again. Collective.
+
+        What of it asks the model itself is done here: the model may compute while the weights are written.
+        """
         is_adapter = has_adapter(self.model.causal_lm)
         self._weights = gather_weights(self.model, dtype=self.dtype, keep=keep, only_trained=is_adapter, into=self._weights)
-        return self._weights
+        if not keep:
+            return {}
+        if is_adapter:
+            from trivet.trainer.lora import name_adapter
+
+            return name_adapter(self.model.causal_lm, self._weights)
+        if self._twin is None:
+            self._twin = self._make_twin()
+        return dict(self._weights)  # what writes them takes them out
 
     def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
         """Safetensors, their configuration (config.json, generation_config.json; adapter_config.json) and the tokenizer's files."""
@@ -99,8 +111,7 @@ class Exporter:
             (directory / name).write_bytes(content)
 
     def _write_whole(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
-        if self._twin is None:
-            self._twin = self._make_twin()
+        assert self._twin is not None, "gather comes first"
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
         self._twin.save_pretrained(directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1)
 

@@ -1,7 +1,8 @@
 """The trainer's loop: receive batch n, take step n, publish policy n, commit the checkpoint of n if it has its other half.
 
 Consumes batches from the orchestrator. Produces weights/step_n, checkpoints/step_n, metrics and events.
-Waits for: the batch (rank 0, deadline rollout_transport.timeout_s), the other ranks (dist_timeout_seconds).
+Waits for: the batch (rank 0, deadline rollout_transport.timeout_s), the other ranks (dist_timeout_seconds), the files of policy
+n-1 before step n counts.
 Unblocked by: the orchestrator, which acts on each published policy.
 """
 
@@ -53,6 +54,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
         if session.from_step and not _is_published_whole(session, world):
             session.publish(session.from_step)
             session.await_policy()
+            session.times.clear()  # of no step
         receiver = make_receiver(session.from_step) if world.is_main else None
         try:
             _check_agreement(session, config, receiver)
@@ -131,8 +133,11 @@ def _check_agreement(session: Session, config: TrainerConfig, receiver: BatchRec
 def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver | None, step: Step) -> bool:
     """Returns False when there is no batch because the run makes room."""
     with session.timed("step"):
+        if config.max_async_level == 0:
+            session.await_policy()  # the batch is made with it: what went wrong with it must not wait for the batch
         with session.timed("wait_for_batch"), progress.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
+        session.publisher.raise_failure()
         if batch.purpose is BatchPurpose.STOP:
             _make_room(session, batch)
             return False

@@ -57,14 +57,22 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
             parameter.data = parameter.data.to(dtype)
 
 
-def write_adapter(directory: Path, causal_lm: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
+def name_adapter(causal_lm: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`trained`, whole tensors by their names in `causal_lm`, by the names that PEFT and servers know.
+
+    PEFT asks modules of the model for it: not to be called while the model computes.
+    """
+    named = get_peft_model_state_dict(causal_lm, state_dict=dict(trained), adapter_name=ADAPTER, save_embedding_layers=False)
+    return {_PREFIX + name: tensor for name, tensor in named.items()}
+
+
+def write_adapter(directory: Path, causal_lm: PreTrainedModel, named: Mapping[str, torch.Tensor]) -> None:
     """Write what PEFT and servers load. The same adapter gives the same bytes.
 
     Args:
-        trained: whole tensors by their names in `causal_lm`.
+        named: what `name_adapter` returned.
     """
-    named = get_peft_model_state_dict(causal_lm, state_dict=dict(trained), adapter_name=ADAPTER, save_embedding_layers=False)
-    tensors = {_PREFIX + name: tensor.contiguous() for name, tensor in named.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     config = _adapter_config(causal_lm).to_dict() | {"inference_mode": True}
     described = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}

@@ -123,9 +123,11 @@ class Session:
         logger.info("policy published version=%s digest=%s", step, manifest.digest[:12])
 
     def await_policy(self) -> None:
-        """Returns once the policy that is being published can be read; raises what its publication met."""
+        """Returns once the policy that is being published can be read; raises what its publication met. Collective: ranks that
+        went on alone would wait for rank 0 where less time is allowed, or end before it has written the last good weights."""
         started = time.monotonic()
         self.publisher.wait()
+        barrier(self.world)
         self._add_time("wait_for_policy", time.monotonic() - started)
 
     def _announce(self, manifest: Manifest) -> None:

@@ -67,8 +67,11 @@ class ShardWriter(FileSystemWriter):
                     written[key] = _put_tensor(stream, name, held.detach())
                     if stream.num_waiting > _TOGETHER_BYTES:
                         stream.flush()
+                    if not stream.num_waiting:
                         held_until_written.close()
                 places.append(written[key])
+            stream.flush()
+            held_until_written.close()  # before the disk is asked whether it has everything
             record = stream.finish()
         future: Future[list[WriteResult]] = Future()
         future.set_result(

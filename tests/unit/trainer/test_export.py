@@ -80,6 +80,21 @@ def test_a_tokenizer_of_several_templates_is_flat_too(tiny_model: Path, make_lea
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == exporter.tokenizer.chat_template
 
 
+def test_the_copies_of_a_step_are_made_in_the_memory_of_the_last(any_model: Path, make_learner, tmp_path: Path) -> None:
+    learner = make_learner(any_model)
+    exporter = make_exporter(learner, any_model, torch.float32)
+    first = exporter.gather(keep=True)
+    places = {name: tensor.data_ptr() for name, tensor in first.items()}
+    assert not {*places.values()} & {tensor.data_ptr() for tensor in learner.model.parameters()}
+    exporter.write(tmp_path, first)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(1)
+    second = exporter.gather(keep=True)
+    assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
+    assert torch.equal(second["model.norm.weight"], learner.model.get_parameter("causal_lm.model.norm.weight"))
+
+
 def test_other_ranks_take_part_and_keep_nothing(tiny_model: Path, make_learner) -> None:
     assert make_exporter(make_learner(tiny_model), tiny_model, torch.float32).gather(keep=False) == {}
 

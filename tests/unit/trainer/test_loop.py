@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,11 @@ class PreparedBatches:
 
     def __init__(self, batches: Mapping[int, Batch]) -> None:
         self.batches = batches
+        self.asked: list[Step] = []
         self.is_closed = False
 
     def receive(self, step: Step) -> Batch:
+        self.asked.append(step)
         return self.batches[step]
 
     def close(self) -> None:
@@ -312,20 +315,36 @@ def test_a_policy_is_written_while_the_next_step_is_taken_which_is_not_in_it(
     assert len(digests[0]) == 6
 
 
+@pytest.mark.parametrize(("max_async_level", "asked"), [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3, 4])])
 def test_a_step_whose_policy_could_not_be_written_is_not_committed(
-    tiny_model: Path, world, make_batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    world,
+    make_batches,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_async_level: int,
+    asked: list[int],
 ) -> None:
+    """Nor is a batch waited for that needs the policy, which would never come."""
     layout = RunLayout(tmp_path)
 
     def refuse_the_third(layout: RunLayout, *, version: PolicyVersion, **given: Any) -> Manifest:
         if version == 3:
+            time.sleep(0.5)  # the loop is past the end of the step
             raise OSError(errno.ENOSPC, "No space left on device")
         return publish(layout, version=version, **given)
 
     monkeypatch.setattr(session, "publish", refuse_the_third)
+    config, receiver = make_config(tiny_model, tmp_path, max_async_level=max_async_level), PreparedBatches({})
+
+    def make_receiver(_: Step) -> PreparedBatches:
+        receiver.batches = make_batches(layout, halves=(2, 3))
+        return receiver
+
     with pytest.raises(DiskFull, match="policy 3"):
-        run_loop(make_config(tiny_model, tmp_path), world, lambda: make_batches(layout, halves=(2, 3)))
+        run(config, world, make_receiver=make_receiver)
     assert committed_steps(layout) == [2]
+    assert receiver.asked == asked
 
 
 def test_a_step_that_diverges_names_the_policy_that_is_still_being_written(

@@ -12,7 +12,7 @@ from trivet.config.losses import DefaultLossConfig
 from trivet.config.trainer import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.distributed import whole
-from trivet.trainer.export import Exporter, gather_weights
+from trivet.trainer.export import Exporter
 from trivet.trainer.model import load_policy
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
@@ -101,7 +101,7 @@ def test_what_is_published_scores_the_same_in_plain_transformers(
     learner = make_learner(models[kind], lr=1e-2)
     train_step(learner, [oracle.make_row(examples)], step=1)
     exporter = Exporter(model=learner.model, tokenizer=NoTokenizer(), dtype=torch.float32)  # type: ignore[arg-type]
-    exporter.write(tmp_path, gather_weights(learner.model, dtype=torch.float32, keep=True))
+    exporter.write(tmp_path, exporter.gather(keep=True))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     row = to_tensors(oracle.make_row(examples[:1]), device=torch.device("cpu"))
     with torch.no_grad():
