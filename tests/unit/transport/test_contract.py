@@ -1,111 +1,16 @@
-"""What both transports promise. Faults on the way are made by a relay between the two ends; intervals are milliseconds."""
+"""What both transports promise, with faults on the way."""
 
 import asyncio
 import logging
-import socket
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
-import numpy as np
 import pytest
-import zmq
 
-from trivet.config.shared import TransportConfig
+from support.transport_ends import Ends, assert_equal, make_batch, make_config
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.transport.inbox import MAX_HELD
-from trivet.transport.memory import MemoryReceiver, MemorySender
-from trivet.transport.zeromq import ZmqReceiver, ZmqSender
-from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
-
-Frames = list[bytes]
-Relay = Callable[[Frames, Callable[[Frames], bytes | None]], bytes | None]
-
-
-def make_batch(step: int, *, num_tokens: int = 8, purpose: BatchPurpose = BatchPurpose.TRAIN) -> Batch:
-    ids_T = np.arange(num_tokens, dtype=np.int32) + step
-    row = MicroBatch(
-        token_ids_T=ids_T,
-        position_ids_T=np.arange(num_tokens, dtype=np.int32),
-        loss_mask_T=ids_T % 2 == 0,
-        logprobs_T=-ids_T.astype(np.float32),
-        advantages_T=np.full(num_tokens, 0.5, dtype=np.float32),
-        temperatures_T=np.ones(num_tokens, dtype=np.float32),
-        sequence_lengths_S=np.array([num_tokens], dtype=np.int32),
-        teacher_logprobs_T=-0.5 * ids_T.astype(np.float32),
-    )
-    return Batch(step=step, purpose=purpose, micro_batches=[row], group_ids=[step], num_rollouts=1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def make_config(**changes) -> TransportConfig:
-    return TransportConfig(**{"port": free_port(), "resend_interval_s": 0.05, "timeout_s": 5.0, **changes})
-
-
-class ZmqRelay:
-    """Stands between a ZeroMQ sender and receiver and passes each message through `relay`."""
-
-    def __init__(self, relay: Relay, *, target: int) -> None:
-        self.port = free_port()
-        self._relay = relay
-        self._context = zmq.Context()
-        self._front, self._back = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
-        for end in (self._front, self._back):
-            end.setsockopt(zmq.LINGER, 0)
-        self._front.bind(f"tcp://127.0.0.1:{self.port}")
-        self._back.connect(f"tcp://127.0.0.1:{target}")
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_closing.is_set():
-            if self._front.poll(10):
-                sender, *frames = self._front.recv_multipart()
-                reply = self._relay(frames, self._pass_on)
-                if reply is not None:
-                    self._front.send_multipart([sender, reply])
-
-    def _pass_on(self, frames: Frames) -> bytes | None:
-        self._back.send_multipart(frames)
-        return self._back.recv() if self._back.poll(200) else None
-
-    def close(self) -> None:
-        self._is_closing.set()
-        self._thread.join()
-        self._context.destroy()
-
-
-class Ends:
-    """Makes the ends of one transport, and closes them."""
-
-    def __init__(self, kind: str, stack: AsyncExitStack) -> None:
-        self.kind = kind
-        self._stack = stack
-
-    def receiver(self, config, *, run_id="run", attempt=1):
-        receiver = {"memory": MemoryReceiver, "zeromq": ZmqReceiver}[self.kind](config, run_id=run_id, attempt=attempt)
-        self._stack.callback(receiver.close)
-        return receiver
-
-    def sender(self, config, receiver, *, run_id="run", attempt=1, relay: Relay | None = None):
-        if self.kind == "memory":
-            link = receiver.deliver if relay is None else lambda frames: relay(list(frames), receiver.deliver)
-            sender = MemorySender(config, run_id=run_id, attempt=attempt, link=link)
-        else:
-            if relay is not None:
-                between = ZmqRelay(relay, target=config.port)
-                self._stack.callback(between.close)
-                config = config.model_copy(update={"port": between.port})
-            sender = ZmqSender(config, run_id=run_id, attempt=attempt)
-        self._stack.push_async_callback(sender.aclose)
-        return sender
+from trivet.wire.batches import BatchPurpose
 
 
 @pytest.fixture(params=["memory", "zeromq"])
@@ -120,14 +25,6 @@ def run(request):
         asyncio.run(main())
 
     return run_body
-
-
-def assert_equal(found: Batch, sent: Batch) -> None:
-    assert (found.step, found.purpose, found.group_ids) == (sent.step, sent.purpose, sent.group_ids)
-    for found_row, sent_row in zip(found.micro_batches, sent.micro_batches, strict=True):
-        for name in MicroBatch.__struct_fields__:
-            np.testing.assert_array_equal(getattr(found_row, name), getattr(sent_row, name))
-            assert getattr(found_row, name).dtype == getattr(sent_row, name).dtype
 
 
 def test_batches_arrive_whole_and_in_order_after_the_self_check(run):
