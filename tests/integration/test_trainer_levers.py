@@ -1,32 +1,19 @@
 """Every loss with every lever of the trainer, on one, two and four real ranks: the arithmetic is the same (invariant 8)."""
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from support.ranks import TIMEOUT_S, run_ranks
+from support.scripts import load_module, load_script
 
-ROOT = Path(__file__).parents[2]
-ORACLE = ROOT / "tests" / "unit" / "trainer" / "oracle.py"
+ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
 PROGRAM = Path(__file__).with_name("trainer_lever_program.py")
 TOLERANCE = 1e-6
 """Relative, float32 (design invariant 8)."""
-
-
-def load_module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def measure(num_ranks: int, model: Path, output: Path, *, num_replicas: int, levers: Sequence[str] = ()) -> dict[str, Any]:
@@ -38,7 +25,7 @@ def measure(num_ranks: int, model: Path, output: Path, *, num_replicas: int, lev
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    maker = load_module(ROOT / "scripts" / "make_tiny_model.py")
+    maker = load_script("make_tiny_model")
     directory = tmp_path_factory.mktemp("model")
     maker.make_model(maker.make_tokenizer(), hidden_size=64, layers=3, seed=1, tied=True).save_pretrained(directory)
     return directory

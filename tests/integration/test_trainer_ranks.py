@@ -1,35 +1,22 @@
 """Real gloo ranks in processes of their own: the arithmetic does not depend on how many there are."""
 
-import importlib.util
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from support.ranks import run_ranks
+from support.scripts import load_module, load_script
 from trivet.trainer.distributed import open_world
 
-ROOT = Path(__file__).parents[2]
-ORACLE = ROOT / "tests" / "unit" / "trainer" / "oracle.py"
+ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
 PROGRAM = Path(__file__).with_name("trainer_rank_program.py")
 TOLERANCE = 1e-6
 """Relative, float32 (design invariant 8)."""
 OPTIMIZER_TOLERANCE = 1e-6
 """Of the weights after six steps."""
-
-
-def load_module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def run_alone(model: Path, tasks: list[str]) -> None:
@@ -41,7 +28,7 @@ def run_alone(model: Path, tasks: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    maker = load_module(ROOT / "scripts" / "make_tiny_model.py")
+    maker = load_script("make_tiny_model")
     directory = tmp_path_factory.mktemp("model")
     tokenizer = maker.make_tokenizer()
     maker.make_model(tokenizer, hidden_size=64, layers=2, seed=1, tied=True).save_pretrained(directory)

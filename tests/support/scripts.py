@@ -1,6 +1,7 @@
-"""Loads a script of `scripts/` as a module: scripts are no package."""
+"""Loads files of no package as modules: scripts, and programs that tests start."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -8,9 +9,16 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    """A script of `scripts/`."""
+    return load_module(SCRIPTS / f"{name}.py")
+
+
+def load_module(path: Path) -> ModuleType:
+    """Known under the file's name afterwards."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module

@@ -1,33 +1,21 @@
 """Tiny models with random weights, made by the script that makes the quickstart's."""
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from support.scripts import load_script
 from trivet.config.layout import RunLayout
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
-
-_SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_tiny_model", _SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def tiny_model_writer(*, tied: bool = True, seed: int = 0) -> Callable[[Path], None]:
     """What writes a float32 model of hidden size 64 with 2 layers, and its tokenizer, into a directory."""
 
     def write(directory: Path) -> None:
-        script = _script()
+        script = load_script("make_tiny_model")
         tokenizer = script.make_tokenizer()
         script.make_model(tokenizer, hidden_size=64, layers=2, seed=seed, tied=tied).save_pretrained(directory)
         tokenizer.save_pretrained(directory)
@@ -41,7 +29,9 @@ def write_tiny_model(directory: Path, *, tokenizer: Any, seed: int = 0) -> None:
     Args:
         tokenizer: a fast tokenizer of transformers that knows `<|im_end|>`.
     """
-    _script().make_model(tokenizer, hidden_size=64, layers=2, seed=seed, tied=True).save_pretrained(directory)
+    load_script("make_tiny_model").make_model(tokenizer, hidden_size=64, layers=2, seed=seed, tied=True).save_pretrained(
+        directory
+    )
     tokenizer.save_pretrained(directory)
 
 

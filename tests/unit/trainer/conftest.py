@@ -1,7 +1,5 @@
 """Tiny models with a tokenizer, a world of one rank, and the oracle."""
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from support.scripts import load_module, load_script
 from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig
 from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
@@ -21,19 +20,9 @@ from trivet.trainer.step import Learner
 MakeLearner = Callable[..., Learner]
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def oracle() -> ModuleType:
-    return _load(Path(__file__).with_name("oracle.py"))
+    return load_module(Path(__file__).with_name("oracle.py"))
 
 
 @pytest.fixture(scope="session", params=["tied", "untied"])
@@ -48,7 +37,7 @@ def tiny_model(tiny_models: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    maker = _load(Path(__file__).parents[3] / "scripts" / "make_tiny_model.py")
+    maker = load_script("make_tiny_model")
     directories = {}
     tokenizer = maker.make_tokenizer()
     for name in ("tied", "untied"):
