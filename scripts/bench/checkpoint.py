@@ -130,6 +130,7 @@ def measure_stream(path: Path, *, num_bytes: int) -> dict[str, float]:
     hashed, started_cpu = time.monotonic(), time.thread_time()
     with FileStream(path) as stream:
         stream.write(data)
+        stream.flush()
         written = time.monotonic()
         stream.finish()
     ended = time.monotonic()

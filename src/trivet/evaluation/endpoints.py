@@ -40,6 +40,8 @@ class Endpoint:
     """Environment variable that holds the key."""
     key: str | None = None
     """The key itself."""
+    is_key_missing: bool = False
+    """The file has a place for the key and found none to put there."""
 
 
 def read_endpoints(path: Path, *, timeout_s: float = _TIMEOUT_S) -> dict[str, Endpoint]:
@@ -85,6 +87,12 @@ def choose_client(
             f"endpoint {config.endpoint!r} in {endpoints_path} has its key in the variable {endpoint.key_variable}, which is not "
             "set: export it"
         )
+    if endpoint.is_key_missing:
+        # Another service's key must not go there.
+        raise ConfigError(
+            f"endpoint {config.endpoint!r} in {endpoints_path} has no api_key: the variable it is read from is not set; "
+            "export it, or take the line out for a server that needs none"
+        )
     variable = endpoint.key_variable or (KEY_VARIABLE if endpoint.key else config.api_key_var[0])
     return ClientConfig(**{**fields, "base_url": [endpoint.url], "api_key_var": [variable]}), endpoint
 
@@ -107,6 +115,7 @@ def _endpoint(name: str, value: object, path: Path) -> Endpoint:
         model=_text(texts.get("model")),
         key_variable=_text(key) if is_variable else None,
         key=_text(texts.get("api_key")) or (None if is_variable else _text(key)),
+        is_key_missing="api_key" in fields and fields["api_key"] is None and key is None,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from trivet.config.client import ClientConfig, server_root
 from trivet.config.keys import as_table
@@ -18,6 +19,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.load import load_config
 from trivet.config.online_eval import EvalEnvConfig
 from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.resolve import LOCAL_HOSTS
 from trivet.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -61,11 +63,18 @@ def require_free_servers(client: ClientConfig, origin: Origin, weights_dir: Path
     if weights_dir is None or not _is_live(_layout(weights_dir)):
         return
     for url in client.base_url:
-        if server_root(url) in origin.server_roots:
+        if any(_is_same_server(url, root) for root in origin.server_roots):
             raise ConfigError(
                 f"the run in {weights_dir.parent} is going on and generates with {url}: loading other weights there would end it; "
                 "evaluate on a server of your own (client.base_url), or let the run evaluate itself ([orchestrator.eval])"
             )
+
+
+def _is_same_server(one: str, other: str) -> bool:
+    """This machine has several names."""
+    parts = [urlsplit(server_root(url)) for url in (one, other)]
+    hosts = {"localhost" if part.hostname in LOCAL_HOSTS else part.hostname for part in parts}
+    return len(hosts) == 1 and parts[0].port == parts[1].port
 
 
 def _of_orchestrator(config: OrchestratorConfig) -> Origin:

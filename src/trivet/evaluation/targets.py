@@ -50,7 +50,8 @@ def present_targets(config: EvalConfig, envs: Sequence[EvalEnvConfig]) -> list[T
         if missing or not complete:
             raise ConfigError(
                 f"{config.weights_dir} holds no complete step {', '.join(map(str, missing)) or 'at all'}; "
-                f"complete steps there: {_listed(sorted(complete))}"
+                f"complete steps there: {_listed(sorted(complete))}. A run keeps the newest policies, those of checkpoints, and "
+                "with ckpt.weights.interval = N every N-th"
             )
     found = [Target(step, complete[step]) for step in sorted(complete) if is_wanted(config, step, envs)]
     targets = [*([BASE] if config.eval_base else []), *found]

@@ -68,5 +68,7 @@ def test_servers_that_a_live_run_generates_with_are_left_alone(layout):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"is going on and generates with http://127\.0\.0\.1:8001"):
             require_free_servers(theirs, origin, layout.weights)
+        with pytest.raises(ConfigError, match="generates with http://localhost:8001/v1"):
+            require_free_servers(ClientConfig(base_url=["http://localhost:8001/v1"]), origin, layout.weights)
         require_free_servers(others, origin, layout.weights)
     require_free_servers(theirs, origin, layout.weights)
