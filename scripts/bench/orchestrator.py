@@ -27,12 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
-import verifiers as vf
-from datasets import Dataset
-from openai import AsyncOpenAI
+from instant_server import NUM_EXAMPLES, POLICIES, OneServer, instant_client, make_environment
 
 import trivet.orchestrator.loop as loop_module
 import trivet.transport.zeromq as zeromq_module
@@ -42,7 +39,6 @@ from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.shared import CkptConfig, TransportConfig
 from trivet.environments.host import EnvironmentHost
 from trivet.environments.local_pool import LocalPool
-from trivet.environments.model_client import ModelClient
 from trivet.environments.runner import GroupRunner
 from trivet.environments.sampling import request_arguments
 from trivet.environments.trajectories import Turn, to_samples
@@ -61,39 +57,9 @@ from trivet.wire.rollouts import Rollout
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 GROUP_SIZE = 8
-NUM_EXAMPLES = 1000
-ROOT = "http://server"
 LATENCY_S = 1.0
 """Mean, of each group in the environment that costs nothing; spread, as no server ends everything at one moment."""
 OVERSAMPLING = 5.0
-
-
-class OneServer:
-    """Always there; holds the start model."""
-
-    def pick(self, *, num_rollouts: int) -> str:
-        return ROOT
-
-    def release(self, root: str, *, num_rollouts: int) -> None:
-        pass
-
-    async def is_at_fault(self, root: str) -> bool:
-        return False
-
-
-class PromptPolicies:
-    """The policy of each step is there when its batch was received: stands in for trainer and PolicyWatcher."""
-
-    version = PolicyVersion(0)
-    step = Step(1)
-    last_load_s = 0.0
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-
-POLICIES = PromptPolicies()
-"""One loop runs at a time; the environments say which policy sampled their tokens."""
 
 
 @dataclass(slots=True)
@@ -265,49 +231,6 @@ def make_loop(
         telemetry=telemetry,
         changed=changed,
     )
-
-
-def instant_client(num_tokens: int) -> ModelClient:
-    """A client whose server answers at once, in this process."""
-    half = num_tokens // 2
-    completion = list(range(half, num_tokens))
-    choice: dict[str, Any] = {
-        "index": 0,
-        "finish_reason": "stop",
-        "message": {"role": "assistant", "content": "ok"},
-        "token_ids": completion,
-        "logprobs": {"content": [{"token": str(i), "logprob": -0.5, "top_logprobs": []} for i in completion]},
-    }
-    body = {
-        "id": "chatcmpl-1",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m",
-        "choices": [choice],
-        "prompt_token_ids": list(range(half)),
-        "usage": {"prompt_tokens": half, "completion_tokens": len(completion), "total_tokens": num_tokens},
-    }
-    answers: dict[int, bytes] = {}
-
-    def answer(_: httpx.Request) -> httpx.Response:
-        version = POLICIES.version
-        if version not in answers:
-            choice["policy_versions"] = [[version, len(completion)]]
-            answers[version] = json.dumps(body).encode()
-        return httpx.Response(200, content=answers[version], headers={"content-type": "application/json"})
-
-    transport = httpx.MockTransport(answer)
-    http: Any = httpx.AsyncClient(transport=transport)
-    return ModelClient(AsyncOpenAI(base_url=f"{ROOT}/v1", api_key="EMPTY", http_client=http, max_retries=0))
-
-
-def make_environment() -> vf.Environment:
-    rows = [{"prompt": [{"role": "user", "content": f"question {index}"}], "answer": "ok"} for index in range(NUM_EXAMPLES)]
-
-    def is_right(completion: Any, answer: str, **_: object) -> float:
-        return float(completion[-1]["content"] == answer)
-
-    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[is_right]))
 
 
 ARGUMENTS = SamplingArguments(temperature=1.0, fields={"max_tokens": 64})

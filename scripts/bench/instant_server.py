@@ -1,0 +1,90 @@
+"""A server that answers at once inside the process, an environment for it, and policies that are there when they are asked for.
+
+Used by scripts/bench/orchestrator.py: what is left to measure is the orchestrator.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import verifiers as vf
+from datasets import Dataset
+from openai import AsyncOpenAI
+
+from trivet.environments.model_client import ModelClient
+from trivet.wire.versions import PolicyVersion, Step
+
+NUM_EXAMPLES = 1000
+ROOT = "http://server"
+
+
+class OneServer:
+    """Always there; holds the start model."""
+
+    def pick(self, *, num_rollouts: int) -> str:
+        return ROOT
+
+    def release(self, root: str, *, num_rollouts: int) -> None:
+        pass
+
+    async def is_at_fault(self, root: str) -> bool:
+        return False
+
+
+class PromptPolicies:
+    """The policy of each step is there when its batch was received: stands in for trainer and PolicyWatcher."""
+
+    version = PolicyVersion(0)
+    step = Step(1)
+    last_load_s = 0.0
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+POLICIES = PromptPolicies()
+"""One loop runs at a time; the environments say which policy sampled their tokens."""
+
+
+def instant_client(num_tokens: int) -> ModelClient:
+    """A client whose server answers at once, in this process."""
+    half = num_tokens // 2
+    completion = list(range(half, num_tokens))
+    choice: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": "ok"},
+        "token_ids": completion,
+        "logprobs": {"content": [{"token": str(i), "logprob": -0.5, "top_logprobs": []} for i in completion]},
+    }
+    body = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [choice],
+        "prompt_token_ids": list(range(half)),
+        "usage": {"prompt_tokens": half, "completion_tokens": len(completion), "total_tokens": num_tokens},
+    }
+    answers: dict[int, bytes] = {}
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        version = POLICIES.version
+        if version not in answers:
+            choice["policy_versions"] = [[version, len(completion)]]
+            answers[version] = json.dumps(body).encode()
+        return httpx.Response(200, content=answers[version], headers={"content-type": "application/json"})
+
+    transport = httpx.MockTransport(answer)
+    http: Any = httpx.AsyncClient(transport=transport)
+    return ModelClient(AsyncOpenAI(base_url=f"{ROOT}/v1", api_key="EMPTY", http_client=http, max_retries=0))
+
+
+def make_environment() -> vf.Environment:
+    rows = [{"prompt": [{"role": "user", "content": f"question {index}"}], "answer": "ok"} for index in range(NUM_EXAMPLES)]
+
+    def is_right(completion: Any, answer: str, **_: object) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[is_right]))
