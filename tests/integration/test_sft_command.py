@@ -9,6 +9,7 @@ import pytest
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
+from trivet.evaluation.origin import read_origin
 from trivet.weights.manifest import verify
 
 STARTED_WITHIN_S = 180.0
@@ -75,6 +76,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been_and_two_ranks_see_the_same(
     assert series(whole, "val/loss")[30] < series(whole, "val/loss")[0]
     assert series(whole, "data/epoch")[NUM_STEPS] >= 2
     assert "Step 0 | Val. Loss: " in (place / "whole.out").read_text()
+    assert read_origin(whole.weights).max_steps == NUM_STEPS
 
     (place / "faults.json").write_text(json.dumps({"seed": 0, "faults": [KILLED]}))
     process, broken = start(place, "broken", "--faults.schedule", "faults.json"), RunLayout(place / "broken")

@@ -9,7 +9,7 @@ import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.errors import RunDirectoryBusy
-from trivet.lock import FileLock, hold_role
+from trivet.lock import FileLock, hold_role, is_held
 
 
 def test_a_second_holder_is_refused_and_learns_who_holds_it(tmp_path: Path) -> None:
@@ -27,6 +27,16 @@ def test_it_can_be_taken_again_after_it_was_let_go(tmp_path: Path) -> None:
         with lock:
             pass
     lock.close()
+
+
+def test_asking_whether_it_is_held_takes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not is_held(path)
+    with FileLock(path, what="this place"):
+        assert is_held(path)
+    assert not is_held(path)
+    with FileLock(path, what="this place"):
+        pass
 
 
 def test_a_holder_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def _take_flag(kind: type[Section], word: str, words: list[str], arguments: Argu
         value = words.pop(0)
     elif key and key.shape is Shape.SECTION:
         value = {}
-    elif key is None:
+    elif key is None or key.shape is Shape.BOOL_OR_VALUE:
         value = True
     else:
         findings.refuse(f"flag {name} needs a value")

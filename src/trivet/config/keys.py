@@ -24,6 +24,8 @@ class Shape(StrEnum):
     """Names of the user's own choice, such as an environment's arguments."""
     LIST = "list"
     BOOL = "bool"
+    BOOL_OR_VALUE = "bool_or_value"
+    """A flag that may stand alone, and may name something."""
     VALUE = "value"
 
 
@@ -121,7 +123,9 @@ def key_of(field: FieldInfo) -> Key:
         return Key(shape=Shape.LIST, field=field)
     if get_origin(member) is dict:
         return Key(shape=Shape.TABLE, field=field)
-    return Key(shape=Shape.BOOL if member is bool else Shape.VALUE, field=field)
+    if bool in choices:
+        return Key(shape=Shape.BOOL if len(choices) == 1 else Shape.BOOL_OR_VALUE, field=field)
+    return Key(shape=Shape.VALUE, field=field)
 
 
 def members(annotation: Any) -> list[Any]:

@@ -137,6 +137,8 @@ def decode(key: Key, text: str) -> object:
     """
     if text == "None" or key.shape is Shape.BOOL:
         return str(text)
+    if key.shape is Shape.BOOL_OR_VALUE:
+        return {"true": True, "false": False}.get(text.lower(), text)
     if key.shape is Shape.LIST and not text.startswith("["):
         return [item.strip() for item in text.split(",") if item.strip()]
     if key.shape is Shape.VALUE:

@@ -3,9 +3,7 @@
 Read by the command `eval`, so that nobody has to type again what the run knows. Changes nothing in the run's directory.
 """
 
-import fcntl
 import logging
-import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from trivet.config.online_eval import EvalEnvConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.resolve import LOCAL_HOSTS
 from trivet.errors import ConfigError
+from trivet.lock import is_held
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ def require_free_servers(client: ClientConfig, origin: Origin, weights_dir: Path
     Raises:
         ConfigError: a live run generates with one of the servers, which must not lose its policy.
     """
-    if weights_dir is None or not _is_live(_layout(weights_dir)):
+    if weights_dir is None or not is_held(_layout(weights_dir).lock):
         return
     for url in client.base_url:
         if any(_is_same_server(url, root) for root in origin.server_roots):
@@ -99,18 +98,3 @@ def _of_trainer(path: Path) -> Origin:
 
 def _layout(weights_dir: Path) -> RunLayout:
     return RunLayout(weights_dir.absolute().parent)
-
-
-def _is_live(layout: RunLayout) -> bool:
-    """Whether a launcher holds the directory."""
-    try:
-        lock = os.open(layout.lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False

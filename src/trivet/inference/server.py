@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from trivet.config.command import run_command
 from trivet.config.inference import InferenceConfig
 from trivet.config.layout import RunLayout
+from trivet.config.shared import RunIdentity
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
 from trivet.inference.arguments import (
@@ -30,6 +31,7 @@ from trivet.inference.arguments import (
 )
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.lifetime import die_with_parent
+from trivet.lock import is_held
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
 
@@ -50,7 +52,10 @@ def serve(config: InferenceConfig) -> int:
     """Serve until a signal ends it; returns the exit code."""
     role = "teacher" if config.is_teacher else "inference"
     setup_logging(role, level=config.log.level)
-    progress.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
+    if is_beside_a_run(config):
+        logger.warning("a run is going on in %s; this server is no part of it and not in its status", config.output_dir)
+    else:
+        progress.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
     progress.doing("loading the model")
     arm(config.faults.schedule)
     is_cpu = not _has_cuda_build()
@@ -67,6 +72,11 @@ def serve(config: InferenceConfig) -> int:
 
     args = _make_namespace(arguments, config.vllm_args)
     return uvloop.run(_run(args, is_one_process=is_one_process))
+
+
+def is_beside_a_run(config: InferenceConfig) -> bool:
+    """Whether a run that did not start this server is going on in `output_dir`, whose reports are not to be written over."""
+    return config.run == RunIdentity() and is_held(RunLayout(config.output_dir).lock)
 
 
 def _has_cuda_build() -> bool:

@@ -99,9 +99,10 @@ class RunDirectory:
             except CheckpointError as exc:
                 raise ConfigError(str(exc)) from exc
         found = self._entries()
-        if found and read_run(self.layout) is None:
+        is_ours = read_run(self.layout) is not None or self.layout.reports.is_dir()
+        if found and not is_ours:
             raise ConfigError(
-                f"output_dir {str(self.layout.root)!r} holds {', '.join(found)} but no run.json: no run of ours wrote them, "
+                f"output_dir {str(self.layout.root)!r} holds {', '.join(found)} but no run.json: nothing of ours wrote them, "
                 "so they are left alone; choose another output_dir"
             )
         results = [name for name in RESULTS if name in found]
@@ -173,7 +174,7 @@ def _describe_results(layout: RunLayout, results: list[str]) -> str:
     steps = committed_steps(layout)
     resume = f"add --trainer.ckpt.resume-step -1 to go on from step {steps[-1]}, " if steps else ""
     return (
-        f"output_dir {str(layout.root)!r} holds {', '.join(results)} of an earlier run; "
+        f"output_dir {str(layout.root)!r} holds {', '.join(results)} of an earlier run or measurement; "
         f"{resume}add --clean to remove them, or choose another output_dir"
     )
 

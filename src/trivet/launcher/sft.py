@@ -12,7 +12,7 @@ from trivet.config.sft import FakeDataConfig, SftConfig
 from trivet.conversations.mixture import open_data
 from trivet.errors import ConfigError
 from trivet.launcher.ranks import become_ranks
-from trivet.launcher.run_directory import RunDirectory
+from trivet.launcher.run_directory import RunDirectory, write_configs
 
 
 def main() -> int:
@@ -50,6 +50,7 @@ def start(config: SftConfig) -> int:
     directory = RunDirectory(layout)
     directory.__enter__()
     directory.keep_over_exec()
+    write_configs({layout.configs / "sft.toml": config})
     arguments = sys.argv[1:]
     if ckpt.resume_from is not None:
         step = choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)

@@ -85,7 +85,10 @@ def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: 
         yield "last error:"
         yield from (f"  {line}" for line in status.last_error.splitlines())
     if is_over(status, now=now, is_alive=is_alive) and status.state is not RunState.DONE and status.last_commit is not None:
-        yield f"go on from step {status.last_commit}: the same command with --ckpt.resume-step -1 (output_dir {layout.root})"
+        yield (
+            f"go on from step {status.last_commit}: the same command with --ckpt.resume-step -1, "
+            f"of vf-rl with --trainer.args.resume-from-checkpoint (output_dir {layout.root})"
+        )
 
 
 def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:

@@ -142,6 +142,16 @@ def test_a_directory_that_no_run_wrote_is_left_alone(layout: RunLayout, does_cle
     assert layout.configs.is_dir()
 
 
+def test_what_was_measured_before_a_run_is_kept_until_it_is_to_be_removed(layout: RunLayout) -> None:
+    """A server by itself and the command `eval` leave these."""
+    for directory in (layout.reports, layout.evals, layout.logs):
+        directory.mkdir(parents=True)
+    with RunDirectory(layout) as directory:
+        with pytest.raises(ConfigError, match="holds evals of an earlier run or measurement; add --clean"):
+            directory.choose_start(resume_step=None, does_clean=False)
+        assert directory.choose_start(resume_step=None, does_clean=True) is None
+
+
 def test_an_output_directory_that_is_a_file_is_refused(layout: RunLayout) -> None:
     layout.root.touch()
     with pytest.raises(ConfigError, match="cannot be written"):

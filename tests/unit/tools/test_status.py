@@ -93,7 +93,7 @@ def test_a_failed_run_is_told_with_its_restarts_its_error_and_how_to_go_on() -> 
     assert "failed with exit code 1" in text
     assert "trainer killed by SIGKILL: orchestrator and trainer restarted from step 5 (2 steps again), back after 14 s" in text
     assert "  boom" in text
-    assert "go on from step 5: the same command with --ckpt.resume-step -1 (output_dir out)" in text
+    assert "go on from step 5: the same command with --ckpt.resume-step -1, of vf-rl with " in text
 
 
 def test_a_run_that_is_done_needs_no_resume() -> None:
