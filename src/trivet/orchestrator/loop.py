@@ -129,6 +129,7 @@ class Loop:
                 groups,
                 version=self.watcher.version,
                 step=step,
+                group_size=self.config.rollouts_per_example,
                 num_in_flight=self.buffer.num_in_flight,
                 num_ready=self.buffer.num_ready,
             )

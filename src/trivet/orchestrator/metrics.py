@@ -19,6 +19,7 @@ from trivet.wire.versions import PolicyVersion, Step, count_tokens
 _MEASURES: dict[str, Callable[[Rollout], float]] = {
     "reward": lambda rollout: rollout.reward,
     "seq_len": lambda rollout: float(sum(sample.num_tokens for sample in rollout.samples)),
+    "prompt_len": lambda rollout: float(sum(sample.num_tokens - count_tokens(sample.versions) for sample in rollout.samples)),
     "completion_len": lambda rollout: float(sum(count_tokens(sample.versions) for sample in rollout.samples)),
     "is_truncated": lambda rollout: float(rollout.is_truncated),
     "num_turns": lambda rollout: float(rollout.num_turns),
@@ -52,9 +53,22 @@ def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> di
 
 
 def flow_metrics(
-    tally: Tally, groups: Sequence[Group], *, version: PolicyVersion, step: Step, num_in_flight: int, num_ready: int
+    tally: Tally,
+    groups: Sequence[Group],
+    *,
+    version: PolicyVersion,
+    step: Step,
+    group_size: int,
+    num_in_flight: int,
+    num_ready: int,
 ) -> dict[str, float]:
-    """What became of the groups that ended since the last batch, and what is under way."""
+    """What became of the groups that ended since the last batch, and what is under way.
+
+    Args:
+        group_size: rollouts of each group.
+        num_in_flight: groups that are generated or scored.
+        num_ready: finished groups that wait for a batch.
+    """
     filtered = [group for group in tally.finished if group.filtered is not None]
     judged = [*(FinishedGroup.of(group) for group in groups), *filtered]
     values = _judged_metrics(judged) | _finished_metrics(tally.finished) | _loss_metrics(tally)
@@ -65,6 +79,8 @@ def flow_metrics(
     return values | {
         "batch/async_level": float(step - 1 - version),
         "batch/inflight_groups": float(num_in_flight),
+        "batch/inflight_rollouts": float(num_in_flight * group_size),
+        "batch/cancelled_rollouts": float(sum(group.reason == "stale" for group in tally.dropped) * group_size),
         "batch/ready_groups": float(num_ready),
     }
 
@@ -83,7 +99,6 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     for name, measure in _MEASURES.items():
         column = np.array([measure(rollout) for rollout in rollouts])
         values |= {f"{name}/mean": float(column.mean()), f"{name}/max": float(column.max()), f"{name}/min": float(column.min())}
-    values["prompt_len/mean"] = values["seq_len/mean"] - values["completion_len/mean"]
     for name in sorted({name for rollout in rollouts for name in rollout.scores}):
         values[f"metrics/{name}"] = _mean(rollout.scores[name] for rollout in rollouts if name in rollout.scores)
     if temperatures := [sample.temperature for rollout in rollouts for sample in rollout.samples]:

@@ -19,14 +19,14 @@ def group_of(env: str, rewards: tuple[float, ...], *, version: int = 0, newest: 
 
 
 def flow(tally: Tally, groups: list[Group]) -> dict[str, float]:
-    return flow_metrics(tally, groups, version=PolicyVersion(1), step=Step(3), num_in_flight=5, num_ready=2)
+    return flow_metrics(tally, groups, version=PolicyVersion(1), step=Step(3), group_size=2, num_in_flight=5, num_ready=2)
 
 
 def test_a_batch_of_one_environment_is_told_once():
     values = batch_metrics([group_of("math", (0.0, 1.0))], step=Step(1), num_tokens=14)
     assert values["reward/mean"] == values["reward/math"] == 0.5
     assert values["batch/math"] == 1.0
-    assert (values["completion_len/mean"], values["prompt_len/mean"], values["seq_len/max"]) == (4.0, 3.0, 7.0)
+    assert (values["completion_len/mean"], values["prompt_len/max"], values["seq_len/max"]) == (4.0, 3.0, 7.0)
     assert (values["progress/samples"], values["progress/problems"], values["progress/tokens"]) == (2.0, 1.0, 14.0)
     assert not any(name.endswith("/mean/math") for name in values)
     assert all(math.isfinite(value) for value in values.values())
@@ -90,7 +90,7 @@ def test_failures_are_told_by_error_and_environment():
     tally.add_dropped("code", "stale")
     values = flow(tally, [])
     assert (values["error/mean"], values["error/ValueError"], values["error/code/WorkerLost"]) == (0.75, 0.5, 0.25)
-    assert values["batch/stale_groups"] == 1.0
+    assert (values["batch/stale_groups"], values["batch/cancelled_rollouts"], values["batch/inflight_rollouts"]) == (1.0, 2.0, 10.0)
 
 
 def test_what_nobody_judged_has_no_share():
