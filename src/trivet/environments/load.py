@@ -70,9 +70,9 @@ def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.E
                 f"env.id = {env_id!r} has no load_environment(**args), by which environments are loaded; a taskset of the "
                 "verifiers v1 API cannot be trained on: use a version of the package with a v0 environment"
             ) from None
-        said = f"load_environment of {env_id!r} with args {dict(args)} raised {type(cause).__name__}: {cause}"
+        said = f"environment {name!r}: load_environment of {env_id!r} with args {dict(args)} raised {type(cause).__name__}: {cause}"
         if isinstance(cause, TypeError):
-            said += f"; check the args of environment {name!r} against the signature of its load_environment"
+            said += "; check the args against its signature"
         raise EnvironmentLoadError(said) from exc
 
 

@@ -199,7 +199,9 @@ def test_a_checkpoint_is_resumed_by_its_name(tmp_path: Path) -> None:
     assert run.trainer.ckpt.resume_step == 50
 
 
-@pytest.mark.parametrize(("words", "step"), [(["checkpoint-5"], 5), (["true"], -1), ([], -1), (["--trainer.args.max-steps", "9"], -1)])
+@pytest.mark.parametrize(
+    ("words", "step"), [(["checkpoint-5"], 5), (["true"], -1), ([], -1), (["--trainer.args.max-steps", "9"], -1)]
+)
 def test_the_flag_that_resumes_takes_a_name_or_stands_alone(tmp_path: Path, words: list[str], step: int) -> None:
     file = tmp_path / "vf.toml"
     file.write_text(BASE)

@@ -90,7 +90,11 @@ def test_failures_are_told_by_error_and_environment():
     tally.add_dropped("code", "stale")
     values = flow(tally, [])
     assert (values["error/mean"], values["error/ValueError"], values["error/code/WorkerLost"]) == (0.75, 0.5, 0.25)
-    assert (values["batch/stale_groups"], values["batch/cancelled_rollouts"], values["batch/inflight_rollouts"]) == (1.0, 2.0, 10.0)
+    assert (values["batch/stale_groups"], values["batch/cancelled_rollouts"], values["batch/inflight_rollouts"]) == (
+        1.0,
+        2.0,
+        10.0,
+    )
 
 
 def test_what_nobody_judged_has_no_share():
