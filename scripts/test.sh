@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the whole test suite on a fresh machine: installs what is missing, a headless browser too, then pytest, two files at a
-# time. Arguments go to pytest.
+# Runs the test suite on a fresh machine, without what is marked slow or gpu: installs what is missing, a headless browser too,
+# then pytest, two files at a time. Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 uv run --no-sync python scripts/install_browser.py || echo "test: the tests of the page are skipped"

@@ -7,16 +7,16 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from support.oracle import Oracle
+from support.served import CHAT, assert_serves, chat, greedy
 from support.servers import run_server
 from support.tiny_models import publish_tiny_model
-from trivet.client.inference_client import Generation, InferenceClient
+from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import MANIFEST, RunLayout
 from trivet.durable import write_json_atomically
 from trivet.errors import InferenceError
@@ -24,30 +24,6 @@ from trivet.weights.manifest import describe, describe_start_model
 from trivet.wire.versions import PolicyVersion
 
 pytestmark = pytest.mark.vllm
-
-PROMPTS = [[5, 6, 7, 8], [99, 102, 68, 69, 70, 100, 2, 99, 103], list(range(4, 90))]
-CHAT = {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "return_token_ids": True}
-
-
-async def greedy(client: InferenceClient, prompt: list[int], *, num_tokens: int = 24) -> Generation:
-    return await client.generate(prompt, max_tokens=num_tokens, temperature=0.0)
-
-
-async def assert_serves(client: InferenceClient, directory: Path) -> None:
-    """Greedy outputs are those of the weights in `directory`, up to a stop token."""
-    oracle = Oracle(directory)
-    answers = await asyncio.gather(*(greedy(client, prompt) for prompt in PROMPTS))
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert answer.token_ids == oracle.greedy(prompt, num_tokens=len(answer.token_ids))
-        expected = oracle.logprobs(prompt, answer.token_ids, temperature=1.0)
-        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-async def chat(base_url: str, **fields: Any) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=base_url, timeout=300) as http:
-        response = await http.post("/v1/chat/completions", json={**CHAT, **fields})
-    response.raise_for_status()
-    return response.json()
 
 
 def test_every_reload_serves_exactly_the_weights_of_its_directory(

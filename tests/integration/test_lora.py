@@ -13,6 +13,7 @@ import pytest
 
 from support.adapters import publish_adapter, write_adapter, write_merged
 from support.oracle import Oracle
+from support.served import CHAT, assert_serves, chat
 from support.servers import run_server
 from support.tiny_models import publish_tiny_model
 from trivet.client.inference_client import InferenceClient
@@ -21,9 +22,6 @@ from trivet.errors import InferenceError
 from trivet.weights.manifest import describe_start_model
 
 pytestmark = pytest.mark.vllm
-
-PROMPTS = [[5, 6, 7, 8], [99, 102, 68, 69, 70, 100, 2, 99, 103], list(range(4, 90))]
-CHAT = {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +37,6 @@ def server(_server: str) -> str:
     """Serves `tiny_model` in float32, without an adapter."""
     httpx.post(f"{_server}/reload_weights", timeout=60).raise_for_status()
     return _server
-
-
-async def assert_serves(client: InferenceClient, directory: Path) -> None:
-    """Greedy outputs are those of the whole model in `directory`, up to a stop token."""
-    oracle = Oracle(directory)
-    answers = await asyncio.gather(*(client.generate(prompt, max_tokens=24, temperature=0.0) for prompt in PROMPTS))
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert answer.token_ids == oracle.greedy(prompt, num_tokens=len(answer.token_ids))
-        expected = oracle.logprobs(prompt, answer.token_ids, temperature=1.0)
-        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-async def chat(base_url: str, **fields: Any) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=base_url, timeout=300) as http:
-        response = await http.post("/v1/chat/completions", json={**CHAT, **fields})
-    response.raise_for_status()
-    return response.json()
 
 
 def assert_sampled_from(answer: dict[str, Any], directory: Path) -> None:

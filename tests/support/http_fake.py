@@ -1,7 +1,7 @@
-"""The stand-in for the inference server on a real port, for tests whose requests come from another process."""
+"""Stand-ins for the inference server on a real port, for tests whose requests come from another process or over real sockets."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -9,37 +9,52 @@ import httpx
 
 from support.fake_inference import FakeInference
 
+Answer = Callable[[str, str, bytes], tuple[int, bytes]]
+"""Status and JSON for a method, a path and a body."""
+
 
 @contextmanager
 def serve_fake(fake: FakeInference) -> Iterator[str]:
     """Yields the base URL of a server that answers as `fake` does."""
-    client = httpx.Client(transport=fake.transport, base_url="http://fake")
+    with httpx.Client(transport=fake.transport, base_url="http://fake") as client:
+
+        def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:
+            response = client.request(method, path, content=body)
+            return response.status_code, response.content
+
+        with serve(answer) as url:
+            yield url
+
+
+@contextmanager
+def serve(answer: Answer) -> Iterator[str]:
+    """Yields the base URL of a server that calls `answer` for each request, several at one time."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            self._answer(client.post(self.path, content=self.rfile.read(int(self.headers["Content-Length"]))))
+            self._reply(self.rfile.read(int(self.headers["Content-Length"])))
 
         def do_GET(self) -> None:
-            self._answer(client.get(self.path))
+            self._reply(b"")
 
-        def _answer(self, answer: httpx.Response) -> None:
-            self.send_response(answer.status_code)
+        def _reply(self, body: bytes) -> None:
+            status, content = answer(self.command, self.path, body)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer.content)))
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(answer.content)
+            self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}/v1"
         finally:
             server.shutdown()
             thread.join()
-            client.close()

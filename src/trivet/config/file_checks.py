@@ -19,6 +19,13 @@ from trivet.errors import ConfigError
 LOCAL_ROOTS = ("models", "outputs")
 """First parts of a name that mean a directory of this project, even before it exists."""
 
+MADE_BY = {
+    "models/smollm2": "uv run python scripts/make_smollm2.py",
+    "models/examples": "the three commands at the top of configs/examples/sft.toml",
+    "outputs/quickstart": "bash scripts/quickstart.sh",
+}
+"""What makes the models that our own configurations start from."""
+
 
 def file_problems(config: Section) -> Iterator[str]:
     """What `config` names and this machine does not have."""
@@ -71,6 +78,8 @@ def _model_problems(name: str, key: str, *, is_model: bool) -> Iterator[str]:
     if not looks_local:
         return
     if not path.is_dir():
-        yield f"{key} ({name}) is not a directory; give a model directory, or a Hugging Face name such as Qwen/Qwen3-0.6B"
+        maker = next((command for directory, command in MADE_BY.items() if path.is_relative_to(directory)), None)
+        remedy = f"it is made by {maker}" if maker else "give a model directory, or a Hugging Face name such as Qwen/Qwen3-0.6B"
+        yield f"{key} ({name}) is not a directory; {remedy}"
     elif is_model and not (path / "config.json").is_file():
         yield f"{key} ({name}) has no config.json: it is not a model directory"

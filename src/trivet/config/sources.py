@@ -47,7 +47,8 @@ def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, 
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+        heir = f" ({INHERIT_KEY} of {_readers[-1]} names it, counted from that file's folder)" if _readers else ""
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}{heir}") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
     bases = content.pop(INHERIT_KEY, [])

@@ -51,6 +51,7 @@ _SAME_MEANING = {
     "vllm_server_timeout": "orchestrator.client.wait_for_ready_timeout",
 }
 """Key of [trainer.args] to the run's key that has its value as it is."""
+_SAMPLING = "orchestrator.sampling."
 _LORA = {
     "lora_rank": "rank",
     "lora_alpha": "alpha",
@@ -211,6 +212,9 @@ def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
         yield "orchestrator.eval.interval", args.eval_steps, "eval_steps"
         env = {"id": environment_name(config), "args": config.env.args}
         yield "orchestrator.eval.env", [env], "eval_strategy"
+        for name, key in _SAME_MEANING.items():  # measured as it is trained
+            if key.startswith(_SAMPLING) and (value := getattr(args, name)) is not None:
+                yield f"orchestrator.eval.sampling.{key.removeprefix(_SAMPLING)}", value, name
     if args.wandb is not None or not {"wandb", "all"}.isdisjoint(_reports(args)):
         wandb = args.wandb
         yield "wandb.project", wandb.project if wandb else "trivet", "wandb.project"

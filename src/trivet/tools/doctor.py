@@ -233,7 +233,7 @@ def _uv(facts: Facts) -> Diagnosis:
 def _tmux(facts: Facts) -> Diagnosis:
     if "tmux" in facts.programs:
         return Diagnosis(subject="tmux", health=Health.OK, found="on PATH")
-    remedy = "for scripts/tmux.sh: install tmux with the system's package manager; the logs are files either way"
+    remedy = "for vf-rl and scripts/tmux.sh: install it with the system's package manager, or use --no-tmux and follow logs/"
     return Diagnosis(subject="tmux", health=Health.NOTE, found="not on PATH", remedy=remedy)
 
 

@@ -6,6 +6,7 @@ Legend: T tokens of a row, S samples in it, H query heads, K key-value heads, D 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -68,8 +69,8 @@ def register_attention(attn: str, *, device: torch.device, has_softcap: bool = F
         "sdpa": ("by_sample", sdpa_packed),
         "grouped": ("by_group", grouped_packed),
         "flash_varlen": ("varlen", flash_varlen_packed),
-        "flash_attention_2": ("fa2", flash_attention_2_packed),
-        "flash_attention_3": ("fa3", flash_attention_3_packed),
+        "flash_attention_2": ("fa2", partial(package_packed, "flash_attention_2")),
+        "flash_attention_3": ("fa3", partial(package_packed, "flash_attention_3")),
     }[chosen]
     AttentionInterface.register(_PREFIX + name, function)
     return _PREFIX + name
@@ -234,7 +235,8 @@ def flash_varlen_packed(
     return output[None], None
 
 
-def flash_attention_2_packed(
+def package_packed(
+    attn: str,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -245,28 +247,8 @@ def flash_attention_2_packed(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """By the package flash-attn; shapes as in `sdpa_packed`, dtypes as in `flash_varlen_packed`."""
-    return _flash_attention("flash_attention_2", query, key, value, segments=segments, scaling=scaling)
-
-
-def flash_attention_3_packed(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    segments: Segments,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """By flash-attn's package for Hopper GPUs."""
-    return _flash_attention("flash_attention_3", query, key, value, segments=segments, scaling=scaling)
-
-
-def _flash_attention(
-    attn: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, segments: Segments, scaling: float | None
-) -> tuple[torch.Tensor, None]:
+    """By the package that `attn` names, flash-attn or its sibling for Hopper GPUs; shapes as in `sdpa_packed`, dtypes as in
+    `flash_varlen_packed`."""
     longest = max(segments.lengths)
     output = import_module(_PACKAGES[attn]).flash_attn_varlen_func(
         *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),

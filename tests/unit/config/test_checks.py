@@ -177,6 +177,8 @@ def test_a_name_that_means_a_directory_must_be_one_with_a_model(tmp_path: Path, 
     for name in ("./nope", "/nope", "~/nope", "outputs/sft/weights/step_3", "models/nope"):
         (problem,) = problems(name)
         assert problem.startswith(f"model.name ({name}) is not a directory")
+    (problem,) = problems("models/smollm2")
+    assert problem.endswith("is not a directory; it is made by uv run python scripts/make_smollm2.py")
     assert problems("Qwen/Qwen3-0.6B") == []
     assert problems("gpt2") == []
     (tmp_path / "org" / "model").mkdir(parents=True)

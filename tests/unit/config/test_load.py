@@ -68,6 +68,11 @@ def test_a_file_inherits_relative_to_itself_and_wins_over_its_bases(tmp_path: Pa
     assert (config.seed, config.max_steps, config.optim.lr) == (1, 20, 0.5)
 
 
+def test_a_file_to_inherit_from_that_is_missing_is_told_with_who_names_it(tmp_path: Path) -> None:
+    copy = write(tmp_path / "copy.toml", 'toml_files = ["../examples/cpu.toml"]\n')
+    assert f"(toml_files of {copy} names it, counted from that file's folder)" in refusal(TrainerConfig, "@", copy)
+
+
 def test_a_file_that_inherits_from_itself_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.toml", 'toml_files = ["b.toml"]\n')
     write(tmp_path / "b.toml", 'toml_files = ["a.toml"]\n')

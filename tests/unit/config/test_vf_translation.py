@@ -194,6 +194,13 @@ def test_schedules_keep_their_course(tmp_path: Path, schedule: str, expected: Li
     assert run.trainer.scheduler == expected
 
 
+def test_policies_are_measured_as_they_are_trained(tmp_path: Path) -> None:
+    run, _ = translated(tmp_path, f'{BASE}eval_strategy = "steps"\ntemperature = 0.7\nmax_tokens = 32\ntop_p = 0.9\n')
+    assert run.orchestrator.eval is not None
+    sampling = run.orchestrator.eval.sampling
+    assert (sampling.temperature, sampling.max_tokens, sampling.top_p) == (0.7, 32, 0.9)
+
+
 def test_a_checkpoint_is_resumed_by_its_name(tmp_path: Path) -> None:
     run, _ = translated(tmp_path, f'{BASE}resume_from_checkpoint = "outputs/x/checkpoint-50"\n')
     assert run.trainer.ckpt.resume_step == 50

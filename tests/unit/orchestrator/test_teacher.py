@@ -3,14 +3,13 @@
 import asyncio
 import json
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
 
+from support.http_fake import serve
 from trivet.client.inference_client import InferenceClient
 from trivet.config.client import ClientConfig
 from trivet.config.teacher import TeacherModelConfig, TeacherNameConfig
@@ -35,6 +34,17 @@ class Script:
     most_at_once: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def __call__(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        if method == "GET":
+            return 200, b"{}"
+        with self.lock:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        with self.lock:
+            status, found = self.answer(path, json.loads(body))
+            self.at_once -= 1
+        return status, json.dumps(found).encode()
+
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/tokenize":
             text = body["prompt"] if "prompt" in body else json.dumps(body["messages"])
@@ -50,44 +60,6 @@ class Script:
 
     def logprob(self, token: int) -> float:
         return -9999.0 if token == self.impossible else -token / 10
-
-
-@contextmanager
-def serve(script: Script):
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self):
-            with script.lock:
-                script.at_once += 1
-                script.most_at_once = max(script.most_at_once, script.at_once)
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with script.lock:
-                code, found = script.answer(self.path, body)
-                script.at_once -= 1
-            self.reply(code, found)
-
-        def do_GET(self):
-            self.reply(200, {})
-
-        def reply(self, code, found):
-            content = json.dumps(found).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def make_sample(token_ids: list[int], *, num_prompt: int = 2) -> Sample:

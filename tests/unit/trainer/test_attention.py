@@ -2,6 +2,7 @@
 
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from trivet.errors import ConfigError
 from trivet.trainer.attention import (
     Segments,
     choose_attention,
-    flash_attention_2_packed,
+    package_packed,
     register_attention,
     require_full_attention,
     sdpa_packed,
@@ -129,7 +130,7 @@ def test_flash_attention_2_gets_the_samples_of_a_row_one_behind_the_other(monkey
     segments = Segments.of([4, 1, 4], device=CPU)
     found, expected = (
         function(torch.nn.Identity(), *tensors, None, segments=segments, scaling=0.3)[0]
-        for function in (flash_attention_2_packed, sdpa_packed)
+        for function in (partial(package_packed, "flash_attention_2"), sdpa_packed)
     )
     torch.testing.assert_close(found, expected)
 
