@@ -10,11 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.processes import assert_all_gone, descendants_of, wait_until
+from support.processes import assert_all_gone, descendants_of, find_free_port, wait_until
+from trivet.config.layout import RunLayout
 from trivet.launcher.plan import rank_environment, torchrun
+from trivet.weights.manifest import verify
 
 TESTS = Path(__file__).parents[1]
 STARTED_WITHIN_S = 60.0
+TRAINED_WITHIN_S = 180.0
 
 
 def start_ranks(directory: Path, behaviour: str) -> "subprocess.Popen[bytes]":
@@ -66,3 +69,40 @@ def test_sigterm_ends_the_ranks_and_is_the_exit_code(
     agent.send_signal(signal.SIGTERM)
     assert agent.wait(STARTED_WITHIN_S) == 128 + signal.SIGTERM
     assert_all_gone(ranks)
+
+
+def train_fake_batches(model: Path, output_dir: Path, *torchrun_words: str) -> "subprocess.Popen[bytes]":
+    """Two steps on made-up data, by the ranks that one torchrun starts on its machine."""
+    flags = {
+        "model.name": model,
+        "model.compute-dtype": "float32",
+        "model.seq-len": 64,
+        "max-steps": 2,
+        "output-dir": output_dir,
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *torchrun_words]
+    with (output_dir.parent / "torchrun.log").open("ab") as log:
+        return subprocess.Popen(
+            [*command, "-m", "trivet.trainer.main", *words, "--data.fake.batch-size", "4", "--device", "cpu"],
+            env=os.environ | rank_environment(2, num_cpus=2, is_on_cpu=True),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def test_two_machines_are_one_trainer(tiny_model: Path, tmp_path: Path) -> None:
+    """Each is a torchrun of its own here; together they publish and commit what both learned."""
+    port, layout = find_free_port(), RunLayout(tmp_path / "run")
+    address = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
+    machines = [train_fake_batches(tiny_model, layout.root, *address, "--node-rank", str(rank)) for rank in range(2)]
+    try:
+        codes = [machine.wait(TRAINED_WITHIN_S) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.wait()
+    assert codes == [0, 0], (tmp_path / "torchrun.log").read_text()[-3000:]
+    assert verify(layout.weights_step(2)).version == 2
+    assert sorted(path.name for path in layout.logs.glob("trainer/*")) == ["rank_0.stdout", "rank_1.stdout"]

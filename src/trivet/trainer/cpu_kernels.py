@@ -8,66 +8,30 @@ Legend: T tokens, I features in, O features out.
 
 import logging
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from trivet.trainer.master_weights import MasterWeights
+
 logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS, _PROBE_FEATURES = 3, 64
 
 
-class MasterCasts:
-    """Master weights in the dtype that is computed in: cast once an update, however many rows there are."""
-
-    def __init__(self) -> None:
-        self._casts: dict[torch.Tensor, _Cast] = {}
-        self._lock = threading.Lock()
-
-    def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Without a gradient; `weight` itself where it has the dtype. May be called by several threads."""
-        if weight.dtype == dtype:
-            return weight.detach()
-        with self._lock:
-            found = self._casts.get(weight)
-            if found is None or found.values.dtype != dtype:
-                found = self._casts[weight] = _Cast(weight.detach().to(dtype), weight._version)
-            return found.follow(weight)
-
-    def renew(self) -> None:
-        """Cast anew what has changed: all cores do it sooner than the first thread that asks."""
-        for weight, cast in self._casts.items():
-            cast.follow(weight)
-
-
-@dataclass(slots=True)
-class _Cast:
-    values: torch.Tensor
-    version: int
-    """Of the weight, when they were cast."""
-
-    def follow(self, weight: torch.Tensor) -> torch.Tensor:
-        if self.version != weight._version:
-            self.values.copy_(weight.detach())
-            self.version = weight._version
-        return self.values
-
-
-def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> MasterCasts | None:
+def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> MasterWeights | None:
     """Replace what can be replaced, names of parameters kept.
 
     Args:
         dtype: what the model computes in, whatever its parameters are in.
 
     Returns:
-        The casts by which the model computes in `dtype` itself; None if a parameter is used by something that was not replaced.
+        The weights by which the model computes in `dtype` itself; None if a parameter is used by something that was not replaced.
     """
-    casts = MasterCasts()
+    masters = MasterWeights()
     head = causal_lm.get_output_embeddings()
     num_linears = num_norms = 0
     others: list[str] = []
@@ -75,39 +39,65 @@ def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Master
         if module is head:
             continue
         if type(module) is torch.nn.Linear:
-            setattr(module, "forward", _LinearForward(module, casts))  # noqa: B010  # on this module alone
+            setattr(module, "forward", _LinearForward(module, masters))  # noqa: B010  # on this module alone
             num_linears += 1
         elif _is_rms_norm(module):
             setattr(module, "forward", _NormForward(module))  # noqa: B010
             num_norms += 1
         elif type(module) is torch.nn.Embedding and module is causal_lm.get_input_embeddings():
-            setattr(module, "forward", _EmbeddingForward(module, dtype))  # noqa: B010
+            setattr(module, "forward", _EmbeddingForward(module, masters, dtype))  # noqa: B010
         elif any(True for _ in module.parameters(recurse=False)):
             others.append(name)
     has_rotary = _replace_rotary(causal_lm)
     logger.info("CPU kernels linears=%s norms=%s rotary=%s others=%s", num_linears, num_norms, has_rotary, len(others))
-    return None if others else casts
+    return None if others else masters
 
 
 class _EmbeddingForward:
-    def __init__(self, module: torch.nn.Embedding, dtype: torch.dtype) -> None:
+    def __init__(self, module: torch.nn.Embedding, masters: MasterWeights, dtype: torch.dtype) -> None:
         self._module = module
+        self._masters = masters
         self._dtype = dtype
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         weight = self._module.weight
-        found = torch.nn.functional.embedding(token_ids, weight, self._module.padding_idx)
-        return found if weight.dtype == torch.float64 else found.to(self._dtype)
+        dtype = weight.dtype if weight.dtype == torch.float64 else self._dtype
+        return _Embedding.apply(token_ids, weight, self._masters, self._module.padding_idx, dtype)  # type: ignore[no-any-return]
+
+
+class _Embedding(torch.autograd.Function):
+    """Its gradient touches the rows of the tokens that are there, where autograd's is a matrix of the whole vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token_ids: torch.Tensor,
+        weight_VH: torch.Tensor,
+        masters: MasterWeights,
+        padding_idx: int | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(token_ids)
+        ctx.master, ctx.masters, ctx.padding_idx = weight_VH, masters, padding_idx
+        return torch.nn.functional.embedding(token_ids, weight_VH).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (token_ids,) = ctx.saved_tensors
+        ids_N, grad_NH = token_ids.flatten(), grads[0].flatten(0, -2)
+        if ctx.padding_idx is not None:  # whose embedding is not trained
+            is_trained_N = ids_N != ctx.padding_idx
+            ids_N, grad_NH = ids_N[is_trained_N], grad_NH[is_trained_N]
+        return None, ctx.masters.add_to_rows(ctx.master, ids_N, grad_NH), None, None, None
 
 
 class _LinearForward:
-    def __init__(self, module: torch.nn.Linear, casts: MasterCasts) -> None:
+    def __init__(self, module: torch.nn.Linear, masters: MasterWeights) -> None:
         self._module = module
-        self._casts = casts
+        self._masters = masters
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        weight = self._module.weight
-        outputs = _Linear.apply(inputs, weight, self._casts.of(weight, inputs.dtype))
+        outputs = _Linear.apply(inputs, self._module.weight, self._masters)
         return outputs if self._module.bias is None else outputs + self._module.bias.to(outputs.dtype)
 
 
@@ -116,7 +106,8 @@ class _Linear(torch.autograd.Function):
     view it takes twice as long. The narrower of the two factors is copied, and a product that comes out transposed is turned."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, master_OI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, master_OI: torch.Tensor, masters: MasterWeights) -> torch.Tensor:
+        weight_OI = masters.of(master_OI, inputs.dtype)
         ctx.save_for_backward(inputs, weight_OI)
         ctx.dtype = master_OI.dtype
         return torch.nn.functional.linear(inputs, weight_OI)

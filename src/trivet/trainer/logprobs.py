@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trivet.trainer.master_weights import MasterWeights
+
 _CACHED_LOGITS = 1 << 18
 """In float32, and as many beside them: of the sizes tried the fastest, or close to it, with 2 MiB of cache a core."""
 
@@ -29,7 +31,7 @@ def score_tokens(
     temperatures_N: torch.Tensor,
     chunk_size: int,
     softcap: float | None = None,
-    cast_VH: torch.Tensor | None = None,
+    masters: MasterWeights | None = None,
 ) -> TokenScores:
     """Score `targets_N` under softmax(logits / temperature), logits = hidden @ weight.T.
 
@@ -41,10 +43,10 @@ def score_tokens(
         temperatures_N: float32, > 0.
         chunk_size: tokens whose logits exist at one time.
         softcap: logits are softcap * tanh(hidden @ weight.T / softcap).
-        cast_VH: the weight in the dtype of `hidden_NH`, where that is at hand.
+        masters: who casts the weight and takes its gradient, where that is not left to autograd.
     """
-    cast_VH = weight_VH.detach().to(hidden_NH.dtype) if cast_VH is None else cast_VH
-    logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, cast_VH, targets_N, temperatures_N, chunk_size, softcap)
+    masters = masters or MasterWeights()
+    logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, masters, targets_N, temperatures_N, chunk_size, softcap)
     return TokenScores(logprobs_N, entropies_N)
 
 
@@ -54,13 +56,14 @@ class _ChunkedHead(torch.autograd.Function):
         ctx: Any,
         hidden_NH: torch.Tensor,
         master_VH: torch.Tensor,
-        weight_VH: torch.Tensor,
+        masters: MasterWeights,
         targets_N: torch.Tensor,
         temperatures_N: torch.Tensor,
         chunk_size: int,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.dtype = master_VH.dtype
+        weight_VH = masters.of(master_VH, hidden_NH.dtype)
+        ctx.master, ctx.masters = master_VH, masters
         logprobs, entropies, log_totals = [], [], []
         for hidden_CH, targets_C, temperatures_C in _chunks(hidden_NH, targets_N, temperatures_N, size=chunk_size):
             outputs_CV = hidden_CH @ weight_VH.T
@@ -111,10 +114,16 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_RV.scatter_add_(1, targets_R[:, None], scale_R1)
                 outputs_RV.copy_(grad_RV if slope_RV is None else grad_RV.mul_(slope_RV))
             grad_hidden.append(grad_logits_CV @ weight_VH)
-            part_VH = (grad_logits_CV.T @ hidden_CH).to(log_totals_N.dtype)
+            if not ctx.needs_input_grad[1]:
+                continue
+            part_VH = grad_logits_CV.T @ hidden_CH
+            if ctx.masters.sums_gradients:
+                ctx.masters.add_gradient(ctx.master, part_VH)
+                continue
+            part_VH = part_VH.to(log_totals_N.dtype)
             grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
-        assert grad_weight_VH is not None
-        return torch.cat(grad_hidden), grad_weight_VH.to(ctx.dtype), None, None, None, None, None
+        grad_master_VH = None if grad_weight_VH is None else grad_weight_VH.to(ctx.master.dtype)
+        return torch.cat(grad_hidden), grad_master_VH, None, None, None, None, None
 
 
 def _summarize(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,10 +16,11 @@ from trivet.config.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention import register_attention, require_full_attention
 from trivet.trainer.blocks import blocks_of, prepare_blocks
-from trivet.trainer.cpu_kernels import MasterCasts, speed_up_on_cpu
+from trivet.trainer.cpu_kernels import speed_up_on_cpu
 from trivet.trainer.distributed import World
 from trivet.trainer.lanes import Lanes
 from trivet.trainer.logprobs import TokenScores, score_tokens
+from trivet.trainer.master_weights import MasterWeights
 from trivet.trainer.rows import RowTensors
 from trivet.trainer.start import build, fill, read_config
 from trivet.trainer.supported import LogitRule, find_logit_rule, require_packable, require_text_decoder
@@ -37,12 +38,12 @@ class PolicyModel(torch.nn.Module):
         *,
         chunk_size: int,
         logit_rule: LogitRule,
-        casts: MasterCasts | None = None,
+        masters: MasterWeights | None = None,
         lanes: Lanes | None = None,
     ) -> None:
         """
         Args:
-            casts: of the model's master weights, when it makes them itself.
+            masters: the model's weights, where it casts them and adds up their gradients itself.
             lanes: where rows may be computed side by side.
         """
         super().__init__()
@@ -50,7 +51,7 @@ class PolicyModel(torch.nn.Module):
         self.chunk_size = chunk_size
         self.lanes = lanes or Lanes()
         self._logit_rule = logit_rule
-        self._casts = casts
+        self._masters = masters
 
     def forward(self, row: RowTensors) -> TokenScores:
         outputs = self.causal_lm.base_model(
@@ -64,13 +65,13 @@ class PolicyModel(torch.nn.Module):
             temperatures_N=row.temperatures_N / self._logit_rule.scale,
             chunk_size=self.chunk_size,
             softcap=self._logit_rule.softcap,
-            cast_VH=self._casts.of(weight, hidden_NH.dtype) if self._casts else None,
+            masters=self._masters,
         )
 
     def renew_casts(self) -> None:
         """Before rows are computed side by side."""
-        if self._casts is not None:
-            self._casts.renew()
+        if self._masters is not None:
+            self._masters.renew()
 
     @property
     def embedding(self) -> torch.nn.Embedding:
@@ -127,16 +128,18 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         add_adapter(causal_lm, config.lora, base_name=config.name, dtype=getattr(torch, config.optimization_dtype))
     compute_dtype = getattr(torch, config.compute_dtype)
     has_kernels = world.device.type == "cpu" and config.compile is None
-    casts = speed_up_on_cpu(causal_lm, dtype=compute_dtype) if has_kernels else None
+    masters = speed_up_on_cpu(causal_lm, dtype=compute_dtype) if has_kernels else None
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
-    is_whole = world.size == 1 and config.lora is None and casts is not None
+    is_whole = world.size == 1 and config.lora is None and masters is not None
     model = PolicyModel(
         causal_lm.train(),
         chunk_size=config.fused_lm_head_chunk_size,
         logit_rule=logit_rule,
-        casts=casts if is_whole else None,
+        masters=masters if is_whole else None,
         lanes=Lanes.of(seq_len=config.seq_len) if is_whole else None,
     )
+    if masters is not None:
+        masters.sums_gradients = is_whole
     if not is_whole:
         shard(model, config, world)
     fill(model, causal_lm, config, world)
