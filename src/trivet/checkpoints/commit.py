@@ -116,7 +116,7 @@ def discard_later(layout: RunLayout, step: Step) -> None:
 def discard_staging(layout: RunLayout) -> None:
     """Remove halves that were never committed.
 
-    Only before any role has started. A half that stays is harmless: each is emptied before it is written again.
+    Only before a role writes one. A half that stays takes room, and is emptied before it is written again.
     """
     if not layout.checkpoints.is_dir():
         return

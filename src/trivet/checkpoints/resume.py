@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from trivet.checkpoints.commit import read_record, resolve_resume_step, verify_checkpoint, verify_half
+from trivet.checkpoints.commit import committed_steps, read_record, resolve_resume_step, verify_checkpoint, verify_half
 from trivet.checkpoints.halves import ORCHESTRATOR, TRAINER
 from trivet.checkpoints.settings import require_same_settings
 from trivet.config.base import Section
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.shared import CkptConfig
-from trivet.errors import CheckpointError, ResumeError
+from trivet.errors import CheckpointError, ConfigError, ResumeError
 from trivet.wire.versions import Step
 
 
@@ -29,8 +29,26 @@ class Resumable(Protocol):
 
 
 def require_resumable(config: Resumable) -> None:
-    """`choose_resume_step` as a command's check, before it starts anything."""
-    choose_resume_step(config)
+    """`choose_start` as a command's check, before it starts anything."""
+    choose_start(config)
+
+
+def choose_start(config: Resumable, *, is_whole_verified: bool = False) -> Step:
+    """`choose_resume_step` for a role that starts now: 0 for a fresh start, which would write over what is there.
+
+    Raises:
+        ConfigError: a fresh start over committed checkpoints.
+    """
+    step = choose_resume_step(config, is_whole_verified=is_whole_verified)
+    if step is not None:
+        return step
+    layout = RunLayout(config.output_dir)
+    if committed := committed_steps(layout):
+        raise ConfigError(
+            f"{layout.checkpoints} holds the committed checkpoints {', '.join(map(str, committed))}, which a fresh start "
+            "would remove; set ckpt.resume_step = -1 to go on from the newest, or choose another output_dir"
+        )
+    return Step(0)
 
 
 def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) -> Step | None:

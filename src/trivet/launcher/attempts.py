@@ -19,8 +19,9 @@ from trivet.launcher.machine import Machine
 from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan
 from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.telemetry.events import EventWriter, read_events
+from trivet.weights.retention import needed_to_resume, reference_version
 from trivet.wire.events import Event, Stop
-from trivet.wire.versions import Step
+from trivet.wire.versions import START_VERSION, Step
 
 _SERVERS = ("inference.toml", "teacher.toml")
 """Files of roles that stay up while trainer and orchestrator go back."""
@@ -91,8 +92,8 @@ class Attempts:
                 if isinstance(section, Resumable):
                     # `begin` reads every file of both halves, before anything is removed.
                     choose_resume_step(section, is_whole_verified=True)
-        lag = self.config.trainer.max_async_level if self.config.deterministic else 0
-        self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, lag=lag)
+        versions = _needed_by_fork(self.config, self.from_step) if self.from_step and resume_from is not None else ()
+        self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, versions=versions)
         write_configs(self.planned.configs)
 
     def go_back(self, log: RunLog) -> None:
@@ -148,6 +149,15 @@ class Attempts:
                 "Start anew with --clean, or from weights with --model.name"
             )
         return None
+
+
+def _needed_by_fork(config: RLConfig, step: Step) -> set[int]:
+    """Policies of the other run, older than `step`, that a run which starts from its checkpoint samples from or compares with."""
+    loss, lag = config.trainer.loss, config.trainer.max_async_level if config.deterministic else 0
+    needed = needed_to_resume([step], lag=lag)
+    if loss.beta:
+        needed.add(reference_version(step, interval=loss.reference_update_interval))
+    return needed - {step, START_VERSION}
 
 
 def leave_nothing_behind(config: RLConfig) -> RLConfig:

@@ -259,7 +259,7 @@ class Recovery:
                 number == signal.SIGTERM
                 and self._config.preemption_grace_s > 0
                 and self._units[Unit.TRAINING].phase is Phase.RUNNING
-                and all(role.exit_code is None and not role.stuck for role in training)
+                and all((role.exit_code is None or self._is_done(role, seen)) and not role.stuck for role in training)
             )
             if not can_commit:
                 yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}")
@@ -285,7 +285,7 @@ class Recovery:
         if not role.does_finish:
             return False
         if role.exit_code == 0:
-            return role.is_complete
+            return role.is_complete or seen.is_last_step_committed
         if not seen.is_last_step_committed:
             return False
         return _is_signal(role.exit_code) if role.exit_code is not None else self._is_stuck(role)

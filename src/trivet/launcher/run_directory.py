@@ -4,7 +4,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -117,12 +117,14 @@ class RunDirectory:
             return RunIdentity(id=before.id, attempt=before.attempt + 1)
         return RunIdentity(id=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
 
-    def begin(self, run: RunIdentity, *, resumed_from: Step | None, resume_from: Path | None = None, lag: int = 0) -> None:
+    def begin(
+        self, run: RunIdentity, *, resumed_from: Step | None, resume_from: Path | None = None, versions: Iterable[int] = ()
+    ) -> None:
         """Write run.json. A new run first removes what an earlier one left; a resumed run what was never committed.
 
         Args:
             resume_from: output directory of another run, whose checkpoint `resumed_from` becomes this new run's first.
-            lag: policies older than that which the new run samples from.
+            versions: of that run's policies, those that the new one needs besides the checkpoint's own.
 
         Raises:
             ConfigError: the checkpoint to resume from is damaged; nothing was removed.
@@ -131,7 +133,7 @@ class RunDirectory:
             for name in self._entries():
                 _remove(self.layout.root / name)
             if resumed_from is not None and resume_from is not None:
-                adopt(resume_from, resumed_from, into=self.layout, versions=range(resumed_from - lag, resumed_from))
+                adopt(resume_from, resumed_from, into=self.layout, versions=versions)
         else:
             try:
                 verify_checkpoint(self.layout, resumed_from)

@@ -21,9 +21,9 @@ def main() -> int:
 
 def check(config: SftConfig) -> None:
     """Refuse what cannot go on or be forked, and data that cannot be read, before anything is started or written."""
-    _require_start(config)
     if config.bench is not None:
-        return  # made-up rows
+        return  # made-up rows, and nothing is written
+    _require_start(config)
     if not isinstance(config.data, FakeDataConfig):
         open_data(config.data, seed=config.seed, key="data")
     if config.val is not None:

@@ -9,7 +9,13 @@ from trivet.launcher.ranks import become_ranks
 
 
 def main() -> int:
-    return run_command(TrainerConfig, start, check=require_resumable)
+    return run_command(TrainerConfig, start, check=check)
+
+
+def check(config: TrainerConfig) -> None:
+    """Refuse what cannot start, before the ranks do."""
+    if config.bench is None:
+        require_resumable(config)
 
 
 def start(config: TrainerConfig) -> int:

@@ -1,5 +1,6 @@
 """Writes and reads events.jsonl. Every role appends to the same file; a line is one write, so lines never interleave."""
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ class EventWriter:
 
     def __init__(self, path: Path, *, role: str, attempt: int, clock: Callable[[], float] = lambda: time.time()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._role = role
         self._attempt = attempt
@@ -35,7 +37,7 @@ class EventWriter:
         line = _encoder.encode(event) + b"\n"
         written = os.write(self._fd, line)
         if written != len(line):
-            raise OSError(f"wrote {written} of {len(line)} bytes of an event; is the disk full?")
+            raise OSError(errno.ENOSPC, f"wrote {written} of {len(line)} bytes of an event", str(self._path))
 
     def sync(self) -> None:
         """Returns once everything written is on disk."""

@@ -3,10 +3,13 @@
 Used by `trainer.session` for policies and by `trainer.half_writer` for checkpoints.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +33,10 @@ class Background:
         Args:
             is_async: `start` returns while the work goes on; else once it is done.
         """
+        self._name = name
         self._is_async = is_async
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._is_closed = False
         self._running: Future[None] | None = None
         self._newest: WorkTimes | None = None
 
@@ -64,8 +69,13 @@ class Background:
         return newest
 
     def close(self) -> None:
-        """Let what goes on end, without raising what it met. May be called again."""
+        """Let what goes on end; what it met is logged if nobody asked for it. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._thread.shutdown(wait=True)
+        if self._running is not None and (failure := self._running.exception()) is not None:
+            logger.error("%s failed: %s: %s", self._name, type(failure).__name__, failure)
 
     def _do(self, work: Callable[[], None]) -> None:
         started, started_cpu = time.monotonic(), time.thread_time()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trivet.config.layout import RunLayout
-from trivet.errors import Diverged, OutOfMemory
+from trivet.errors import Diverged, OutOfMemory, TrivetError
 from trivet.trainer.distributed import World
 from trivet.trainer.rows import RowTensors
 from trivet.weights.catalog import latest_version
@@ -60,10 +60,14 @@ def naming_last_weights(layout: RunLayout, *, await_policy: Callable[[], None] =
     try:
         yield
     except Diverged as exc:
-        await_policy()
+        unwritten = ""
+        try:
+            await_policy()
+        except (TrivetError, OSError) as failure:  # the divergence is what the run ends for
+            unwritten = f", and the policy after them could not be written ({failure})"
         last = latest_version(layout)
         where = "the model it started from" if last is None else str(layout.weights_step(last))
-        raise Diverged(f"{exc}. Nothing was published for this step; the last good weights are {where}") from exc
+        raise Diverged(f"{exc}. Nothing was published for this step; the last good weights are {where}{unwritten}") from exc
 
 
 @contextmanager

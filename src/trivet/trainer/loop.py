@@ -17,9 +17,10 @@ from trivet.telemetry import progress
 from trivet.trainer.distributed import World, broadcast_bytes
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.open_session import open_session
 from trivet.trainer.reference import open_reference
 from trivet.trainer.self_check import measure_mismatch, require_agreement
-from trivet.trainer.session import Session, open_session
+from trivet.trainer.session import Session
 from trivet.trainer.step import train_step
 from trivet.transport.port import BatchReceiver
 from trivet.weights.manifest import verify
@@ -137,14 +138,14 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
             session.await_policy()  # the batch is made with it: what went wrong with it must not wait for the batch
         with session.timed("wait_for_batch"), progress.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
-        session.publisher.raise_failure()
+        session.raise_failure()
         if batch.purpose is BatchPurpose.STOP:
             _make_room(session, batch)
             return False
         progress.doing(f"training step {step}")
-        _check(session, config, batch)
-        reach("optimizer_step.before", step=step)
-        with naming_last_weights(session.layout, await_policy=session.await_policy):
+        with session.failing_together(), naming_last_weights(session.layout, await_policy=session.await_policy):
+            _check(session, config, batch)
+            reach("optimizer_step.before", step=step)
             result = train_step(session.learner, batch.micro_batches, step=step)
             for _ in range(1, config.num_iterations):
                 result = train_step(session.learner, batch.micro_batches, step=step)

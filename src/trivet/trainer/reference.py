@@ -20,14 +20,10 @@ from trivet.trainer.distributed import World
 from trivet.trainer.model import PolicyModel, free_gathered, load_policy, without_dropout
 from trivet.trainer.rows import RowTensors
 from trivet.weights.manifest import verify
-from trivet.wire.versions import START_VERSION, PolicyVersion, Step
+from trivet.weights.retention import reference_version
+from trivet.wire.versions import START_VERSION, Step
 
 logger = logging.getLogger(__name__)
-
-
-def reference_version(step: int, *, interval: int | None) -> PolicyVersion:
-    """The policy that step `step` + 1 is compared with: the last multiple of `interval`, the start model without one."""
-    return PolicyVersion(step - step % interval if interval else START_VERSION)
 
 
 class Reference:

@@ -3,63 +3,46 @@
 Methods that say collective are called by every rank; files are written by rank 0 alone, except sharded checkpoints.
 """
 
-import gc
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
 from trivet.checkpoints.budget import Sizes
-from trivet.checkpoints.commit import (
-    commit,
-    committed_steps,
-    discard_later,
-    verify_checkpoint,
-)
+from trivet.checkpoints.commit import commit, committed_steps
 from trivet.checkpoints.halves import TRAINER, begin_half, finish_half, staging_directory
-from trivet.checkpoints.resume import choose_resume_step
 from trivet.checkpoints.retention import removable_steps, remove_checkpoint
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
-from trivet.config.shared import RunIdentity
 from trivet.config.trainer import TrainingConfig
 from trivet.disk import explaining_full_disk, require_room
 from trivet.durable import FileRecord
-from trivet.errors import ConfigError
+from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
+from trivet.telemetry.progress import waiting
 from trivet.telemetry.stats import summarize
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.background import Background
-from trivet.trainer.checkpoint import Progress, begin_anew, load_half, state_of
-from trivet.trainer.disk_budget import measure_sizes, require_budget
+from trivet.trainer.checkpoint import Progress, state_of
 from trivet.trainer.distributed import World, barrier
-from trivet.trainer.export import Exporter, load_tokenizer
+from trivet.trainer.export import Exporter
 from trivet.trainer.half_writer import HalfWriter
-from trivet.trainer.host_state import keep_state_on_host, return_state
-from trivet.trainer.losses.terms import Loss
-from trivet.trainer.model import load_policy
-from trivet.trainer.optimizer import LearningRate, make_optimizer
-from trivet.trainer.performance import ModelCost, model_cost, speed_metrics
+from trivet.trainer.performance import ModelCost, speed_metrics
 from trivet.trainer.profiling import Profiler
-from trivet.trainer.reference import reference_version
 from trivet.trainer.step import Learner, StepResult
-from trivet.weights.catalog import discard_after, published_versions
+from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
-from trivet.weights.retention import needed_to_resume, reader_versions, retirable, retire
+from trivet.weights.retention import needed_to_resume, reader_versions, reference_version, retirable, retire
 from trivet.wire.batches import MicroBatch
-from trivet.wire.events import Commit, Publish, Retire, Start, Stop
+from trivet.wire.events import Commit, Publish, Retire
 from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
-
-_WRITE_TIMEOUT_S = 1800.0
-"""A rank's disk may be slower than another's by this much."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,8 +109,11 @@ class Session:
         """Returns once the policy that is being published can be read; raises what its publication met. Collective: ranks that
         went on alone would wait for rank 0 where less time is allowed, or end before it has written the last good weights."""
         started = time.monotonic()
-        self.publisher.wait()
-        barrier(self.world)
+        with waiting("the policy's files", on="disk"):
+            try:
+                self.publisher.wait()
+            finally:
+                barrier(self.world)
         self._add_time("wait_for_policy", time.monotonic() - started)
 
     def _announce(self, manifest: Manifest) -> None:
@@ -144,7 +130,8 @@ class Session:
             CheckpointError: the write before this one failed.
         """
         with self.timed("save_ckpt"):
-            self.writer.work.wait()
+            with self._explaining_full_disk(), waiting("the checkpoint before", on="disk"):
+                self.writer.work.wait()
             reach("trainer_half.before", step=step)
             if self.world.is_main:
                 require_room(self.layout.checkpoints, self.sizes.checkpoint, what=f"the trainer's half of checkpoint {step}")
@@ -171,18 +158,36 @@ class Session:
             CheckpointError: the checkpoint could not be written.
         """
         if does_wait:
-            self.publisher.wait()
-        else:
-            self.publisher.raise_failure()
-        with explaining_full_disk(self.layout.checkpoints, what="a checkpoint", num_bytes=self.sizes.checkpoint):
-            if does_wait:
-                self.writer.work.wait()
-            else:
-                self.writer.work.raise_failure()
+            with waiting("the last policy and checkpoint", on="disk"):
+                self.publisher.wait()
+                with self._explaining_full_disk():
+                    self.writer.work.wait()
+        self.raise_failure()
         if self.telemetry is not None:
             reach("clean_up.before", step=self.progress.step)
             self._retire_policies(self.telemetry)
             reach("clean_up.after", step=self.progress.step)
+
+    def raise_failure(self) -> None:
+        """Raise what was met beside the steps, as `settle` does, without waiting for anything."""
+        self.publisher.raise_failure()
+        with self._explaining_full_disk():
+            self.writer.work.raise_failure()
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """For what fails on every rank if it fails on one: none ends before rank 0 has written what it began, because the first
+        rank that ends takes the others with it."""
+        try:
+            yield
+        except (BatchError, Diverged):
+            for work in (self.publisher, self.writer.work):
+                work.close()
+            barrier(self.world)
+            raise
+
+    def _explaining_full_disk(self) -> AbstractContextManager[None]:
+        return explaining_full_disk(self.layout.checkpoints, what="a checkpoint", num_bytes=self.sizes.checkpoint)
 
     def release_state(self) -> None:
         """Returns once parameters and optimizer may change, although their checkpoint is still being written."""
@@ -229,7 +234,8 @@ class Session:
             keep_recent=self.keep_recent,
             in_use=list(reader_versions(self.layout).values()),
             kept=needed_to_resume(targets, lag=lag)
-            | {reference_version(step, interval=self.reference_interval) for step in targets},
+            # A checkpoint of this step or a later one is still to come.
+            | {reference_version(step, interval=self.reference_interval) for step in (*targets, self.progress.step)},
             keep_interval=self.config.ckpt.weights.interval,
         ):
             retire(self.layout, version)
@@ -262,132 +268,3 @@ class Session:
         if self.telemetry is not None:
             self.telemetry.write_step(step, metrics | dict(extra or {}))
         self.profiler.finish_step(step)
-
-
-@contextmanager
-def open_session(
-    config: TrainingConfig,
-    world: World,
-    *,
-    loss: Loss,
-    role: Literal["trainer", "sft"],
-    keep_recent: int,
-    reference_interval: int | None = None,
-) -> Iterator[Session]:
-    """Load the model, go back to the checkpoint if one is asked for, and clear away what came after it. Collective.
-
-    Returns once the last policy is published and the last checkpoint committed.
-
-    Args:
-        keep_recent: policies that stay besides the newest.
-        reference_interval: steps after which the loss takes the published policy as its reference.
-
-    Raises:
-        ConfigError: no such model; or a fresh start over committed checkpoints.
-        CheckpointError: the step to resume from is not there, or damaged; or a checkpoint could not be written.
-        DiskFull: there is no room for what the run must write.
-    """
-    layout = RunLayout(config.output_dir)
-    learning_rate = LearningRate(peak=config.optim.lr, schedule=config.scheduler, max_steps=config.max_steps)
-    from_step = _choose_start(config, layout)
-    torch.manual_seed(config.seed)
-    profiler = Profiler(config, world)
-    model = load_policy(config.model, world)
-    learner = Learner(
-        model=model,
-        optimizer=make_optimizer(model.trained_parameters, config.optim, matrices=model.hidden_matrices),
-        learning_rate=learning_rate,
-        loss=loss,
-        max_norm=config.optim.max_norm,
-        micro_batch_tokens=config.micro_batch_tokens,
-        # In a run the trainer's keys are a part of the run's.
-        key_prefix="" if config.run == RunIdentity() else "trainer.",
-        world=world,
-    )
-    if config.model.optim_cpu_offload:
-        keep_state_on_host(learner.optimizer, world.device)
-    progress = _resume(config, layout, learner, from_step) if from_step else Progress()
-    sizes = measure_sizes(model, config)
-    telemetry = None
-    if world.is_main:
-        discard_later(layout, from_step)
-        discard_after(layout, PolicyVersion(from_step))
-        require_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
-        telemetry = Telemetry(
-            role,
-            layout=layout,
-            run=config.run,
-            wandb=config.wandb,
-            heartbeat=config.heartbeat,
-            detectors=config.detectors,
-            metrics_server=config.metrics_server,
-            resume_step=from_step,
-        )
-        telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
-    barrier(world)
-    session = Session(
-        config=config,
-        layout=layout,
-        world=world,
-        learner=learner,
-        exporter=Exporter(
-            model=model,
-            tokenizer=load_tokenizer(config),
-            dtype=getattr(torch, config.model.compute_dtype),
-            is_sharded=config.ckpt.weights.save_sharded,
-        ),
-        cost=model_cost(model),
-        progress=progress,
-        telemetry=telemetry,
-        from_step=from_step,
-        keep_recent=keep_recent,
-        reference_interval=reference_interval,
-        publisher=Background("publisher", is_async=config.ckpt.async_write),
-        writer=HalfWriter(
-            world, is_async=config.ckpt.async_write, timeout_s=max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
-        ),
-        sizes=sizes,
-        profiler=profiler,
-    )
-    learner.before_update = session.release_state
-    reason = "failed"
-    # What was loaded stays: no collection of garbage has to look at it again.
-    gc.collect()
-    gc.freeze()
-    try:
-        yield session
-        session.settle(does_wait=True)
-        reason = session.ending
-    finally:
-        gc.unfreeze()
-        session.profiler.close()
-        session.publisher.close()
-        session.writer.close()
-        if telemetry is not None:
-            telemetry.write_event(Stop(step=Step(session.progress.step), reason=reason))
-            telemetry.close()
-
-
-def _choose_start(config: TrainingConfig, layout: RunLayout) -> Step:
-    step = choose_resume_step(config, is_whole_verified=True)
-    if step is not None:
-        return step
-    if committed := committed_steps(layout):
-        raise ConfigError(
-            f"{layout.checkpoints} holds the committed checkpoints {', '.join(map(str, committed))}, which a fresh start "
-            "would remove; set ckpt.resume_step = -1 to go on from the newest, or choose another output_dir"
-        )
-    return Step(0)
-
-
-def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> Progress:
-    if learner.world.is_main:
-        verify_checkpoint(layout, step)
-    barrier(learner.world)
-    saved = load_half(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
-    if config.model.optim_cpu_offload:
-        return_state(learner.optimizer)
-    progress = begin_anew(saved, config.ckpt)
-    learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
-    logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
-    return progress

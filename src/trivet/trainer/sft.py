@@ -19,7 +19,8 @@ from trivet.trainer.export import load_tokenizer
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import cross_entropy
 from trivet.trainer.main import set_up_rank
-from trivet.trainer.session import Session, open_session
+from trivet.trainer.open_session import open_session
+from trivet.trainer.session import Session
 from trivet.trainer.sft_batches import Batches, make_batch, open_batches
 from trivet.trainer.sft_validation import Validation, open_validation
 from trivet.trainer.step import train_step

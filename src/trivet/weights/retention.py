@@ -10,7 +10,7 @@ import msgspec
 from trivet.config.layout import STABLE, RunLayout
 from trivet.durable import remove_directory, write_json_atomically
 from trivet.errors import WeightsError
-from trivet.wire.versions import PolicyVersion
+from trivet.wire.versions import START_VERSION, PolicyVersion
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +64,11 @@ def forget_readers_after(layout: RunLayout, version: PolicyVersion) -> None:
     for reader, held in reader_versions(layout).items():
         if held > version:
             _reader_file(layout, reader).unlink(missing_ok=True)
+
+
+def reference_version(step: int, *, interval: int | None) -> PolicyVersion:
+    """The policy that step `step` + 1 is compared with: the last multiple of `interval`, the start model without one."""
+    return PolicyVersion(step - step % interval if interval else START_VERSION)
 
 
 def retirable(

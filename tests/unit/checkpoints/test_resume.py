@@ -8,12 +8,12 @@ import pytest
 from trivet.checkpoints.commit import CHECKPOINT_SCHEMA, commit, committed_steps, verify_checkpoint
 from trivet.checkpoints.fork import adopt, choose_fork
 from trivet.checkpoints.halves import HALVES, ORCHESTRATOR, TRAINER, begin_half, finish_half
-from trivet.checkpoints.resume import choose_resume_step
+from trivet.checkpoints.resume import choose_resume_step, require_resumable
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.trainer import TrainerConfig
-from trivet.errors import CheckpointError, ResumeError
+from trivet.errors import CheckpointError, ConfigError, ResumeError
 from trivet.wire.versions import Step
 
 CONFIGS = {TRAINER: TrainerConfig, ORCHESTRATOR: OrchestratorConfig}
@@ -81,6 +81,13 @@ def test_a_checkpoint_without_the_roles_half_is_refused(tmp_path: Path) -> None:
 def test_a_resume_with_nothing_left_to_do_is_refused(layout: RunLayout) -> None:
     with pytest.raises(ResumeError, match=r"max_steps \(4\) is not above the step resumed from \(4\)"):
         choose_resume_step(trainer(layout, max_steps=4))
+
+
+def test_a_role_that_starts_anew_does_not_begin_over_committed_checkpoints(layout: RunLayout, tmp_path: Path) -> None:
+    for kind in (TrainerConfig, OrchestratorConfig):
+        with pytest.raises(ConfigError, match=r"holds the committed checkpoints .*ckpt\.resume_step = -1"):
+            require_resumable(kind(output_dir=layout.root))
+        require_resumable(kind(output_dir=tmp_path / "new"))
 
 
 def test_a_role_alone_cannot_fork(layout: RunLayout) -> None:

@@ -301,6 +301,22 @@ def test_sigterm_asks_once_for_a_commit_and_ends_when_both_have_ended() -> None:
     assert (verdict.outcome, verdict.exit_code, verdict.reason) == (Outcome.INTERRUPTED, 143, "interrupted by SIGTERM")
 
 
+def test_sigterm_leaves_a_trainer_the_time_for_its_last_step_after_the_orchestrator_is_done() -> None:
+    history = History(preemption_grace_s=60).ends("orchestrator", 0, at=9, is_complete=True)
+    assert interrupted(history, SIGTERM, at=10) == [AskForCommit(grace_s=60)]
+    assert history.at(30) == []
+    verdict = history.ends("trainer", 0, at=31, is_complete=True).verdict(at=31)
+    assert (verdict.outcome, verdict.exit_code) == (Outcome.DONE, 0)
+
+
+def test_a_run_that_committed_its_last_step_while_it_made_room_is_done() -> None:
+    history = History()
+    interrupted(history, SIGTERM, at=10)
+    history.ends("orchestrator", 0, at=11).ends("trainer", 0, at=12, is_complete=True)
+    history.is_last_step_committed = True
+    assert history.verdict(at=12).outcome is Outcome.DONE
+
+
 @pytest.mark.parametrize("name", ["orchestrator", "trainer"])
 def test_a_failure_while_the_commit_is_awaited_ends_the_wait(name: str) -> None:
     history = History()

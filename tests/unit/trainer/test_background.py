@@ -65,3 +65,10 @@ def test_times_are_those_of_the_newest_work_and_given_once(background: Backgroun
     assert times is not None
     assert times.cpu_s < 0.2 <= times.seconds  # asleep is no work of a core
     assert background.take_times() is None
+
+
+def test_what_nobody_asked_for_is_logged_at_the_end(background: Background, caplog: pytest.LogCaptureFixture) -> None:
+    background.start(lambda: 1 // 0)
+    background.close()
+    background.close()
+    assert caplog.text.count("failed: ZeroDivisionError") == 1

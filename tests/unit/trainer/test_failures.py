@@ -11,7 +11,7 @@ import torch
 
 from trivet.config.layout import RunLayout
 from trivet.config.losses import DefaultLossConfig
-from trivet.errors import Diverged, OutOfMemory
+from trivet.errors import DiskFull, Diverged, OutOfMemory
 from trivet.trainer.failures import explaining_memory, explaining_update_memory, naming_last_weights
 from trivet.trainer.losses.terms import RowLoss, Unit
 from trivet.trainer.rows import to_tensors
@@ -61,6 +61,19 @@ def test_the_last_good_weights_are_named(tmp_path: Path) -> None:
     directory.mkdir(parents=True)
     (directory / "STABLE").touch()
     with pytest.raises(Diverged, match=r"the last good weights are .*step_3"), naming_last_weights(layout):
+        raise Diverged("lost")
+
+
+def test_a_policy_that_cannot_be_written_does_not_hide_the_divergence(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise DiskFull("no room to write policy 3")
+
+    with (
+        pytest.raises(
+            Diverged, match=r"^lost\. .* started from, and the policy .* not be written \(no room to write policy 3\)"
+        ),
+        naming_last_weights(RunLayout(tmp_path), await_policy=fail),
+    ):
         raise Diverged("lost")
 
 

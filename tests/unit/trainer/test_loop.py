@@ -149,16 +149,16 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(tiny_model: Path
 
 def test_a_resumed_run_is_compared_with_the_same_reference(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
     whole, broken = RunLayout(tmp_path / "whole"), RunLayout(tmp_path / "broken")
-    loss = {"type": "grpo", "beta": 0.5, "reference_update_interval": 2}
-    unbroken = make_config(tiny_model, whole.root, loss=loss, max_async_level=0, max_steps=5)
-    run_loop(unbroken, world, lambda: make_batches(whole, last=5))
-    first = make_config(tiny_model, broken.root, loss=loss, max_async_level=0, max_steps=3)
-    run_loop(first, world, lambda: make_batches(broken, last=3, halves=(3,)))
-    changes = {"max_steps": 5, "ckpt": {"resume_step": 3}, "run": {"attempt": 2}}
+    loss = {"type": "grpo", "beta": 0.5, "reference_update_interval": 3}
+    unbroken = make_config(tiny_model, whole.root, loss=loss, max_async_level=0, max_steps=7)
+    run_loop(unbroken, world, lambda: make_batches(whole, last=7))
+    first = make_config(tiny_model, broken.root, loss=loss, max_async_level=0, max_steps=5)
+    run_loop(first, world, lambda: make_batches(broken, last=5, halves=(5,)))
+    changes = {"max_steps": 7, "ckpt": {"resume_step": 5}, "run": {"attempt": 2}}
     resumed = make_config(tiny_model, broken.root, loss=loss, max_async_level=0, **changes)
-    assert published_versions(broken) == [2, 3], "2 is the reference of step 4"
-    run_loop(resumed, world, lambda: make_batches(broken, from_step=3, last=5))
-    ours, theirs = metrics_of(broken)[3:], metrics_of(whole)[3:]
+    assert published_versions(broken) == [3, 5], "3 is the reference of step 6, and was kept for it"
+    run_loop(resumed, world, lambda: make_batches(broken, from_step=5, last=7))
+    ours, theirs = metrics_of(broken)[5:], metrics_of(whole)[5:]
     assert [line["ref_kl/mean"] for line in ours] == [line["ref_kl/mean"] for line in theirs]
     assert theirs[0]["ref_kl/mean"] > 0.0
     assert [line["loss/mean"] for line in ours] == [line["loss/mean"] for line in theirs]

@@ -9,9 +9,10 @@ from trivet.config.layout import RunLayout
 from trivet.config.losses import GrpoLossConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.distributed import whole
-from trivet.trainer.reference import Reference, open_reference, reference_version
+from trivet.trainer.reference import Reference, open_reference
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
+from trivet.weights.retention import reference_version
 
 CPU = torch.device("cpu")
 BETA = GrpoLossConfig(beta=0.5, reference_update_interval=2)

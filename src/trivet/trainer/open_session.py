@@ -1,0 +1,169 @@
+"""Begins and ends a `Session`: what a start or a resume takes from the disk, and what must be on it before the rank may end."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from trivet.checkpoints.commit import discard_later, discard_staging, verify_checkpoint
+from trivet.checkpoints.halves import TRAINER
+from trivet.checkpoints.resume import choose_start
+from trivet.config.layout import RunLayout
+from trivet.config.shared import RunIdentity
+from trivet.config.trainer import TrainingConfig
+from trivet.telemetry.telemetry import Telemetry
+from trivet.trainer.background import Background
+from trivet.trainer.checkpoint import Progress, begin_anew, load_half
+from trivet.trainer.disk_budget import measure_sizes, require_budget
+from trivet.trainer.distributed import World, barrier
+from trivet.trainer.export import Exporter, load_tokenizer
+from trivet.trainer.half_writer import HalfWriter
+from trivet.trainer.host_state import keep_state_on_host, return_state
+from trivet.trainer.losses.terms import Loss
+from trivet.trainer.model import load_policy
+from trivet.trainer.optimizer import LearningRate, make_optimizer
+from trivet.trainer.performance import model_cost
+from trivet.trainer.profiling import Profiler
+from trivet.trainer.session import Session
+from trivet.trainer.step import Learner
+from trivet.weights.catalog import discard_after
+from trivet.wire.events import Start, Stop
+from trivet.wire.versions import PolicyVersion, Step
+
+logger = logging.getLogger(__name__)
+
+_WRITE_TIMEOUT_S = 1800.0
+"""A rank's disk may be slower than another's by this much."""
+
+
+@contextmanager
+def open_session(
+    config: TrainingConfig,
+    world: World,
+    *,
+    loss: Loss,
+    role: Literal["trainer", "sft"],
+    keep_recent: int,
+    reference_interval: int | None = None,
+) -> Iterator[Session]:
+    """Load the model, go back to the checkpoint if one is asked for, and clear away what came after it. Collective.
+
+    Returns once the last policy is published and the last checkpoint committed.
+
+    Args:
+        keep_recent: policies that stay besides the newest.
+        reference_interval: steps after which the loss takes the published policy as its reference.
+
+    Raises:
+        ConfigError: no such model; or a fresh start over committed checkpoints.
+        CheckpointError: the step to resume from is not there, or damaged; or a checkpoint could not be written.
+        DiskFull: there is no room for what the run must write.
+    """
+    layout = RunLayout(config.output_dir)
+    learning_rate = LearningRate(peak=config.optim.lr, schedule=config.scheduler, max_steps=config.max_steps)
+    from_step = choose_start(config, is_whole_verified=True)
+    torch.manual_seed(config.seed)
+    profiler = Profiler(config, world)
+    model = load_policy(config.model, world)
+    learner = Learner(
+        model=model,
+        optimizer=make_optimizer(model.trained_parameters, config.optim, matrices=model.hidden_matrices),
+        learning_rate=learning_rate,
+        loss=loss,
+        max_norm=config.optim.max_norm,
+        micro_batch_tokens=config.micro_batch_tokens,
+        # In a run the trainer's keys are a part of the run's.
+        key_prefix="" if config.run == RunIdentity() else "trainer.",
+        world=world,
+    )
+    if config.model.optim_cpu_offload:
+        keep_state_on_host(learner.optimizer, world.device)
+    progress = _resume(config, layout, learner, from_step) if from_step else Progress()
+    sizes = measure_sizes(model, config)
+    telemetry = None
+    if world.is_main:
+        discard_later(layout, from_step)
+        discard_staging(layout)  # the other half is not begun before this process answers
+        discard_after(layout, PolicyVersion(from_step))
+        require_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
+        telemetry = Telemetry(
+            role,
+            layout=layout,
+            run=config.run,
+            wandb=config.wandb,
+            heartbeat=config.heartbeat,
+            detectors=config.detectors,
+            metrics_server=config.metrics_server,
+            resume_step=from_step,
+        )
+        telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
+    barrier(world)
+    session = Session(
+        config=config,
+        layout=layout,
+        world=world,
+        learner=learner,
+        exporter=Exporter(
+            model=model,
+            tokenizer=load_tokenizer(config),
+            dtype=getattr(torch, config.model.compute_dtype),
+            is_sharded=config.ckpt.weights.save_sharded,
+        ),
+        cost=model_cost(model),
+        progress=progress,
+        telemetry=telemetry,
+        from_step=from_step,
+        keep_recent=keep_recent,
+        reference_interval=reference_interval,
+        publisher=Background("publisher", is_async=config.ckpt.async_write),
+        writer=HalfWriter(
+            world, is_async=config.ckpt.async_write, timeout_s=max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
+        ),
+        sizes=sizes,
+        profiler=profiler,
+    )
+    learner.before_update = session.release_state
+    reason = "failed"
+    # What was loaded stays: no collection of garbage has to look at it again.
+    gc.collect()
+    gc.freeze()
+    try:
+        yield session
+        session.settle(does_wait=True)
+        reason = session.ending
+    finally:
+        gc.unfreeze()
+        session.publisher.close()
+        session.writer.close()
+        session.profiler.close()
+        if telemetry is not None:
+            _write_stop(telemetry, Stop(step=Step(session.progress.step), reason=reason))
+
+
+def _write_stop(telemetry: Telemetry, stop: Stop) -> None:
+    """What the event itself meets does not replace the error that the run ends for."""
+    try:
+        telemetry.write_event(stop)
+    except OSError as exc:
+        if stop.reason != "failed":
+            raise
+        logger.warning("the end of the run is not in its history: %s", exc)
+    finally:
+        telemetry.close()
+
+
+def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> Progress:
+    if learner.world.is_main:
+        verify_checkpoint(layout, step)
+    barrier(learner.world)
+    saved = load_half(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
+    if config.model.optim_cpu_offload:
+        return_state(learner.optimizer)
+    progress = begin_anew(saved, config.ckpt)
+    learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
+    logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
+    return progress
