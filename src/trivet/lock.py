@@ -14,19 +14,20 @@ _ROLE_WAIT_S = 10.0
 """A role that was killed a moment ago may still be ending."""
 
 
-def is_held(path: Path) -> bool:
-    """Whether a live process holds the FileLock of `path`; takes nothing."""
+def holder_of(path: Path) -> int | None:
+    """Process id of who holds the FileLock of `path`, None for nobody; takes nothing."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return False
+        return None
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        pid = os.read(file, 32).split()[:1]
+        return int(pid[0]) if pid else 0
     finally:
         os.close(file)
-    return False
+    return None
 
 
 class FileLock:

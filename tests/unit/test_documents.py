@@ -22,7 +22,7 @@ from trivet.tools.cli import TOOLS
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.name != "configuration.md"]
 MODELS: list[type[Section]] = [RLConfig, VfRLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-OTHER_PROGRAMS = {"python", "mkdocs", "torchrun"}
+OTHER_PROGRAMS = {"python", "mkdocs", "torchrun", "wandb"}
 """What `uv run` starts that is no command of ours."""
 
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.errors import RunDirectoryBusy
-from trivet.lock import FileLock, hold_role, is_held
+from trivet.lock import FileLock, hold_role, holder_of
 
 
 def test_a_second_holder_is_refused_and_learns_who_holds_it(tmp_path: Path) -> None:
@@ -29,12 +29,12 @@ def test_it_can_be_taken_again_after_it_was_let_go(tmp_path: Path) -> None:
     lock.close()
 
 
-def test_asking_whether_it_is_held_takes_nothing(tmp_path: Path) -> None:
+def test_asking_who_holds_it_takes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    assert not is_held(path)
+    assert holder_of(path) is None
     with FileLock(path, what="this place"):
-        assert is_held(path)
-    assert not is_held(path)
+        assert holder_of(path) == os.getpid()
+    assert holder_of(path) is None
     with FileLock(path, what="this place"):
         pass
 

@@ -39,6 +39,9 @@ RENAMED = {
     "orchestrator.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
     "orchestrator.train.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
     "orchestrator.model.client": "orchestrator.client",
+    "orchestrator.sampling.reasoning_effort": "orchestrator.sampling.extra_body.reasoning_effort",
+    "orchestrator.eval.sampling.reasoning_effort": "orchestrator.eval.sampling.extra_body.reasoning_effort",
+    "eval.sampling.reasoning_effort": "eval.sampling.extra_body.reasoning_effort",
     "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
     "monitors.wandb": "wandb",
     "trainer.monitors.wandb": "trainer.wandb",
@@ -74,7 +77,19 @@ RENAMED = {
 }
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
 
+_ROLES = ("", "trainer.", "orchestrator.", "inference.")
+"""Of sections that a run may write once for all of them."""
+_AS_FILES = "policies go to the servers as safetensors in weights/, which they load while they run; remove the key"
+
 REFUSED = {
+    **{f"{role}weight_broadcast": _AS_FILES for role in _ROLES},
+    **{f"{role}log.json_logging": "logs are text; events.jsonl and metrics/*.jsonl are for programs" for role in _ROLES},
+    "trainer.max_concurrent_runs": "a trainer trains one model; start a run for each",
+    "trainer.tokenizer.chat_template": "a template belongs to the model's tokenizer: save it with save_pretrained, and name that"
+    " directory in tokenizer.name; for the server set inference.vllm_args.chat_template",
+    "orchestrator.optim": "set trainer.optim",
+    "orchestrator.model.lora": "set trainer.model.lora",
+    "inference.model.rope_scaling": "trainer and server must agree: change rope_scaling in config.json of the model",
     "orchestrator.bench": "its benchmark is a script: uv run python scripts/bench/orchestrator.py",
     "orchestrator.train.source": "environments are [[orchestrator.env]] with id, name and args",
     "orchestrator.max_inflight_rollouts": "set orchestrator.oversampling_factor (in flight = factor * batch_size)"
@@ -109,6 +124,21 @@ REFUSED = {
 HELD_OUT = "the held-out loss is the mean over the whole set, in any order and packing, at model.seq_len"
 
 IGNORED = {
+    **{f"{role}log.file": "everything is written to files, in logs/" for role in _ROLES},
+    **{f"{role}log.vf_level": "what environments log is in logs/env_workers/" for role in _ROLES},
+    **{f"{role}log.env_worker_logs": "what environments log is in logs/env_workers/" for role in _ROLES},
+    **{f"{role}log.log_data": "trainer.data.record keeps batches, rollouts/ has the texts" for role in _ROLES},
+    **{f"{role}wandb.id": "a run that is resumed goes on as the run that it was" for role in _ROLES[:3]},
+    "trainer.weight_broadcast.save_sharded": "ckpt.weights.save_sharded says it for every policy",
+    "weight_broadcast.save_sharded": "ckpt.weights.save_sharded says it for every policy",
+    "trainer.rollout_transport.hwm": "two batches wait in the trainer at most",
+    "orchestrator.rollout_transport.hwm": "two batches wait in the trainer at most",
+    "trainer.model.impl": "models are those of transformers",
+    "trainer.model.moe_use_grouped_mm": "transformers chooses how experts are multiplied",
+    "trainer.tokenizer.trust_remote_code": "model.trust_remote_code counts for the tokenizer too",
+    "orchestrator.prime_monitor": "runs are watched by `trivet view`, wandb and metrics_server",
+    "orchestrator.client.skip_model_check": "servers are asked which policy they hold, not for a list of models",
+    "inference.api_server_count": "one process answers requests",
     "eval.save.disk": "results are always written, to evals/step_N/<env>/ in output_dir",
     "eval.save.stream": "results are always written as examples finish",
     "eval.skip_eval_on_resume": "resume_path never repeats what is finished",
@@ -139,6 +169,10 @@ IGNORED = {
 """Old prefix to why it needs no key here."""
 
 SINGLE_VALUES = {
+    **{f"{role}log.json_logging": "false" for role in _ROLES},
+    "weight_broadcast.save_format": "safetensors",
+    "trainer.weight_broadcast.save_format": "safetensors",
+    "trainer.max_concurrent_runs": "1",
     "trainer.model.ep": "1",
     "trainer.model.tp": "1",
     "trainer.model.cp": "1",

@@ -31,8 +31,8 @@ class InferenceModelConfig(Section):
     """Run code that the model's repository ships."""
     enable_auto_tool_choice: bool = False
     """Let the model decide to call tools."""
-    tool_call_parser: str | None = None
-    """How tool calls are written by this model, e.g. `hermes`."""
+    tool_call_parser: str | None = "hermes"
+    """How tool calls are written by this model; counts with enable_auto_tool_choice."""
     reasoning_parser: str | None = None
     """How thinking is marked by this model, e.g. `qwen3`."""
 

@@ -27,6 +27,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig
 from trivet.config.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
 from trivet.config.trainer import TrainerConfig
+from trivet.config.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -125,13 +126,16 @@ def load_sources(
 
 
 def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:
-    """Variables with our prefix, apart from those that only other commands know."""
+    """Variables with our prefix, apart from those that only other commands know; of `vf-rl` those of its dialect alone."""
     return [entry for entry in read_environment(environ) if not _is_for_another_command(kind, entry)]
 
 
 def _is_for_another_command(kind: type[Section], entry: Entry) -> bool:
+    is_of_dialect = find_key(VfRLConfig, entry.path) is not None
+    if kind is VfRLConfig:
+        return not is_of_dialect
     known = [command for command in COMMANDS if find_key(command, entry.path[:1])]
-    return bool(known) and kind not in known
+    return (bool(known) and kind not in known) or (is_of_dialect and find_key(kind, entry.path) is None)
 
 
 def _refuse_unknown(kind: type[Section], node: Node, findings: Findings, path: KeyPath = ()) -> None:

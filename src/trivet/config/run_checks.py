@@ -164,12 +164,17 @@ def run_notices(config: RLConfig) -> Iterator[str]:
 
 
 def _length_notices(seq_len: int, max_model_len: int | None) -> Iterator[str]:
-    if max_model_len is not None and max_model_len > seq_len:
+    if max_model_len is None:
+        yield (
+            f"inference.model.max_model_len is the model's own limit: of longer samples the first orchestrator.seq_len ({seq_len}) "
+            "tokens are trained on"
+        )
+    elif max_model_len > seq_len:
         yield (
             f"inference.model.max_model_len ({max_model_len}) > orchestrator.seq_len ({seq_len}): the server may generate"
             f" samples of up to {max_model_len} tokens, of which the first {seq_len} are trained on"
         )
-    elif max_model_len is not None and max_model_len < seq_len:
+    elif max_model_len < seq_len:
         yield (
             f"inference.model.max_model_len ({max_model_len}) < orchestrator.seq_len ({seq_len}): the server ends a completion"
             f" when it and its prompt reach {max_model_len} tokens"

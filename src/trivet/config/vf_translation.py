@@ -14,6 +14,7 @@ from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.errors import ConfigError
 
 _ARGS = "trainer.args"
+_BY_DEFAULT = "its default"
 _CHECKPOINT = re.compile(r"(?:.*/)?checkpoint-(\d+)/?")
 _SAME_MEANING = {
     "learning_rate": "trainer.optim.lr",
@@ -85,7 +86,7 @@ def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loade
     """The run that a `vf-rl` configuration describes, checked like any other.
 
     Args:
-        environ: variables with our prefix set keys of the run that the file says nothing of.
+        environ: variables with our prefix set keys of the run; what the user wrote in the dialect wins, its defaults do not.
 
     Raises:
         ConfigError: lists every problem, by the names that the user wrote.
@@ -97,7 +98,10 @@ def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loade
     for notice in (*loaded.notices, *notices_of(loaded.config)):
         findings.notice(notice)
     try:
-        run = load_sources(RLConfig, [environment_entries(RLConfig, environ), list(translate(loaded))], findings)
+        written, by_default = list[Entry](), list[Entry]()
+        for entry in translate(loaded):
+            (by_default if entry.origin.endswith(_BY_DEFAULT) else written).append(entry)
+        run = load_sources(RLConfig, [by_default, environment_entries(RLConfig, environ), written], findings)
     except ConfigError as exc:
         raise ConfigError(in_dialect(str(exc))) from exc
     return replace(run, notices=tuple(map(in_dialect, run.notices)))
@@ -107,13 +111,13 @@ def translate(loaded: Loaded[VfRLConfig]) -> Iterator[Entry]:
     """Every value of the dialect as a value of the run; each origin names the key that was written, and where."""
 
     def entry(key: str, value: object, source: str) -> Entry:
-        origin = f"{source}, {loaded.origins.get(source, 'its default')}"
+        origin = f"{source}, {loaded.origins.get(source, _BY_DEFAULT)}"
         return Entry(path=tuple(key.split(".")), value="None" if value is None else value, origin=origin)
 
     config = loaded.config
     args = config.trainer.args
     yield entry("model.name", config.model, "model")
-    yield entry("orchestrator.env", [{"id": environment_name(config), "args": config.env.args}], "env.id")
+    yield entry("orchestrator.env", [_environment(config)], "env.id")
     yield from (
         entry(f"inference.{key}", value, source) for key, value, source in _inference(config) if key != "model.max_model_len"
     )
@@ -172,6 +176,10 @@ def in_dialect(text: str) -> str:
     return _SAID_TWICE.sub(r" and \1", _RUN_WORD.sub(lambda found: _DIALECT[found[0]], text))
 
 
+def _environment(config: VfRLConfig) -> dict[str, object]:
+    return {"id": config.env.id, "name": environment_name(config), "args": config.env.args}
+
+
 def environment_name(config: VfRLConfig) -> str:
     return config.env.id.rpartition("/")[2]
 
@@ -210,8 +218,7 @@ def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
         yield "ckpt.resume_step", int(named.group(1)) if named else -1, "resume_from_checkpoint"
     if args.eval_strategy == "steps":
         yield "orchestrator.eval.interval", args.eval_steps, "eval_steps"
-        env = {"id": environment_name(config), "args": config.env.args}
-        yield "orchestrator.eval.env", [env], "eval_strategy"
+        yield "orchestrator.eval.env", [_environment(config)], "eval_strategy"
         for name, key in _SAME_MEANING.items():  # measured as it is trained
             if key.startswith(_SAMPLING) and (value := getattr(args, name)) is not None:
                 yield f"orchestrator.eval.sampling.{key.removeprefix(_SAMPLING)}", value, name

@@ -19,7 +19,7 @@ def require_installed(env_id: str, *, environments_dir: Path = Path("environment
     if folder.is_dir():
         raise EnvironmentLoadError(f"env.id = {env_id!r} is not installed; install it with: uv pip install -e {folder}")
     here = sorted(path.parent.name.replace("_", "-") for path in environments_dir.glob("*/pyproject.toml"))
-    command = f"prime env install {env_id}" if "/" in env_id else f"uv pip install {package}"
+    command = f"uv tool run prime env install {env_id}" if "/" in env_id else f"uv pip install {package}"
     raise EnvironmentLoadError(
         f"env.id = {env_id!r} is not installed (no module {module!r}). If you trust it, install it with: {command}. "
         f"Environments of this checkout: {', '.join(here) or 'none'}"

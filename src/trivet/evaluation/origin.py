@@ -19,7 +19,7 @@ from trivet.config.online_eval import EvalEnvConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.resolve import LOCAL_HOSTS
 from trivet.errors import ConfigError
-from trivet.lock import is_held
+from trivet.lock import holder_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def require_free_servers(client: ClientConfig, origin: Origin, weights_dir: Path
     Raises:
         ConfigError: a live run generates with one of the servers, which must not lose its policy.
     """
-    if weights_dir is None or not is_held(_layout(weights_dir).lock):
+    if weights_dir is None or holder_of(_layout(weights_dir).lock) is None:
         return
     for url in client.base_url:
         if any(_is_same_server(url, root) for root in origin.server_roots):

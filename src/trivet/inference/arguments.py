@@ -79,7 +79,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
     }
     optional = {
         "max_model_len": model.max_model_len,
-        "tool_call_parser": model.tool_call_parser,
+        "tool_call_parser": model.tool_call_parser if model.enable_auto_tool_choice else None,
         "reasoning_parser": model.reasoning_parser,
         "max_num_seqs": config.max_num_seqs,
     }

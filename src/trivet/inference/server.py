@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from trivet.config.command import run_command
 from trivet.config.inference import InferenceConfig
 from trivet.config.layout import RunLayout
-from trivet.config.shared import RunIdentity
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
 from trivet.inference.arguments import (
@@ -31,7 +30,7 @@ from trivet.inference.arguments import (
 )
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.lifetime import die_with_parent
-from trivet.lock import is_held
+from trivet.lock import holder_of
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
 
@@ -52,7 +51,7 @@ def serve(config: InferenceConfig) -> int:
     """Serve until a signal ends it; returns the exit code."""
     role = "teacher" if config.is_teacher else "inference"
     setup_logging(role, level=config.log.level)
-    if is_beside_a_run(config):
+    if is_beside_a_run(config.output_dir, parent=os.getppid()):
         logger.warning("a run is going on in %s; this server is no part of it and not in its status", config.output_dir)
     else:
         progress.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
@@ -74,9 +73,13 @@ def serve(config: InferenceConfig) -> int:
     return uvloop.run(_run(args, is_one_process=is_one_process))
 
 
-def is_beside_a_run(config: InferenceConfig) -> bool:
-    """Whether a run that did not start this server is going on in `output_dir`, whose reports are not to be written over."""
-    return config.run == RunIdentity() and is_held(RunLayout(config.output_dir).lock)
+def is_beside_a_run(output_dir: Path, *, parent: int) -> bool:
+    """Whether a run is going on there that is not this server's: its reports are not to be written over.
+
+    Args:
+        parent: process id of who started this server.
+    """
+    return holder_of(RunLayout(output_dir).lock) not in (None, parent)
 
 
 def _has_cuda_build() -> bool:

@@ -43,8 +43,8 @@ class WandbSink:
             )
         except wandb.Error as exc:
             raise ConfigError(
-                f"[wandb] cannot start project {config.project!r}: {exc}; log in with `wandb login`, set wandb.offline = true, "
-                "or leave [wandb] out"
+                f"[wandb] cannot start project {config.project!r}: {exc}; log in with `uv run wandb login`, set "
+                "wandb.offline = true, or leave [wandb] out"
             ) from exc
         self._run.define_metric("*", step_metric="step")
 

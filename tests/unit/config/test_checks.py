@@ -15,7 +15,7 @@ from trivet.config.sft import SftConfig, SftDataConfig
 from trivet.config.trainer import TrainerConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 
-GROUPED = ("--orchestrator.rollouts-per-example", "2", "--max-steps", "10")
+GROUPED = ("--orchestrator.rollouts-per-example", "2", "--max-steps", "10", "--max-model-len", "2048")
 
 
 def refusal(kind: type, *argv: str) -> str:
@@ -150,7 +150,7 @@ def test_gpu_lists_must_fit() -> None:
 
 
 def test_a_run_without_an_end_says_so_once() -> None:
-    loaded = load_config(RLConfig, GROUPED[:2], environ={})
+    loaded = load_config(RLConfig, [*GROUPED[:2], *GROUPED[4:]], environ={})
     assert loaded.notices == ("max_steps is not set: the run goes on until it is stopped",)
 
 
@@ -158,6 +158,11 @@ def test_a_role_that_the_launcher_started_repeats_none_of_its_notices() -> None:
     argv = ["--rollouts-per-example", "2", "--sampling.top-p", "0.5"]
     assert len(load_config(OrchestratorConfig, argv, environ={}).notices) == 2
     assert load_config(OrchestratorConfig, [*argv, "--run.id", "r1"], environ={}).notices == ()
+
+
+def test_samples_that_nothing_but_the_model_bounds_are_said_to_be_cut() -> None:
+    (said,) = load_config(RLConfig, GROUPED[:-2], environ={}).notices
+    assert "max_model_len is the model's own limit: of longer samples the first orchestrator.seq_len (2048)" in said
 
 
 def test_different_dtypes_and_tokenizers_are_said() -> None:

@@ -16,7 +16,7 @@ from trivet.config.trainer import TrainerConfig
 from trivet.config.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
 
-QUIET = ["--orchestrator.rollouts-per-example", "2", "--max-steps", "10"]
+QUIET = ["--orchestrator.rollouts-per-example", "2", "--max-steps", "10", "--max-model-len", "2048"]
 
 
 def load(*argv: str) -> Loaded[RLConfig]:
@@ -130,11 +130,29 @@ def test_one_graph_for_a_block_is_refused_before_anything_starts() -> None:
     assert load("--trainer.model.compile.fullgraph", "false").config.trainer.model.compile == CompileConfig()
 
 
+def test_keys_of_prime_rl_that_mean_nothing_here_are_said_and_what_cannot_be_is_refused() -> None:
+    loaded = load(
+        "--log.file", "false", "--trainer.model.impl", "hf", "--orchestrator.client.skip-model-check", "--wandb.id", "x"
+    )
+    assert [line.partition(" (")[0] for line in loaded.notices] == [
+        "log.file",
+        "trainer.model.impl",
+        "orchestrator.client.skip_model_check",
+        "wandb.id",
+    ]
+    assert "safetensors in weights/" in refusal("--weight-broadcast.type", "nccl")
+    assert "config.json" in refusal("--inference.model.rope-scaling.factor", "2")
+    extra_body = load("--orchestrator.sampling.reasoning-effort", "low").config.orchestrator.sampling.extra_body
+    assert extra_body == {"reasoning_effort": "low"}
+
+
 def test_a_choice_without_alternative_changes_nothing() -> None:
     loaded = load("--weight-broadcast.type", "filesystem", "--orchestrator.mask-env-responses", "true")
     assert len(loaded.notices) == 2
     assert "filesystem is the only choice here" in loaded.notices[0]
-    assert "unknown key weight_broadcast" in refusal("--weight-broadcast.type", "nccl")
+    assert "weight_broadcast.type (flag --weight-broadcast.type) does not exist here" in refusal(
+        "--weight-broadcast.type", "nccl"
+    )
 
 
 def test_what_was_replaced_is_refused_with_its_replacement() -> None:

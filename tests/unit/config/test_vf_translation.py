@@ -121,7 +121,7 @@ def test_the_documented_example_becomes_a_run(tmp_path: Path) -> None:
     )
     assert run.output_dir == Path("outputs/sorting")
     assert run.model.name == "Qwen/Qwen3-4B-Instruct-2507"
-    assert [(env.id, env.args) for env in run.orchestrator.env] == [("alphabet-sort", {})]
+    assert [(env.id, env.args) for env in run.orchestrator.env] == [("kalomaze/alphabet-sort", {})]
     assert (run.inference_gpu_ids, run.trainer_gpu_ids) == ([0], [1])
     assert run.inference is not None
     assert run.inference.model.enforce_eager
@@ -192,6 +192,24 @@ def test_arguments_of_the_server_reach_it(tmp_path: Path) -> None:
 def test_schedules_keep_their_course(tmp_path: Path, schedule: str, expected: LinearSchedule | CosineSchedule) -> None:
     run, _ = translated(tmp_path, f"{BASE}max_steps = 100\n{schedule}")
     assert run.trainer.scheduler == expected
+
+
+def test_a_variable_comes_before_the_dialects_defaults_and_after_what_is_written(tmp_path: Path) -> None:
+    def lr(text: str, **environ: str) -> float:
+        (tmp_path / "vf.toml").write_text(BASE + text)
+        loaded = load_config(VfRLConfig, ["@", str(tmp_path / "vf.toml")], environ=environ)
+        return load_run(loaded, environ=environ).config.trainer.optim.lr
+
+    assert lr("", TRIVET_TRAINER__OPTIM__LR="0.5") == 0.5
+    assert lr("", TRIVET_TRAINER__ARGS__LEARNING_RATE="0.25") == 0.25
+    assert lr("learning_rate = 0.125\n", TRIVET_TRAINER__OPTIM__LR="0.5", TRIVET_TRAINER__ARGS__LEARNING_RATE="0.25") == 0.125
+    of_another_command = {"TRIVET_TRAINER__ARGS__LEARNING_RATE": "0.25"}
+    assert (
+        load_config(RLConfig, ["--orchestrator.rollouts-per-example", "2"], environ=of_another_command).config.trainer.optim.lr
+        == 1e-6
+    )
+    with pytest.raises(ConfigError, match=r"unknown key trainer\.args"):
+        lr("", TRIVET_TRAINER__ARGS__LERNING_RATE="0.25")
 
 
 def test_policies_are_measured_as_they_are_trained(tmp_path: Path) -> None:

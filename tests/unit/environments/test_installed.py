@@ -19,7 +19,7 @@ def test_a_missing_environment_of_this_checkout_names_its_folder(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("env_id", "command"),
-    [("someone/chess-puzzles", "prime env install someone/chess-puzzles"), ("chess", "uv pip install chess")],
+    [("someone/chess-puzzles", "uv tool run prime env install someone/chess-puzzles"), ("chess", "uv pip install chess")],
 )
 def test_a_missing_environment_names_the_command_that_installs_it(env_id: str, command: str, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentLoadError, match=command):

@@ -16,7 +16,14 @@ def make_config(**values: Any) -> InferenceConfig:
 def test_every_key_of_the_section_reaches_vllm() -> None:
     config = make_config(
         server={"host": "0.0.0.0", "port": 9000},
-        model={"name": "m", "dtype": "float32", "max_model_len": 512, "enforce_eager": True, "tool_call_parser": "hermes"},
+        model={
+            "name": "m",
+            "dtype": "float32",
+            "max_model_len": 512,
+            "enforce_eager": True,
+            "enable_auto_tool_choice": True,
+            "tool_call_parser": "pythonic",
+        },
         parallel={"tp": 2, "dp": 3},
         gpu_memory_utilization=0.5,
         max_num_seqs=7,
@@ -31,7 +38,7 @@ def test_every_key_of_the_section_reaches_vllm() -> None:
         "dtype": "float32",
         "max_model_len": 512,
         "enforce_eager": True,
-        "tool_call_parser": "hermes",
+        "tool_call_parser": "pythonic",
         "tensor_parallel_size": 2,
         "data_parallel_size": 3,
         "gpu_memory_utilization": 0.5,
