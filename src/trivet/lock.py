@@ -15,7 +15,7 @@ _ROLE_WAIT_S = 10.0
 
 
 def holder_of(path: Path) -> int | None:
-    """Process id of who holds the FileLock of `path`, None for nobody; takes nothing."""
+    """Process id of who holds the FileLock of `path`, None for nobody; keeps nothing."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

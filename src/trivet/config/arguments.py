@@ -110,12 +110,14 @@ def _take_flag(kind: type[Section], word: str, words: list[str], arguments: Argu
         value = text
     elif key is None and negated and (turned := find_key(kind, negated)):
         path = negated
-        value = False if turned.shape is Shape.BOOL else None
+        value = False if turned.shape in (Shape.BOOL, Shape.BOOL_OR_VALUE) else None
     elif key and key.shape is Shape.BOOL:
         value = _BOOLEANS[words.pop(0).lower()] if following.lower() in _BOOLEANS else True
     elif following.startswith("@") and (key is None or key.shape is Shape.SECTION):
         _take_file(words.pop(0), words, path, arguments, findings)
         return
+    elif key and key.shape is Shape.BOOL_OR_VALUE and following.startswith(("@", "--")):
+        value = True
     elif following and not following.startswith("--"):
         value = words.pop(0)
     elif key and key.shape is Shape.SECTION:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from trivet.config.findings import Findings
+from trivet.config.keys import find_key
 from trivet.config.load import Loaded, environment_entries, load_sources
 from trivet.config.rl import RLConfig
 from trivet.config.role_checks import VLLM_NAMES
@@ -101,7 +102,8 @@ def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loade
         written, by_default = list[Entry](), list[Entry]()
         for entry in translate(loaded):
             (by_default if entry.origin.endswith(_BY_DEFAULT) else written).append(entry)
-        run = load_sources(RLConfig, [by_default, environment_entries(RLConfig, environ), written], findings)
+        variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
+        run = load_sources(RLConfig, [by_default, variables, written], findings)
     except ConfigError as exc:
         raise ConfigError(in_dialect(str(exc))) from exc
     return replace(run, notices=tuple(map(in_dialect, run.notices)))
@@ -177,7 +179,8 @@ def in_dialect(text: str) -> str:
 
 
 def _environment(config: VfRLConfig) -> dict[str, object]:
-    return {"id": config.env.id, "name": environment_name(config), "args": config.env.args}
+    named = {"name": environment_name(config)} if "/" in config.env.id else {}
+    return {"id": config.env.id, "args": config.env.args, **named}
 
 
 def environment_name(config: VfRLConfig) -> str:

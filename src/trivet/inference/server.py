@@ -52,7 +52,9 @@ def serve(config: InferenceConfig) -> int:
     role = "teacher" if config.is_teacher else "inference"
     setup_logging(role, level=config.log.level)
     if is_beside_a_run(config.output_dir, parent=os.getppid()):
-        logger.warning("a run is going on in %s; this server is no part of it and not in its status", config.output_dir)
+        logger.warning(
+            "a run is going on in %s that did not start this server; it is not in that run's status", config.output_dir
+        )
     else:
         progress.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
     progress.doing("loading the model")

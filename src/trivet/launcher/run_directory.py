@@ -4,7 +4,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -18,7 +18,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.shared import RunIdentity
 from trivet.durable import write_atomically, write_json_atomically
 from trivet.errors import CheckpointError, ConfigError
-from trivet.lock import FileLock
+from trivet.lock import FileLock, holder_of
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
 
@@ -26,6 +26,9 @@ RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "bat
 """What a run is there for; a fresh run never writes over it."""
 ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports")
 """Everything that a run writes, besides its lock."""
+
+_LOCK_WAIT_S = 0.3
+"""Who asks for the holder touches the lock for a moment."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +52,7 @@ class RunDirectory:
 
     def __init__(self, layout: RunLayout) -> None:
         self.layout = layout
-        self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}")
+        self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", wait_s=_LOCK_WAIT_S)
 
     def __enter__(self) -> "RunDirectory":
         """
@@ -99,8 +102,7 @@ class RunDirectory:
             except CheckpointError as exc:
                 raise ConfigError(str(exc)) from exc
         found = self._entries()
-        is_ours = read_run(self.layout) is not None or self.layout.reports.is_dir()
-        if found and not is_ours:
+        if found and read_run(self.layout) is None and not self._is_of_measurement(found):
             raise ConfigError(
                 f"output_dir {str(self.layout.root)!r} holds {', '.join(found)} but no run.json: nothing of ours wrote them, "
                 "so they are left alone; choose another output_dir"
@@ -109,6 +111,11 @@ class RunDirectory:
         if results and not does_clean:
             raise ConfigError(_describe_results(self.layout, results))
         return None if resume_from is None else choose_fork(self.layout, source=resume_from, resume_step=resume_step)
+
+    def _is_of_measurement(self, found: Sequence[str]) -> bool:
+        """Whether a server by itself and the command `eval` left it, and no role of a run that was started by hand lives here."""
+        is_in_use = any(holder_of(self.layout.role_lock(role)) is not None for role in ("trainer", "orchestrator"))
+        return ".reports" in found and not is_in_use and set(found) <= {".reports", "logs", "evals"}
 
     def identify(self, *, is_resumed: bool) -> RunIdentity:
         """The same run's next attempt when resumed, else a new run."""

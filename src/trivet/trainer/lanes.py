@@ -1,7 +1,7 @@
 """Rows side by side on a CPU: each lane is a thread that computes whole rows with its share of the cores. Used by `trainer.step`.
 
 The threads of one operator wait for each other thousands of times in a step, and a wait costs more than many an operator's work.
-Rows need nothing from each other but the sum of their gradients, which autograd adds under a lock of each parameter's own. The
+Rows need nothing from each other but the sum of their gradients, each added under a lock of its parameter's own. The
 order in which it adds them is not fixed: deterministic runs have one lane.
 """
 

@@ -18,7 +18,8 @@ class MasterWeights:
 
     >>> masters = MasterWeights()
     >>> output = input @ masters.of(weight, torch.bfloat16).T
-    >>> gradient = masters.add_gradient(weight, output_gradient.T @ input)
+    >>> masters.sums_gradients = True
+    >>> masters.add_gradient(weight, output_gradient.T @ input)
     """
 
     def __init__(self) -> None:
@@ -43,19 +44,17 @@ class MasterWeights:
         for weight, cast in self._casts.items():
             cast.follow(weight)
 
-    def add_gradient(self, weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
-        """A backward pass's part of the gradient of `weight`, in its shape and any dtype. Returns what it returns to autograd."""
-        if not self.sums_gradients:
-            return torch.empty_like(weight).copy_(part)
+    def add_gradient(self, weight: torch.Tensor, part: torch.Tensor) -> None:
+        """A part of the gradient of `weight`, in its shape and any dtype; where gradients are summed here."""
+        assert self.sums_gradients
         with self._lock_of(weight):
             if weight.grad is None:
                 weight.grad = torch.empty_like(weight).copy_(part)
             else:
                 _add(weight.grad, part)
-        return None
 
     def add_to_rows(self, weight: torch.Tensor, indices_N: torch.Tensor, part_NH: torch.Tensor) -> torch.Tensor | None:
-        """The same of `weight[indices]`, of which a row may be there several times."""
+        """A part of the gradient of `weight[indices]`, a row perhaps several times. Returns what its backward pass returns."""
         with self._lock_of(weight):
             total = weight.grad if self.sums_gradients else None
             if total is None:

@@ -139,7 +139,7 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         lanes=Lanes.of(seq_len=config.seq_len) if is_whole else None,
     )
     if masters is not None:
-        masters.sums_gradients = is_whole
+        masters.sums_gradients = is_whole and dtype == torch.float32  # narrower ones would lose small parts
     if not is_whole:
         shard(model, config, world)
     fill(model, causal_lm, config, world)

@@ -67,7 +67,8 @@ def run(config: SftConfig, world: World) -> None:
             if session.telemetry is not None:
                 session.telemetry.write_step(0, values)
         for step in range(session.from_step + 1, config.max_steps + 1):
-            _take_step(session, config, batches, validation, Step(step))
+            with session.failing_together():
+                _take_step(session, config, batches, validation, Step(step))
 
 
 def _take_step(session: Session, config: SftConfig, batches: Batches, validation: Validation | None, step: Step) -> None:

@@ -208,6 +208,9 @@ def test_a_variable_comes_before_the_dialects_defaults_and_after_what_is_written
         load_config(RLConfig, ["--orchestrator.rollouts-per-example", "2"], environ=of_another_command).config.trainer.optim.lr
         == 1e-6
     )
+    (tmp_path / "vf.toml").write_text(BASE)
+    loaded = load_config(VfRLConfig, ["@", str(tmp_path / "vf.toml")], environ={"TRIVET_MODEL": "other/model"})
+    assert load_run(loaded, environ={"TRIVET_MODEL": "other/model"}).config.model.name != "other/model", "the file says it"
     with pytest.raises(ConfigError, match=r"unknown key trainer\.args"):
         lr("", TRIVET_TRAINER__ARGS__LERNING_RATE="0.25")
 
@@ -230,9 +233,12 @@ def test_a_checkpoint_is_resumed_by_its_name(tmp_path: Path) -> None:
 def test_the_flag_that_resumes_takes_a_name_or_stands_alone(tmp_path: Path, words: list[str], step: int) -> None:
     file = tmp_path / "vf.toml"
     file.write_text(BASE)
-    argv = ["@", str(file), "--trainer.args.resume-from-checkpoint", *words]
-    run = load_run(load_config(VfRLConfig, argv, environ={}), environ={}).config
-    assert run.trainer.ckpt.resume_step == step
+    flag = ["--trainer.args.resume-from-checkpoint", *words]
+    for argv in (["@", str(file), *flag], [*flag, "@", str(file)]):
+        run = load_run(load_config(VfRLConfig, argv, environ={}), environ={}).config
+        assert run.trainer.ckpt.resume_step == step
+    off = load_config(VfRLConfig, ["@", str(file), *flag, "--no-trainer.args.resume-from-checkpoint"], environ={})
+    assert off.config.trainer.args.resume_from_checkpoint is False
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from trivet.config.load import load_config
 from trivet.config.shared import RunIdentity
 from trivet.errors import ConfigError, RunDirectoryBusy
 from trivet.launcher.run_directory import RunDirectory, read_run, write_configs
+from trivet.lock import FileLock
 from trivet.wire.versions import Step
 
 
@@ -150,6 +151,11 @@ def test_what_was_measured_before_a_run_is_kept_until_it_is_to_be_removed(layout
         with pytest.raises(ConfigError, match="holds evals of an earlier run or measurement; add --clean"):
             directory.choose_start(resume_step=None, does_clean=False)
         assert directory.choose_start(resume_step=None, does_clean=True) is None
+        with FileLock(layout.role_lock("trainer"), what="trainer"), pytest.raises(ConfigError, match="left alone"):
+            directory.choose_start(resume_step=None, does_clean=True)
+        layout.weights.mkdir()
+        with pytest.raises(ConfigError, match="left alone"):
+            directory.choose_start(resume_step=None, does_clean=True)
 
 
 def test_an_output_directory_that_is_a_file_is_refused(layout: RunLayout) -> None:

@@ -53,7 +53,7 @@ def test_threads_that_add_at_once_lose_nothing() -> None:
     part, rows = torch.ones(700, 500, dtype=torch.bfloat16), torch.tensor([5, 5, 699])
 
     def add(_: int) -> None:
-        assert masters.add_gradient(weight, part) is None
+        masters.add_gradient(weight, part)
         assert masters.add_to_rows(weight, rows, torch.ones(3, 500, dtype=torch.bfloat16)) is None
 
     with ThreadPoolExecutor(4) as pool:
