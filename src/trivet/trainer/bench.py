@@ -24,8 +24,7 @@ from trivet.telemetry.logs import setup_logging
 from trivet.trainer.distributed import World, barrier
 from trivet.trainer.fake_data import fake_rows
 from trivet.trainer.losses.terms import Loss
-from trivet.trainer.model import load_policy
-from trivet.trainer.optimizer import LearningRate, make_optimizer
+from trivet.trainer.open_session import make_learner
 from trivet.trainer.performance import (
     ModelCost,
     Stopwatch,
@@ -37,7 +36,7 @@ from trivet.trainer.performance import (
 )
 from trivet.trainer.profiling import Profiler
 from trivet.trainer.reference import Reference
-from trivet.trainer.step import Learner, train_step
+from trivet.trainer.step import train_step
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
@@ -155,17 +154,10 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
     assert config.bench is not None
     torch.manual_seed(config.seed)
     profiler = Profiler(config, world)
-    model = load_policy(config.model, world)
-    learner = Learner(
-        model=model,
-        optimizer=make_optimizer(model.trained_parameters, config.optim, matrices=model.hidden_matrices),
-        learning_rate=LearningRate(peak=config.optim.lr, schedule=config.scheduler, max_steps=config.bench.num_steps),
-        loss=loss,
-        max_norm=config.optim.max_norm,
-        micro_batch_tokens=config.micro_batch_tokens,
-        world=world,
-        reference=Reference(model) if isinstance(config, TrainerConfig) and config.loss.beta else None,
-    )
+    learner = make_learner(config, world, loss=loss, max_steps=config.bench.num_steps)
+    model = learner.model
+    if isinstance(config, TrainerConfig) and config.loss.beta:
+        learner.reference = Reference(model)
     has_teacher = isinstance(config, TrainerConfig) and config.loss.needs_teacher
     seconds: list[float] = []
     num_tokens = 0

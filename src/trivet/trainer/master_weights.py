@@ -55,14 +55,13 @@ class MasterWeights:
 
     def add_to_rows(self, weight: torch.Tensor, indices_N: torch.Tensor, part_NH: torch.Tensor) -> torch.Tensor | None:
         """A part of the gradient of `weight[indices]`, a row perhaps several times. Returns what its backward pass returns."""
+        part_NH = part_NH.to(weight.dtype)
+        if not self.sums_gradients:
+            return torch.zeros_like(weight).index_add_(0, indices_N, part_NH)
         with self._lock_of(weight):
-            total = weight.grad if self.sums_gradients else None
-            if total is None:
-                total = torch.zeros_like(weight)
-            total.index_add_(0, indices_N, part_NH.to(weight.dtype))
-            if not self.sums_gradients:
-                return total
-            weight.grad = total
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad.index_add_(0, indices_N, part_NH)
         return None
 
     def _lock_of(self, weight: torch.Tensor) -> threading.Lock:
@@ -84,7 +83,7 @@ class _Cast:
 
 
 def _add(total: torch.Tensor, part: torch.Tensor) -> None:
-    if part.dtype == total.dtype or part.ndim < 2:
+    if part.dtype == total.dtype:
         total.add_(part)
         return
     size = max(1, _TILE // part[0].numel())

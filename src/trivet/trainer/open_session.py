@@ -40,6 +40,26 @@ _WRITE_TIMEOUT_S = 1800.0
 """A rank's disk may be slower than another's by this much."""
 
 
+def make_learner(config: TrainingConfig, world: World, *, loss: Loss, max_steps: int | None) -> Learner:
+    """The start model and an optimizer that has made no step. Collective.
+
+    Args:
+        max_steps: where the learning-rate schedule ends.
+    """
+    model = load_policy(config.model, world)
+    return Learner(
+        model=model,
+        optimizer=make_optimizer(model.trained_parameters, config.optim, matrices=model.hidden_matrices),
+        learning_rate=LearningRate(peak=config.optim.lr, schedule=config.scheduler, max_steps=max_steps),
+        loss=loss,
+        max_norm=config.optim.max_norm,
+        micro_batch_tokens=config.micro_batch_tokens,
+        # In a run the trainer's keys are a part of the run's.
+        key_prefix="" if config.run == RunIdentity() else "trainer.",
+        world=world,
+    )
+
+
 @contextmanager
 def open_session(
     config: TrainingConfig,
@@ -64,22 +84,11 @@ def open_session(
         DiskFull: there is no room for what the run must write.
     """
     layout = RunLayout(config.output_dir)
-    learning_rate = LearningRate(peak=config.optim.lr, schedule=config.scheduler, max_steps=config.max_steps)
     from_step = choose_start(config, is_whole_verified=True)
     torch.manual_seed(config.seed)
     profiler = Profiler(config, world)
-    model = load_policy(config.model, world)
-    learner = Learner(
-        model=model,
-        optimizer=make_optimizer(model.trained_parameters, config.optim, matrices=model.hidden_matrices),
-        learning_rate=learning_rate,
-        loss=loss,
-        max_norm=config.optim.max_norm,
-        micro_batch_tokens=config.micro_batch_tokens,
-        # In a run the trainer's keys are a part of the run's.
-        key_prefix="" if config.run == RunIdentity() else "trainer.",
-        world=world,
-    )
+    learner = make_learner(config, world, loss=loss, max_steps=config.max_steps)
+    model = learner.model
     if config.model.optim_cpu_offload:
         keep_state_on_host(learner.optimizer, world.device)
     progress = _resume(config, layout, learner, from_step) if from_step else Progress()
