@@ -67,9 +67,12 @@ import os, sys, threading, time
 from trivet.lifetime import tie_forks
 tie_forks()
 
+def say(words):
+    os.write(1, f"{words}\\n".encode())  # one write, which a pipe keeps whole beside the other process's; print makes two
+
 def fork():
     if os.fork() == 0:
-        print(os.getpid(), flush=True)
+        say(os.getpid())
         time.sleep(60)
         os._exit(0)
 
@@ -79,7 +82,7 @@ else:
     thread = threading.Thread(target=fork)
     thread.start()
     thread.join()
-    print("thread ended", flush=True)
+    say("thread ended")
 time.sleep(60)
 """
 
