@@ -11,7 +11,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -180,6 +180,8 @@ class ChaosRun:
     _family_at: float = 0.0
     _to_continue: list[tuple[float, int]] = field(default_factory=list)
     """When, and which stopped process."""
+    _scratch: set[Path] = field(default_factory=set)
+    """Where the launchers had temporary files."""
     _room_at: float = float("inf")
     """When the full disk gets room again."""
     _read: int = 0
@@ -205,6 +207,8 @@ class ChaosRun:
                 )
         finally:
             self._end_everything()
+        assert self._scratch
+        assert not [path for path in self._scratch if path.exists()], "temporary files were left behind"
         report = check_run(self.layout)
         assert not report.breaches, report.breaches[:5]
         return Outcome(survived=self.survived, report=report, launches=self.launches, seconds=time.monotonic() - started)
@@ -230,6 +234,8 @@ class ChaosRun:
         if now - self._family_at > _FAMILY_S:
             self._family_at = now
             self._family.update(descendants_of(launcher))
+            with suppress(FileNotFoundError):
+                self._scratch.add(Path(self.layout.scratch_note.read_text().strip()))
         self._read_events()
         for record in self._new_records():
             self._react(record, launcher)

@@ -62,6 +62,11 @@ class RunLayout:
         return self.root / f".lock.{role}"
 
     @property
+    def scratch_note(self) -> Path:
+        """Where the live run's temporary files are."""
+        return self.root / ".scratch"
+
+    @property
     def run_file(self) -> Path:
         """Run id and attempt, so that a resumed run keeps its identity."""
         return self.root / "run.json"

@@ -18,6 +18,7 @@ from trivet.launcher.machine import inspect_machine
 from trivet.launcher.plan import Ports, share_gpus
 from trivet.launcher.ports import HeldPorts
 from trivet.launcher.run_directory import RunDirectory
+from trivet.launcher.scratch import scratch_directory, scratch_environment
 from trivet.launcher.supervisor import Supervisor
 
 
@@ -72,7 +73,7 @@ def start(config: RLConfig) -> int:
             attempts,
             config=config.recovery,
             python=sys.executable,
-            environ=role_environment(os.environ),
+            environ=scratch_environment(role_environment(os.environ), held.enter_context(scratch_directory(layout))),
             log=log,
             shutdown_timeout_s=config.shutdown_timeout_s,
             patience_s=config.trainer.rollout_transport.timeout_s,

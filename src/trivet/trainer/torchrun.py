@@ -1,11 +1,13 @@
 """Ranks on this machine: `python -m trivet.trainer.torchrun NUM_RANKS MODULE ARGUMENT…`. Started by the launcher.
 
-torchrun, with two things it lacks: a rank ends with the process that started it, however that ends; and the exit code is that
-of the rank that failed first, where torchrun's is 1 whatever happened, so that a run that diverged (3) shows as such.
+torchrun, with three things it lacks: a rank ends with the process that started it, however that ends; the exit code is that of
+the rank that failed first, where torchrun's is 1 whatever happened, so that a run that diverged (3) shows as such; and the
+directory for what ranks fail with is removed.
 """
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -21,7 +23,9 @@ def main(argv: Sequence[str]) -> int:
     num_ranks, module, *arguments = argv
     rank = [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), sys.executable, "-m", module, *arguments]
     try:
-        run_torchrun(["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", num_ranks, "--no-python", *rank])
+        with tempfile.TemporaryDirectory(prefix="trivet-ranks-") as scratch:
+            own = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", num_ranks, "--log-dir", scratch]
+            run_torchrun([*own, "--no-python", *rank])
     except ChildFailedError as exc:
         _, failure = exc.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
