@@ -1,0 +1,17 @@
+"""Two real ranks that both fail: neither ends, and takes the other with it, before what was begun is on the disk."""
+
+from pathlib import Path
+
+from support.ranks import run_ranks
+from trivet.checkpoints.halves import TRAINER, begin_half
+from trivet.config.layout import RunLayout
+from trivet.wire.versions import Step
+
+PROGRAM = Path(__file__).with_name("failing_ranks_program.py")
+CODE = 5
+
+
+def test_ranks_that_fail_end_after_the_last_policy_and_checkpoint_have_arrived(tiny_model: Path, tmp_path: Path) -> None:
+    output_dir = tmp_path / "outputs"
+    begin_half(RunLayout(output_dir), Step(4), TRAINER)  # of a run that was killed
+    run_ranks(2, PROGRAM, [str(tiny_model), str(output_dir), str(CODE)], logs=tmp_path, codes=[CODE, CODE])
