@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trivet.config.findings import Findings
 from trivet.config.keys import find_key
@@ -15,7 +15,6 @@ from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.errors import ConfigError
 
 _ARGS = "trainer.args"
-_BY_DEFAULT = "its default"
 _CHECKPOINT = re.compile(r"(?:.*/)?checkpoint-(\d+)/?")
 _SAME_MEANING = {
     "learning_rate": "trainer.optim.lr",
@@ -99,9 +98,8 @@ def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loade
     for notice in (*loaded.notices, *notices_of(loaded.config)):
         findings.notice(notice)
     try:
-        written, by_default = list[Entry](), list[Entry]()
-        for entry in translate(loaded):
-            (by_default if entry.origin.endswith(_BY_DEFAULT) else written).append(entry)
+        translated = list(translate(loaded))
+        by_default, written = ([each.entry for each in translated if each.is_written == wanted] for wanted in (False, True))
         variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
         run = load_sources(RLConfig, [by_default, variables, written], findings)
     except ConfigError as exc:
@@ -109,12 +107,21 @@ def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loade
     return replace(run, notices=tuple(map(in_dialect, run.notices)))
 
 
-def translate(loaded: Loaded[VfRLConfig]) -> Iterator[Entry]:
-    """Every value of the dialect as a value of the run; each origin names the key that was written, and where."""
+@dataclass(frozen=True, slots=True)
+class Translated:
+    entry: Entry
+    """Its origin names the key of the dialect, and where that was written."""
+    is_written: bool
+    """By the user; else it is the dialect's default."""
 
-    def entry(key: str, value: object, source: str) -> Entry:
-        origin = f"{source}, {loaded.origins.get(source, _BY_DEFAULT)}"
-        return Entry(path=tuple(key.split(".")), value="None" if value is None else value, origin=origin)
+
+def translate(loaded: Loaded[VfRLConfig]) -> Iterator[Translated]:
+    """Every value of the dialect as a value of the run."""
+
+    def entry(key: str, value: object, source: str) -> Translated:
+        origin = f"{source}, {loaded.origins.get(source, 'its default')}"
+        path = tuple(key.split("."))
+        return Translated(Entry(path=path, value="None" if value is None else value, origin=origin), source in loaded.origins)
 
     config = loaded.config
     args = config.trainer.args
