@@ -30,6 +30,7 @@ from trivet.orchestrator.tally import Tally
 from trivet.orchestrator.waker import Waker
 from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry
+from trivet.telemetry.timing import timed
 from trivet.transport.port import BatchSender
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.rollouts import Group
@@ -154,7 +155,9 @@ class Loop:
 
     async def _hand_over(self, step: Step, groups: list[Group], half: OrchestratorHalf, *, is_due: bool) -> dict[str, float]:
         """Pack and send batch `step`, its checkpoint half first; what is long happens in threads. Returns its metrics."""
-        batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_half=is_due)
+        times: dict[str, float] = {}
+        with timed(times, "parallel_preprocess"):
+            batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_half=is_due)
         self.progress = Progress(
             step=step,
             total_tokens=self.progress.total_tokens + batch.num_tokens,
@@ -163,12 +166,13 @@ class Loop:
         )
         half.progress = self.progress
         if is_due:
-            await asyncio.to_thread(write_half, self.layout, half, config=self.config)
-        with progress.waiting(f"the receipt of batch {step}", on="trainer"):
+            with timed(times, "save_ckpt"):
+                await asyncio.to_thread(write_half, self.layout, half, config=self.config)
+        with timed(times, "wait_for_receipt"), progress.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
         progress.note(step=step)
         await asyncio.to_thread(write_rollouts, self.layout, step, groups)
-        return await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
+        return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
     async def _send_stop(self, step: Step, half: OrchestratorHalf | None) -> None:
         """Instead of batch `step`: the trainer commits the step before with `half`, if it is not committed, and ends."""

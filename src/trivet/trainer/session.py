@@ -4,7 +4,6 @@ Methods that say collective are called by every rank; files are written by rank 
 """
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +25,7 @@ from trivet.faults import reach
 from trivet.telemetry.progress import waiting
 from trivet.telemetry.stats import summarize
 from trivet.telemetry.telemetry import Telemetry
+from trivet.telemetry.timing import timed
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint import Progress, state_of
 from trivet.trainer.distributed import World, barrier
@@ -73,11 +73,9 @@ class Session:
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of the current step, by metric name."""
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.times[f"time/{name}"] = time.monotonic() - started
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Adds the seconds of the block to the step's `time/<name>`."""
+        return timed(self.times, name)
 
     def publish(self, step: Step) -> None:
         """Publish the weights as the policy of `step`. Collective.
@@ -108,13 +106,11 @@ class Session:
     def await_policy(self) -> None:
         """Returns once the policy that is being published can be read; raises what its publication met. Collective: ranks that
         went on alone would wait for rank 0 where less time is allowed, or end before it has written the last good weights."""
-        started = time.monotonic()
-        with waiting("the policy's files", on="disk"):
+        with self.timed("wait_for_policy"), waiting("the policy's files", on="disk"):
             try:
                 self.publisher.wait()
             finally:
                 barrier(self.world)
-        self._add_time("wait_for_policy", time.monotonic() - started)
 
     def _announce(self, manifest: Manifest) -> None:
         assert self.telemetry is not None
@@ -191,12 +187,8 @@ class Session:
 
     def release_state(self) -> None:
         """Returns once parameters and optimizer may change, although their checkpoint is still being written."""
-        started = time.monotonic()
-        self.writer.release()
-        self._add_time("wait_for_ckpt", time.monotonic() - started)
-
-    def _add_time(self, name: str, seconds: float) -> None:
-        self.times[f"time/{name}"] = self.times.get(f"time/{name}", 0.0) + seconds
+        with self.timed("wait_for_ckpt"):
+            self.writer.release()
 
     def _commit(self, step: Step, halves: Sequence[str], known: Mapping[str, FileRecord], policy: Future[None] | None) -> None:
         """Runs on the writer's thread once every rank's shards are written.

@@ -1,6 +1,7 @@
 """The orchestrator's loop with groups that finish at once and real checkpoint halves on disk."""
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,15 @@ def test_batches_are_whole_and_say_when_a_checkpoint_half_is_on_disk(tmp_path):
     groups = [group_id for batch in batches for group_id in batch.group_ids]
     assert len(set(groups)) == 10
     assert all(set(batch.micro_batches[0].advantages_T) == {-0.5, 0.5} for batch in batches)
+
+
+def test_a_step_says_how_long_its_parts_took(tmp_path):
+    run_loop(tmp_path, FRESH, max_steps=2, run_group=answer_at_once)
+    first, second = map(json.loads, (RunLayout(tmp_path).metrics / "orchestrator.jsonl").read_text().splitlines())
+    parts = {"time/generate_completions", "time/parallel_preprocess", "time/wait_for_receipt"}
+    for step, of_step in ((first, parts), (second, {*parts, "time/save_ckpt"})):
+        assert 0 < sum(step[name] for name in of_step) <= step["time/step"]
+    assert "time/save_ckpt" not in first  # no half was due
 
 
 def test_a_run_that_makes_room_writes_the_half_of_the_last_batch_and_says_stop(tmp_path):
