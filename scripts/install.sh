@@ -86,7 +86,9 @@ install() {
     say "this machine will not use. To save them, set UV_FIND_LINKS to the page of CPU wheels that PyTorch's install guide names."
   fi
   say "installing the $extra build into .venv with $python (a few minutes the first time)"
-  UV_FIND_LINKS=$find_links uv sync --quiet --extra "$extra" --python "$python" || fail "uv sync failed: see its message above"
+  # Compiled once, all cores at it: a run starts a dozen processes, each of which would compile torch and vLLM for seconds, and every
+  # time where Python may not write down what it compiled (PYTHONDONTWRITEBYTECODE).
+  UV_FIND_LINKS=$find_links uv sync --quiet --compile-bytecode --extra "$extra" --python "$python" || fail "uv sync failed: see its message above"
   echo "$key" >.venv/.installed
   say "done in $((SECONDS - started)) s"
 }
