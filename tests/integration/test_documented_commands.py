@@ -8,7 +8,7 @@ import pytest
 
 from support.documents import Page, make_checkout, marked_pages
 
-_TIME_LIMIT_S = 600
+_TIME_LIMIT_S = 2400
 
 
 def _parameter(page: Page) -> object:

@@ -10,9 +10,8 @@ import pytest
 
 from support.fake_inference import FakeInference
 from support.http_fake import serve_fake
-from support.processes import descendants_of, heed_signals, still_alive, wait_until
+from support.processes import descendants_of, find_free_port, heed_signals, still_alive, wait_until
 from support.rl_run import ENVIRONMENTS
-from support.servers import free_port
 from trivet.config.layout import RunLayout
 from trivet.weights.publish import publish
 
@@ -45,17 +44,17 @@ def test_an_interrupted_evaluation_puts_the_server_back_and_goes_on_later(layout
     def script(body):
         if fake.version == 1 and chats(fake) > 6:
             is_stuck.set()
-            may_answer.wait(60)
+            may_answer.wait(240)
         return [(7, -0.5)]
 
     fake = FakeInference(script=script)
     with serve_fake(fake) as url:
         words = ["--client.base-url", url, "--weights-dir", str(layout.weights), "--max-concurrent", "1"]
         process = start(*words)
-        assert is_stuck.wait(60)
+        assert is_stuck.wait(240)
         ours = descendants_of(process.pid)
         process.send_signal(signal.SIGINT)
-        wait_until(lambda: process.poll() is not None, timeout_s=30, waiting_for="the end of eval")
+        wait_until(lambda: process.poll() is not None, timeout_s=120, waiting_for="the end of eval")
         said, _ = process.communicate()
         may_answer.set()
         assert process.returncode == 130, said
@@ -63,7 +62,7 @@ def test_an_interrupted_evaluation_puts_the_server_back_and_goes_on_later(layout
         assert (fake.version, still_alive(ours)) == (0, [])
         asked_before = chats(fake)
         process = start(*words, "--resume-path", str(layout.root))
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert "base │ vowels" in said
     assert "1 │ vowels" in said
@@ -82,8 +81,8 @@ def test_an_interrupted_evaluation_puts_the_server_back_and_goes_on_later(layout
 )
 def test_bad_input_ends_with_exit_code_2_and_leaves_nothing_behind(layout, words, said):
     before = sorted(layout.root.rglob("*"))
-    process = start("--weights-dir", str(layout.weights), *[word.format(port=free_port()) for word in words])
-    output, _ = process.communicate(timeout=60)
+    process = start("--weights-dir", str(layout.weights), *[word.format(port=find_free_port()) for word in words])
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2, output
     assert said in output
     assert sorted(layout.root.rglob("*")) == before
@@ -109,7 +108,7 @@ def test_a_plain_endpoint_is_evaluated_by_name_with_its_key(tmp_path, monkeypatc
         endpoints.write_text(f"ENDPOINTS = {{'mine': {{'url': {url!r}, 'model': 'other/model', 'key': 'local'}}}}\n")
         words = ["--endpoints-path", str(endpoints), "--client.endpoint", "mine", "--output-dir", str(tmp_path / "out")]
         process = start(*words, "--sampling.temperature", "0.5", "--wandb.offline")
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert "base │ vowels      │ 0.6667" in output
     assert len(asked) == 4

@@ -69,11 +69,11 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def run_eval(*words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ENVIRONMENTS)}
     command = [sys.executable, "-m", "trivet.evaluation.command", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=960, check=False)
 
 
 def policy(server: str) -> dict[str, object]:
-    return httpx.get(f"{server}/policy", timeout=60).json()
+    return httpx.get(f"{server}/policy", timeout=240).json()
 
 
 def summaries(layout: RunLayout, env: str) -> dict[int, dict[str, object]]:
@@ -85,7 +85,7 @@ def test_the_steps_of_a_run_score_what_the_run_itself_measured(server: str, tiny
     run = Run(tmp_path, tiny_model, max_steps=3, template=RUN.replace("@SERVER@", server))
     try:
         process = run.start()
-        assert process.wait(300) == 0, run.output[-6000:]
+        assert process.wait(1200) == 0, run.output[-6000:]
     finally:
         run.stop()
     before = policy(server)
@@ -110,7 +110,7 @@ def test_the_steps_of_a_run_score_what_the_run_itself_measured(server: str, tiny
 
 
 def test_adapters_are_evaluated_and_one_of_another_base_is_refused(server: str, tiny_model: Path, tmp_path: Path) -> None:
-    httpx.post(f"{server}/reload_weights", timeout=60).raise_for_status()
+    httpx.post(f"{server}/reload_weights", timeout=240).raise_for_status()
     layout = RunLayout(tmp_path / "run")
     for version in (1, 2):
         publish_adapter(layout, base=tiny_model, version=version)
@@ -170,7 +170,7 @@ def test_the_command_of_verifiers_evaluates_on_our_server(server: str, tiny_mode
         str(tmp_path / "out"),
     ]
     environment = os.environ | {"VF_KEY": "none", "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=960, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     [results] = tmp_path.rglob("results.jsonl")
     records = [json.loads(line) for line in results.read_text().splitlines()]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
 MAX_STEPS = 3
-TIMEOUT_S = 400
+TIMEOUT_S = 1200
 
 
 def run_command(*words: str | Path) -> None:

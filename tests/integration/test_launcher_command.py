@@ -34,7 +34,7 @@ def rl(directory: Path, *flags: str, env: str = "reverse-text") -> "subprocess.C
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

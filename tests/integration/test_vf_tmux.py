@@ -14,7 +14,7 @@ from support.terminals import Terminal, tmux_sockets
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
-WITHIN_S = 30.0
+WITHIN_S = 120.0
 VF_RL = """
 import sys
 from pathlib import Path
@@ -28,7 +28,8 @@ import os, signal, sys, time
 from pathlib import Path
 
 def leave(number, frame):
-    Path("heard").write_text(signal.Signals(number).name)
+    Path("heard.tmp").write_text(signal.Signals(number).name)
+    Path("heard.tmp").rename("heard")
     sys.exit(128 + number)
 
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

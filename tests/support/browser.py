@@ -22,7 +22,7 @@ from support.scripts import load_script
 
 HOME: Path = load_script("install_browser").HOME
 PROGRAM = HOME / "chromium"
-_ANSWER_S = 30.0
+_ANSWER_S = 120.0
 _POLL_S = 0.01
 _FLAGS = (
     "--headless",
@@ -122,7 +122,7 @@ class Browser:
     def close(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

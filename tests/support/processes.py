@@ -1,13 +1,18 @@
 """Looks at real processes and ports from outside, for tests that end some of them violently."""
 
+import itertools
+import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import psutil
 
 _POLL_S = 0.05
+_FIRST_PORT, _PORTS = 10_000, 1_000
+_port_numbers = itertools.count(os.getpid())
 
 
 def heed_signals() -> None:
@@ -24,9 +29,31 @@ def descendants_of(pid: int) -> list[psutil.Process]:
         return []
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; one that ended and was not waited for does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        return False
+
+
 def still_alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those of `processes` that run; one that ended and was not waited for does not."""
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in processes if is_alive(process)]
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def child_with(pid: int, word: str, *, at_any_depth: bool = False) -> psutil.Process | None:
+    """A child of `pid` with `word` in its command line."""
+    for child in psutil.Process(pid).children(recursive=at_any_depth):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if word in child.cmdline():
+                return child
+    return None
 
 
 def wait_until(condition: Callable[[], object], *, timeout_s: float, waiting_for: str) -> None:
@@ -37,7 +64,7 @@ def wait_until(condition: Callable[[], object], *, timeout_s: float, waiting_for
         time.sleep(_POLL_S)
 
 
-def assert_all_gone(processes: list[psutil.Process], *, timeout_s: float = 5.0) -> None:
+def assert_all_gone(processes: list[psutil.Process], *, timeout_s: float = 30.0) -> None:
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     assert not still_alive(alive), f"left behind: {[(process.pid, process.cmdline()) for process in still_alive(alive)]}"
 
@@ -51,6 +78,11 @@ def assert_port_free(port: int, *, host: str = "127.0.0.1") -> None:
 
 
 def find_free_port(*, host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """One that the kernel gives to nobody who asks it for any, and that no other worker of the suite looks at."""
+    first = _FIRST_PORT + _PORTS * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for _ in range(_PORTS):
+        port = first + next(_port_numbers) % _PORTS
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise AssertionError(f"no port from {first} to {first + _PORTS - 1} is free")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.processes import find_free_port
 
-TIMEOUT_S = 400.0
+TIMEOUT_S = 1200.0
 
 
 def run_ranks(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from support.processes import descendants_of, heed_signals, wait_until
+from support.processes import child_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
@@ -76,7 +76,7 @@ class Run:
     def output(self) -> str:
         return self._log.read_text()
 
-    def wait_for(self, path: Path, *, timeout_s: float = 240.0) -> None:
+    def wait_for(self, path: Path, *, timeout_s: float = 900.0) -> None:
         """Returns once `path` is there; fails with the run's output when the run ends first."""
         process = self.process
         assert process is not None
@@ -92,9 +92,11 @@ class Run:
         assert self.process is not None
         modules = {"inference": "trivet.inference.server", "orchestrator": "trivet.orchestrator.command"}
         module = modules.get(name, "trivet.trainer.torchrun")
-        return next(process for process in descendants_of(self.process.pid) if module in " ".join(process.cmdline()))
+        found = child_with(self.process.pid, module, at_any_depth=True)
+        assert found is not None, f"no process of {name}: {self.output[-4000:]}"
+        return found
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(60)
+            self.process.wait(120)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,8 +13,10 @@ from pathlib import Path
 import httpx
 import psutil
 
-START_TIMEOUT_S = 300
-STOP_TIMEOUT_S = 30
+from support.processes import find_free_port
+
+START_TIMEOUT_S = 900
+STOP_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +30,13 @@ class ServerProcess:
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @contextmanager
 def run_server(model: Path, *, log: Path, **overrides: str) -> Iterator[ServerProcess]:
     """
     Args:
         overrides: flags with underscores for dots, e.g. `max_num_seqs="4"`.
     """
-    port = free_port()
+    port = find_free_port()
     flags = {
         "model.name": str(model),
         "model.dtype": "float32",

@@ -7,13 +7,21 @@ from pathlib import Path
 
 import psutil
 
-from support.processes import assert_all_gone, assert_port_free, descendants_of, find_free_port, heed_signals, wait_until
+from support.processes import (
+    assert_all_gone,
+    assert_port_free,
+    child_with,
+    descendants_of,
+    find_free_port,
+    heed_signals,
+    kill_all,
+    wait_until,
+)
 from trivet.config.layout import RunLayout
 
 STAND_IN_RUN = Path(__file__).with_name("stand_in_run.py")
 ROLES = ("inference", "orchestrator", "trainer")
-STARTED_WITHIN_S = 30.0
-ENDED_WITHIN_S = 40.0
+STARTED_WITHIN_S = ENDED_WITHIN_S = 120.0
 
 
 class StandInRun:
@@ -44,7 +52,7 @@ class StandInRun:
         )
         self.processes = [*self.processes, psutil.Process(self.launcher.pid), *descendants_of(self.launcher.pid)]
 
-    def wait_for_output(self, text: str, *, timeout_s: float = 20.0) -> None:
+    def wait_for_output(self, text: str, *, timeout_s: float = 120.0) -> None:
         wait_until(lambda: text in self.output, timeout_s=timeout_s, waiting_for=f"{text!r} in {self.output}")
 
     def launch(self, *behaviours: str) -> "subprocess.Popen[bytes]":
@@ -64,7 +72,9 @@ class StandInRun:
         (self.directory / f"{name}.go").touch()
 
     def process_of(self, name: str) -> psutil.Process:
-        return next(child for child in psutil.Process(self.launcher.pid).children() if name in child.cmdline())
+        found = child_with(self.launcher.pid, name)
+        assert found is not None, f"no process of {name}: {self.output}"
+        return found
 
     def wait(self) -> int:
         return self.launcher.wait(ENDED_WITHIN_S)
@@ -81,6 +91,4 @@ class StandInRun:
     def close(self) -> None:
         self.launcher.kill()
         self.launcher.wait()
-        for process in self.processes:
-            if process.is_running():
-                process.kill()
+        kill_all(self.processes)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 def main(behaviour: str) -> int:
     rank = os.environ["RANK"]
-    Path(f"rank_{rank}.up").write_text(
-        f"{os.environ['WORLD_SIZE']} {os.environ['MASTER_ADDR']} {os.environ['OMP_NUM_THREADS']}"
-    )
+    path = Path(f"rank_{rank}.up")
+    path.with_suffix(".tmp").write_text(" ".join(os.environ[name] for name in ("WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")))
+    path.with_suffix(".tmp").rename(path)
     if behaviour == "wait":
         signal.pause()
     return int(behaviour) if rank == "1" else 0

@@ -33,7 +33,7 @@ def make_batch(step: int, *, num_tokens: int = 8, purpose: BatchPurpose = BatchP
 
 
 def make_config(**changes) -> TransportConfig:
-    return TransportConfig(**{"port": find_free_port(), "resend_interval_s": 0.05, "timeout_s": 5.0, **changes})
+    return TransportConfig(**{"port": find_free_port(), "resend_interval_s": 0.05, "timeout_s": 30.0, **changes})
 
 
 class ZmqRelay:
@@ -61,6 +61,8 @@ class ZmqRelay:
                     self._front.send_multipart([sender, reply])
 
     def _pass_on(self, frames: Frames) -> bytes | None:
+        while self._back.poll(0):
+            self._back.recv()  # an answer that came too late belongs to no other message
         self._back.send_multipart(frames)
         return self._back.recv() if self._back.poll(200) else None
 

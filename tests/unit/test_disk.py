@@ -69,7 +69,7 @@ def test_the_kernels_own_refusal_is_recognised(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
     command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, preexec_fn=limit)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, preexec_fn=limit)
     assert done.returncode == 1
     assert f"DiskFull: no room to write state in {tmp_path}" in done.stderr
     assert not (tmp_path / "state").exists()

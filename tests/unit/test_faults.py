@@ -88,9 +88,9 @@ def test_the_wall_clock_jumps_and_the_monotonic_clock_does_not(write, monkeypatc
     monkeypatch.setattr(time, "time_ns", time.time_ns)
     wall, monotonic = time.time(), time.monotonic()
     Injector(write(fault(Action.CLOCK_JUMP, seconds=3600.0))).reach("commit.before", step=3)
-    assert time.time() - wall == pytest.approx(3600, abs=5)
-    assert time.time_ns() / 1e9 - wall == pytest.approx(3600, abs=5)
-    assert time.monotonic() - monotonic < 5
+    assert time.time() - wall == pytest.approx(3600, abs=60)
+    assert time.time_ns() / 1e9 - wall == pytest.approx(3600, abs=60)
+    assert time.monotonic() - monotonic < 60
 
 
 @pytest.mark.parametrize(("action", "number"), [(Action.KILL, signal.SIGKILL)])
@@ -101,7 +101,7 @@ def test_a_process_kills_itself_and_its_restart_goes_on(write, action, number):
         "faults.arm(Path(sys.argv[1])); faults.reach('commit.before', step=3); print('survived')"
     )
     command = [sys.executable, "-c", program, str(schedule)]
-    first, second = (subprocess.run(command, capture_output=True, text=True, timeout=60, check=False) for _ in range(2))
+    first, second = (subprocess.run(command, capture_output=True, text=True, timeout=240, check=False) for _ in range(2))
     assert (first.returncode, first.stdout) == (-number, "")
     assert (second.returncode, second.stdout) == (0, "survived\n")
 

@@ -6,7 +6,7 @@ import pytest
 
 from support.fake_inference import START_DIGEST, FakeInference
 from support.http_fake import serve_fake
-from support.servers import free_port
+from support.processes import find_free_port
 from trivet.config.client import ClientConfig
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError, InferenceError
@@ -75,7 +75,7 @@ def test_every_server_holds_what_is_evaluated_and_gets_back_what_it_held(layout)
 
 
 def test_a_server_that_is_down_is_named_with_what_to_do():
-    port = free_port()
+    port = find_free_port()
     with pytest.raises(ConfigError, match=rf"no server answers at http://127\.0\.0\.1:{port} .*uv run inference"):
         use([f"http://127.0.0.1:{port}/v1"], lambda servers: servers.model_names(), timeout_s=0.2)
 

@@ -40,7 +40,7 @@ def test_a_program_restarts_once_with_its_own_words_and_the_environment() -> Non
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     first, second, words = done.stdout.splitlines()

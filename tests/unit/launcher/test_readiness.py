@@ -29,6 +29,11 @@ def server() -> Iterator[str]:
         thread.join()
 
 
+@pytest.fixture(autouse=True)
+def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivet.launcher.readiness._TIMEOUT_S", 60.0)
+
+
 def test_a_server_is_told_once_and_after_a_restart_again(server: str) -> None:
     probe = ReadyProbe([server])
     assert not probe.are_all_ready

@@ -103,7 +103,7 @@ class Bench:
         """Load `versions`, each once the evaluations before it are done, and finish with the last."""
 
         async def go():
-            async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(240), asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(self.evals.run())
                 for version in versions:
                     for _ in range(100):

@@ -76,7 +76,7 @@ def make_sample(token_ids: list[int], *, num_prompt: int = 2) -> Sample:
 DRAW = Draw(group_id=GroupId(3), env="e", example_id=0, example_hash="", step=Step(1))
 
 
-def with_teacher(urls: list[str], body, *, max_concurrent: int = 4, pauses: list[float] | None = None):
+def with_teacher(urls: list[str], body, *, max_concurrent: int = 4, pauses: list[float] | None = None, ready_s: float = 60.0):
     """What `body` returns for a teacher on `urls`, whose pauses take no time."""
     slept = pauses if pauses is not None else []
 
@@ -86,10 +86,10 @@ def with_teacher(urls: list[str], body, *, max_concurrent: int = 4, pauses: list
     async def main():
         config = TeacherModelConfig(
             model=TeacherNameConfig(name="big"),
-            client=ClientConfig(base_url=urls, wait_for_ready_timeout=0.5),
+            client=ClientConfig(base_url=urls, wait_for_ready_timeout=ready_s),
             max_concurrent=max_concurrent,
         )
-        teacher = Teacher(config, [InferenceClient(url, timeout_s=10) for url in urls], sleep=sleep)
+        teacher = Teacher(config, [InferenceClient(url, timeout_s=60) for url in urls], sleep=sleep)
         try:
             return await body(teacher)
         finally:
@@ -138,7 +138,7 @@ def test_questions_are_spread_over_the_servers():
     scripts = [Script(), Script()]
     with serve(scripts[0]) as first, serve(scripts[1]) as second:
         run_taught([first, second], [make_sample([5, 6, index]) for index in range(24)], max_concurrent=6)
-    assert min(len(script.asked) for script in scripts) >= 4
+    assert min(len(script.asked) for script in scripts) >= 3  # six are asked at once
 
 
 def test_a_question_that_failed_is_asked_again_after_a_growing_pause():
@@ -166,7 +166,7 @@ def test_a_teacher_that_stays_away_costs_the_group():
     with serve(Script()) as url:
         pass
     with pytest.raises(RolloutFailed, match="was not ready within"):
-        run_taught([url], [make_sample([5, 6, 7])])
+        run_taught([url], [make_sample([5, 6, 7])], ready_s=0.01)
 
 
 def test_a_token_that_the_teacher_holds_for_impossible_is_never_learnt_from():

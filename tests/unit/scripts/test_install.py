@@ -41,7 +41,7 @@ class Machine:
             env=clean,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0, done.stderr

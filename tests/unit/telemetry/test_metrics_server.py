@@ -6,6 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.processes import find_free_port
 from trivet.config.layout import RunLayout
 from trivet.config.shared import MetricsServerConfig, RunIdentity
 from trivet.errors import ConfigError
@@ -59,8 +60,7 @@ def test_a_port_that_is_taken_is_named_with_the_key_that_changes_it():
 
 
 def test_the_port_is_free_again_once_telemetry_is_closed(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    port = find_free_port()
     for step in (1, 2):
         telemetry = Telemetry(
             "trainer", layout=RunLayout(tmp_path), run=RunIdentity(), metrics_server=MetricsServerConfig(port=port)

@@ -4,7 +4,6 @@ import errno
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.processes import wait_until
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
 from trivet.checkpoints.halves import ORCHESTRATOR, begin_half, finish_half
 from trivet.config.layout import RunLayout
@@ -330,7 +330,7 @@ def test_a_step_whose_policy_could_not_be_written_is_not_committed(
 
     def refuse_the_third(layout: RunLayout, *, version: PolicyVersion, **given: Any) -> Manifest:
         if version == 3:
-            time.sleep(0.5)  # the loop is past the end of the step
+            wait_until(lambda: receiver.asked == asked, timeout_s=60, waiting_for="the loop to ask for what it may")
             raise OSError(errno.ENOSPC, "No space left on device")
         return publish(layout, version=version, **given)
 

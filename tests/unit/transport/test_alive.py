@@ -1,10 +1,10 @@
 """A trainer waits for a batch as long as the orchestrator says that it is well, and no longer."""
 
 import asyncio
-import socket
 
 import pytest
 
+from support.processes import find_free_port
 from trivet.config.shared import TransportConfig
 from trivet.errors import WaitTimeout
 from trivet.transport.frames import RunKey, make_alive
@@ -55,10 +55,7 @@ def test_signs_of_another_attempt_or_run_do_not_count():
 
 
 def test_a_sign_reaches_a_trainer_that_waits_and_none_is_owed_without_one():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = TransportConfig(port=port, timeout_s=60)
+    config = TransportConfig(port=find_free_port(), timeout_s=60)
 
     async def speak(receiver):
         sender = ZmqSender(config, run_id="run")

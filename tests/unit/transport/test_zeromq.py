@@ -1,12 +1,12 @@
 """What only a network has: ends that come and go, and ports that are taken."""
 
 import asyncio
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from support.processes import find_free_port
 from trivet.config.shared import TransportConfig
 from trivet.errors import ConfigError, WaitTimeout
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
@@ -15,10 +15,7 @@ from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 
 @pytest.fixture
 def config():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return TransportConfig(port=port, resend_interval_s=0.05, timeout_s=10.0)
+    return TransportConfig(port=find_free_port(), resend_interval_s=0.05, timeout_s=10.0)
 
 
 def make_batch(step):
@@ -103,11 +100,11 @@ def test_a_receiver_whose_thread_fails_wakes_the_trainer(config, monkeypatch, ca
     async def main():
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(receiver.receive, 1)
-            sender = ZmqSender(config.model_copy(update={"timeout_s": 0.2}), run_id="run")
+            sender = ZmqSender(config.model_copy(update={"timeout_s": 2.0}), run_id="run")
             with pytest.raises(WaitTimeout):
                 await sender.send(make_batch(1))
             with pytest.raises(WaitTimeout, match="failed with OSError: disk on fire"):
-                waiting.result(timeout=5)
+                waiting.result(timeout=30)
             await sender.aclose()
 
     asyncio.run(main())
