@@ -111,25 +111,41 @@ def _read_file(path: Path, split: str, key: str) -> Any:
         )
     if table := _TABLES.get(path.suffix):
         return _load(table, None, split, key, file=path)
-    return read_jsonl(path)
+    return read_json(path)
 
 
 def _read_split_file(files: Mapping[str, Path], split: str, place: Path, key: str) -> list[Row]:
     if split not in files:
         raise ConfigError(f"{key}.splits: {place} has the splits {', '.join(files)}, and no {split!r}")
-    return read_jsonl(files[split])
+    return read_json(files[split])
 
 
-def read_jsonl(path: Path) -> list[Row]:
-    """
+def read_json(path: Path) -> list[Row]:
+    """A line for each row, or in a file that ends in `.json` one list of all.
+
     Raises:
-        ConfigError: it is no text, or a line is not a JSON object.
+        ConfigError: it is no text, or a line, or what the list holds, is not a JSON object.
     """
     try:
         with path.open(encoding="utf-8") as file:
+            if path.suffix == ".json" and file.read(1024).lstrip().startswith("["):
+                file.seek(0)
+                return _parse_list(file.read(), path)
+            file.seek(0)
             return [_parse_line(line, number, path) for number, line in enumerate(file, start=1) if line.strip()]
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path} is not text in UTF-8: {exc}; tables end in {', '.join(_TABLES)}") from exc
+
+
+def _parse_list(text: str, path: Path) -> list[Row]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as exc:
+        raise ConfigError(f"{path} is not JSON: {exc}") from exc
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, row {number} of the list, must be a JSON object, got {str(row)[:60]!r}")
+    return rows
 
 
 def _parse_line(line: str, number: int, path: Path) -> Row:

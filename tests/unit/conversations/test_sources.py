@@ -131,6 +131,19 @@ def test_bad_files_are_named(tmp_path: Path, content: str, message: str) -> None
         open_source(str(tmp_path / "data.jsonl"))
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_file_may_be_one_list(tmp_path: Path, indent: int | None) -> None:
+    path = tmp_path / "data.json"
+    path.write_text("\n" + json.dumps(ROWS, indent=indent))
+    assert list(open_source(str(path))) == ROWS
+    path.write_text("[1, {}]")
+    with pytest.raises(ConfigError, match=r"data.json, row 1 of the list, must be a JSON object, got '1'"):
+        open_source(str(path))
+    path.write_text("[{},")
+    with pytest.raises(ConfigError, match=r"data\.json is not JSON"):
+        open_source(str(path))
+
+
 def test_a_file_that_is_no_text_is_named_with_the_endings_of_tables(tmp_path: Path) -> None:
     (tmp_path / "data.bin").write_bytes(b"PAR1\xff\xfe")
     with pytest.raises(ConfigError, match=r"data.bin is not text in UTF-8: .*; tables end in .parquet, .arrow, .csv"):
