@@ -98,7 +98,7 @@ def write_without_room(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.written.clear()
     with monkeypatch.context() as patch:
         if not case.world.is_main:
-            patch.setattr(os, "pwrite", fail)
+            patch.setattr(os, "pwritev", fail)
         case.start("full", 3)
         with pytest.raises(CheckpointError, match=r"rank 1: OSError: \[Errno 28\] No space left on device"):
             case.writer.work.wait()
@@ -122,7 +122,7 @@ def main() -> None:
         write_slowly(case, monkeypatch)
         write_without_room(case, monkeypatch)
         if not world.is_main:
-            monkeypatch.setattr(os, "pwrite", lambda *_: os._exit(int(code)))
+            monkeypatch.setattr(os, "pwritev", lambda *_: os._exit(int(code)))
         write_alone(case)
         case.writer.close()
         Path(directory, "ended").write_text("well")

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from support.ranks import run_ranks
 
 PROGRAM = Path(__file__).with_name("half_writer_program.py")
@@ -12,7 +10,6 @@ LOST = 7
 """Exit code of the rank that is lost."""
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_slow_or_fails_leaves_no_wrong_checkpoint_and_nobody_waiting(tiny_model: Path, tmp_path: Path) -> None:
     run_ranks(2, PROGRAM, [str(tiny_model), str(ORACLE), str(tmp_path), str(LOST)], logs=tmp_path, codes=[0, LOST])
     assert (tmp_path / "ended").exists()
