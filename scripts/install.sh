@@ -86,9 +86,10 @@ install() {
     say "this machine will not use. To save them, set UV_FIND_LINKS to the page of CPU wheels that PyTorch's install guide names."
   fi
   say "installing the $extra build into .venv with $python (a few minutes the first time)"
-  # Compiled once, all cores at it: a run starts a dozen processes, each of which would compile torch and vLLM for seconds, and every
-  # time where Python may not write down what it compiled (PYTHONDONTWRITEBYTECODE).
-  UV_FIND_LINKS=$find_links uv sync --quiet --compile-bytecode --extra "$extra" --python "$python" || fail "uv sync failed: see its message above"
+  UV_FIND_LINKS=$find_links uv sync --quiet --extra "$extra" --python "$python" || fail "uv sync failed: see its message above"
+  # A run starts a dozen processes, each of which would compile torch and vLLM for seconds, and every time where Python may not keep
+  # what it compiled (PYTHONDONTWRITEBYTECODE). Some packages have files for another Python; they are none of ours.
+  .venv/bin/python -m compileall -qq -j 0 .venv/lib/python*/site-packages || true
   echo "$key" >.venv/.installed
   say "done in $((SECONDS - started)) s"
 }

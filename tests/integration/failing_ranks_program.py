@@ -39,7 +39,8 @@ def fail_in_step_2(session: Session) -> None:
     session.publish(Step(1))
     session.save(Step(1), halves=(TRAINER,))
     with session.failing_together():
-        assert published_versions(session.layout) == []
+        if session.world.is_main:
+            assert published_versions(session.layout) == []
         threading.Timer(1.0, _may_write.set).start()
         raise BatchError("step 2")
 

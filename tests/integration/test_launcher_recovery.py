@@ -113,7 +113,7 @@ def test_an_error_at_the_start_ends_the_run_without_a_restart(run: StandInRun) -
 
 
 @pytest.mark.parametrize("name", ["inference", "trainer"])
-def test_a_stopped_role_is_named_within_the_timeout_with_its_last_lines_and_restarted(run: StandInRun, name: str) -> None:
+def test_a_stopped_role_is_named_with_its_last_lines_and_restarted(run: StandInRun, name: str) -> None:
     run.recovery["watchdog_timeout_s"] = WATCHDOG_S
     run.start()
     wait_for_progress(run)

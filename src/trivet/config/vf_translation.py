@@ -107,7 +107,7 @@ def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loade
     return replace(run, notices=tuple(map(in_dialect, run.notices)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Translated:
     entry: Entry
     """Its origin names the key of the dialect, and where that was written."""
@@ -121,7 +121,10 @@ def translate(loaded: Loaded[VfRLConfig]) -> Iterator[Translated]:
     def entry(key: str, value: object, source: str) -> Translated:
         origin = f"{source}, {loaded.origins.get(source, 'its default')}"
         path = tuple(key.split("."))
-        return Translated(Entry(path=path, value="None" if value is None else value, origin=origin), source in loaded.origins)
+        return Translated(
+            entry=Entry(path=path, value="None" if value is None else value, origin=origin),
+            is_written=source in loaded.origins,
+        )
 
     config = loaded.config
     args = config.trainer.args

@@ -4,7 +4,7 @@ Owned by `launcher.rl`; the supervisor asks it. The run directory and the ports 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -18,6 +18,7 @@ from trivet.launcher.logs import RunLog
 from trivet.launcher.machine import Machine
 from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan
 from trivet.launcher.run_directory import RunDirectory, write_configs
+from trivet.launcher.scratch import Scratch
 from trivet.telemetry.events import EventWriter, read_events
 from trivet.weights.retention import needed_to_resume, reference_version
 from trivet.wire.events import Event, Stop
@@ -45,6 +46,7 @@ class Attempts:
     machine: Machine
     python: str
     ports: Ports
+    scratch: Scratch
     planned: Plan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +127,7 @@ class Attempts:
             writer.close()
 
     def _plan(self) -> Plan:
-        return plan(
+        planned = plan(
             self.config,
             machine=self.machine,
             python=self.python,
@@ -133,6 +135,7 @@ class Attempts:
             ports=self.ports,
             resume_step=self.from_step,
         )
+        return replace(planned, processes=tuple(map(self.scratch.hold, planned.processes)))
 
     def _newest_whole(self, log: RunLog) -> Step | None:
         steps = committed_steps(self.layout)

@@ -18,7 +18,7 @@ from trivet.launcher.machine import inspect_machine
 from trivet.launcher.plan import Ports, share_gpus
 from trivet.launcher.ports import HeldPorts
 from trivet.launcher.run_directory import RunDirectory
-from trivet.launcher.scratch import scratch_directory, scratch_environment
+from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervisor import Supervisor
 
 
@@ -54,6 +54,7 @@ def start(config: RLConfig) -> int:
     layout = RunLayout(config.output_dir)
     with ExitStack() as held:
         directory = held.enter_context(RunDirectory(layout))
+        scratch = held.enter_context(Scratch(layout))
         ckpt = config.trainer.ckpt
         step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
         attempts = Attempts(
@@ -64,6 +65,7 @@ def start(config: RLConfig) -> int:
             machine=inspect_machine(),
             python=sys.executable,
             ports=_take_ports(config, held.enter_context(HeldPorts())),
+            scratch=scratch,
         )
         attempts.begin()
         layout.logs.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,7 @@ def start(config: RLConfig) -> int:
             attempts,
             config=config.recovery,
             python=sys.executable,
-            environ=scratch_environment(role_environment(os.environ), held.enter_context(scratch_directory(layout))),
+            environ=role_environment(os.environ),
             log=log,
             shutdown_timeout_s=config.shutdown_timeout_s,
             patience_s=config.trainer.rollout_transport.timeout_s,

@@ -25,7 +25,7 @@ from trivet.wire.versions import Step
 RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "batches", "evals")
 """What a run is there for; a fresh run never writes over it."""
 ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports")
-"""Everything that a run writes, besides its lock."""
+"""Everything that a run writes and leaves, besides its lock."""
 
 _LOCK_WAIT_S = 0.3
 """Who asks for the holder touches the lock for a moment."""

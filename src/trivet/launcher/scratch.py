@@ -1,46 +1,124 @@
-"""Temporary files of a run's processes. A process that is killed leaves its own: vLLM its sockets, torchrun its directories."""
+"""Temporary files of servers and ranks. A process that is killed leaves its own: vLLM its sockets, torchrun its directories.
 
+Environments keep to the directory that the user has for such files: what they put there may be meant to stay.
+"""
+
+import fcntl
 import getpass
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 
 from trivet.config.layout import RunLayout
 from trivet.durable import write_atomically
+from trivet.errors import ConfigError
+from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
 
-_PREFIX = "trivet-run-"
+_PREFIX = "trivet-"
+_MAX_LENGTH = 70
+"""Of its path: a socket's may have 107 characters, of which vLLM's name takes 37."""
 
 
-@contextmanager
-def scratch_directory(layout: RunLayout) -> Iterator[Path]:
-    """A new directory under the system's for temporary files, short enough for sockets, removed at the end with all it holds.
+class Scratch:
+    """A new directory, which goes with the run and all that it holds. For whoever holds the output directory.
 
-    For whoever holds the output directory: it notes the path there, and removes first what a launcher that was killed left.
+    Its path is noted there: the next run removes what a launcher that was killed left, if no other run is in it.
+
+    >>> with Scratch(layout) as scratch:
+    ...     spec = scratch.hold(spec)
     """
-    _remove_noted(layout)
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._note = layout.scratch_note
+        self._held = ExitStack()
+
+    def __enter__(self) -> "Scratch":
+        """
+        Raises:
+            ConfigError: there is no directory for temporary files.
+        """
+        if (noted := self._read_note()) is not None:
+            _remove_if_free(noted)
+        try:
+            self.directory = _make_directory()
+            self._held.callback(os.close, _lock(self.directory))
+        except OSError as exc:
+            raise ConfigError(f"no temporary directory can be made: {exc}; make room there, or set TMPDIR") from exc
+        write_atomically(self._note, f"{self.directory}\n".encode())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if not self.directory.exists():
+            with suppress(OSError):  # a note of what is gone harms nobody
+                self._note.unlink()
+        self._held.close()
+
+    def hold(self, spec: ProcessSpec) -> ProcessSpec:
+        """`spec` with its temporary files here; what libraries keep there for the next run stays where that finds it."""
+        if spec.name == ORCHESTRATOR:
+            return spec
+        return replace(
+            spec, env={**spec.env, "TMPDIR": str(self.directory)}, env_defaults={**_kept_caches(), **spec.env_defaults}
+        )
+
+    def _read_note(self) -> Path | None:
+        try:
+            return Path(self._note.read_text().strip())
+        except OSError:
+            return None
+
+
+def _make_directory() -> Path:
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    if len(str(directory)) <= _MAX_LENGTH:
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+
+
+def _lock(directory: Path) -> int:
+    """Hold it until the file descriptor is closed. Raises OSError if another process does, or it is no directory."""
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        write_atomically(layout.scratch_note, f"{directory}\n".encode())
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        layout.scratch_note.unlink(missing_ok=True)
-
-
-def scratch_environment(environ: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """`environ` with `directory` for temporary files; what torch has compiled stays where the next run finds it."""
-    kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    return {"TORCHINDUCTOR_CACHE_DIR": str(kept), **environ, "TMPDIR": str(directory)}
-
-
-def _remove_noted(layout: RunLayout) -> None:
-    try:
-        noted = Path(layout.scratch_note.read_text().strip())
-        is_ours = noted.name.startswith(_PREFIX) and noted.stat().st_uid == os.getuid()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _remove_if_free(directory: Path) -> None:
+    try:
+        file = _lock(directory)
+    except OSError:  # gone, or a run that still lives has its files there
         return
-    if is_ours and not noted.is_symlink():
-        shutil.rmtree(noted, ignore_errors=True)
+    try:
+        if directory.name.startswith(_PREFIX) and os.fstat(file).st_uid == os.getuid():
+            shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(file)
+
+
+def _kept_caches() -> dict[str, str]:
+    """Of libraries that keep them among temporary files, by the variable that names each: torch's, tiktoken's, openai-harmony's."""
+    root = Path(tempfile.gettempdir())
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(root / f"torchinductor_{_user_name()}"),
+        "DATA_GYM_CACHE_DIR": str(root / "data-gym-cache"),
+        "TIKTOKEN_RS_CACHE_DIR": str(root / "tiktoken-rs-cache"),
+    }
+
+
+def _user_name() -> str:
+    """As torch writes it into a path."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a container's user need not have a name
+        name = f"uid_{os.getuid()}"
+    return re.sub(r'[\\/:*?"<>|]', "_", name)

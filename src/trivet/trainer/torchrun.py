@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     num_ranks, module, *arguments = argv
     rank = [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), sys.executable, "-m", module, *arguments]
     try:
-        with tempfile.TemporaryDirectory(prefix="trivet-ranks-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="trivet-ranks-", ignore_cleanup_errors=True) as scratch:
             own = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", num_ranks, "--log-dir", scratch]
             run_torchrun([*own, "--no-python", *rank])
     except ChildFailedError as exc:

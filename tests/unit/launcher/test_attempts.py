@@ -20,6 +20,7 @@ from trivet.launcher.logs import RunLog
 from trivet.launcher.machine import Machine
 from trivet.launcher.plan import Ports
 from trivet.launcher.run_directory import RunDirectory, read_run
+from trivet.launcher.scratch import Scratch
 from trivet.telemetry.events import EventWriter, read_events
 from trivet.wire.events import Restart
 from trivet.wire.versions import Step
@@ -47,7 +48,7 @@ def attempts(layout: RunLayout) -> Iterator[Attempts]:
     }
     roles["orchestrator"] |= {"batch_size": 8, "rollouts_per_example": 4}
     config = RLConfig.model_validate({"output_dir": output_dir, "max_steps": MAX_STEPS, **roles})
-    with RunDirectory(layout) as directory:
+    with RunDirectory(layout) as directory, Scratch(layout) as scratch:
         attempts = Attempts(
             config=config,
             directory=directory,
@@ -56,6 +57,7 @@ def attempts(layout: RunLayout) -> Iterator[Attempts]:
             machine=Machine(gpus=(), num_cpus=2),
             python=sys.executable,
             ports=Ports(inference=8001, transport=5556),
+            scratch=scratch,
         )
         attempts.begin()
         EventWriter(layout.events, role="trainer", attempt=1).close()

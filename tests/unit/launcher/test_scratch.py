@@ -1,66 +1,116 @@
-"""Where a run's processes put their temporary files, and that these go with the run."""
+"""Where a run's servers and ranks put their temporary files, and that these go with the run."""
 
+import getpass
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.launcher.scratch import scratch_directory, scratch_environment
+from trivet.errors import ConfigError
+from trivet.launcher.plan import ProcessSpec
+from trivet.launcher.scratch import Scratch
+
+SPEC = ProcessSpec(name="trainer", argv=(), log=Path("log"), env={"A": "1"}, env_defaults={"B": "2"}, does_finish=True)
 
 
 @pytest.fixture
-def system_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path / "tmp"
-    directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    return directory
+def system_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of this test alone, and with a path as short as the system's."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
 
 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
-    root = tmp_path / "outputs"
-    root.mkdir()
-    return RunLayout(root)
+    (tmp_path / "outputs").mkdir()
+    return RunLayout(tmp_path / "outputs")
 
 
 def test_what_a_role_leaves_goes_with_the_run(layout: RunLayout, system_tmp: Path) -> None:
     program = "import tempfile; print(tempfile.mkdtemp())"
-    with scratch_directory(layout) as directory:
-        environ = scratch_environment(os.environ, directory)
+    with Scratch(layout) as scratch:
+        environ = {**os.environ, **scratch.hold(SPEC).env}
         left = subprocess.run([sys.executable, "-c", program], env=environ, check=True, capture_output=True, text=True).stdout
-        assert Path(left.strip()).parent == directory
+        assert Path(left.strip()).parent == scratch.directory
     assert list(system_tmp.iterdir()) == list(layout.root.iterdir()) == []
 
 
 def test_the_next_run_removes_what_a_killed_launcher_left(layout: RunLayout, system_tmp: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from trivet.config.layout import RunLayout;"
-        "from trivet.launcher.scratch import scratch_directory\n"
-        "with scratch_directory(RunLayout(Path(sys.argv[1]))): os._exit(9)"
+        "from trivet.launcher.scratch import Scratch\n"
+        "with Scratch(RunLayout(Path(sys.argv[1]))): os._exit(9)"
     )
     environ = {**os.environ, "TMPDIR": str(system_tmp)}
     subprocess.run([sys.executable, "-c", program, str(layout.root)], env=environ, check=False)
     (left,) = system_tmp.iterdir()
-    with scratch_directory(layout) as directory:
-        assert list(system_tmp.iterdir()) == [directory] != [left]
+    with Scratch(layout) as scratch:
+        assert list(system_tmp.iterdir()) == [scratch.directory] != [left]
+
+
+def test_a_copy_of_a_live_runs_directory_leaves_that_run_its_files(layout: RunLayout, system_tmp: Path, tmp_path: Path) -> None:
+    copy = RunLayout(tmp_path / "copy")
+    copy.root.mkdir()
+    with Scratch(layout) as scratch:
+        copy.scratch_note.write_text(layout.scratch_note.read_text())
+        with Scratch(copy) as other:
+            assert {*system_tmp.iterdir()} == {scratch.directory, other.directory}
 
 
 def test_a_note_that_names_something_else_removes_nothing(layout: RunLayout, system_tmp: Path) -> None:
-    precious = system_tmp / "precious"
+    precious, link = system_tmp / "precious", system_tmp / "trivet-link"
     precious.mkdir()
-    (system_tmp / "trivet-run-link").symlink_to(precious)
-    for noted in (precious, system_tmp / "trivet-run-link", system_tmp / "trivet-run-gone"):
+    link.symlink_to(precious)
+    for noted in (precious, link, system_tmp / "trivet-gone"):
         layout.scratch_note.write_text(f"{noted}\n")
-        with scratch_directory(layout):
+        with Scratch(layout):
             assert precious.is_dir()
-    assert precious.is_dir()
+            assert link.is_symlink()
 
 
-def test_compiled_code_is_found_by_the_next_run_unless_the_user_says_where(tmp_path: Path, system_tmp: Path) -> None:
-    kept = scratch_environment({}, tmp_path)["TORCHINDUCTOR_CACHE_DIR"]
-    assert Path(kept).parent == system_tmp
-    assert scratch_environment({"TORCHINDUCTOR_CACHE_DIR": "/cache"}, tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == "/cache"
+def test_the_path_leaves_room_for_the_name_of_a_socket(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with Scratch(layout) as scratch:
+        assert len(str(scratch.directory)) <= 70
+    assert list(deep.iterdir()) == []
+    assert not scratch.directory.exists()
+
+
+def test_without_a_place_for_temporary_files_it_says_what_to_set(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(layout.root / "not there"))
+    with pytest.raises(ConfigError, match="make room there, or set TMPDIR"), Scratch(layout):
+        pass
+
+
+def test_environments_keep_the_directory_that_the_user_has(layout: RunLayout, system_tmp: Path) -> None:
+    spec = ProcessSpec(name="orchestrator", argv=(), log=Path("log"), env={}, env_defaults={}, does_finish=True)
+    with Scratch(layout) as scratch:
+        assert scratch.hold(spec) == spec
+
+
+def test_what_libraries_keep_among_temporary_files_is_found_by_the_next_run(
+    layout: RunLayout, system_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    def fail() -> NoReturn:
+        raise KeyError("getpwuid(): uid not found")
+
+    with Scratch(layout) as scratch:
+        held = scratch.hold(SPEC)
+        assert held.env_defaults["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+        assert held.env_defaults["B"] == "2"
+        assert held.env == {"A": "1", "TMPDIR": str(scratch.directory)}
+        monkeypatch.setattr(getpass, "getuser", fail)
+        assert scratch.hold(SPEC).env_defaults["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
