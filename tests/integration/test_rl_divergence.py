@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.processes import assert_all_gone, descendants_of
+from support.processes import assert_all_gone, descendants_of, wait_until
 from support.rl_run import Run
 from trivet.config.layout import STABLE
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.wire.status import RunState, RunStatus
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
@@ -26,7 +26,8 @@ def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
 
 def test_a_diverged_trainer_ends_the_run_with_3_and_names_the_step_the_culprits_and_the_last_good_weights(run: Run) -> None:
     process = run.start("--trainer.optim.lr", "1e30")
-    run.wait_for(run.layout.weights_step(1) / STABLE)
+    published = run.layout.weights_step(1) / STABLE
+    wait_until(lambda: published.exists() or process.poll() is not None, timeout_s=900, waiting_for="the first step")
     family = descendants_of(process.pid)
     assert process.wait(240) == 3, run.output[-4000:]
 

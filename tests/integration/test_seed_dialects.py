@@ -160,7 +160,6 @@ def test_vf_rl_attaches_to_its_session_runs_and_ends_with_the_trainings_exit_cod
     assert (RunLayout(root).weights_step(3) / STABLE).exists()
 
 
-@pytest.mark.slow
 def test_the_tutorials_keys_train_all_weights_without_tmux(tmp_path: Path, tiny_model: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trivet.launcher.vf_rl", "@", str(write(tmp_path, tiny_model, more=TUTORIAL)), "--no-tmux"],
@@ -185,7 +184,6 @@ def test_the_tutorials_keys_train_all_weights_without_tmux(tmp_path: Path, tiny_
     assert (root / "checkpoint-2" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_the_guides_configuration_of_prime_rl_trains(tmp_path: Path, tiny_model: Path) -> None:
     run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS, template=PRIME)
     try:

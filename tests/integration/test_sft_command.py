@@ -12,7 +12,7 @@ from trivet.config.layout import RunLayout
 from trivet.evaluation.origin import read_origin
 from trivet.weights.manifest import verify
 
-STARTED_WITHIN_S = 180.0
+STARTED_WITHIN_S = 600
 NUM_STEPS = 30
 KILLED = {"name": "killed", "point": "optimizer_step.during", "action": "kill", "step": 13}
 """The rank ends by SIGKILL in the middle of this step."""
@@ -69,7 +69,6 @@ def series(layout: RunLayout, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in lines if name in line}
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_been_and_two_ranks_see_the_same(place: Path) -> None:
     whole = finish(start(place, "whole"), place, "whole")
     assert list(series(whole, "val/loss")) == [0, 10, 20, 30]
