@@ -6,16 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from support.environments.unruly import WAYS
 from support.fake_inference import FakeInference
 from support.http_fake import serve_fake
-from support.processes import assert_all_gone, descendants_of, still_alive, wait_until
+from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive, wait_until
 from trivet.config.client import ClientConfig
 from trivet.config.environment import EnvConfig
 from trivet.environments.probe import Wanted, require_loadable
@@ -220,7 +218,7 @@ def test_workers_end_with_the_process_that_owns_them(tmp_path: Path, url: str) -
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
         workers = descendants_of(owner.pid)
-        assert len(with_word("trivet.environments.worker", owner.pid)) == 2
+        assert len(descendants_with("trivet.environments.worker", owner.pid)) == 2
     finally:
         owner.kill()
         owner.communicate()
@@ -244,17 +242,7 @@ def test_an_environment_that_takes_too_long_to_load_is_ended_and_named() -> None
     wanted = [Wanted(settings=settings(takes_s=3600.0), is_trained=True)]
     with pytest.raises(EnvironmentLoadError, match="'unruly' were not loaded after 5 s"):
         require_loadable(wanted, timeout_s=5)
-    wait_until(lambda: not with_word("probe", os.getpid()), timeout_s=60, waiting_for="the probe to end")
-
-
-def with_word(word: str, pid: int) -> list[psutil.Process]:
-    """Descendants of `pid` with `word` in their command line."""
-    found: list[psutil.Process] = []
-    for process in descendants_of(pid):
-        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            if word in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    wait_until(lambda: not descendants_with("probe", os.getpid()), timeout_s=60, waiting_for="the probe to end")
 
 
 def test_what_can_be_loaded_is_described() -> None:

@@ -148,4 +148,4 @@ def test_a_failure_is_noticed_at_once(run: StandInRun) -> None:
     killed_at = time.monotonic()
     run.process_of("inference").kill()
     run.wait()
-    assert time.monotonic() - killed_at < 20  # it waits 30 s where it is patient
+    assert time.monotonic() - killed_at < 20  # where it is patient it waits 30 s

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.processes import assert_all_gone, still_alive, wait_until
+from support.processes import assert_all_gone, assert_named_in_time, still_alive, wait_until
 from support.stand_in_launcher import StandInRun
 from trivet.telemetry.events import read_events
 from trivet.wire.events import Restart
@@ -113,7 +113,7 @@ def test_an_error_at_the_start_ends_the_run_without_a_restart(run: StandInRun) -
 
 
 @pytest.mark.parametrize("name", ["inference", "trainer"])
-def test_a_stopped_role_is_named_with_its_last_lines_and_restarted(run: StandInRun, name: str) -> None:
+def test_a_stopped_role_is_named_within_the_timeout_with_its_last_lines_and_restarted(run: StandInRun, name: str) -> None:
     run.recovery["watchdog_timeout_s"] = WATCHDOG_S
     run.start()
     wait_for_progress(run)
@@ -121,6 +121,7 @@ def test_a_stopped_role_is_named_with_its_last_lines_and_restarted(run: StandInR
     stopped.suspend()
     run.wait_for_output(f"WARNING {name} stuck: {name} has not reported for")
     run.wait_for_output(f"| 12:00:00 SUCCESS Step 1 | {name}")
+    assert_named_in_time(run.output, name, timeout_s=WATCHDOG_S)
     run.wait_for_output("restart in 0.1 s")
     wait_until(lambda: run.output.count(f"started {name}") == 2, timeout_s=120, waiting_for="the restart")
     assert not still_alive([stopped])

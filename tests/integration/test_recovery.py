@@ -9,7 +9,7 @@ import msgspec
 import psutil
 import pytest
 
-from support.processes import assert_all_gone, descendants_of, wait_until
+from support.processes import assert_all_gone, assert_named_in_time, descendants_of, wait_until
 from support.rl_run import Run
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
 from trivet.history.check import check_run
@@ -78,6 +78,7 @@ def test_a_run_completes_although_each_role_is_lost_once(run: Run) -> None:
 
     run.role("orchestrator").send_signal(signal.SIGSTOP)
     wait_until(lambda: "orchestrator stuck: " in run.output, timeout_s=WATCHDOG_S + 120, waiting_for="the watchdog")
+    assert_named_in_time(run.output, "orchestrator", timeout_s=WATCHDOG_S)
     family = descendants_of(launcher.pid)
 
     assert launcher.wait(BACK_WITHIN_S) == 0, run.output[-4000:]

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from support.processes import assert_all_gone, assert_port_free, descendants_of
+from support.processes import assert_all_gone, assert_port_free, descendants_of, descendants_with
 from support.rl_run import Run
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
@@ -267,19 +267,9 @@ class ChaosRun:
             fill(self.disk)
             self._room_at = time.monotonic() + FULL_S
         elif planned.victim:
-            for process in self._processes(launcher, MODULES[planned.victim])[:1]:
+            for process in descendants_with(MODULES[planned.victim], launcher)[:1]:
                 process.kill()
         self._to_continue.append((time.monotonic() + planned.fault.seconds, record.pid))
-
-    def _processes(self, launcher: int, module: str) -> list[psutil.Process]:
-        found: list[psutil.Process] = []
-        for process in descendants_of(launcher):
-            try:
-                if module in " ".join(process.cmdline()):
-                    found.append(process)
-            except psutil.Error:  # it ended meanwhile
-                continue
-        return found
 
     def _let_go_on(self, *, now: float) -> None:
         for due, pid in list(self._to_continue):

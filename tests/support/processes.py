@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import socket
 import time
@@ -47,13 +48,21 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
-def child_with(pid: int, word: str, *, at_any_depth: bool = False) -> psutil.Process | None:
-    """A child of `pid` with `word` in its command line."""
-    for child in psutil.Process(pid).children(recursive=at_any_depth):
+def descendants_with(word: str, pid: int) -> list[psutil.Process]:
+    """Those descendants of `pid` that have `word` in their command line, each before its children."""
+    found: list[psutil.Process] = []
+    for process in descendants_of(pid):
         with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            if word in child.cmdline():
-                return child
-    return None
+            if word in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def assert_named_in_time(output: str, role: str, *, timeout_s: float) -> None:
+    """The launcher looked at reports at least every five seconds, and named `role` at the first look after `timeout_s`."""
+    silent = re.search(rf"{role} stuck: {role} has not reported for (\d+) s", output)
+    assert silent is not None, output
+    assert timeout_s <= int(silent[1]) <= timeout_s + 5
 
 
 def wait_until(condition: Callable[[], object], *, timeout_s: float, waiting_for: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from support.processes import child_with, heed_signals, wait_until
+from support.processes import descendants_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
@@ -92,9 +92,9 @@ class Run:
         assert self.process is not None
         modules = {"inference": "trivet.inference.server", "orchestrator": "trivet.orchestrator.command"}
         module = modules.get(name, "trivet.trainer.torchrun")
-        found = child_with(self.process.pid, module, at_any_depth=True)
-        assert found is not None, f"no process of {name}: {self.output[-4000:]}"
-        return found
+        found = descendants_with(module, self.process.pid)
+        assert found, f"no process of {name}: {self.output[-4000:]}"
+        return found[0]
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:

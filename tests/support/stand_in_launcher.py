@@ -10,8 +10,8 @@ import psutil
 from support.processes import (
     assert_all_gone,
     assert_port_free,
-    child_with,
     descendants_of,
+    descendants_with,
     find_free_port,
     heed_signals,
     kill_all,
@@ -72,9 +72,9 @@ class StandInRun:
         (self.directory / f"{name}.go").touch()
 
     def process_of(self, name: str) -> psutil.Process:
-        found = child_with(self.launcher.pid, name)
-        assert found is not None, f"no process of {name}: {self.output}"
-        return found
+        found = descendants_with(f" {name} ", self.launcher.pid)
+        assert found, f"no process of {name}: {self.output}"
+        return found[0]
 
     def wait(self) -> int:
         return self.launcher.wait(ENDED_WITHIN_S)

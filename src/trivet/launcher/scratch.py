@@ -42,22 +42,24 @@ class Scratch:
         Raises:
             ConfigError: there is no directory for temporary files.
         """
-        if (noted := self._read_note()) is not None:
-            _remove_if_free(noted)
-        try:
-            self.directory = _make_directory()
-            self._held.callback(os.close, _lock(self.directory))
-        except OSError as exc:
-            raise ConfigError(f"no temporary directory can be made: {exc}; make room there, or set TMPDIR") from exc
-        write_atomically(self._note, f"{self.directory}\n".encode())
+        with suppress(OSError):  # mostly there is none
+            _remove_if_free(Path(self._note.read_text().strip()))
+        with ExitStack() as begun:
+            try:
+                self.directory = _make_directory()
+                begun.callback(shutil.rmtree, self.directory, ignore_errors=True)
+                begun.callback(os.close, _lock(self.directory))
+            except OSError as exc:
+                raise ConfigError(f"no temporary directory can be made: {exc}; make room there, or set TMPDIR") from exc
+            write_atomically(self._note, f"{self.directory}\n".encode())
+            self._held = begun.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._held.close()
         if not self.directory.exists():
             with suppress(OSError):  # a note of what is gone harms nobody
                 self._note.unlink()
-        self._held.close()
 
     def hold(self, spec: ProcessSpec) -> ProcessSpec:
         """`spec` with its temporary files here; what libraries keep there for the next run stays where that finds it."""
@@ -66,12 +68,6 @@ class Scratch:
         return replace(
             spec, env={**spec.env, "TMPDIR": str(self.directory)}, env_defaults={**_kept_caches(), **spec.env_defaults}
         )
-
-    def _read_note(self) -> Path | None:
-        try:
-            return Path(self._note.read_text().strip())
-        except OSError:
-            return None
 
 
 def _make_directory() -> Path:

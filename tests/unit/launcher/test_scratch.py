@@ -93,6 +93,13 @@ def test_without_a_place_for_temporary_files_it_says_what_to_set(layout: RunLayo
         pass
 
 
+def test_a_start_that_fails_leaves_nothing(layout: RunLayout, system_tmp: Path) -> None:
+    layout.scratch_note.mkdir()  # so that no note can be written
+    with pytest.raises(IsADirectoryError), Scratch(layout):
+        pass
+    assert list(system_tmp.iterdir()) == []
+
+
 def test_environments_keep_the_directory_that_the_user_has(layout: RunLayout, system_tmp: Path) -> None:
     spec = ProcessSpec(name="orchestrator", argv=(), log=Path("log"), env={}, env_defaults={}, does_finish=True)
     with Scratch(layout) as scratch:
