@@ -56,6 +56,9 @@ class ZmqRelay:
         while not self._is_closing.is_set():
             if self._front.poll(10):
                 sender, *frames = self._front.recv_multipart()
+                if len(frames) == 1:  # a sign of life, which is not answered
+                    self._back.send_multipart(frames)
+                    continue
                 reply = self._relay(frames, self._pass_on)
                 if reply is not None:
                     self._front.send_multipart([sender, reply])

@@ -38,10 +38,12 @@ from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
+from trivet.weights.catalog import latest_version
+from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Drop, Start, Stop
 from trivet.wire.groups import Split
 from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
@@ -208,11 +210,23 @@ async def _meet_teacher(
 
 @asynccontextmanager
 async def _sender(config: OrchestratorConfig) -> AsyncIterator[BatchSender]:
-    sender = ZmqSender(config.rollout_transport, run_id=config.run.id, attempt=config.run.attempt)
+    layout = RunLayout(config.output_dir)
+    sender = ZmqSender(
+        config.rollout_transport,
+        run_id=config.run.id,
+        attempt=config.run.attempt,
+        has_arrived=lambda batch: is_trained(batch, layout),
+    )
     try:
         yield sender
     finally:
         await sender.aclose()
+
+
+def is_trained(batch: Batch, layout: RunLayout) -> bool:
+    """Whether the trainer shows by the policy that came of it that it had `batch`. A trainer answers nobody before it has
+    removed the policies that an earlier attempt left."""
+    return batch.purpose is BatchPurpose.TRAIN and (latest_version(layout) or START_VERSION) >= batch.step
 
 
 def _make_loop(

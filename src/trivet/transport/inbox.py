@@ -43,6 +43,7 @@ class Inbox:
         self._last_arrival: tuple[Step, float] | None = None
         self._last_refusal: str | None = None
         self._last_alive = float("-inf")
+        self._is_answer_read = True
 
     def accept(self, frames: Sequence[Buffer]) -> bytes | None:
         """The reply to one message, None when it gets none: it is not ours, or there is no room for it yet."""
@@ -85,6 +86,13 @@ class Inbox:
                 self._changed.wait(left)
             return self._held.pop(step)
 
+    def wait_until_read(self, timeout_s: float) -> None:
+        """Returns once the orchestrator has said that it is well after the last acknowledgement, as it does when it has read one;
+        or after `timeout_s`. Who goes away before takes an acknowledgement that lies unread at the other end with it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_answer_read or self._failure is not None, timeout_s)
+
     def fail(self, reason: str) -> None:
         """Wake `take`: no message will arrive any more."""
         with self._changed:
@@ -98,7 +106,7 @@ class Inbox:
         if known is not None:
             if known != header.checksum:
                 return self._refuse(header, f"batch {header.step} was received before with other content")
-            return make_reply(header, Verdict.ACKNOWLEDGED)
+            return self._acknowledge(header)
         if len(self._held) >= MAX_HELD and header.step != self._wanted:
             return None
         try:
@@ -110,12 +118,18 @@ class Inbox:
         self._held[header.step] = batch
         self._checksums[header.step] = header.checksum
         self._changed.notify_all()
+        return self._acknowledge(header)
+
+    def _acknowledge(self, header: BatchHeader) -> bytes:
+        self._is_answer_read = False
         return make_reply(header, Verdict.ACKNOWLEDGED)
 
     def _note_alive(self, alive: Alive) -> None:
         if (alive.run_id, alive.attempt) == (self._key.run_id, self._key.attempt):
             with self._changed:
                 self._last_alive = self._clock()
+                self._is_answer_read = True
+                self._changed.notify_all()
 
     def _refuse(self, header: BatchHeader, reason: str) -> bytes:
         self._note_refusal(reason)

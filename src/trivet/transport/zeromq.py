@@ -1,6 +1,7 @@
 """Batches over ZeroMQ: the trainer's rank 0 binds, the orchestrator connects. Either may start first, or start again.
 
-ZeroMQ drops messages when a peer goes away, so nothing here relies on it: what counts is the trainer's acknowledgement.
+ZeroMQ drops messages when a peer goes away, read by it or not, so nothing here relies on it: what counts is the trainer's
+acknowledgement. The last one may go with the trainer, which ends by itself; then another sign that it had the batch counts.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
@@ -24,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_POLL_MS = 50
 """How long the receiver's thread takes to notice that it should end."""
+_LAST_ANSWER_S = 5.0
+"""How long the receiver stays for the sender to read its last answer."""
+_LAST_WORDS_MS = 1_000
+"""How long the sender stays for its last message to leave."""
 _HEARTBEAT_MS = 10_000
 """A peer whose machine vanished is noticed and the connection made anew."""
 
@@ -40,9 +46,21 @@ class ZmqSender:
     >>> await sender.aclose()
     """
 
-    def __init__(self, config: TransportConfig, *, run_id: str, attempt: int = 1) -> None:
+    def __init__(
+        self,
+        config: TransportConfig,
+        *,
+        run_id: str,
+        attempt: int = 1,
+        has_arrived: Callable[[Batch], bool] = lambda batch: False,
+    ) -> None:
+        """
+        Args:
+            has_arrived: asked before a batch is sent again: whether something else shows that the trainer has it.
+        """
         self._config = config
         self._key = RunKey(run_id=run_id, attempt=attempt)
+        self._has_arrived = has_arrived
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -59,9 +77,13 @@ class ZmqSender:
         reach("batch_send.before", step=batch.step)
         while (now := time.monotonic()) < deadline:
             if num_sent:
+                if self._has_arrived(batch):
+                    logger.info("batch arrived, its acknowledgement did not step=%d", batch.step)
+                    return
                 logger.info("batch sent again step=%d times=%d", batch.step, num_sent)
             if await self._exchange(message, until=min(now + self._config.resend_interval_s, deadline)):
                 reach("batch_send.after", step=batch.step)
+                await self.say_alive()  # a trainer that ends waits for it: the answer was read
                 return
             num_sent += 1
         raise no_acknowledgement(batch.step, config=self._config)
@@ -71,7 +93,7 @@ class ZmqSender:
             await self._socket.send(make_alive(self._key), zmq.NOBLOCK)
 
     async def aclose(self) -> None:
-        self._socket.close()
+        self._socket.close(_LAST_WORDS_MS)
         self._context.term()
 
     async def _exchange(self, message: Message, *, until: float) -> bool:
@@ -119,6 +141,7 @@ class ZmqReceiver:
         return self._inbox.take(step)
 
     def close(self) -> None:
+        self._inbox.wait_until_read(_LAST_ANSWER_S)
         self._is_closing.set()
         self._thread.join()
         self._context.destroy()

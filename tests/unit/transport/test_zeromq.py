@@ -1,6 +1,7 @@
 """What only a network has: ends that come and go, and ports that are taken."""
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -126,3 +127,66 @@ def test_arrays_of_a_received_batch_stay_valid_after_the_receiver_is_closed(conf
 
     received = asyncio.run(main())
     np.testing.assert_array_equal(received.micro_batches[0].token_ids_T, np.arange(1000))
+
+
+def test_the_last_answer_is_read_although_the_trainer_ends_and_the_orchestrator_is_busy(config, monkeypatch):
+    """What lies unread when a connection ends is gone with it, so the trainer's end waits for a word after its answer."""
+    patient = config.model_copy(update={"resend_interval_s": 60.0, "timeout_s": 60.0})
+    receiver = ZmqReceiver(patient, run_id="run")
+    accept = receiver._inbox.accept
+
+    async def main():
+        loop = asyncio.get_running_loop()
+
+        def accept_while_the_loop_is_busy(frames):
+            if len(frames) == 2:
+                loop.call_soon_threadsafe(time.sleep, 0.5)
+                time.sleep(0.1)
+            return accept(frames)
+
+        def take_and_end():
+            receiver.receive(1)
+            receiver.close()
+
+        monkeypatch.setattr(receiver._inbox, "accept", accept_while_the_loop_is_busy)
+        sender = ZmqSender(patient, run_id="run")
+        async with asyncio.timeout(30):
+            await asyncio.gather(sender.send(make_batch(1)), asyncio.to_thread(take_and_end))
+        await sender.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_trainer_ends_although_nobody_reads_its_last_answer(config, monkeypatch):
+    monkeypatch.setattr("trivet.transport.zeromq._LAST_ANSWER_S", 0.1)
+
+    async def main():
+        sender, receiver = ZmqSender(config, run_id="run"), ZmqReceiver(config, run_id="run")
+        monkeypatch.setattr(sender, "say_alive", asyncio.Event().wait)
+        sending = asyncio.create_task(sender.send(make_batch(1)), name="send")
+        assert (await asyncio.to_thread(receiver.receive, 1)).step == 1
+        await asyncio.to_thread(receiver.close)
+        sending.cancel()
+        await sender.aclose()
+
+    asyncio.run(main())
+
+
+def test_what_shows_elsewhere_that_the_trainer_has_a_batch_counts_like_its_answer(config):
+    """A trainer that was killed after its last step answers nobody, and nobody has to be answered."""
+
+    async def main():
+        has_arrived = asyncio.Event()
+        sender = ZmqSender(config, run_id="run", has_arrived=lambda batch: batch.step == 1 and has_arrived.is_set())
+        sending = asyncio.create_task(sender.send(make_batch(1)), name="send")
+        done, _ = await asyncio.wait([sending], timeout=3 * config.resend_interval_s)
+        assert not done
+        has_arrived.set()
+        await sending
+        sending = asyncio.create_task(sender.send(make_batch(2)), name="send")
+        done, _ = await asyncio.wait([sending], timeout=3 * config.resend_interval_s)
+        assert not done
+        sending.cancel()
+        await sender.aclose()
+
+    asyncio.run(main())
