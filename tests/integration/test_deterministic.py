@@ -87,8 +87,9 @@ class Kill:
 
 
 def finish(run: Run, *flags: str) -> None:
-    process = run.process if run.process is not None and run.process.poll() is None else run.start(*flags)
-    assert process.wait(1200) == 0, run.output[-6000:]
+    if run.process is None or run.process.poll() is not None:
+        run.start(*flags)
+    assert run.await_exit() == 0, run.output[-6000:]
 
 
 def break_and_finish(run: Run, kills: Sequence[Kill], *, schedule: Path) -> None:
@@ -117,7 +118,7 @@ def break_and_finish(run: Run, kills: Sequence[Kill], *, schedule: Path) -> None
             process.kill()
             process.wait(120)
             process = run.start(*flags, "--ckpt.resume-step", "-1")
-    assert process.wait(1200) == 0, run.output[-6000:]
+    assert run.await_exit() == 0, run.output[-6000:]
 
 
 def batches_of(layout: RunLayout) -> dict[int, bytes]:

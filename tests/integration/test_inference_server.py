@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from support.oracle import Oracle
+from support.processes import wait_until
 from support.served import CHAT, assert_serves, chat, greedy
 from support.servers import run_server
 from support.tiny_models import publish_tiny_model
@@ -20,6 +21,7 @@ from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import MANIFEST, RunLayout
 from trivet.durable import write_json_atomically
 from trivet.errors import InferenceError
+from trivet.stacks import STACKS_SIGNAL
 from trivet.weights.manifest import describe, describe_start_model
 from trivet.wire.versions import PolicyVersion
 
@@ -69,8 +71,13 @@ def test_a_model_with_its_own_head_is_reloaded_whole_and_sigterm_ends_the_server
         assert psutil.wait_procs(engine, timeout=60)[1] == []
 
 
-def test_killing_the_server_leaves_no_engine_process(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_server_says_where_it_is_and_goes_on_and_killing_it_leaves_no_engine_process(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with run_server(tiny_model, log=tmp_path / "inference.stdout") as server:
+        os.kill(server.process.pid, STACKS_SIGNAL)
+        wait_until(lambda: "innermost await last" in server.log.read_text(), timeout_s=60, waiting_for="the server's tasks")
+        assert httpx.get(f"{server.base_url}/health", timeout=60).status_code == 200, "it goes on"
         engine = server.engine_processes()
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(60)

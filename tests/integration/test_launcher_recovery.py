@@ -127,6 +127,17 @@ def test_a_stopped_role_is_named_within_the_timeout_with_its_last_lines_and_rest
     assert not still_alive([stopped])
 
 
+def test_a_run_in_which_nothing_moves_is_named_with_who_waits_for_whom_and_goes_on(run: StandInRun) -> None:
+    run.recovery["stall_warn_s"] = 2.0
+    run.start()
+    run.wait_for_output("WARNING nothing has moved for")
+    assert "inference: starting; orchestrator: starting; trainer: starting" in run.output
+    for name in ("inference", "orchestrator", "trainer"):
+        log = run.layout.log_file(f"{name}.stdout")
+        wait_until(lambda log=log: "most recent call first" in log.read_text(), timeout_s=60, waiting_for=f"stacks in {log}")
+    assert run.launcher.poll() is None
+
+
 def test_a_stopped_child_of_a_role_is_named(run: StandInRun) -> None:
     run.recovery |= {"on_stuck": "warn", "watchdog_timeout_s": WATCHDOG_S}
     run.start()

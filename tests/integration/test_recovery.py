@@ -81,7 +81,7 @@ def test_a_run_completes_although_each_role_is_lost_once(run: Run) -> None:
     assert_named_in_time(run.output, "orchestrator", timeout_s=WATCHDOG_S)
     family = descendants_of(launcher.pid)
 
-    assert launcher.wait(BACK_WITHIN_S) == 0, run.output[-4000:]
+    assert run.await_exit(BACK_WITHIN_S) == 0, run.output[-4000:]
     assert_all_gone(family)
     assert not inference.is_running() or inference.status() == psutil.STATUS_ZOMBIE
     assert [restart.roles for restart in restarts_of(run.layout)] == [
@@ -101,7 +101,7 @@ def test_sigterm_commits_between_two_checkpoints_and_a_resume_goes_on_from_there
     run.wait_for(run.layout.weights_step(2) / STABLE)
     family = descendants_of(launcher.pid)
     os.kill(launcher.pid, signal.SIGTERM)
-    assert launcher.wait(120) == 143, run.output[-4000:]
+    assert run.await_exit(120) == 143, run.output[-4000:]
     assert_all_gone(family)
     step = status_of(run.layout).last_commit
     assert step is not None
@@ -113,7 +113,8 @@ def test_sigterm_commits_between_two_checkpoints_and_a_resume_goes_on_from_there
         ("trainer", step, "preempted"),
     }
 
-    assert run.start("--ckpt.interval", "1000", "--ckpt.resume-step", "-1").wait(BACK_WITHIN_S) == 0, run.output[-4000:]
+    run.start("--ckpt.interval", "1000", "--ckpt.resume-step", "-1")
+    assert run.await_exit(BACK_WITHIN_S) == 0, run.output[-4000:]
     resumed = [event for event in read_events(run.layout.events) if isinstance(event, Start) and event.attempt == 2]
     assert {event.from_step for event in resumed} == {step}
     assert_proven(run.layout)

@@ -45,9 +45,10 @@ def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_g
     run.wait_for(run.layout.weights_step(7) / STABLE)
     assert run.process is not None
     run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(240) == 130, run.output[-4000:]
+    assert run.await_exit(240) == 130, run.output[-4000:]
 
-    assert run.start("--ckpt.resume-step", "-1").wait(1200) == 0, run.output[-4000:]
+    run.start("--ckpt.resume-step", "-1")
+    assert run.await_exit() == 0, run.output[-4000:]
 
     report = assert_proven(check_run(run.layout))
     assert (report.last_step, report.starts) == (MAX_STEPS, {"orchestrator": 2, "trainer": 2})

@@ -187,7 +187,8 @@ def test_the_tutorials_keys_train_all_weights_without_tmux(tmp_path: Path, tiny_
 def test_the_guides_configuration_of_prime_rl_trains(tmp_path: Path, tiny_model: Path) -> None:
     run = Run(tmp_path, tiny_model, max_steps=MAX_STEPS, template=PRIME)
     try:
-        assert run.start().wait(1200) == 0, run.output[-4000:]
+        run.start()
+        assert run.await_exit() == 0, run.output[-4000:]
     finally:
         run.stop()
     assert f"SUCCESS Step {MAX_STEPS} " in run.output

@@ -64,7 +64,7 @@ def test_a_run_learns_from_the_log_probabilities_of_its_teacher(run: Run, tiny_m
     process = run.start()
     run.wait_for(run.layout.recorded_batch(1))
     family = descendants_of(process.pid)
-    assert process.wait(1200) == 0, run.output[-4000:]
+    assert run.await_exit() == 0, run.output[-4000:]
 
     assert_all_gone(family)
     assert_proven(check_run(run.layout))

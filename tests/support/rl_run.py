@@ -4,13 +4,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 
 from support.processes import descendants_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
+from trivet.launcher.processes import show_stacks
+from trivet.launcher.stall import describe
+from trivet.telemetry.progress import read_report
 
+_STACKS_WITHIN_S = 2.0
 ENVIRONMENTS = Path(__file__).parent / "environments"
 
 CONFIG = """
@@ -86,6 +91,22 @@ class Run:
             waiting_for=f"{path}: {self.output[-4000:]}",
         )
         assert process.poll() is None, self.output[-4000:]
+
+    def await_exit(self, timeout_s: float = 900.0) -> int:
+        """The launcher's exit code; fails with what each process of the run is at when that takes longer."""
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end after {timeout_s:g} s: {self.output[-4000:]}{self._where_it_is()}") from None
+
+    def _where_it_is(self) -> str:
+        reports = [report for path in self.layout.reports.glob("*.json") if (report := read_report(path)) is not None]
+        show_stacks(pid for report in reports for pid in (report.pid, *(worker.pid for worker in report.workers)))
+        time.sleep(_STACKS_WITHIN_S)
+        logs = [*self.layout.logs.rglob("*.stdout"), *self.layout.logs.rglob("*.log")]
+        tails = [f"{log.relative_to(self.layout.logs)}:\n{log.read_text(errors='replace')[-8000:]}" for log in sorted(logs)]
+        return "\n\n".join(["", describe(reports), *tails])
 
     def role(self, name: str) -> psutil.Process:
         """The process that the launcher started for a role."""

@@ -11,8 +11,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
-    {"errors", "lifetime", "loop_lag", "durable"},
-    {"faults", "lock"},
+    {"errors", "stacks", "loop_lag", "durable"},
+    {"lifetime", "faults", "lock"},
     {"wire", "disk"},
     {"algorithms"},
     {"config"},

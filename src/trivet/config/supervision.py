@@ -20,5 +20,8 @@ class RecoveryConfig(Section):
     """After SIGTERM the roles have this many seconds to finish the step and commit a checkpoint. 0: stop at once."""
     watchdog_timeout_s: float = Field(default=120.0, gt=2)
     """A process that has not reported for this many seconds is named as stuck. Each reports every second, whatever it does."""
+    stall_warn_s: float = Field(default=600.0, gt=0)
+    """When for this many seconds nothing that the roles say about themselves has changed, the run says who waits for whom, and each
+    process writes its stacks into its log; again after twice the time. Nothing is ended for it."""
     on_stuck: Literal["warn", "restart", "stop"] = "restart"
     """What follows for a stuck role: a warning alone, a restart as if it had died, or the end of the run."""

@@ -7,7 +7,6 @@ blocked. It ends when the pool closes the channel.
 
 import argparse
 import asyncio
-import faulthandler
 import logging
 import os
 import selectors
@@ -24,10 +23,10 @@ from trivet.environments.stages import StageBoard
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
 from trivet.lifetime import tie_forks
 from trivet.loop_lag import LoopLag
+from trivet.stacks import show_stacks_on_signal, show_tasks_on_signal
 from trivet.wire.codec import encode
 from trivet.wire.workers import (
     PULSE_INTERVAL_S,
-    TRACEBACK_SIGNAL,
     Answer,
     AskPrompt,
     CallFailed,
@@ -58,6 +57,7 @@ class Worker:
         self._pid = os.getpid()
 
     async def serve(self, sock: socket.socket) -> None:
+        show_tasks_on_signal()
         channel = await Channel.open(sock)
         await channel.send(Answer(body=Loaded(info=self._host.info)))
         async with asyncio.TaskGroup() as tasks:
@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--pulse", type=int, required=True)
     descriptors = parser.parse_args()
-    faulthandler.register(TRACEBACK_SIGNAL, all_threads=True)
+    show_stacks_on_signal()
     tie_forks()  # a scoring pool that the environment forks must not outlive a worker that is killed
     sock, pulse_sock = socket.socket(fileno=descriptors.channel), socket.socket(fileno=descriptors.pulse)
     for each in (sock, pulse_sock):

@@ -13,13 +13,13 @@ from typing import Any
 from trivet.environments.channel import Channel
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed, WaitTimeout, WorkerLost
 from trivet.lifetime import end_session
+from trivet.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.wire.codec import decode
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 from trivet.wire.workers import (
     PULSE_INTERVAL_S,
-    TRACEBACK_SIGNAL,
     Answer,
     AskPrompt,
     CallFailed,
@@ -38,7 +38,6 @@ from trivet.wire.workers import (
 _PULSE_BYTES = 65_536
 _LATE_S = 3 * PULSE_INTERVAL_S
 """Without a pulse, or with a loop that did not turn, for longer than this a worker counts as blocked."""
-_TRACEBACK_WAIT_S = 0.5
 _EXIT_TIMEOUT_S = 10.0
 """From the end of the channel to the end of the process, or the other way round."""
 _LOG_TAIL_BYTES = 8_192
@@ -196,8 +195,8 @@ class WorkerProcess:
         """
         self._cause = cause
         if self._process.returncode is None:
-            self._process.send_signal(TRACEBACK_SIGNAL)
-            await asyncio.sleep(_TRACEBACK_WAIT_S)
+            self._process.send_signal(STACKS_SIGNAL)
+            await asyncio.sleep(STACKS_WITHIN_S)
         end_session(self.pid)
 
     async def aclose(self, *, timeout_s: float) -> None:

@@ -31,6 +31,7 @@ from trivet.inference.arguments import (
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.lifetime import die_with_parent
 from trivet.lock import holder_of
+from trivet.stacks import show_tasks_on_signal
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
 
@@ -228,6 +229,7 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
     await asyncio.sleep(0)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end, 128 + number)
+    show_tasks_on_signal()
     progress.doing("serving")
     await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():

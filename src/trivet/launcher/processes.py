@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trivet.launcher.plan import ProcessSpec
+from trivet.stacks import STACKS_SIGNAL
 
 _POLL_S = 0.05
 _KILL_TIMEOUT_S = 5.0
@@ -131,6 +132,19 @@ def end_orphans(
             except (ProcessLookupError, ChildProcessError):  # it is gone, or its own parent has not ended yet
                 continue
         sleep(_POLL_S)
+
+
+def show_stacks(pids: Iterable[int]) -> None:
+    """Have processes that listen to STACKS_SIGNAL write theirs.
+
+    Args:
+        pids: as they were reported; one that does not descend from this process is another's by now.
+    """
+    for pid in set(pids).intersection(descendants(os.getpid())):
+        try:
+            os.kill(pid, STACKS_SIGNAL)
+        except ProcessLookupError:
+            continue
 
 
 def descendants(pid: int, *, spared: Collection[int] = (), table: "ProcessTable | None" = None) -> list[int]:

@@ -34,11 +34,13 @@ from trivet.launcher.recovery import (
     Unit,
     Verdict,
 )
+from trivet.launcher.stall import StallWatch, describe, situation_of
 from trivet.launcher.status import StatusFile, role_status
 from trivet.launcher.terminal import finished_step, waiting_words
 from trivet.launcher.watchdog import Watchdog
 from trivet.launcher.words import quote_log, recount
 from trivet.lifetime import adopt_orphans
+from trivet.stacks import STACKS_WITHIN_S
 from trivet.wire.events import Event, Restart
 from trivet.wire.status import RestartRecord, RunState, RunStatus
 from trivet.wire.versions import Step
@@ -112,6 +114,7 @@ class Supervisor:
         self._sleep = sleep
         self._recovery = Recovery(config, stop_timeout_s=shutdown_timeout_s, patience_s=patience_s)
         self._watchdog = Watchdog(timeout_s=config.watchdog_timeout_s)
+        self._stalls = StallWatch(after_s=config.stall_warn_s)
         self._probes = {
             Unit.INFERENCE: ReadyProbe(attempts.base_urls()),
             Unit.TEACHER: ReadyProbe(attempts.teacher_urls()),
@@ -184,6 +187,7 @@ class Supervisor:
         for member in self._members.values():
             member.read_reports(self._attempts.layout)
             self._watch(member, now=now)
+        self._watch_for_stalls(now=now)
         for unit in [unit for unit in self._down if self._is_back(unit)]:
             place, failed_at = self._down.pop(unit)
             self._restarts[place] = msgspec.structs.replace(self._restarts[place], down_s=now - failed_at)
@@ -193,6 +197,8 @@ class Supervisor:
         member.watch(self._watchdog, now=now)
         if member.stuck and not before:
             child = member.child
+            processes.show_stacks(report.pid for report in member.reports.said)
+            self._sleep(STACKS_WITHIN_S)
             self._last_error = f"{member.name} stuck: {member.stuck}"
             self._log.say(
                 f"WARNING {self._last_error}; {quote_log(child.spec.log, offset=child.log_offset)}\n"
@@ -201,6 +207,18 @@ class Supervisor:
             )
         elif before and not member.stuck:
             self._log.say(f"{member.name} reports again")
+
+    def _watch_for_stalls(self, *, now: float) -> None:
+        reports = [report for member in self._members.values() if member.is_running for report in member.reports.said]
+        still_s = self._stalls.look(situation_of(reports), now=now)
+        if still_s is None:
+            return
+        processes.show_stacks(pid for report in reports for pid in (report.pid, *(worker.pid for worker in report.workers)))
+        self._log.say(
+            f"WARNING nothing has moved for {still_s:.0f} s: {describe(reports)}\n"
+            f"(recovery.stall_warn_s = {self._config.stall_warn_s:g}; where each process is stands in its log, under "
+            f"{self._attempts.layout.logs})"
+        )
 
     def _carry_out(self, interrupts: Interrupts) -> Verdict | None:
         for action in self._recovery.decide(self._seen(interrupts)):

@@ -15,6 +15,7 @@ from trivet.lock import hold_role
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.start import open_environments, run
+from trivet.stacks import show_tasks_on_signal
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
 
@@ -62,6 +63,7 @@ async def _run_until_signalled(config: OrchestratorConfig) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(signal.SIGUSR1, make_room)
+    show_tasks_on_signal()
     try:
         async with open_environments(config) as pool:
             await run(config, pool, on_loop=running.append)

@@ -24,6 +24,7 @@ import msgspec
 
 from trivet.config.layout import RunLayout
 from trivet.durable import replace_file
+from trivet.stacks import show_stacks_on_signal
 from trivet.wire.status import Report, WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,8 @@ def ask_numbers(source: Callable[[], Mapping[str, int]] | None) -> None:
 
 
 def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Write this process's report now, and from then on every second until it ends."""
+    """Write this process's report now, and from then on every second until it ends. Who reports can be asked for its stacks."""
+    show_stacks_on_signal()
     path = layout.report_file(role, rank)
 
     def write() -> None:

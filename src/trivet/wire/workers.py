@@ -1,6 +1,5 @@
 """What travels between a pool of environment workers and one worker: orders to it, answers and pulses from it."""
 
-import signal
 from typing import Any, Literal
 
 import msgspec
@@ -9,8 +8,6 @@ from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 
 PULSE_INTERVAL_S = 1.0
-TRACEBACK_SIGNAL = signal.SIGUSR1
-"""Has a worker write where each of its threads is, even while its event loop is blocked."""
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):

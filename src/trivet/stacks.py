@@ -1,0 +1,76 @@
+"""Says where a process is, on request: the stacks of its threads, and what its asyncio tasks wait for, in its log.
+
+Roles and environment workers listen from when they report, and ignore the signal before; the launcher asks when nothing moves or
+before it ends a role that hangs, a pool before it ends a worker that is blocked.
+"""
+
+import faulthandler
+import gc
+import signal
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
+
+STACKS_SIGNAL = signal.SIGUSR2
+STACKS_WITHIN_S = 0.5
+"""Who is about to be ended has this long to write them."""
+_MAX_DEPTH = 100
+
+
+def show_stacks_on_signal() -> None:
+    """From now on, and in what is forked, STACKS_SIGNAL writes the stack of every thread to stderr, whatever they are doing."""
+    _show_stacks(does_call_on=False)
+
+
+def show_tasks_on_signal() -> None:
+    """Have STACKS_SIGNAL also write what the tasks of the running event loop wait for, once the loop turns. Main thread only."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    faulthandler.unregister(STACKS_SIGNAL)  # it would not see that the loop takes its place
+    loop.add_signal_handler(STACKS_SIGNAL, lambda: sys.stderr.write(f"{describe_tasks(loop)}\n"))
+    _show_stacks(does_call_on=True)
+
+
+def _show_stacks(*, does_call_on: bool) -> None:
+    """
+    Args:
+        does_call_on: call what listened to the signal before, too.
+    """
+    if sys.__stderr__ is None:
+        return  # it was closed before the start
+    faulthandler.register(STACKS_SIGNAL, file=sys.__stderr__, all_threads=True, chain=does_call_on)
+
+
+def describe_tasks(loop: "asyncio.AbstractEventLoop") -> str:
+    """Each task's name and the lines where it and what it awaits are suspended, the innermost last."""
+    import asyncio
+
+    lines = ["Tasks (innermost await last):"]
+    for task in sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()):
+        lines.append(f"  {task.get_name()}")
+        lines += [f"    {code.co_filename}:{line} in {code.co_name}" for code, line in _awaits(task.get_coro())]
+    return "\n".join(lines)
+
+
+def _awaits(awaited: Any) -> Iterator[tuple[CodeType, int]]:
+    """Along what each coroutine, generator or asynchronous generator waits for, until something that is none of them."""
+    for _ in range(_MAX_DEPTH):
+        kind = _kind_of(awaited)
+        if kind is None:
+            # A step of an asynchronous generator, or a wrapper, keeps what it drives to itself.
+            awaited = next((each for each in gc.get_referents(awaited) if _kind_of(each) is not None), None)
+            kind = _kind_of(awaited)
+        if kind is None:
+            return
+        frame = getattr(awaited, f"{kind}_frame")
+        yield frame.f_code, frame.f_lineno
+        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+
+
+def _kind_of(awaited: Any) -> str | None:
+    return next((kind for kind in ("cr", "gi", "ag") if getattr(awaited, f"{kind}_frame", None) is not None), None)
