@@ -10,8 +10,8 @@ from trivet.errors import ConfigError
 class HeldPorts:
     """Ports kept free for this run until it ends.
 
-    A held port is bound, not listened on, with SO_REUSEADDR: the kernel gives it to nobody who asks for any port, and a role
-    (vLLM and ZeroMQ set the same option) can still listen on it.
+    A held port is bound, not listened on, with SO_REUSEADDR set afterwards: the kernel gives it to nobody who asks for any port,
+    and a role (vLLM and ZeroMQ set the same option) can still listen on it.
 
     >>> with HeldPorts() as ports:
     ...     port = ports.take("127.0.0.1", preferred=8000)
@@ -26,12 +26,17 @@ class HeldPorts:
         Raises:
             ConfigError: `host` is no address of this machine.
         """
-        if not _is_free(host, preferred):
-            preferred = 0
         held = _socket(host)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._sockets.append(held)
-        held.bind((host, preferred))
+        try:
+            if not _bind(held, host, preferred):
+                held.bind((host, 0))
+        except OSError as exc:
+            raise ConfigError(
+                f"host {host!r} is not an address of this machine ({exc.strerror}); "
+                "use 127.0.0.1, or 0.0.0.0 to be reached from other machines"
+            ) from exc
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return int(held.getsockname()[1])
 
     def close(self) -> None:
@@ -45,18 +50,17 @@ class HeldPorts:
         self.close()
 
 
-def _is_free(host: str, port: int) -> bool:
-    """Without SO_REUSEADDR a bind fails for a port that is held as well as for one that is listened on."""
-    with _socket(host) as probe:
-        try:
-            probe.bind((host, port))
-        except OSError as exc:
-            if exc.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
-            raise ConfigError(
-                f"host {host!r} is not an address of this machine ({exc.strerror}); "
-                "use 127.0.0.1, or 0.0.0.0 to be reached from other machines"
-            ) from exc
+def _bind(held: socket.socket, host: str, port: int) -> bool:
+    """False when the port is held by another run, or listened on. Raises OSError for whatever else is in the way.
+
+    Without SO_REUSEADDR: of two runs that start at one moment, one gets it.
+    """
+    try:
+        held.bind((host, port))
+    except OSError as exc:
+        if exc.errno in (errno.EADDRINUSE, errno.EACCES):
+            return False
+        raise
     return True
 
 

@@ -1,6 +1,8 @@
 """Ports are found, not fixed, and nobody else takes one that is held."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import zmq
@@ -35,6 +37,23 @@ def test_no_port_is_given_twice() -> None:
     with HeldPorts() as ports:
         taken = [ports.take(HOST, preferred=8000) for _ in range(50)]
     assert len(set(taken)) == len(taken)
+
+
+def test_of_runs_that_start_at_one_moment_one_gets_the_port() -> None:
+    wanted, at_once = find_free_port(), Barrier(4)
+
+    def take(ports: HeldPorts) -> int:
+        at_once.wait()
+        return ports.take(HOST, preferred=wanted)
+
+    with ThreadPoolExecutor(4) as runs:
+        for _ in range(200):
+            held = [HeldPorts() for _ in range(4)]
+            taken = list(runs.map(take, held))
+            for ports in held:
+                ports.close()
+            assert len(set(taken)) == 4
+            assert wanted in taken
 
 
 def test_the_address_of_another_machine_is_refused() -> None:
