@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from multiprocessing import parent_process
 from pathlib import Path
 
-from trivet.stacks import STACKS_SIGNAL
+from trivet.stacks import ignore_until_listening
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
     if command[0] == "--parent":
         parent, command = int(command[1]), command[2:]
     die_with_parent(parent=parent)
-    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until COMMAND listens to it
+    ignore_until_listening()
     os.execvp(command[0], command)
 
 

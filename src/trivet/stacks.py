@@ -9,7 +9,7 @@ import gc
 import signal
 import sys
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,13 +27,24 @@ def show_stacks_on_signal() -> None:
 
 
 def show_tasks_on_signal() -> None:
-    """Have STACKS_SIGNAL also write what the tasks of the running event loop wait for, once the loop turns. Main thread only."""
+    """Have STACKS_SIGNAL also write what the tasks of the running event loop wait for. Main thread only."""
     import asyncio
 
     loop = asyncio.get_running_loop()
-    faulthandler.unregister(STACKS_SIGNAL)  # it would not see that the loop takes its place
-    loop.add_signal_handler(STACKS_SIGNAL, lambda: sys.stderr.write(f"{describe_tasks(loop)}\n"))
+
+    def show(number: int, frame: FrameType | None) -> None:
+        if not loop.is_closed():
+            sys.stderr.write(f"{describe_tasks(loop)}\n")
+
+    # Not a handler of the loop's: with the loop would go what makes this process listen at all.
+    faulthandler.unregister(STACKS_SIGNAL)
+    signal.signal(STACKS_SIGNAL, show)
     _show_stacks(does_call_on=True)
+
+
+def ignore_until_listening() -> None:
+    """For a process that is about to become another program: that one ignores STACKS_SIGNAL until it listens itself."""
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 def _show_stacks(*, does_call_on: bool) -> None:

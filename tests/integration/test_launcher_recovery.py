@@ -131,7 +131,7 @@ def test_a_run_in_which_nothing_moves_is_named_with_who_waits_for_whom_and_goes_
     run.recovery["stall_warn_s"] = 2.0
     run.start()
     run.wait_for_output("WARNING nothing has moved for")
-    assert "inference: starting; orchestrator: starting; trainer: starting" in run.output
+    run.wait_for_output("inference: starting; orchestrator: starting; trainer: starting")
     for name in ("inference", "orchestrator", "trainer"):
         log = run.layout.log_file(f"{name}.stdout")
         wait_until(lambda log=log: "most recent call first" in log.read_text(), timeout_s=60, waiting_for=f"stacks in {log}")

@@ -92,7 +92,7 @@ class Run:
         )
         assert process.poll() is None, self.output[-4000:]
 
-    def await_exit(self, timeout_s: float = 900.0) -> int:
+    def await_exit(self, timeout_s: float = 1200.0) -> int:
         """The launcher's exit code; fails with what each process of the run is at when that takes longer."""
         assert self.process is not None
         try:

@@ -22,6 +22,6 @@ class RecoveryConfig(Section):
     """A process that has not reported for this many seconds is named as stuck. Each reports every second, whatever it does."""
     stall_warn_s: float = Field(default=600.0, gt=0)
     """When for this many seconds nothing that the roles say about themselves has changed, the run says who waits for whom, and each
-    process writes its stacks into its log; again after twice the time. Nothing is ended for it."""
+    process writes its stacks into its log; it says so again after twice the time. Nothing is ended for it."""
     on_stuck: Literal["warn", "restart", "stop"] = "restart"
     """What follows for a stuck role: a warning alone, a restart as if it had died, or the end of the run."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trivet.lifetime import die_with_parent
+from trivet.stacks import ignore_until_listening, show_stacks_on_signal
 
 
 def restart_with(environment: Mapping[str, str]) -> None:
@@ -25,12 +26,14 @@ def restart_with(environment: Mapping[str, str]) -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
+    ignore_until_listening()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **environment})
 
 
 def end_with_api_server() -> None:
     """Called in the engine's process: it ends with the process that started it, even by SIGKILL."""
     die_with_parent()
+    show_stacks_on_signal()
     starter = multiprocessing.parent_process()
     if starter is not None and os.getppid() != starter.pid:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -32,6 +32,8 @@ class HeldPorts:
             if not _bind(held, host, preferred):
                 held.bind((host, 0))
         except OSError as exc:
+            if exc.errno == errno.EADDRINUSE:
+                raise ConfigError(f"no port of {host!r} is free: {exc.strerror}; end programs that listen on it") from exc
             raise ConfigError(
                 f"host {host!r} is not an address of this machine ({exc.strerror}); "
                 "use 127.0.0.1, or 0.0.0.0 to be reached from other machines"

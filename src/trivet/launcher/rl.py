@@ -20,6 +20,7 @@ from trivet.launcher.ports import HeldPorts
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervisor import Supervisor
+from trivet.stacks import show_stacks_on_signal
 
 
 def main() -> int:
@@ -51,6 +52,7 @@ def start(config: RLConfig) -> int:
     """Run `config`, resolved and checked, to its end; returns the exit code."""
     if config.trainer.bench is not None:
         return measure_trainer(config)
+    show_stacks_on_signal()
     layout = RunLayout(config.output_dir)
     with ExitStack() as held:
         directory = held.enter_context(RunDirectory(layout))

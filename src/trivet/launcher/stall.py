@@ -26,6 +26,8 @@ class StallWatch:
         self._since = 0.0
         self._looked_at = 0.0
         self._next_s = after_s
+        self.is_first = False
+        """Whether the last look that named a stall was the first to name this one."""
 
     def look(self, situation: Situation, *, now: float) -> float | None:
         """Seconds since which nothing moved: once they are `after_s`, and again after twice the time; else None."""
@@ -36,6 +38,7 @@ class StallWatch:
         self._looked_at = now
         if (still_s := now - self._since) < self._next_s:
             return None
+        self.is_first = self._next_s == self._after_s
         self._next_s *= 2
         return still_s
 

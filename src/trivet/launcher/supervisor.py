@@ -197,14 +197,14 @@ class Supervisor:
         member.watch(self._watchdog, now=now)
         if member.stuck and not before:
             child = member.child
-            processes.show_stacks(report.pid for report in member.reports.said)
-            self._sleep(STACKS_WITHIN_S)
             self._last_error = f"{member.name} stuck: {member.stuck}"
             self._log.say(
                 f"WARNING {self._last_error}; {quote_log(child.spec.log, offset=child.log_offset)}\n"
                 f"(recovery.watchdog_timeout_s = {self._config.watchdog_timeout_s:g}, "
                 f'recovery.on_stuck = "{self._config.on_stuck}")'
             )
+            processes.show_stacks(report.pid for report in member.reports.said)
+            self._sleep(STACKS_WITHIN_S)
         elif before and not member.stuck:
             self._log.say(f"{member.name} reports again")
 
@@ -213,7 +213,8 @@ class Supervisor:
         still_s = self._stalls.look(situation_of(reports), now=now)
         if still_s is None:
             return
-        processes.show_stacks(pid for report in reports for pid in (report.pid, *(worker.pid for worker in report.workers)))
+        if self._stalls.is_first:  # what is written often would pass for a sign of life
+            processes.show_stacks(pid for report in reports for pid in (report.pid, *(worker.pid for worker in report.workers)))
         self._log.say(
             f"WARNING nothing has moved for {still_s:.0f} s: {describe(reports)}\n"
             f"(recovery.stall_warn_s = {self._config.stall_warn_s:g}; where each process is stands in its log, under "

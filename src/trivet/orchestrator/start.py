@@ -226,7 +226,11 @@ async def _sender(config: OrchestratorConfig) -> AsyncIterator[BatchSender]:
 def is_trained(batch: Batch, layout: RunLayout) -> bool:
     """Whether the trainer shows by the policy that came of it that it had `batch`. A trainer answers nobody before it has
     removed the policies that an earlier attempt left."""
-    return batch.purpose is BatchPurpose.TRAIN and (latest_version(layout) or START_VERSION) >= batch.step
+    try:
+        return batch.purpose is BatchPurpose.TRAIN and (latest_version(layout) or START_VERSION) >= batch.step
+    except OSError as exc:
+        logger.warning("%s cannot be read to see whether batch %s was trained: %s", layout.weights, batch.step, exc)
+        return False
 
 
 def _make_loop(

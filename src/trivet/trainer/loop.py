@@ -85,11 +85,18 @@ def _is_published_whole(session: Session, world: World) -> bool:
 def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:
     """The batch of `step`, which rank 0 waits for, on every rank."""
     if receiver is None:
-        return decode(broadcast_bytes(world, None), Batch)
+        while not (data := broadcast_bytes(world, None)):  # rank 0 waits on
+            pass
+        return decode(data, Batch)
     batch = receiver.receive(step)
     if world.size > 1:
         broadcast_bytes(world, encode(batch))
     return batch
+
+
+def have_others_wait(world: World) -> None:
+    """While rank 0 waits in `receive`: the others' patience, which is that of a broken connection, starts anew."""
+    broadcast_bytes(world, b"")
 
 
 def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: bool = False) -> None:

@@ -17,7 +17,7 @@ from trivet.telemetry.logs import setup_logging
 from trivet.trainer.bench import run_bench
 from trivet.trainer.distributed import World, open_world
 from trivet.trainer.fake_batches import FakeReceiver
-from trivet.trainer.loop import run
+from trivet.trainer.loop import have_others_wait, run
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.transport.port import BatchReceiver
 from trivet.transport.recording import RecordingReceiver, ReplayReceiver, discard_recorded_after, recorded_steps
@@ -44,17 +44,22 @@ def start(config: TrainerConfig) -> int:
         set_up_rank(config, world, role="trainer")
         arm(config.faults.schedule, rank=world.rank)
         with hold_role(RunLayout(config.output_dir).role_lock("trainer")) if world.is_main else nullcontext():
-            run(with_end_of_replay(config), world, make_receiver=lambda from_step: open_receiver(config, from_step))
+            run(with_end_of_replay(config), world, make_receiver=lambda from_step: open_receiver(config, from_step, world))
     return 0
 
 
-def open_receiver(config: TrainerConfig, from_step: Step) -> BatchReceiver:
+def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> BatchReceiver:
     """Where the batches after `from_step` come from."""
     if config.data.replay is not None:
         return ReplayReceiver(config.data.replay, from_step=from_step)
     if config.data.fake is not None:
         return FakeReceiver(config, from_step=from_step)
-    receiver = ZmqReceiver(config.rollout_transport, run_id=config.run.id, attempt=config.run.attempt)
+    receiver = ZmqReceiver(
+        config.rollout_transport,
+        run_id=config.run.id,
+        attempt=config.run.attempt,
+        on_wait=lambda: have_others_wait(world),
+    )
     if not config.data.record:
         return receiver
     layout = RunLayout(config.output_dir)

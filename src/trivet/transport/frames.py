@@ -55,9 +55,9 @@ def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> Message:
     return Message(header=header, payload=payload)
 
 
-def make_alive(key: RunKey) -> bytes:
-    """The one frame by which the orchestrator says that it is well."""
-    return encode(Alive(run_id=key.run_id, attempt=key.attempt))
+def make_alive(key: RunKey, *, acknowledged: Step | None = None) -> bytes:
+    """The one frame by which the orchestrator says that it is well, or what it has read."""
+    return encode(Alive(run_id=key.run_id, attempt=key.attempt, acknowledged=acknowledged))
 
 
 def read_header(frame: Buffer, kind: type[HeaderT]) -> HeaderT:

@@ -18,6 +18,8 @@ from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
 
+_CALL_EVERY_S = 30.0
+"""How often `on_wait` is called."""
 MAX_HELD = 2
 """Batches that wait for the trainer. A further one gets no answer, so the sender keeps it and sends it again."""
 
@@ -30,9 +32,21 @@ class Inbox:
     unblocked by: `accept` of that batch, `fail`
     """
 
-    def __init__(self, config: TransportConfig, *, key: RunKey, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: TransportConfig,
+        *,
+        key: RunKey,
+        on_wait: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            on_wait: called now and then by `take` while it waits.
+        """
         self._config = config
         self._key = key
+        self._on_wait = on_wait
         self._clock = clock
         self._changed = threading.Condition()
         self._held: dict[Step, Batch] = {}
@@ -43,7 +57,8 @@ class Inbox:
         self._last_arrival: tuple[Step, float] | None = None
         self._last_refusal: str | None = None
         self._last_alive = float("-inf")
-        self._is_answer_read = True
+        self._unread: Step | None = None
+        """The batch that was acknowledged last, until the orchestrator has read it."""
 
     def accept(self, frames: Sequence[Buffer]) -> bytes | None:
         """The reply to one message, None when it gets none: it is not ours, or there is no room for it yet."""
@@ -77,21 +92,33 @@ class Inbox:
             for late in [held for held in self._held if held < step]:
                 logger.warning("batch dropped step=%d reason=the trainer went on to step %d", late, step)
                 del self._held[late]
+        while (batch := self._wait_for(step, started=started)) is None:
+            self._on_wait()
+        return batch
+
+    def _wait_for(self, step: Step, *, started: float) -> Batch | None:
+        """None when it is time to call `on_wait`."""
+        call_at = self._clock() + _CALL_EVERY_S
+        with self._changed:
             while step not in self._held:
-                left = max(started, self._last_alive) + self._config.timeout_s - self._clock()
+                now = self._clock()
+                left = max(started, self._last_alive) + self._config.timeout_s - now
                 if self._failure is not None:
                     raise WaitTimeout(f"the trainer cannot receive batch {step}: {self._failure}")
                 if left <= 0:
                     raise WaitTimeout(self._explain_timeout(step))
-                self._changed.wait(left)
+                if now >= call_at:
+                    return None
+                self._changed.wait(min(left, call_at - now))
             return self._held.pop(step)
 
     def wait_until_read(self, timeout_s: float) -> None:
-        """Returns once the orchestrator has said that it is well after the last acknowledgement, as it does when it has read one;
-        or after `timeout_s`. Who goes away before takes an acknowledgement that lies unread at the other end with it.
+        """Returns once the orchestrator has said that it read the last acknowledgement, or after `timeout_s`.
+
+        Who goes away before takes an acknowledgement that lies unread at the other end with it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_answer_read or self._failure is not None, timeout_s)
+            self._changed.wait_for(lambda: self._unread is None or self._failure is not None, timeout_s)
 
     def fail(self, reason: str) -> None:
         """Wake `take`: no message will arrive any more."""
@@ -121,15 +148,16 @@ class Inbox:
         return self._acknowledge(header)
 
     def _acknowledge(self, header: BatchHeader) -> bytes:
-        self._is_answer_read = False
+        self._unread = header.step
         return make_reply(header, Verdict.ACKNOWLEDGED)
 
     def _note_alive(self, alive: Alive) -> None:
         if (alive.run_id, alive.attempt) == (self._key.run_id, self._key.attempt):
             with self._changed:
                 self._last_alive = self._clock()
-                self._is_answer_read = True
-                self._changed.notify_all()
+                if alive.acknowledged == self._unread:
+                    self._unread = None
+                    self._changed.notify_all()
 
     def _refuse(self, header: BatchHeader, reason: str) -> bytes:
         self._note_refusal(reason)

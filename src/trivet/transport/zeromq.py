@@ -83,18 +83,23 @@ class ZmqSender:
                 logger.info("batch sent again step=%d times=%d", batch.step, num_sent)
             if await self._exchange(message, until=min(now + self._config.resend_interval_s, deadline)):
                 reach("batch_send.after", step=batch.step)
-                await self.say_alive()  # a trainer that ends waits for it: the answer was read
+                await self._say(acknowledged=batch.step)  # what a trainer waits for that ends
                 return
             num_sent += 1
+        if self._has_arrived(batch):
+            return
         raise no_acknowledgement(batch.step, config=self._config)
 
     async def say_alive(self) -> None:
-        with contextlib.suppress(zmq.Again):  # no trainer, or a batch is on its way, which says as much
-            await self._socket.send(make_alive(self._key), zmq.NOBLOCK)
+        await self._say()
 
     async def aclose(self) -> None:
         self._socket.close(_LAST_WORDS_MS)
         self._context.term()
+
+    async def _say(self, *, acknowledged: Step | None = None) -> None:
+        with contextlib.suppress(zmq.Again):  # no trainer, or a batch is on its way, which says as much
+            await self._socket.send(make_alive(self._key, acknowledged=acknowledged), zmq.NOBLOCK)
 
     async def _exchange(self, message: Message, *, until: float) -> bool:
         """Send `message` once, if there is a trainer, and read replies; whether it was acknowledged before `until`."""
@@ -119,8 +124,14 @@ class ZmqReceiver:
     >>> receiver.close()
     """
 
-    def __init__(self, config: TransportConfig, *, run_id: str, attempt: int = 1) -> None:
-        self._inbox = Inbox(config, key=RunKey(run_id=run_id, attempt=attempt))
+    def __init__(
+        self, config: TransportConfig, *, run_id: str, attempt: int = 1, on_wait: Callable[[], None] = lambda: None
+    ) -> None:
+        """
+        Args:
+            on_wait: called now and then while `receive` waits, by the thread that called it.
+        """
+        self._inbox = Inbox(config, key=RunKey(run_id=run_id, attempt=attempt), on_wait=on_wait)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -1,6 +1,6 @@
 """What travels around a batch: the header in front of it, and the trainer's answer.
 
-These structs never change shape, so that every schema can say to every other why it refuses.
+These structs never change but for fields that may be left out, so that every schema can say to every other why it refuses.
 """
 
 from enum import StrEnum
@@ -32,6 +32,8 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     magic: str = MAGIC
     run_id: str
     attempt: int
+    acknowledged: Step | None = None
+    """The batch whose acknowledgement it has just read; None when it has read none since it last said so."""
 
 
 class Verdict(StrEnum):

@@ -43,7 +43,11 @@ class Run:
 
 
 def test_a_run_that_does_not_move_is_named_after_the_time_and_then_ever_more_rarely() -> None:
-    assert Run().passes(900) == [100.0, 200.0, 400.0, 800.0]
+    run = Run()
+    assert run.passes(150) == [100.0]
+    assert run.watch.is_first
+    assert run.passes(750) == [200.0, 400.0, 800.0]
+    assert not run.watch.is_first
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_rows_may_hold_samples_of_many_lengths(tiny_model):
 
 def test_the_trainer_runs_by_itself_and_publishes_and_commits(tiny_model, world, tmp_path):
     config = make_config(tiny_model).model_copy(update={"output_dir": tmp_path, "max_steps": 2})
-    run(config, world, make_receiver=lambda from_step: open_receiver(config, from_step))
+    run(config, world, make_receiver=lambda from_step: open_receiver(config, from_step, world))
     layout = RunLayout(tmp_path)
     assert committed_steps(layout) == [2]
     assert 2 in published_versions(layout)

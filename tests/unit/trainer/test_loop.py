@@ -393,7 +393,7 @@ def test_a_recorded_run_is_replayed_to_the_same_weights(tiny_model: Path, world,
         if batch.purpose is BatchPurpose.TRAIN:
             record_batch(first, batch)
     config = make_config(tiny_model, second.root, data={"replay": first.root}, ckpt={"interval": 2})
-    run(config, world, make_receiver=lambda from_step: open_receiver(config, from_step))
+    run(config, world, make_receiver=lambda from_step: open_receiver(config, from_step, world))
     assert verify(second.weights_step(6)).digest == verify(first.weights_step(6)).digest
     assert committed_steps(second) == [2, 4, 6]
     record = read_record(second, Step(6))

@@ -1,6 +1,7 @@
 """A trainer waits for a batch as long as the orchestrator says that it is well, and no longer."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -52,6 +53,16 @@ def test_each_sign_starts_the_deadline_anew():
 def test_signs_of_another_attempt_or_run_do_not_count():
     assert waited([60, 120], key=RunKey(run_id="run", attempt=1)) < 150
     assert waited([60, 120], key=RunKey(run_id="other", attempt=2)) < 150
+
+
+def test_who_waits_is_called_now_and_then_until_the_wait_is_over():
+    calls, clock = [], Clock({})
+    inbox = Inbox(TransportConfig(timeout_s=200), key=KEY, clock=clock, on_wait=lambda: calls.append(clock.now))
+    inbox._changed.wait = lambda left: None
+    with pytest.raises(WaitTimeout):
+        inbox.take(Step(1))
+    assert 3 <= len(calls) <= 7
+    assert all(later - earlier >= 30 for earlier, later in pairwise(calls))
 
 
 def test_a_sign_reaches_a_trainer_that_waits_and_none_is_owed_without_one():

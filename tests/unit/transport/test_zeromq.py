@@ -162,10 +162,13 @@ def test_a_trainer_ends_although_nobody_reads_its_last_answer(config, monkeypatc
 
     async def main():
         sender, receiver = ZmqSender(config, run_id="run"), ZmqReceiver(config, run_id="run")
-        monkeypatch.setattr(sender, "say_alive", asyncio.Event().wait)
+        monkeypatch.setattr(sender, "_say", lambda acknowledged: asyncio.Event().wait())
         sending = asyncio.create_task(sender.send(make_batch(1)), name="send")
         assert (await asyncio.to_thread(receiver.receive, 1)).step == 1
-        await asyncio.to_thread(receiver.close)
+        started = time.monotonic()
+        async with asyncio.timeout(30):
+            await asyncio.to_thread(receiver.close)
+        assert time.monotonic() - started >= 0.1
         sending.cancel()
         await sender.aclose()
 

@@ -1,0 +1,46 @@
+"""One rank of tests/integration/test_waiting_ranks.py: the batch comes long after the ranks' own connection has run out of time."""
+
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from trivet.trainer.distributed import World, open_world
+from trivet.trainer.loop import have_others_wait, receive
+from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.rollouts import GroupId
+from trivet.wire.versions import Step
+
+TIMEOUT_S = 10.0
+BATCH = Batch(step=Step(3), purpose=BatchPurpose.TRAIN, micro_batches=[], group_ids=[GroupId(7)], num_rollouts=1)
+
+
+class LateBatch:
+    """A BatchReceiver that waits as the real one does."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def receive(self, step: Step) -> Batch:
+        until = time.monotonic() + 1.5 * TIMEOUT_S
+        while time.monotonic() < until:
+            time.sleep(TIMEOUT_S / 10)
+            have_others_wait(self._world)
+        return BATCH
+
+    def close(self) -> None:
+        pass
+
+
+def main() -> None:
+    with open_world(device="cpu", timeout_s=120) as world:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        assert isinstance(group, dist.ProcessGroup)
+        world = replace(world, control=group)
+        assert receive(world, LateBatch(world) if world.is_main else None, Step(3)) == BATCH
+
+
+if __name__ == "__main__":
+    sys.exit(main())
