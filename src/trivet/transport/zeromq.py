@@ -98,8 +98,10 @@ class ZmqSender:
         self._context.term()
 
     async def _say(self, *, acknowledged: Step | None = None) -> None:
-        with contextlib.suppress(zmq.Again):  # no trainer, or a batch is on its way, which says as much
-            await self._socket.send(make_alive(self._key, acknowledged=acknowledged), zmq.NOBLOCK)
+        # There is no trainer, or a batch is on its way, which says as much; behind one the word would stand in a queue.
+        with contextlib.suppress(zmq.Again, TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_MS / 1000):
+                await self._socket.send(make_alive(self._key, acknowledged=acknowledged), zmq.NOBLOCK)
 
     async def _exchange(self, message: Message, *, until: float) -> bool:
         """Send `message` once, if there is a trainer, and read replies; whether it was acknowledged before `until`."""
