@@ -16,6 +16,8 @@ from pathlib import Path
 from trivet.lifetime import die_with_parent
 from trivet.stacks import ignore_until_listening, show_stacks_on_signal
 
+_END_TIMEOUT_S = 5.0
+
 
 def restart_with(environment: Mapping[str, str]) -> None:
     """Start this program over, in this process, with `environment` added; returns only if it is there already.
@@ -37,6 +39,16 @@ def end_with_api_server() -> None:
     starter = multiprocessing.parent_process()
     if starter is not None and os.getppid() != starter.pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def await_children() -> None:
+    """Returns once the processes that this one started and ended are gone, or after five seconds for each.
+
+    Until then they have the server's port, with which they were forked. vLLM's HTTP server asks at its end who has it, and fails
+    when it meets one that is going.
+    """
+    for child in multiprocessing.active_children():
+        child.join(_END_TIMEOUT_S)
 
 
 def count_physical_cores(*, cpus: Iterable[int] | None = None, root: Path = Path("/sys/devices/system/cpu")) -> int:

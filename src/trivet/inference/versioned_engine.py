@@ -25,6 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessorOutput, RequestOutputCollector
 
+from trivet.inference.engine_process import await_children
 from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 from trivet.inference.policy_ledger import PolicyLedger, TokenVersions
 from trivet.wire.versions import PolicyVersion
@@ -161,6 +162,7 @@ class VersionedEngine(AsyncLLM):
             self.output_handler.cancel()
         self.output_processor.propagate_error(EngineDeadError())
         await asyncio.to_thread(self.shutdown, timeout=0)
+        await asyncio.to_thread(await_children)
 
     async def _restart_what_has_no_tokens(self) -> None:
         attempts = [
