@@ -12,7 +12,7 @@ import psutil
 from support.processes import descendants_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
 from trivet.launcher.processes import show_stacks
-from trivet.launcher.stall import describe
+from trivet.launcher.stall import describe, pids_of
 from trivet.telemetry.progress import read_report
 
 _STACKS_WITHIN_S = 2.0
@@ -102,7 +102,7 @@ class Run:
 
     def _where_it_is(self) -> str:
         reports = [report for path in self.layout.reports.glob("*.json") if (report := read_report(path)) is not None]
-        show_stacks(pid for report in reports for pid in (report.pid, *(worker.pid for worker in report.workers)))
+        show_stacks(pids_of(reports))
         time.sleep(_STACKS_WITHIN_S)
         logs = [*self.layout.logs.rglob("*.stdout"), *self.layout.logs.rglob("*.log")]
         tails = [f"{log.relative_to(self.layout.logs)}:\n{log.read_text(errors='replace')[-8000:]}" for log in sorted(logs)]

@@ -59,6 +59,13 @@ def _progress_of(worker: WorkerStatus) -> Situation:
     return worker.env, worker.pid, worker.num_pending, worker.num_generating, worker.num_scoring
 
 
+def pids_of(reports: Iterable[Report]) -> Iterator[int]:
+    """Of the processes that report, and of their environment workers."""
+    for report in reports:
+        yield report.pid
+        yield from (worker.pid for worker in report.workers)
+
+
 def describe(reports: Iterable[Report]) -> str:
     """Who does what, or waits for what from whom, for the line that names a stall."""
     return "; ".join(words for report in reports for words in _words_of(report))

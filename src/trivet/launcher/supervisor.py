@@ -34,7 +34,7 @@ from trivet.launcher.recovery import (
     Unit,
     Verdict,
 )
-from trivet.launcher.stall import StallWatch, describe, situation_of
+from trivet.launcher.stall import StallWatch, describe, pids_of, situation_of
 from trivet.launcher.status import StatusFile, role_status
 from trivet.launcher.terminal import finished_step, waiting_words
 from trivet.launcher.watchdog import Watchdog
@@ -214,7 +214,7 @@ class Supervisor:
         if still_s is None:
             return
         if self._stalls.is_first:  # what is written often would pass for a sign of life
-            processes.show_stacks(pid for report in reports for pid in (report.pid, *(worker.pid for worker in report.workers)))
+            processes.show_stacks(pids_of(reports))
         self._log.say(
             f"WARNING nothing has moved for {still_s:.0f} s: {describe(reports)}\n"
             f"(recovery.stall_warn_s = {self._config.stall_warn_s:g}; where each process is stands in its log, under "
