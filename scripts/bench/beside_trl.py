@@ -6,7 +6,8 @@ compares to, and with bfloat16 weights and moments, which are faster and lose sm
 own training loop gets the samples ready made. Ours is scripts/bench/training.py's.
 
     pip install --target DIRECTORY --no-deps trl==1.16.0
-    uv run python scripts/bench/beside_trl.py --trl DIRECTORY --model models/smollm2 [--tokens 2048 8192] [--repeats 3] [--rounds 2]
+    uv run python scripts/bench/beside_trl.py --trl DIRECTORY --model models/smollm2 [--dtype float32] [--tokens 2048 8192]
+        [--repeats 3] [--rounds 2]
 
 Each side is a process of its own, all with the allocator settings of the launcher, and they take turns. Medians over all repeats
 after two warm-up steps. The last line is one JSON object; `ratio_to_*` says how many times as fast ours is.
@@ -15,7 +16,6 @@ after two warm-up steps. The last line is one JSON object; `ratio_to_*` says how
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from training import WARM_UP, make_items
+from training import WARM_UP, hardware, make_items
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trivet.launcher.plan import rank_environment
@@ -34,7 +34,8 @@ from trivet.trainer.performance import peak_memory_gib
 
 _AT_ONCE = 32
 """Samples of a device batch of TRL's."""
-_SIDES = ("ours", "trl_float32", "trl_bfloat16")
+_SIDES = {"bfloat16": ("ours", "trl_float32", "trl_bfloat16"), "float32": ("ours", "trl_float32")}
+"""By the dtype that ours computes in. Bfloat16 is not TRL's fastest where the processor emulates it."""
 
 
 class _Clock(TrainerCallback):
@@ -115,7 +116,7 @@ def _batches(count: int, *, length: int, vocab_size: int) -> list[dict[str, torc
 
 def run_side(side: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     script = Path(__file__) if side != "ours" else Path(__file__).with_name("training.py")
-    words = [f"--{name}={getattr(args, name)}" for name in ("model", "length", "repeats")]
+    words = [f"--{name}={getattr(args, name)}" for name in ("model", "length", "dtype", "repeats")]
     command = [sys.executable, str(script), *words, f"--side={side}", f"--side-tokens={tokens}"]
     wanted = rank_environment(1, num_cpus=os.cpu_count() or 1, is_on_cpu=True)
     paths = os.pathsep.join(filter(None, [str(args.trl.absolute()), os.environ.get("PYTHONPATH")]))
@@ -125,14 +126,15 @@ def run_side(side: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]
 
 
 def measure_size(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    rounds = [{side: run_side(side, tokens, args) for side in _SIDES} for _ in range(args.rounds)]
-    medians = {side: statistics.median(s for each in rounds for s in each[side]["seconds"]) for side in _SIDES}
+    sides = _SIDES[args.dtype]
+    rounds = [{side: run_side(side, tokens, args) for side in sides} for _ in range(args.rounds)]
+    medians = {side: statistics.median(s for each in rounds for s in each[side]["seconds"]) for side in sides}
     count = max(1, tokens // args.length) * args.length
     found: dict[str, Any] = {"tokens": count}
-    for side in _SIDES:
+    for side in sides:
         found[f"{side}_tokens_per_s"] = round(count / medians[side], 1)
         found[f"{side}_peak_rss_gib"] = round(max(each[side]["peak_rss_gib"] for each in rounds), 3)
-    for side in _SIDES[1:]:
+    for side in sides[1:]:
         found[f"ratio_to_{side}"] = round(medians[side] / medians["ours"], 3)
     return found
 
@@ -145,7 +147,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--side", choices=_SIDES[1:], help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=_SIDES, default="bfloat16", help="what ours computes in")
+    parser.add_argument("--side", choices=_SIDES["bfloat16"][1:], help=argparse.SUPPRESS)
     parser.add_argument("--side-tokens", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
@@ -158,10 +161,11 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "beside_trl",
+                "dtype": args.dtype,
                 **sizes[0],
                 "sizes": sizes,
                 "config": {"model": args.model} | {key: getattr(args, key) for key in ("length", "repeats", "rounds")},
-                "hardware": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+                "hardware": hardware(),
                 "torch": torch.__version__,
             }
         )

@@ -39,7 +39,6 @@ from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import Step
 
-_ROOT = Path(__file__).parents[2]
 _ROW_TOKENS = 2048
 _SAMPLE_TOKENS = 128
 _WARM_UP = 3
@@ -164,7 +163,7 @@ def main() -> None:
         scratch = Path(name)
         model = scratch / "tiny" if args.model == "tiny" else Path(args.model)
         if args.model == "tiny":
-            subprocess.run([sys.executable, _ROOT / "scripts" / "make_tiny_model.py", model], check=True)
+            subprocess.run([sys.executable, "-m", "trivet.examples.tiny_model", model], check=True)
         num_bytes = num_checkpoint_bytes(model)
         stream_s = measure_stream(scratch / "stream", num_bytes=num_bytes)
         sizes = []

@@ -2,10 +2,11 @@
 the time go?
 
 The ceiling is the rate of one large matrix product in the compute dtype, measured in the same run, just before each side. Beside it
-runs what one would write without us: plain transformers with full logits, FSDP2 over one gloo rank, bf16 compute over float32
-master weights, the same AdamW. Samples have one length, so that the plain loop pads nothing.
+runs what one would write without us: plain transformers with full logits, FSDP2 over one gloo rank, the same compute
+dtype over float32 master weights, the same AdamW. Samples have one length, so that the plain loop pads nothing.
 
-    uv run python scripts/bench/training.py [--model tiny|DIRECTORY] [--tokens 2048 8192] [--length 128] [--repeats 5] [--rounds 2]
+    uv run python scripts/bench/training.py [--model tiny|DIRECTORY] [--dtype float32] [--tokens 2048 8192] [--length 128]
+        [--repeats 5] [--rounds 2]
 
 Each side is a process of its own, so that its peak of memory is its own; both get the allocator settings of the launcher. The
 sides take turns. Medians over all repeats after two warm-up steps; `parts` are of a step more, shares of all threads'
@@ -34,11 +35,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from trivet.algorithms.packing import PackItem, pack
+from trivet.config.compute_dtype import choose_dtype
 from trivet.config.losses import DefaultLossConfig
 from trivet.config.model import TrainerModelConfig
 from trivet.config.optimizer import AdamWConfig
 from trivet.config.trainer import ConstantSchedule
 from trivet.launcher.plan import rank_environment
+from trivet.machine import inspect_machine
 from trivet.trainer.distributed import World, open_world
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model import load_policy
@@ -48,9 +51,10 @@ from trivet.trainer.step import Learner, train_step
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import Step
 
-_ROOT = Path(__file__).parents[2]
 _ROW_TOKENS = 2048
 """Of a packed row, and of what the plain loop computes at one time."""
+_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+"""Variables by which torch, oneDNN and MKL leave instruction sets of the processor unused."""
 WARM_UP = 2
 _OPERATORS = 12
 """Parts of the time that are listed."""
@@ -208,7 +212,10 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="a model directory; `tiny` makes the quickstart's")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192], help="a step's")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    own = choose_dtype(inspect_machine(), is_on_gpu=torch.cuda.is_available()).dtype
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default=own, help="default: what a run takes on this machine"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--side", choices=["ours", "plain"], help=argparse.SUPPRESS)
@@ -221,20 +228,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if args.model == "tiny":
             args.model = str(Path(scratch) / "tiny")
-            subprocess.run([sys.executable, _ROOT / "scripts" / "make_tiny_model.py", args.model], check=True)
+            subprocess.run([sys.executable, "-m", "trivet.examples.tiny_model", args.model], check=True)
         sizes = [measure_size(tokens, args) for tokens in args.tokens]
     print(
         json.dumps(
             {
                 "benchmark": "training",
+                "dtype": args.dtype,
                 **sizes[0],
                 "sizes": sizes,
                 "config": {"model": name} | {key: getattr(args, key) for key in ("length", "dtype", "repeats", "rounds")},
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-                "hardware": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+                "hardware": hardware(),
             }
         )
     )
+
+
+def hardware() -> dict[str, Any]:
+    """Describe the processor and the limits that the figures depend on."""
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "limits": {name: os.environ[name] for name in _LIMITS if name in os.environ},
+    }
 
 
 if __name__ == "__main__":

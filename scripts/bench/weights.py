@@ -30,11 +30,9 @@ from trivet.config.layout import RunLayout
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
 
-_ROOT = Path(__file__).parents[2]
-
 
 def make_tiny_model(directory: Path) -> Path:
-    subprocess.run([sys.executable, _ROOT / "scripts" / "make_tiny_model.py", directory], check=True)
+    subprocess.run([sys.executable, "-m", "trivet.examples.tiny_model", directory], check=True)
     return directory
 
 

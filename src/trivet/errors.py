@@ -4,6 +4,7 @@ TrivetError                  exit code 1 unless said otherwise
 ├── ConfigError              2: a value the user wrote; nothing was started
 │   └── RunDirectoryBusy     2: another run holds the output directory
 ├── EnvironmentLoadError     2: an environment is missing or its load_environment raised
+├── DependencyError          2: an installed package has a version that trivet does not run with; nothing was started
 ├── MessageRefused           a message of another run, another schema, or too large
 ├── WeightsError             a weights directory is incomplete or altered
 ├── CheckpointError          a checkpoint is incomplete, altered or does not fit
@@ -37,6 +38,10 @@ class RunDirectoryBusy(ConfigError):
 
 
 class EnvironmentLoadError(TrivetError):
+    exit_code = 2
+
+
+class DependencyError(TrivetError):
     exit_code = 2
 
 

@@ -49,7 +49,12 @@ def main() -> None:
     model_dir, output_dir, code = sys.argv[1:]
     torch.set_num_threads(1)
     config = SftConfig.model_validate(
-        {"max_steps": 2, "output_dir": output_dir, "model": {"name": model_dir, "seq_len": 32}, "data": {"type": "fake"}}
+        {
+            "max_steps": 2,
+            "output_dir": output_dir,
+            "model": {"name": model_dir, "seq_len": 32, "compute_dtype": "float32"},
+            "data": {"type": "fake"},
+        }
     )
     layout = RunLayout(config.output_dir)
     with open_world(device="cpu", timeout_s=120) as world, patch.object(Exporter, "write", write_slowly):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.documents import Page, make_checkout, marked_pages
+from support.documents import ROOT, Page, make_checkout, marked_pages
 
 _TIME_LIMIT_S = 2400
 
@@ -21,7 +21,8 @@ def test_the_commands_of_a_page_work_as_written(page: Page, tmp_path: Path) -> N
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", page.script],
         cwd=checkout,
-        env=os.environ | {"UV_NO_SYNC": "1"},
+        # A workspace that a page makes has a project file of its own: its commands run in this environment all the same.
+        env=os.environ | {"UV_NO_SYNC": "1", "UV_PROJECT_ENVIRONMENT": str(ROOT / ".venv")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

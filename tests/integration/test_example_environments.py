@@ -45,8 +45,8 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made by the commands that configs/examples/sft.toml names."""
     root = tmp_path_factory.mktemp("examples")
     data, start, warm = root / "sft.jsonl", root / "start", root / "warm"
-    run_command("scripts/make_examples_sft.py", data)
-    run_command("scripts/make_examples_model.py", start, "--data", data)
+    run_command("-m", "trivet.examples.environments_data", data)
+    run_command("-m", "trivet.examples.environments_model", start, "--data", data)
     run_command(
         *("-m", "trivet.launcher.sft", "@", "configs/examples/sft.toml"),
         *("--model.name", start, "--data.name", data, "--output-dir", warm),

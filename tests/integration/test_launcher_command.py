@@ -49,7 +49,7 @@ def test_a_dry_run_starts_and_creates_nothing(tmp_path: Path) -> None:
 def test_an_environment_that_is_not_installed_is_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
     result = rl(tmp_path, *flags, env="no-such-environment")
     assert result.returncode == 2
-    assert "install it with: uv pip install no-such-environment" in result.stderr
+    assert "install it with: uv run trivet env install no-such-environment" in result.stderr
     assert not (tmp_path / "outputs").exists()
 
 

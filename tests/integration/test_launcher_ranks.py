@@ -20,10 +20,11 @@ STARTED_WITHIN_S = 240.0
 TRAINED_WITHIN_S = 600.0
 
 
-def start_ranks(directory: Path, behaviour: str) -> "subprocess.Popen[bytes]":
-    environment = os.environ | {"PYTHONPATH": str(TESTS)} | rank_environment(2, num_cpus=2, is_on_cpu=True)
+def start_ranks(directory: Path, behaviour: str, *, num_ranks: int = 2, **variables: str) -> "subprocess.Popen[bytes]":
+    ours = {"PYTHONPATH": str(TESTS), **rank_environment(num_ranks, num_cpus=2, is_on_cpu=True)}
+    environment = os.environ | ours | variables
     return subprocess.Popen(
-        torchrun(sys.executable, "support.stand_in_rank", [behaviour], num_ranks=2),
+        torchrun(sys.executable, "support.stand_in_rank", [behaviour], num_ranks=num_ranks),
         cwd=directory,
         env=environment,
         stderr=subprocess.DEVNULL,
@@ -52,6 +53,25 @@ def test_the_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path) -> None:
     assert agent.wait(STARTED_WITHIN_S) == 3
     said = {path.read_text() for path in tmp_path.glob("rank_*.up")}  # the rank that ends first takes the other with it
     assert said == {"2 127.0.0.1 1"}
+
+
+def test_a_single_rank_is_the_process_that_was_started(tmp_path: Path) -> None:
+    """Whatever the environment says about other ranks, as it does within a job of SLURM or of torchrun."""
+    rank = start_ranks(tmp_path, "3", num_ranks=1, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8")
+    assert rank.wait(STARTED_WITHIN_S) == 3
+    assert (tmp_path / "rank_alone.up").read_text() == "- - 2"
+
+
+def test_a_single_rank_has_no_agent_between_it_and_its_signals(tmp_path: Path) -> None:
+    rank = start_ranks(tmp_path, "wait", num_ranks=1)
+    try:
+        wait_until((tmp_path / "rank_alone.up").exists, timeout_s=STARTED_WITHIN_S, waiting_for="the rank")
+        assert descendants_of(rank.pid) == []
+        rank.send_signal(signal.SIGTERM)
+        assert rank.wait(STARTED_WITHIN_S) == -signal.SIGTERM
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def test_no_rank_outlives_a_killed_agent(waiting: tuple["subprocess.Popen[bytes]", list[psutil.Process]]) -> None:

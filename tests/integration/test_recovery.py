@@ -20,8 +20,9 @@ from trivet.wire.status import RunState, RunStatus
 
 pytestmark = pytest.mark.vllm
 
-MAX_STEPS = 80
+MAX_STEPS = 48
 """A step takes a tenth of a second on a machine that does nothing else; there must be some left at every interruption."""
+STEPS_AFTER_RESUME = 6
 WATCHDOG_S = 20.0
 BACK_WITHIN_S = 900.0
 
@@ -113,7 +114,7 @@ def test_sigterm_commits_between_two_checkpoints_and_a_resume_goes_on_from_there
         ("trainer", step, "preempted"),
     }
 
-    run.start("--ckpt.interval", "1000", "--ckpt.resume-step", "-1")
+    run.start("--ckpt.interval", "1000", "--ckpt.resume-step", "-1", "--max-steps", str(step + STEPS_AFTER_RESUME))
     assert run.await_exit(BACK_WITHIN_S) == 0, run.output[-4000:]
     resumed = [event for event in read_events(run.layout.events) if isinstance(event, Start) and event.attempt == 2]
     assert {event.from_step for event in resumed} == {step}

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from support.histories import assert_proven
 from support.processes import assert_all_gone, descendants_of
 from support.rl_run import CONFIG, Run
-from support.scripts import load_script
 from trivet.config.layout import RunLayout
+from trivet.examples.tiny_model import make_model, make_tokenizer
 from trivet.history.check import check_run
 from trivet.transport.recording import read_recorded
 from trivet.wire.batches import MicroBatch
@@ -46,9 +46,8 @@ enforce_eager = true
 @pytest.fixture
 def teacher(tmp_path: Path) -> Path:
     """Other weights, the same tokens."""
-    maker = load_script("make_tiny_model")
-    tokenizer = maker.make_tokenizer()
-    maker.make_model(tokenizer, hidden_size=128, layers=2, seed=9, tied=True).save_pretrained(tmp_path / "teacher")
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, hidden_size=128, layers=2, seed=9, tied=True).save_pretrained(tmp_path / "teacher")
     tokenizer.save_pretrained(tmp_path / "teacher")
     return tmp_path / "teacher"
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from support.ranks import TIMEOUT_S, run_ranks
-from support.scripts import load_module, load_script
+from support.scripts import load_module
+from trivet.examples.tiny_model import make_model, make_tokenizer
 
 ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
 PROGRAM = Path(__file__).with_name("trainer_lever_program.py")
@@ -25,9 +26,8 @@ def measure(num_ranks: int, model: Path, output: Path, *, num_replicas: int, lev
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    maker = load_script("make_tiny_model")
     directory = tmp_path_factory.mktemp("model")
-    maker.make_model(maker.make_tokenizer(), hidden_size=64, layers=3, seed=1, tied=True).save_pretrained(directory)
+    make_model(make_tokenizer(), hidden_size=64, layers=3, seed=1, tied=True).save_pretrained(directory)
     return directory
 
 

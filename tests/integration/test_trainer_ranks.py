@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from support.ranks import run_ranks
-from support.scripts import load_module, load_script
+from support.scripts import load_module
+from trivet.examples.tiny_model import make_model, make_tokenizer
 from trivet.trainer.distributed import open_world
 
 ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
@@ -28,10 +29,9 @@ def run_alone(model: Path, tasks: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    maker = load_script("make_tiny_model")
     directory = tmp_path_factory.mktemp("model")
-    tokenizer = maker.make_tokenizer()
-    maker.make_model(tokenizer, hidden_size=64, layers=2, seed=1, tied=True).save_pretrained(directory)
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, hidden_size=64, layers=2, seed=1, tied=True).save_pretrained(directory)
     return directory
 
 

@@ -203,7 +203,6 @@ def main() -> None:
     model_dir, oracle_path, directory, num_replicas, *levers = sys.argv[1:]
     oracle = load_oracle(oracle_path)
     torch.set_num_threads(1)
-    sys.modules["trainer_lever_program"] = sys.modules["__main__"]
     with open_world(device="cpu", timeout_s=600, num_replicas=int(num_replicas)) as world:
         if levers:
             results: dict[str, Any] = {"gradients": measure(model_dir, oracle, world, levers=levers)}

@@ -13,7 +13,7 @@ from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import Step
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 5.0
 BATCH = Batch(step=Step(3), purpose=BatchPurpose.TRAIN, micro_batches=[], group_ids=[GroupId(7)], num_rollouts=1)
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -68,8 +69,8 @@ class Run:
         self._log = directory / "rl.out"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *flags: str) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    def start(self, *flags: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
+        environment = dict(environment) | {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         with self._log.open("ab") as log:
             command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(self._config), *flags]
             self.process = subprocess.Popen(

@@ -1,6 +1,6 @@
-"""A trainer rank without its work: `python -m support.stand_in_rank BEHAVIOUR` under torchrun.
+"""A trainer rank without its work: `python -m support.stand_in_rank BEHAVIOUR` under torchrun, or alone.
 
-`wait` waits to be ended; a number is the exit code of rank 1.
+It writes `rank_RANK.up`, or `rank_alone.up`. `wait` waits to be ended; a number is the exit code of rank 1 and of a rank alone.
 """
 
 import os
@@ -9,15 +9,17 @@ import sys
 from pathlib import Path
 
 
-def main(behaviour: str) -> int:
-    rank = os.environ["RANK"]
+def main() -> int:
+    [behaviour] = sys.argv[1:]
+    rank = os.environ.get("RANK", "alone")
     path = Path(f"rank_{rank}.up")
-    path.with_suffix(".tmp").write_text(" ".join(os.environ[name] for name in ("WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")))
+    told = [os.environ.get(name, "-") for name in ("WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")]
+    path.with_suffix(".tmp").write_text(" ".join(told))
     path.with_suffix(".tmp").rename(path)
     if behaviour == "wait":
         signal.pause()
-    return int(behaviour) if rank == "1" else 0
+    return int(behaviour) if rank in ("1", "alone") else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main())

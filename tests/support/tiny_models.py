@@ -1,23 +1,23 @@
-"""Tiny models with random weights, made by the script that makes the quickstart's."""
+"""Write tiny models with random weights, as the quickstart does. Torch and transformers are imported when one is written."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.scripts import load_script
 from trivet.config.layout import RunLayout
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
 
 
-def tiny_model_writer(*, tied: bool = True, seed: int = 0) -> Callable[[Path], None]:
-    """What writes a float32 model of hidden size 64 with 2 layers, and its tokenizer, into a directory."""
+def tiny_model_writer(*, tied: bool = True, seed: int = 0, hidden_size: int = 64, layers: int = 2) -> Callable[[Path], None]:
+    """Return a function that writes a float32 model and its tokenizer into a directory."""
 
     def write(directory: Path) -> None:
-        script = load_script("make_tiny_model")
-        tokenizer = script.make_tokenizer()
-        script.make_model(tokenizer, hidden_size=64, layers=2, seed=seed, tied=tied).save_pretrained(directory)
+        from trivet.examples.tiny_model import make_model, make_tokenizer
+
+        tokenizer = make_tokenizer()
+        make_model(tokenizer, hidden_size=hidden_size, layers=layers, seed=seed, tied=tied).save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
     return write
@@ -29,9 +29,9 @@ def write_tiny_model(directory: Path, *, tokenizer: Any, seed: int = 0) -> None:
     Args:
         tokenizer: a fast tokenizer of transformers that knows `<|im_end|>`.
     """
-    load_script("make_tiny_model").make_model(tokenizer, hidden_size=64, layers=2, seed=seed, tied=True).save_pretrained(
-        directory
-    )
+    from trivet.examples.tiny_model import make_model
+
+    make_model(tokenizer, hidden_size=64, layers=2, seed=seed, tied=True).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -11,12 +11,13 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
-    {"errors", "stacks", "loop_lag", "durable"},
-    {"lifetime", "faults", "lock"},
+    {"errors", "stacks", "loop_lag", "durable", "closed_output", "machine", "imports"},
+    {"lifetime", "faults", "lock", "dependencies"},
+    {"startup"},
     {"wire", "disk"},
     {"algorithms"},
     {"config"},
-    {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints"},
+    {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints", "examples"},
     {"evaluation", "inference", "trainer", "launcher"},
     {"orchestrator"},
     {"history"},

@@ -5,8 +5,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from trivet.closed_output import run_until_output_closes
 from trivet.config.arguments import parse_arguments
 from trivet.config.base import Section
+from trivet.config.compute_dtype import settle_compute_dtype
 from trivet.config.dump import to_toml
 from trivet.config.file_checks import file_problems
 from trivet.config.findings import Findings
@@ -14,6 +16,7 @@ from trivet.config.load import Loaded, SectionT, load_arguments
 from trivet.config.reference import help_text
 from trivet.disk import describe_full_disk, is_full_disk
 from trivet.errors import DiskFull, TrivetError
+from trivet.machine import inspect_machine
 
 TargetT = TypeVar("TargetT", bound=Section)
 
@@ -45,10 +48,23 @@ def run_translated(
             It starts nothing, and runs for `--dry-run` too.
 
     Returns:
-        The process's exit code: `main`'s, or that of the TrivetError that ended it (2 for a bad configuration).
+        The process's exit code: `main`'s, that of the TrivetError that ended it (2 for a bad configuration), or 141 when the
+        reader of the output had closed the pipe.
     """
+    words = sys.argv[1:] if argv is None else argv
+    return run_until_output_closes(lambda: _run(kind, main, words, translate=translate, check=check))
+
+
+def _run(
+    kind: type[SectionT],
+    main: Callable[[TargetT], int],
+    argv: Sequence[str],
+    *,
+    translate: Callable[[Loaded[SectionT]], Loaded[TargetT]],
+    check: Callable[[TargetT], None] | None,
+) -> int:
     findings = Findings()
-    arguments = parse_arguments(kind, sys.argv[1:] if argv is None else argv, findings)
+    arguments = parse_arguments(kind, argv, findings)
     if arguments.wants_help:
         print(help_text(kind))
         return 0
@@ -57,6 +73,7 @@ def run_translated(
         for problem in file_problems(loaded.config):
             findings.refuse(problem)
         findings.raise_problems()
+        loaded = settle_compute_dtype(loaded, machine=inspect_machine(), does_record=not arguments.is_dry_run)
         if check is not None:
             check(loaded.config)
         for notice in loaded.notices:

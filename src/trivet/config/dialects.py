@@ -44,6 +44,7 @@ RENAMED = {
     "eval.sampling.reasoning_effort": "eval.sampling.extra_body.reasoning_effort",
     "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
     "monitors.wandb": "wandb",
+    "rollout_transport": "trainer.rollout_transport",
     "trainer.monitors.wandb": "trainer.wandb",
     "orchestrator.monitors.wandb": "orchestrator.wandb",
     "resume.step": "ckpt.resume_step",
@@ -52,6 +53,7 @@ RENAMED = {
     "trainer.model.experimental.lora": "trainer.model.lora",
     "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",
     "trainer.data.seq_len": "trainer.model.seq_len",
+    "vf.trainer.run_name": "vf.trainer.args.run_name",
     "vf.trainer.args.num_generations": "vf.trainer.args.rollouts_per_example",
     "vf.trainer.args.per_device_train_batch_size": "vf.trainer.args.micro_batch_size",
     "inference.vllm.model": "inference.model.name",
@@ -62,6 +64,11 @@ RENAMED = {
     "inference.vllm.enable_auto_tool_choice": "inference.model.enable_auto_tool_choice",
     "inference.vllm.tool_call_parser": "inference.model.tool_call_parser",
     "inference.vllm.reasoning_parser": "inference.model.reasoning_parser",
+    "trainer.model.rope_scaling.type": "trainer.model.rope_scaling.rope_type",
+    "inference.model.rope_scaling.type": "inference.model.rope_scaling.rope_type",
+    "inference.vllm.hf_overrides.rope_scaling": "inference.model.rope_scaling",
+    "inference.vllm.hf_overrides.rope_parameters": "inference.model.rope_scaling",
+    "inference.vllm.chat_template": "inference.model.chat_template",
     "inference.vllm.tensor_parallel_size": "inference.parallel.tp",
     "inference.vllm.data_parallel_size": "inference.parallel.dp",
     "inference.vllm.gpu_memory_utilization": "inference.gpu_memory_utilization",
@@ -74,6 +81,7 @@ RENAMED = {
     "inference.vllm": "inference.vllm_args",
     "eval.save.disk.path": "eval.output_dir",
     "eval.eval_base_model": "eval.eval_base",
+    "eval.client.extra_body": "eval.sampling.extra_body",
 }
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
 
@@ -83,13 +91,9 @@ _AS_FILES = "policies go to the servers as safetensors in weights/, which they l
 
 REFUSED = {
     **{f"{role}weight_broadcast": _AS_FILES for role in _ROLES},
-    **{f"{role}log.json_logging": "logs are text; events.jsonl and metrics/*.jsonl are for programs" for role in _ROLES},
     "trainer.max_concurrent_runs": "a trainer trains one model; start a run for each",
-    "trainer.tokenizer.chat_template": "a template belongs to the model's tokenizer: save it with save_pretrained, and name that"
-    " directory in tokenizer.name; for the server set inference.vllm_args.chat_template",
     "orchestrator.optim": "set trainer.optim",
     "orchestrator.model.lora": "set trainer.model.lora",
-    "inference.model.rope_scaling": "trainer and server must agree: change rope_scaling in config.json of the model",
     "orchestrator.bench": "its benchmark is a script: uv run python scripts/bench/orchestrator.py",
     "orchestrator.train.source": "environments are [[orchestrator.env]] with id, name and args",
     "orchestrator.max_inflight_rollouts": "set orchestrator.oversampling_factor (in flight = factor * batch_size)"
@@ -97,7 +101,13 @@ REFUSED = {
     "orchestrator.token_batch_size": "batches are counted in rollouts: set orchestrator.batch_size",
     "orchestrator.algo": "set orchestrator.advantage",
     "orchestrator.mask_env_responses": "what the environment says is always masked: the policy did not sample it, so there is no"
-    " log-probability to weigh it by; remove the key",
+    " log-probability to weigh it by; remove the key, and to learn such texts too train on conversations with `uv run sft` and"
+    " data.loss_mask.tool = true or data.loss_mask.user = true",
+    **{
+        f"{role}rollout_transport.type": "batches go from orchestrator to trainer over ZeroMQ; remove the key. To keep them as"
+        " files set trainer.data.record = true; `uv run trainer` trains on such files again with data.replay"
+        for role in _ROLES[:3]
+    },
     "orchestrator.buffer.skip_verification": "set trainer.loss.adv_tau = 0 to learn from a teacher alone; rewards are computed"
     " and recorded all the same",
     "run": "the launcher names the run; set output_dir to choose where it is kept",
@@ -133,6 +143,7 @@ IGNORED = {
     "weight_broadcast.save_sharded": "ckpt.weights.save_sharded says it for every policy",
     "trainer.rollout_transport.hwm": "two batches wait in the trainer at most",
     "orchestrator.rollout_transport.hwm": "two batches wait in the trainer at most",
+    "rollout_transport.hwm": "two batches wait in the trainer at most",
     "trainer.model.impl": "models are those of transformers",
     "trainer.model.moe_use_grouped_mm": "transformers chooses how experts are multiplied",
     "trainer.tokenizer.trust_remote_code": "model.trust_remote_code counts for the tokenizer too",
@@ -169,7 +180,6 @@ IGNORED = {
 """Old prefix to why it needs no key here."""
 
 SINGLE_VALUES = {
-    **{f"{role}log.json_logging": "false" for role in _ROLES},
     "weight_broadcast.save_format": "safetensors",
     "trainer.weight_broadcast.save_format": "safetensors",
     "trainer.max_concurrent_runs": "1",
@@ -177,8 +187,7 @@ SINGLE_VALUES = {
     "trainer.model.tp": "1",
     "trainer.model.cp": "1",
     "trainer.val.data.type": "sft",
-    "trainer.rollout_transport.type": "zmq",
-    "orchestrator.rollout_transport.type": "zmq",
+    **{f"{role}rollout_transport.type": "zmq" for role in _ROLES[:3]},
     "weight_broadcast.type": "filesystem",
     "trainer.weight_broadcast.type": "filesystem",
     "orchestrator.weight_broadcast.type": "filesystem",
@@ -211,7 +220,7 @@ def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings)
         if kind is RLConfig and name in GPU_COUNTS:
             gpu_counts[GPU_COUNTS[name]] = entry
         else:
-            today = entry if find_key(kind, entry.path) else _rename(kind, entry, name, findings)
+            today = _rename(kind, entry, findings)
             if today is not entry:
                 renamed.append((entry, today))
             if name == "trainer.model.ac" and entry.value in ("full", "selective"):
@@ -241,15 +250,24 @@ def _refuse_contradictions(entries: Sequence[Entry], renamed: Sequence[tuple[Ent
             )
 
 
-def _rename(kind: type[Section], entry: Entry, name: str, findings: Findings) -> Entry:
+def current_path(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what `path` is called today; `path` itself if it exists, or if the table of renamed keys does not lead to a key."""
+    if find_key(kind, path):
+        return path
     prefix = ROLE_PREFIXES.get(kind, ())
-    renamed = name
+    renamed = ".".join((*prefix, *path))
     while old := _longest_prefix(renamed, RENAMED):
         renamed = RENAMED[old] + renamed.removeprefix(old)
-    path = tuple(renamed.split("."))
-    if renamed == name or path[: len(prefix)] != prefix or not find_key(kind, path[len(prefix) :]):
+    current = tuple(renamed.split("."))
+    if current[: len(prefix)] != prefix or not find_key(kind, current[len(prefix) :]):
+        return path
+    return current[len(prefix) :]
+
+
+def _rename(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
+    path = current_path(kind, entry.path)
+    if path == entry.path:
         return entry
-    path = path[len(prefix) :]
     findings.notice(f"{'.'.join(entry.path)} is called {'.'.join(path)} here ({entry.origin})")
     return Entry(path=path, value=entry.value, origin=entry.origin)
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trivet.config.base import Section
+from trivet.config.chat_template import read_chat_template
 from trivet.config.evaluation import EvalConfig
-from trivet.config.keys import Shape, all_keys
+from trivet.config.keys import Shape, all_keys, dotted
 from trivet.config.layout import RunLayout
 from trivet.config.model import TrainerModelConfig
 from trivet.config.model_files import choose_targets, find_linear_modules
@@ -20,15 +21,15 @@ LOCAL_ROOTS = ("models", "outputs")
 """First parts of a name that mean a directory of this project, even before it exists."""
 
 MADE_BY = {
-    "models/smollm2": "uv run python scripts/make_smollm2.py",
+    "models/smollm2": "uv run python -m trivet.examples.smollm2",
     "models/examples": "the three commands at the top of configs/examples/sft.toml",
-    "outputs/quickstart": "bash scripts/quickstart.sh",
+    "outputs/quickstart": "uv run trivet quickstart",
 }
 """What makes the models that our own configurations start from."""
 
 
 def file_problems(config: Section) -> Iterator[str]:
-    """What `config` names and this machine does not have."""
+    """Yield a problem for each file that `config` names and this machine does not have."""
     if isinstance(config, EvalConfig):
         if config.weights_dir is not None and not config.weights_dir.is_dir() and not config.watcher:
             yield f"weights_dir ({config.weights_dir}) is not a directory"
@@ -43,6 +44,7 @@ def file_problems(config: Section) -> Iterator[str]:
     trainer = config.trainer if isinstance(config, RLConfig) else config
     if isinstance(trainer, TrainingConfig):
         yield from _target_problems(trainer.model, "trainer." if trainer is not config else "")
+    yield from _template_problems(config)
     seen: set[str] = set()
     for path, key in all_keys(type(config)):
         if key.shape is Shape.VALUE and path[-1] == "name" and path[-2:-1] in (("model",), ("tokenizer",)):
@@ -62,6 +64,18 @@ def _target_problems(model: TrainerModelConfig, prefix: str) -> Iterator[str]:
             choose_targets(model.lora.target_modules, names=names)
         except ConfigError as exc:
             yield f"{prefix}{exc}"
+
+
+def _template_problems(config: Section) -> Iterator[str]:
+    seen: set[str] = set()
+    for path, _ in all_keys(type(config)):
+        template = _value_at(config, path) if path[-1] == "chat_template" else None
+        if isinstance(template, str) and template not in seen:
+            seen.add(template)
+            try:
+                read_chat_template(template)
+            except ConfigError as exc:
+                yield f"{dotted(path[:-1])}.{exc}"
 
 
 def _value_at(config: Section, path: tuple[str | int, ...]) -> object:

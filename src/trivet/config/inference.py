@@ -8,6 +8,7 @@ from pydantic import Field
 from trivet.config.base import Section
 from trivet.config.faults import FaultsConfig
 from trivet.config.lora import MAX_RANK
+from trivet.config.rope import RopeScalingConfig
 from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, LogConfig, RunIdentity
 
 
@@ -22,7 +23,7 @@ class InferenceModelConfig(Section):
     name: str = DEFAULT_MODEL
     """Hugging Face name or a directory."""
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """Dtype of the served weights. For RL it should be the trainer's compute dtype."""
+    """Dtype of the served weights. `auto` is the trainer's compute dtype, chosen as `trainer.model.compute_dtype` says."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion, tokens; unset: the model's own limit."""
     enforce_eager: bool = False
@@ -35,6 +36,11 @@ class InferenceModelConfig(Section):
     """How tool calls are written by this model; counts with enable_auto_tool_choice."""
     reasoning_parser: str | None = None
     """How thinking is marked by this model, e.g. `qwen3`."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Other rotary positions than the model's own. A run takes them from trainer.model.rope_scaling, or the other way round."""
+    chat_template: str | None = None
+    """Jinja template that conversations are written with, or a file that holds it; unset: the tokenizer's own. A run takes it from
+    trainer.tokenizer.chat_template."""
 
 
 class ParallelConfig(Section):

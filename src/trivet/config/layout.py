@@ -63,7 +63,7 @@ class RunLayout:
 
     @property
     def scratch_note(self) -> Path:
-        """Where the live run's temporary files are."""
+        """The file that names the directory of the live run's temporary files."""
         return self.root / ".scratch"
 
     @property
@@ -72,13 +72,18 @@ class RunLayout:
         return self.root / "run.json"
 
     @property
+    def compute_dtype(self) -> Path:
+        """The dtype that the run computes in and serves: `config.compute_dtype.ChosenDtype`."""
+        return self.root / ".compute_dtype.json"
+
+    @property
     def status(self) -> Path:
-        """What the run is doing, by its launcher: `wire.status.RunStatus`."""
+        """The run's state, written by its launcher: `wire.status.RunStatus`."""
         return self.root / "status.json"
 
     @property
     def reports(self) -> Path:
-        """What each process of the run says about itself: `wire.status.Report`."""
+        """The directory of reports, one by each process of the run about itself: `wire.status.Report`."""
         return self.root / ".reports"
 
     def report_file(self, role: str, rank: int = 0) -> Path:

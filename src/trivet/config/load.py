@@ -1,7 +1,7 @@
 """One command line to one validated configuration. Called by config.command; starts nothing and changes nothing.
 
-The way of a value: read from its source (sources), today's spelling (dialects), merged by precedence (flags > files, later
-wins > environment > defaults), unknown keys refused, a run's shared values filled in (resolve), validated, checked (checks).
+The way of a value: read from its source (sources), today's spelling (dashes, dialects), merged by precedence (flags > files,
+later wins > environment > defaults), unknown keys refused, a run's shared values filled in (resolve), validated, checked (checks).
 """
 
 import os
@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from trivet.config.arguments import Arguments, parse_arguments
 from trivet.config.base import Section
 from trivet.config.checks import check
+from trivet.config.dashes import replace_dashes
 from trivet.config.dialects import translate
 from trivet.config.evaluation import EvalConfig
 from trivet.config.findings import Findings
@@ -112,7 +113,7 @@ def load_sources(
     """
     layers: list[Tree] = []
     for entries in sources:
-        layers.append(build_layer(kind, translate(kind, entries, findings), findings, below=layers))
+        layers.append(build_layer(kind, _spell_as_today(kind, entries, findings), findings, below=layers))
     draft = Draft(merge_layers(layers))
     _refuse_unknown(kind, draft.tree, findings)
     if kind is RLConfig:
@@ -123,6 +124,10 @@ def load_sources(
     findings.raise_problems()
     assert config is not None
     return Loaded(config=config, origins=draft.origins(), notices=tuple(findings.notices))
+
+
+def _spell_as_today(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
+    return translate(kind, replace_dashes(kind, entries, findings), findings)
 
 
 def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:

@@ -6,9 +6,11 @@ from pydantic import Field, model_validator
 
 from trivet.config.base import Section
 from trivet.config.lora import LoRAConfig
+from trivet.config.rope import RopeScalingConfig
 from trivet.config.shared import DEFAULT_MODEL
 
 Dtype = Literal["bfloat16", "float32"]
+ComputeDtype = Literal["auto", "bfloat16", "float32"]
 
 
 class ActivationCheckpointConfig(Section):
@@ -75,8 +77,9 @@ class TrainerModelConfig(Section):
     """Attention over packed rows. On CUDA `flash_varlen` (torch's own), or `flash_attention_2` and `flash_attention_3` where those
     packages are installed; on the CPU `grouped` (samples of like length at once); `sdpa` (sample by sample) runs anywhere.
     `auto` takes the fastest that can."""
-    compute_dtype: Dtype = "bfloat16"
-    """Dtype of forward and backward."""
+    compute_dtype: ComputeDtype = "auto"
+    """Dtype of forward and backward. `auto` takes bfloat16 on a GPU of compute capability 8.0 or higher and on a CPU with
+    instructions for bfloat16 products, float32 elsewhere. A run chooses once: servers and resumed attempts follow."""
     optimization_dtype: Dtype = "float32"
     """Dtype of the master weights and the optimizer state."""
     reduce_dtype: Dtype = "float32"
@@ -87,6 +90,9 @@ class TrainerModelConfig(Section):
     """Tokens whose logits exist at one time."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Other rotary positions than the model's own, saved in the config.json of published weights. A run gives its server the same,
+    inference.model.rope_scaling."""
     lora: LoRAConfig | None = None
     """Train adapters instead of all weights."""
     ac: ActivationCheckpointConfig | None = None
@@ -104,6 +110,11 @@ class TrainerModelConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainerModelConfig":
+        if self.lora is not None and self.rope_scaling is not None:
+            raise ValueError(
+                "rope_scaling is saved in config.json, which adapters do not have: whoever loads one would compute with the"
+                " base model's positions; change rope_parameters in config.json of the base model instead, or train all weights"
+            )
         if self.ac_offloading is not None and self.ac is None:
             raise ValueError(
                 "ac_offloading keeps what checkpointed blocks start from: add ac, e.g. [trainer.model.ac] freq = 1"

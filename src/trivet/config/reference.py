@@ -46,6 +46,7 @@ uv run rl @ base.toml @ mine.toml --trainer.optim.lr 1e-5 --orchestrator.env.id 
 
 - **Files** follow `@`. With several, the later wins. `toml_files = ["base.toml"]` at the top of a file inherits from others,
   named relative to it. `--trainer @ t.toml` reads a file into the section `trainer`.
+  Keys may have dashes, `micro-batch-size = 8`; names of your own, such as those in `env.args`, are taken as they are.
 - **Flags** are keys in kebab-case: `trainer.optim.max_norm` is `--trainer.optim.max-norm`. `--clean` and `--no-clean` set a
   boolean. Lists are written `10,50,100` or as JSON. `--orchestrator.env.id X` sets the id of the only environment,
   `--orchestrator.env.1.id X` that of the second.

@@ -5,6 +5,7 @@ both. What a role runs with is then complete: no role looks at another's section
 """
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 from urllib.parse import urlsplit
 
 from pydantic.fields import FieldInfo
@@ -16,8 +17,10 @@ from trivet.config.findings import Findings
 from trivet.config.inference import ServerConfig
 from trivet.config.keys import as_list
 from trivet.config.lora import LoRAConfig
+from trivet.config.model import Dtype
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.origins import Draft, Sourced
+from trivet.config.rope import RopeScalingConfig
 from trivet.config.shared import (
     CkptConfig,
     CkptWeightsConfig,
@@ -27,7 +30,7 @@ from trivet.config.shared import (
     TransportConfig,
     WandbConfig,
 )
-from trivet.config.trainer import TrainerConfig, TrainerModelConfig
+from trivet.config.trainer import TrainerConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
 CONNECTING = ("host", "port", "max_message_mib")
@@ -82,9 +85,11 @@ def resolve(draft: Draft, findings: Findings) -> None:
     _place_teacher(draft, findings)
     if not draft.is_null("inference"):
         _point_client_at_server(draft, findings, server="inference", client="orchestrator.client")
-        compute_dtype = TrainerModelConfig.model_fields["compute_dtype"]
-        _derive_default(draft, "inference.model.dtype", "trainer.model.compute_dtype", compute_dtype)
+        _compute_as_served(draft)
         _serve_adapters(draft)
+        _agree(draft, findings, ("trainer.tokenizer.chat_template", "inference.model.chat_template"))
+        for name in RopeScalingConfig.model_fields:
+            _agree(draft, findings, (f"trainer.model.rope_scaling.{name}", f"inference.model.rope_scaling.{name}"))
 
 
 def _make_deterministic(draft: Draft, findings: Findings) -> None:
@@ -204,6 +209,16 @@ def _point_client_at_server(draft: Draft, findings: Findings, *, server: str, cl
                 f"{client}.base_url ({url}, {urls.origin}) is not the server of this run, {server}.server"
                 f' ({host}:{port}); remove base_url, or set {server} = "None" when someone else starts the servers'
             )
+
+
+def _compute_as_served(draft: Draft) -> None:
+    """Trainer and server get the dtype that one of them names. If neither does, both stay `auto` for `config.compute_dtype`."""
+    trained, served = "trainer.model.compute_dtype", "inference.model.dtype"
+    named = {key: leaf for key in (trained, served) if (leaf := draft.leaf(key)) and leaf.value in get_args(Dtype)}
+    for key, other in ((trained, served), (served, trained)):
+        leaf = draft.leaf(key)
+        if other in named and (leaf is None or leaf.value == "auto"):
+            draft.derive(key, named[other].value, _derived(other, named[other]))
 
 
 def _serve_adapters(draft: Draft) -> None:

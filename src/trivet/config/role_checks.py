@@ -23,6 +23,7 @@ VLLM_NAMES = {
     "enable_auto_tool_choice": "model.enable_auto_tool_choice",
     "tool_call_parser": "model.tool_call_parser",
     "reasoning_parser": "model.reasoning_parser",
+    "chat_template": "model.chat_template",
     "tensor_parallel_size": "parallel.tp",
     "data_parallel_size": "parallel.dp",
     "gpu_memory_utilization": "gpu_memory_utilization",

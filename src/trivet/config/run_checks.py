@@ -48,7 +48,7 @@ def run_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _layout_problems(config: RLConfig) -> Iterator[str]:
-    """Of the trainer's model: over which ranks it lies, and whether it is the one that is served."""
+    """Check over which ranks the trainer's model lies, and that it is the model that is served."""
     model, num_gpus = config.trainer.model, len(config.trainer_gpu_ids)
     if num_gpus % model.dp_replicate:
         yield (
@@ -153,14 +153,13 @@ def run_notices(config: RLConfig) -> Iterator[str]:
             f" model.name ({config.trainer.model.name})"
         )
     if config.inference is None:
+        if config.trainer.tokenizer.chat_template is not None:
+            yield (
+                "trainer.tokenizer.chat_template is saved with the weights; give it to the servers too, as"
+                " inference.model.chat_template of each"
+            )
         return
     yield from _length_notices(config.orchestrator.seq_len, config.inference.model.max_model_len)
-    served, computed = config.inference.model.dtype, config.trainer.model.compute_dtype
-    if served not in ("auto", computed):
-        yield (
-            f"inference.model.dtype ({served}) differs from trainer.model.compute_dtype ({computed}): their log-probabilities"
-            f" will differ by rounding"
-        )
 
 
 def _length_notices(seq_len: int, max_model_len: int | None) -> Iterator[str]:

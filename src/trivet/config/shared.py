@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trivet.config.base import Section
 
@@ -11,6 +11,9 @@ from trivet.config.base import Section
 class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is written."""
+    json_logging: bool = False
+    """Write each log line as one JSON object: level, time, role, logger, message and, after a failure, error. What libraries print
+    by themselves stays as it is."""
 
 
 class LogExtrasConfig(Section):
@@ -60,6 +63,16 @@ class CkptWeightsConfig(Section):
     """Split the weights into files of at most 5 GB; false: one file, whatever its size."""
     save_format: Literal["safetensors"] = "safetensors"
     """The only format: torch's own runs code when it is loaded."""
+
+    @field_validator("save_format", mode="before")
+    @classmethod
+    def _runs_no_code(cls, value: object) -> object:
+        if value == "torch":
+            raise ValueError(
+                'the format "torch" runs code when it is loaded, and servers load nothing of that kind; remove the key. For a'
+                " pytorch_model.bin load weights/step_N in transformers, and torch.save its state_dict()"
+            )
+        return value
 
 
 class CkptConfig(Section):

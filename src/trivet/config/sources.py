@@ -51,7 +51,10 @@ def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, 
         raise ConfigError(f"{path} cannot be read: {exc.strerror}{heir}") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
-    bases = content.pop(INHERIT_KEY, [])
+    spellings = [name for name in content if name.replace("-", "_") == INHERIT_KEY]
+    if len(spellings) > 1:
+        raise ConfigError(f"{' and '.join(spellings)} are two spellings of one key ({path}); remove one")
+    bases: object = content.pop(spellings[0]) if spellings else []
     names = [base for base in as_list(bases) or [] if isinstance(base, str)]
     if names != bases:
         raise ConfigError(f'{INHERIT_KEY} in {path} must be a list of file names, e.g. {INHERIT_KEY} = ["base.toml"]')

@@ -27,6 +27,9 @@ from trivet.config.shared import (
 class TokenizerConfig(Section):
     name: str | None = None
     """Defaults to the model's own tokenizer."""
+    chat_template: str | None = None
+    """Jinja template that conversations are written with, or a file that holds it. It is saved with the weights. A run gives its
+    server the same, inference.model.chat_template; unset: the tokenizer's own."""
 
 
 class ConstantSchedule(Section):

@@ -5,7 +5,7 @@ Defaults are the documented ones. `config.vf_translation` turns a configuration 
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trivet.config.base import Section
 from trivet.config.lora import MAX_RANK
@@ -73,8 +73,8 @@ class VfTrainerArgs(Section):
     """Added to the root of the second moment."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the gradient's norm to this."""
-    bf16: bool = True
-    """Compute in bfloat16 over float32 weights; false: in float32."""
+    bf16: bool | Literal["auto"] = "auto"
+    """Compute in bfloat16 over float32 weights; false: in float32; `auto`: in bfloat16 where the device multiplies in it."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     micro_batch_size: int = Field(default=8, ge=1)
@@ -109,8 +109,8 @@ class VfTrainerArgs(Section):
     """Tokens with a smaller importance ratio carry no gradient."""
     mask_ratio_high: float = Field(default=8.0, gt=0)
     """Tokens with a larger importance ratio carry no gradient."""
-    mask_env_responses: Literal[True] = True
-    """What the environment says is never trained on: the policy did not sample it."""
+    mask_env_responses: bool = True
+    """Only `true`: what the environment says is never trained on, because the policy did not sample it."""
     mask_truncated_completions: bool = False
     """Train on no token of a rollout that was cut."""
     zero_truncated_completions: bool = False
@@ -144,9 +144,9 @@ class VfTrainerArgs(Section):
     resume_from_checkpoint: bool | str = False
     """True: go on from the newest; `checkpoint-50`, or a path that ends so: from that one."""
     logging_steps: int = Field(default=1, ge=1)
-    """Steps between lines on the console."""
+    """Steps between lines on the console, and between samples in W&B."""
     log_completions: bool = True
-    """Show rollouts on the console."""
+    """Show rollouts on the console and in W&B."""
     num_completions_to_print: int = Field(default=1, ge=1)
     """Rollouts shown each time."""
     report_to: str | list[str] = "none"
@@ -158,6 +158,17 @@ class VfTrainerArgs(Section):
     """TCP port; the launcher takes a free one if it is taken."""
     vllm_server_timeout: float = Field(default=300.0, gt=0)
     """Longest wait for the inference server to be ready, seconds."""
+
+    @field_validator("mask_env_responses")
+    @classmethod
+    def _masks_what_was_not_sampled(cls, is_masked: bool) -> bool:
+        if not is_masked:
+            raise ValueError(
+                "what the environment says cannot be trained on: the policy did not sample it, so there is no log-probability to"
+                " weigh it by; remove the key, and to learn such texts too train on conversations with `uv run sft` and"
+                " data.loss_mask.tool = true or data.loss_mask.user = true"
+            )
+        return is_masked
 
 
 class VfTrainerConfig(Section):

@@ -150,7 +150,7 @@ def translate(loaded: Loaded[VfRLConfig]) -> Iterator[Translated]:
 
 
 def batch_problems(config: VfRLConfig) -> Iterator[str]:
-    """What the dialect asks of its batch settings and we would not."""
+    """Yield the problems of batch settings that the dialect alone restricts."""
     args, num_gpus = config.trainer.args, config.trainer.gpus
     at_once = args.micro_batch_size * num_gpus
     if args.batch_size % at_once:
@@ -169,7 +169,7 @@ def batch_problems(config: VfRLConfig) -> Iterator[str]:
 
 
 def notices_of(config: VfRLConfig) -> Iterator[str]:
-    """What the dialect says and we do in another way."""
+    """Yield a notice for each key whose effect here differs from the dialect's."""
     args = config.trainer.args
     written = args.model_fields_set
     if "micro_batch_size" in written:
@@ -218,7 +218,10 @@ def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
     args = config.trainer.args
     yield "output_dir", args.output_dir or f"outputs/{run_name(config)}", "output_dir" if args.output_dir else "run_name"
     yield from _schedule(args)
-    yield "trainer.model.compute_dtype", "bfloat16" if args.bf16 else "float32", "bf16"
+    if args.bf16 == "auto":
+        yield "trainer.model.compute_dtype", "auto", "bf16"
+    else:
+        yield "trainer.model.compute_dtype", "bfloat16" if args.bf16 else "float32", "bf16"
     if args.gradient_checkpointing:
         yield "trainer.model.ac.freq", 1, "gradient_checkpointing"
     if args.sync_ref_model:
@@ -240,6 +243,9 @@ def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
         yield "wandb.project", wandb.project if wandb else "trivet", "wandb.project"
         yield "wandb.name", (wandb.name if wandb else None) or run_name(config), "wandb.name"
         yield "wandb.offline", wandb.offline if wandb else False, "wandb.offline"
+        # The documented trainer logs sample completions with every line of numbers.
+        yield "wandb.log_extras.interval", args.logging_steps, "logging_steps"
+        yield "wandb.log_extras.samples", args.log_completions, "log_completions"
     if not args.log_completions:
         yield "orchestrator.shown_samples", None, "log_completions"
     else:

@@ -17,9 +17,11 @@ def require_installed(env_id: str, *, environments_dir: Path = Path("environment
         return
     folder = environments_dir / module
     if folder.is_dir():
-        raise EnvironmentLoadError(f"env.id = {env_id!r} is not installed; install it with: uv pip install -e {folder}")
+        raise EnvironmentLoadError(
+            f"env.id = {env_id!r} is not installed; install it with: uv run trivet env install {package}"
+        )
     here = sorted(path.parent.name.replace("_", "-") for path in environments_dir.glob("*/pyproject.toml"))
-    command = f"uv tool run prime env install {env_id}" if "/" in env_id else f"uv pip install {package}"
+    command = f"uv tool run prime env install {env_id}" if "/" in env_id else f"uv run trivet env install {package}"
     raise EnvironmentLoadError(
         f"env.id = {env_id!r} is not installed (no module {module!r}). If you trust it, install it with: {command}. "
         f"Environments of this checkout: {', '.join(here) or 'none'}"

@@ -13,6 +13,7 @@ import msgspec
 
 from trivet.environments.examples import training_problem
 from trivet.errors import EnvironmentLoadError, MessageRefused
+from trivet.imports import without_collections
 from trivet.wire.codec import decode, encode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.workers import HostSettings
@@ -76,7 +77,8 @@ def _names(wanted: Sequence[Wanted]) -> str:
 
 def _look(request: _Request) -> _Verdict:
     # What this imports is the environments' world, which the process that asks has no need of.
-    from trivet.environments.load import load_host, traceback_tail
+    with without_collections():
+        from trivet.environments.load import load_host, traceback_tail
 
     verdict = _Verdict(infos={}, problems=[])
     for each in request.environments:

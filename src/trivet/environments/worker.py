@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 import traceback
+from typing import TYPE_CHECKING
 
 from trivet.environments.channel import Channel, pack_message, receive_blocking
-from trivet.environments.host import EnvironmentHost
-from trivet.environments.load import load_host, traceback_tail
 from trivet.environments.stages import StageBoard
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
+from trivet.imports import without_collections
 from trivet.lifetime import tie_forks
 from trivet.loop_lag import LoopLag
 from trivet.stacks import show_stacks_on_signal, show_tasks_on_signal
@@ -42,6 +42,9 @@ from trivet.wire.workers import (
     RunGroup,
 )
 
+if TYPE_CHECKING:
+    from trivet.environments.host import EnvironmentHost
+
 logger = logging.getLogger(__name__)
 
 _MAX_PULSE_LAGS = 100
@@ -50,7 +53,7 @@ _MAX_PULSE_LAGS = 100
 class Worker:
     """Answers orders until the channel ends."""
 
-    def __init__(self, host: EnvironmentHost, *, lag: LoopLag) -> None:
+    def __init__(self, host: "EnvironmentHost", *, lag: LoopLag) -> None:
         self._host = host
         self._lag = lag
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -158,6 +161,8 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     settings = order.body.settings
     _set_up_logging(settings)
     stages = StageBoard()
+    with without_collections():
+        from trivet.environments.load import load_host, traceback_tail
     try:
         host = load_host(settings, environ=os.environ, stages=stages)
     except EnvironmentLoadError as exc:

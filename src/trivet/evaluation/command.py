@@ -41,7 +41,7 @@ def check(config: EvalConfig) -> None:
 
 
 def start(config: EvalConfig) -> int:
-    setup_logging("eval", level=config.log.level, file=None)
+    setup_logging("eval", level=config.log.level, as_json=config.log.json_logging)
     return asyncio.run(_run_until_signalled(make_plan(config, environ=os.environ), _console()))
 
 

@@ -1,6 +1,7 @@
 """InferenceConfig to what vLLM is started with: engine and server arguments, and environment variables. Pure."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from trivet.config.inference import InferenceConfig
@@ -16,6 +17,7 @@ _KEYS = {
     "enable_auto_tool_choice": "inference.model.enable_auto_tool_choice",
     "tool_call_parser": "inference.model.tool_call_parser",
     "reasoning_parser": "inference.model.reasoning_parser",
+    "chat_template": "inference.model.chat_template",
     "tensor_parallel_size": "inference.parallel.tp",
     "data_parallel_size": "inference.parallel.dp",
     "gpu_memory_utilization": "inference.gpu_memory_utilization",
@@ -43,6 +45,10 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as the largest rank."""
 
 WORKER_EXTENSION = "trivet.inference.worker_extension.PolicyWorkerExtension"
+
+
+JSON_LOG_CONFIG = str(Path(__file__).with_name("json_logging.json"))
+"""Loggers of vLLM and uvicorn, for `log.json_logging`: both have handlers of their own."""
 
 
 def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
@@ -81,6 +87,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
         "max_model_len": model.max_model_len,
         "tool_call_parser": model.tool_call_parser if model.enable_auto_tool_choice else None,
         "reasoning_parser": model.reasoning_parser,
+        "chat_template": model.chat_template,
         "max_num_seqs": config.max_num_seqs,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
@@ -101,6 +108,8 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
     if config.deterministic:
         # Sums over a batch, or over what a cached prefix left to compute, round differently.
         arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}
+    if config.log.json_logging:
+        arguments["log_config_file"] = JSON_LOG_CONFIG
     return arguments | config.vllm_args
 
 
@@ -138,6 +147,14 @@ def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
 
 ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 """vLLM's own routes under /v1, which load and unload adapters by name, work too."""
+
+JSON_LOG_ENVIRONMENT = {"VLLM_LOGGING_CONFIG_PATH": JSON_LOG_CONFIG}
+"""The engine's processes, which import vLLM anew, write JSON too."""
+
+EAGER_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+"""For `enforce_eager` on the CPU. Without it vLLM still compiles two small functions, which draw tokens and rank log-probabilities,
+and g++ runs for 5 to 8 s at the first request of every server. The function that draws is compiled because torch's `exponential_`
+could return 0 on the CPU (pytorch/pytorch#151218); torch 2.13 returned none in 10**9 draws."""
 
 COMMON_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
 """Nothing is reported to anyone. No grammar corrects the policy's tool calls, though verifiers marks tools as strict: under a

@@ -21,16 +21,21 @@ from trivet.config.inference import InferenceConfig
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
+from trivet.imports import without_collections
 from trivet.inference.arguments import (
     ADAPTER_ENVIRONMENT,
     COMMON_ENVIRONMENT,
+    EAGER_CPU_ENVIRONMENT,
+    JSON_LOG_ENVIRONMENT,
     cpu_environment,
     refuse_unknown,
     vllm_arguments,
 )
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
+from trivet.inference.positions import position_overrides
 from trivet.lifetime import die_with_parent
 from trivet.lock import holder_of
+from trivet.machine import compile_cache_directory
 from trivet.stacks import show_tasks_on_signal
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
@@ -51,7 +56,7 @@ def main() -> int:
 def serve(config: InferenceConfig) -> int:
     """Serve until a signal ends it; returns the exit code."""
     role = "teacher" if config.is_teacher else "inference"
-    setup_logging(role, level=config.log.level)
+    setup_logging(role, level=config.log.level, as_json=config.log.json_logging)
     if is_beside_a_run(config.output_dir, parent=os.getppid()):
         logger.warning(
             "a run is going on in %s that did not start this server; it is not in that run's status", config.output_dir
@@ -63,7 +68,14 @@ def serve(config: InferenceConfig) -> int:
     is_cpu = not _has_cuda_build()
     arguments = vllm_arguments(config, is_cpu=is_cpu)
     is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1
-    os.environ.update(COMMON_ENVIRONMENT | (ADAPTER_ENVIRONMENT if config.enable_lora else {}))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache_directory()))
+    os.environ.update(
+        COMMON_ENVIRONMENT
+        | (ADAPTER_ENVIRONMENT if config.enable_lora else {})
+        | (JSON_LOG_ENVIRONMENT if config.log.json_logging else {})
+    )
+    if is_cpu and config.model.enforce_eager:
+        os.environ.update(EAGER_CPU_ENVIRONMENT)
     if is_one_process:
         preload = preloaded(find_openmp(), present=os.environ.get("LD_PRELOAD", ""))
         restart_with(cpu_environment(num_threads=count_physical_cores(), preload=preload))
@@ -72,7 +84,7 @@ def serve(config: InferenceConfig) -> int:
 
     import uvloop
 
-    args = _make_namespace(arguments, config.vllm_args)
+    args = _make_namespace({**arguments, **position_overrides(config)}, config.vllm_args)
     return uvloop.run(_run(args, is_one_process=is_one_process))
 
 
@@ -96,10 +108,12 @@ def _has_cuda_build() -> bool:
 
 def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]) -> Namespace:
     """What vLLM's own command line would have made of `arguments`."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    with without_collections():
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([]) or Namespace()
+        # It imports more of vLLM.
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args([]) or Namespace()
     refuse_unknown(extra, known=vars(args))
     for name, value in arguments.items():
         setattr(args, name, value)
@@ -143,14 +157,15 @@ def _listen(args: Namespace) -> socket.socket:
 
 
 def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine":
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.executor.abstract import Executor
+    with without_collections():
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.executor.abstract import Executor
 
-    from trivet.inference.executors import ManyProcessExecutor, OneProcessExecutor
-    from trivet.inference.versioned_engine import VersionedEngine
+        from trivet.inference.executors import ManyProcessExecutor, OneProcessExecutor
+        from trivet.inference.versioned_engine import VersionedEngine
 
-    if is_one_process:
-        _inspect_here(Path(args.model))
+        if is_one_process:
+            _inspect_here(Path(args.model))
     try:
         vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, TypeError, OSError) as exc:
@@ -187,15 +202,16 @@ def _inspect_here(model: Path) -> None:
 
 
 async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.socket) -> int:
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.launcher import serve_http
+    with without_collections():
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.launcher import serve_http
 
-    from trivet.inference.answers import version_chat, version_tokens
-    from trivet.inference.continued_chats import continue_chats
-    from trivet.inference.named_adapters import NamedAdapters
-    from trivet.inference.policy_loader import PolicyLoader
-    from trivet.inference.routes import add_routes, make_router
+        from trivet.inference.answers import version_chat, version_tokens
+        from trivet.inference.continued_chats import continue_chats
+        from trivet.inference.named_adapters import NamedAdapters
+        from trivet.inference.policy_loader import PolicyLoader
+        from trivet.inference.routes import add_routes, make_router
 
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -222,6 +238,7 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+            **({"log_config": args.log_config_file} if args.log_config_file else {}),
         ),
         name="serve-http",
     )

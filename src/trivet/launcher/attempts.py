@@ -15,10 +15,10 @@ from trivet.config.rl import RLConfig
 from trivet.config.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.machine import Machine
 from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan
 from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.launcher.scratch import Scratch
+from trivet.machine import Machine
 from trivet.telemetry.events import EventWriter, read_events
 from trivet.weights.retention import needed_to_resume, reference_version
 from trivet.wire.events import Event, Stop

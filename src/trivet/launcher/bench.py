@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trivet.config.dump import to_toml
 from trivet.config.rl import RLConfig
-from trivet.launcher.machine import inspect_machine
 from trivet.launcher.plan import share_gpus, trainer_process
+from trivet.machine import inspect_machine
 
 
 def measure_trainer(config: RLConfig) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from trivet.launcher.terminal import Terminal
+from trivet.telemetry.logs import LAUNCHER, json_line
 
 _TAIL_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
@@ -65,14 +66,26 @@ class RunLog:
     ...     log.close()
     """
 
-    def __init__(self, terminal: TextIO, file: TextIO, *, now: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
+    def __init__(
+        self,
+        terminal: TextIO,
+        file: TextIO,
+        *,
+        now: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
+        as_json: bool = False,
+    ) -> None:
+        """
+        Args:
+            as_json: say each line as one JSON object, as the roles do with `log.json_logging`.
+        """
         self._terminal: Terminal | None = Terminal(terminal)
         self._file = file
         self._now = now
+        self._as_json = as_json
 
     def say(self, text: str) -> None:
         for line in text.splitlines():
-            self.show(f"{self._now()} rl {line}")
+            self.show(self._format(line))
 
     def show(self, line: str) -> None:
         """Pass on a line as it is."""
@@ -87,6 +100,11 @@ class RunLog:
     def close(self) -> None:
         """Leave the terminal as it was. More can be said afterwards."""
         self._use_terminal(Terminal.close)
+
+    def _format(self, line: str) -> str:
+        if self._as_json:
+            return json_line(level="INFO", time=time.time(), role=LAUNCHER, logger=__name__, message=line)
+        return f"{self._now()} {LAUNCHER} {line}"
 
     def _use_terminal(self, use: Callable[[Terminal], None]) -> None:
         if self._terminal is None:

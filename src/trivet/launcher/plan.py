@@ -18,7 +18,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.shared import CkptConfig, RunIdentity
 from trivet.config.trainer import TrainerConfig
 from trivet.errors import ConfigError
-from trivet.launcher.machine import Machine
+from trivet.machine import Machine
 
 INFERENCE, TEACHER, ORCHESTRATOR, TRAINER = "inference", "teacher", "orchestrator", "trainer"
 SHARED_GPU_MEMORY = 0.5

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 from trivet.errors import ConfigError
-from trivet.launcher.machine import Machine, inspect_machine
 from trivet.launcher.plan import rank_environment, torchrun
+from trivet.machine import Machine, compile_cache_directory, inspect_machine
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -30,6 +30,9 @@ def become_ranks(module: str, arguments: Sequence[str], *, device: Device, num_r
     machine = inspect_machine()
     count = count_ranks(machine, device=device, num_ranks=num_ranks)
     is_on_cpu = device == "cpu" or not machine.gpus
-    defaults = rank_environment(count, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu)
+    defaults = {
+        "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory()),
+        **rank_environment(count, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
+    }
     argv = torchrun(sys.executable, module, arguments, num_ranks=count)
     os.execve(argv[0], argv, {**defaults, **os.environ})

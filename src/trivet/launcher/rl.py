@@ -5,6 +5,7 @@ import sys
 from contextlib import ExitStack
 
 from trivet.config.command import run_command
+from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.layout import RunLayout
 from trivet.config.rl import RLConfig
 from trivet.environments.installed import require_installed
@@ -14,12 +15,12 @@ from trivet.launcher.attempts import Attempts, role_environment
 from trivet.launcher.bench import measure_trainer
 from trivet.launcher.custom_advantage import require_advantage
 from trivet.launcher.logs import RunLog
-from trivet.launcher.machine import inspect_machine
 from trivet.launcher.plan import Ports, share_gpus
 from trivet.launcher.ports import HeldPorts
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervisor import Supervisor
+from trivet.machine import inspect_machine
 from trivet.stacks import show_stacks_on_signal
 
 
@@ -70,8 +71,10 @@ def start(config: RLConfig) -> int:
             scratch=scratch,
         )
         attempts.begin()
+        record_choice(layout, config)
         layout.logs.mkdir(parents=True, exist_ok=True)
-        log = RunLog(sys.stdout, held.enter_context(layout.log_file("rl.log").open("a")))
+        file = held.enter_context(layout.log_file("rl.log").open("a"))
+        log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
         _introduce(attempts, log)
         supervisor = Supervisor(
             attempts,
@@ -102,9 +105,11 @@ def _take_ports(config: RLConfig, held: HeldPorts) -> Ports:
 
 
 def _introduce(attempts: Attempts, log: RunLog) -> None:
-    run, step, layout = attempts.run, attempts.from_step, attempts.layout
+    run, step, layout, trainer = attempts.run, attempts.from_step, attempts.layout, attempts.config.trainer
     origin = "from the start model" if step is None else f"from the checkpoint of step {step}"
     log.say(f"run {run.id} attempt {run.attempt} {origin}, output in {layout.root}, logs in {layout.logs}")
+    is_on_gpu = bool(attempts.machine.gpus) and trainer.device != "cpu"
+    log.say(f"computes in {describe_dtype(trainer.model.compute_dtype, attempts.machine, is_on_gpu=is_on_gpu)}")
     for notice in attempts.planned.notices:
         log.say(f"notice: {notice}")
 

@@ -24,7 +24,7 @@ from trivet.wire.versions import Step
 
 RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "batches", "evals")
 """What a run is there for; a fresh run never writes over it."""
-ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports")
+ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports", ".compute_dtype.json")
 """Everything that a run writes and leaves, besides its lock."""
 
 _LOCK_WAIT_S = 0.3
@@ -115,7 +115,7 @@ class RunDirectory:
     def _is_of_measurement(self, found: Sequence[str]) -> bool:
         """Whether a server by itself and the command `eval` left it, and no role of a run that was started by hand lives here."""
         is_in_use = any(holder_of(self.layout.role_lock(role)) is not None for role in ("trainer", "orchestrator"))
-        return ".reports" in found and not is_in_use and set(found) <= {".reports", "logs", "evals"}
+        return ".reports" in found and not is_in_use and set(found) <= {".reports", ".compute_dtype.json", "logs", "evals"}
 
     def identify(self, *, is_resumed: bool) -> RunIdentity:
         """The same run's next attempt when resumed, else a new run."""

@@ -4,9 +4,7 @@ Environments keep to the directory that the user has for such files: what they p
 """
 
 import fcntl
-import getpass
 import os
-import re
 import shutil
 import tempfile
 from contextlib import ExitStack, suppress
@@ -18,6 +16,7 @@ from trivet.config.layout import RunLayout
 from trivet.durable import write_atomically
 from trivet.errors import ConfigError
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
+from trivet.machine import compile_cache_directory
 
 _PREFIX = "trivet-"
 _MAX_LENGTH = 70
@@ -105,16 +104,7 @@ def _kept_caches() -> dict[str, str]:
     """Of libraries that keep them among temporary files, by the variable that names each: torch's, tiktoken's, openai-harmony's."""
     root = Path(tempfile.gettempdir())
     return {
-        "TORCHINDUCTOR_CACHE_DIR": str(root / f"torchinductor_{_user_name()}"),
+        "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory()),
         "DATA_GYM_CACHE_DIR": str(root / "data-gym-cache"),
         "TIKTOKEN_RS_CACHE_DIR": str(root / "tiktoken-rs-cache"),
     }
-
-
-def _user_name() -> str:
-    """As torch writes it into a path."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):  # a container's user need not have a name
-        name = f"uid_{os.getuid()}"
-    return re.sub(r'[\\/:*?"<>|]', "_", name)

@@ -7,6 +7,7 @@ from trivet.checkpoints.fork import adopt, choose_fork
 from trivet.checkpoints.resume import require_resumable
 from trivet.checkpoints.settings import EVERY_KEY
 from trivet.config.command import run_command
+from trivet.config.compute_dtype import record_choice
 from trivet.config.layout import RunLayout
 from trivet.config.sft import FakeDataConfig, SftConfig
 from trivet.conversations.mixture import open_data
@@ -51,7 +52,8 @@ def start(config: SftConfig) -> int:
     directory.__enter__()
     directory.keep_over_exec()
     write_configs({layout.configs / "sft.toml": config})
-    arguments = sys.argv[1:]
+    record_choice(layout, config)
+    arguments = [*sys.argv[1:], "--model.compute-dtype", config.model.compute_dtype]
     if ckpt.resume_from is not None:
         step = choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
         adopt(ckpt.resume_from, step, into=layout)

@@ -15,6 +15,7 @@ from trivet.config.keys import as_table
 from trivet.config.layout import RunLayout
 from trivet.config.vf_translation import in_dialect
 from trivet.launcher.logs import LogFollower
+from trivet.telemetry.logs import text_line
 
 Row = dict[str, float]
 """One line of a metrics file."""
@@ -52,6 +53,7 @@ class VfConsole:
 
     def translate(self, line: str) -> Iterator[str]:
         """What is printed for a line of the launcher: its step lines have another form here, the rest stays."""
+        line = text_line(line)
         if _STARTED.search(line):
             yield line
             yield f"Loading model {self._model}..."

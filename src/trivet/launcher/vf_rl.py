@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trivet.closed_output import run_until_output_closes
 from trivet.config.command import run_translated
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
@@ -46,6 +47,10 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    return run_until_output_closes(lambda: _run_command(words))
+
+
+def _run_command(words: Sequence[str]) -> int:
     try:
         options, rest = take_options(words)
     except ConfigError as exc:

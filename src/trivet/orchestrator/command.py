@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from typing import TYPE_CHECKING
 
 from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
@@ -10,14 +11,16 @@ from trivet.config.orchestrator import OrchestratorConfig
 from trivet.environments.installed import require_installed
 from trivet.errors import first_error
 from trivet.faults import arm
+from trivet.imports import without_collections
 from trivet.lifetime import die_with_parent
 from trivet.lock import hold_role
 from trivet.orchestrator.advantage import make_advantage
-from trivet.orchestrator.loop import Loop
-from trivet.orchestrator.start import open_environments, run
 from trivet.stacks import show_tasks_on_signal
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
+
+if TYPE_CHECKING:
+    from trivet.orchestrator.loop import Loop
 
 
 def main() -> int:
@@ -34,16 +37,20 @@ def check(config: OrchestratorConfig) -> None:
 
 
 def start(config: OrchestratorConfig) -> int:
-    setup_logging("orchestrator", level=config.log.level, file=None)
+    setup_logging("orchestrator", level=config.log.level, as_json=config.log.json_logging)
     arm(config.faults.schedule)
     progress.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
     progress.doing("loading environments")
+    with without_collections():
+        import trivet.orchestrator.start  # noqa: F401  it imports verifiers, which takes seconds
     with hold_role(RunLayout(config.output_dir).role_lock("orchestrator")):
         return asyncio.run(_run_until_signalled(config))
 
 
 async def _run_until_signalled(config: OrchestratorConfig) -> int:
     """Exit code: 0 done, or committed as SIGUSR1 asks; 130 or 143 when a signal ended the run, 138 for SIGUSR1 too early."""
+    from trivet.orchestrator.start import open_environments, run
+
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     received: list[signal.Signals] = []

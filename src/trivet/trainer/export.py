@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from trivet.config.chat_template import read_chat_template
 from trivet.config.trainer import TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.distributed import whole
@@ -20,15 +21,19 @@ _PREFIX = "causal_lm."
 
 
 def load_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
-    """
+    """Load the tokenizer that `config` names, with its chat template if it names one.
+
     Raises:
         ConfigError: there is none.
     """
     name = config.tokenizer.name or config.model.name
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"no tokenizer can be loaded from {name!r}: {exc}; set tokenizer.name") from exc
+    if config.tokenizer.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.tokenizer.chat_template)
+    return tokenizer
 
 
 def gather_weights(

@@ -79,7 +79,12 @@ def set_up_rank(config: TrainingConfig, world: World, *, role: str) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     name = role if world.is_main else f"{role}.{world.rank}"
-    setup_logging(name, level=config.log.level, file=RunLayout(config.output_dir).rank_log(world.rank))
+    setup_logging(
+        name,
+        level=config.log.level,
+        file=RunLayout(config.output_dir).rank_log(world.rank),
+        as_json=config.log.json_logging,
+    )
     disable_progress_bar()
     layout = RunLayout(config.output_dir)
     progress.start_reports(layout, role=role, attempt=config.run.attempt, rank=world.rank, num_ranks=world.size)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from trivet.config.model import TrainerModelConfig
+from trivet.config.model import ComputeDtype, TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.attention import register_attention, require_full_attention
 from trivet.trainer.blocks import blocks_of, prepare_blocks
@@ -103,6 +103,12 @@ class PolicyModel(torch.nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
 
+def torch_dtype(name: ComputeDtype) -> torch.dtype:
+    """The dtype of a configuration's name; `auto` was settled before (config.compute_dtype)."""
+    assert name != "auto", "compute_dtype is settled by config.command before a model is loaded"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
 def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
     """The start model, sharded, in training mode.
 
@@ -117,16 +123,18 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
     require_text_decoder(hf_config, name=config.name, seq_len=config.seq_len)
     require_full_attention(hf_config, seq_len=config.seq_len)
     has_softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
-    attention = register_attention(config.attn, device=world.device, has_softcap=has_softcap)
-    dtype = getattr(torch, config.compute_dtype if config.lora else config.optimization_dtype)
+    attention = register_attention(
+        config.attn, device=world.device, dtype=torch_dtype(config.compute_dtype), has_softcap=has_softcap
+    )
+    dtype = torch_dtype(config.compute_dtype if config.lora else config.optimization_dtype)
     causal_lm = build(hf_config, config, attention=attention, dtype=dtype)
     require_packable(causal_lm, name=config.name)
     logit_rule = find_logit_rule(causal_lm, name=config.name)
     if config.lora is not None:
         from trivet.trainer.lora import add_adapter
 
-        add_adapter(causal_lm, config.lora, base_name=config.name, dtype=getattr(torch, config.optimization_dtype))
-    compute_dtype = getattr(torch, config.compute_dtype)
+        add_adapter(causal_lm, config.lora, base_name=config.name, dtype=torch_dtype(config.optimization_dtype))
+    compute_dtype = torch_dtype(config.compute_dtype)
     has_kernels = world.device.type == "cpu" and config.compile is None
     masters = speed_up_on_cpu(causal_lm, dtype=compute_dtype) if has_kernels else None
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
@@ -196,8 +204,8 @@ def require_model(name: str) -> None:
 def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
     """Shard each block, then the rest (embedding, final norm, head) with the root, so that a tied head is in one group."""
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.compute_dtype),
-        reduce_dtype=getattr(torch, config.reduce_dtype),
+        param_dtype=torch_dtype(config.compute_dtype),
+        reduce_dtype=torch_dtype(config.reduce_dtype),
         # Inputs carry temperatures and log-probabilities, which must stay float32.
         cast_forward_inputs=False,
     )

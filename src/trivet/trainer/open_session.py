@@ -24,7 +24,7 @@ from trivet.trainer.export import Exporter, load_tokenizer
 from trivet.trainer.half_writer import HalfWriter
 from trivet.trainer.host_state import keep_state_on_host, return_state
 from trivet.trainer.losses.terms import Loss
-from trivet.trainer.model import load_policy
+from trivet.trainer.model import load_policy, torch_dtype
 from trivet.trainer.optimizer import LearningRate, make_optimizer
 from trivet.trainer.performance import model_cost
 from trivet.trainer.profiling import Profiler
@@ -119,7 +119,7 @@ def open_session(
         exporter=Exporter(
             model=model,
             tokenizer=load_tokenizer(config),
-            dtype=getattr(torch, config.model.compute_dtype),
+            dtype=torch_dtype(config.model.compute_dtype),
             is_sharded=config.ckpt.weights.save_sharded,
         ),
         cost=model_cost(model),

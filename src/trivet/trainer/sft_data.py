@@ -147,7 +147,7 @@ class _GrowingText:
                 "data.loss_mask may part messages that it wants together"
             ) from exc
         except ValueError as exc:
-            raise ConfigError(f"the tokenizer has no chat template: {exc}; set tokenizer.name to one that has") from exc
+            raise ConfigError(f"the tokenizer has no chat template: {exc}; set tokenizer.chat_template") from exc
         assert isinstance(text, str)
         return text
 

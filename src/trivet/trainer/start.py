@@ -43,6 +43,9 @@ def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
             f"model.name = {config.name!r} has quantized weights, which cannot be trained; give the model before that"
         )
     text_config = hf_config.get_text_config()
+    if config.rope_scaling is not None:
+        own = getattr(text_config, "rope_parameters", None)
+        text_config.rope_parameters = config.rope_scaling.over(own, model=config.name)
     num_layers = config.debug.num_layers
     if num_layers is not None:
         if num_layers > text_config.num_hidden_layers:

@@ -12,7 +12,7 @@ from trivet.config.load import load_config
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig, SftDataConfig
-from trivet.config.trainer import TrainerConfig, TrainerModelConfig
+from trivet.config.trainer import TokenizerConfig, TrainerConfig, TrainerModelConfig
 from trivet.errors import ConfigError
 
 GROUPED = ("--orchestrator.rollouts-per-example", "2", "--max-steps", "10", "--max-model-len", "2048")
@@ -165,9 +165,7 @@ def test_samples_that_nothing_but_the_model_bounds_are_said_to_be_cut() -> None:
     assert "max_model_len is the model's own limit: of longer samples the first orchestrator.seq_len (2048)" in said
 
 
-def test_different_dtypes_and_tokenizers_are_said() -> None:
-    (notice,) = notices("--inference.model.dtype", "float16")
-    assert "inference.model.dtype (float16) differs from trainer.model.compute_dtype (bfloat16)" in notice
+def test_a_different_tokenizer_is_said() -> None:
     (notice,) = notices("--trainer.tokenizer.name", "org/other")
     assert notice.startswith("trainer.tokenizer.name (org/other)")
     assert notices("--trainer.tokenizer.name", "Qwen/Qwen3-0.6B") == []
@@ -183,7 +181,7 @@ def test_a_name_that_means_a_directory_must_be_one_with_a_model(tmp_path: Path, 
         (problem,) = problems(name)
         assert problem.startswith(f"model.name ({name}) is not a directory")
     (problem,) = problems("models/smollm2")
-    assert problem.endswith("is not a directory; it is made by uv run python scripts/make_smollm2.py")
+    assert problem.endswith("is not a directory; it is made by uv run python -m trivet.examples.smollm2")
     assert problems("Qwen/Qwen3-0.6B") == []
     assert problems("gpt2") == []
     (tmp_path / "org" / "model").mkdir(parents=True)
@@ -270,3 +268,14 @@ def test_keys_of_eval_that_say_what_is_so_anyway_are_accepted_with_a_notice() ->
     loaded = load_config(EvalConfig, words, environ={})
     assert loaded.config.output_dir == Path("o")
     assert len(loaded.notices) == 4
+
+
+def test_a_chat_template_is_text_or_a_file_that_is_there(tmp_path: Path) -> None:
+    def problems(template: str) -> list[str]:
+        return list(file_problems(TrainerConfig(tokenizer=TokenizerConfig(chat_template=template))))
+
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    assert problems(str(file)) == problems("{{ messages }}") == []
+    (problem,) = problems(str(tmp_path / "none.jinja"))
+    assert problem.startswith(f"tokenizer.chat_template ({tmp_path}/none.jinja) is neither a template nor a file")

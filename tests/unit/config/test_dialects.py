@@ -141,7 +141,6 @@ def test_keys_of_prime_rl_that_mean_nothing_here_are_said_and_what_cannot_be_is_
         "wandb.id",
     ]
     assert "safetensors in weights/" in refusal("--weight-broadcast.type", "nccl")
-    assert "config.json" in refusal("--inference.model.rope-scaling.factor", "2")
     extra_body = load("--orchestrator.sampling.reasoning-effort", "low").config.orchestrator.sampling.extra_body
     assert extra_body == {"reasoning_effort": "low"}
 
@@ -188,3 +187,56 @@ def test_names_of_attention_that_the_reference_has_are_names_here(attn: str) -> 
     loaded = load("--trainer.model.attn", attn)
     assert loaded.config.trainer.model.attn == attn
     assert not loaded.notices
+
+
+def test_an_evaluations_client_may_name_further_request_fields(tmp_path: Path) -> None:
+    file = tmp_path / "e.toml"
+    file.write_text("[client.extra_body]\nmin-width = 3\n[client.extra_body.chat_template_kwargs]\nenable_thinking = false\n")
+    loaded = load_config(EvalConfig, ["@", str(file)], environ={})
+    assert loaded.config.sampling.extra_body == {"min-width": 3, "chat_template_kwargs": {"enable_thinking": False}}
+    assert f"client.extra_body.min-width is called sampling.extra_body.min-width here ({file})" in loaded.notices
+
+
+def test_a_request_field_that_both_sections_of_an_evaluation_set_differently_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "e.toml"
+    file.write_text("[client]\nextra_body = { width = 3 }\n[sampling]\nextra_body = { width = 4 }\n")
+    with pytest.raises(ConfigError, match=r"client\.extra_body\.width \(3\) and sampling\.extra_body\.width \(4\)"):
+        load_config(EvalConfig, ["@", str(file)], environ={})
+
+
+def test_run_name_may_stand_directly_under_trainer_in_files_of_vf_rl(tmp_path: Path) -> None:
+    file = tmp_path / "vf.toml"
+    text = 'model = "m/n"\n[env]\nid = "e"\n[inference]\ngpus = 1\n[trainer]\ngpus = 1\nrun_name = "mine"\n'
+    file.write_text(text)
+    loaded = load_config(VfRLConfig, ["@", str(file)], environ={})
+    assert loaded.config.trainer.args.run_name == "mine"
+    assert loaded.notices == (f"trainer.run_name is called trainer.args.run_name here ({file})",)
+    file.write_text(f'{text}[trainer.args]\nrun_name = "other"\n')
+    with pytest.raises(ConfigError, match=r"trainer\.run_name \('mine'\) and trainer\.args\.run_name \('other'\)"):
+        load_config(VfRLConfig, ["@", str(file)], environ={})
+
+
+@pytest.mark.parametrize("prefix", ["", "trainer.", "orchestrator."])
+def test_batches_as_files_are_refused_with_what_keeps_and_reads_them(prefix: str) -> None:
+    key = f"--{prefix}rollout-transport.type"
+    assert "is the only choice here" in load(key, "zmq").notices[0]
+    assert "set trainer.data.record = true; `uv run trainer` trains on such files again with data.replay" in refusal(
+        key, "filesystem"
+    )
+
+
+def test_the_transport_of_a_run_may_be_set_once_for_both_ends() -> None:
+    config = load("--rollout-transport.port", "5600").config
+    assert config.trainer.rollout_transport.port == config.orchestrator.rollout_transport.port == 5600
+
+
+def test_weights_in_the_format_of_torch_are_refused_with_a_remedy() -> None:
+    said = refusal("--ckpt.weights.save-format", "torch")
+    assert "runs code when it is loaded" in said
+    assert "torch.save its state_dict()" in said
+
+
+@pytest.mark.parametrize("old", sorted(REFUSED))
+def test_every_refusal_says_what_to_do_instead(old: str) -> None:
+    words = ("set ", "remove ", "lower ", "change ", "start ", "upload ", "use ", "[[orchestrator.env]]", "uv run ")
+    assert any(word in REFUSED[old] for word in words), REFUSED[old]

@@ -120,15 +120,18 @@ def test_someone_elses_server_is_asked_for_the_trained_model_unless_another_name
     assert config.orchestrator.model.name == config.trainer.model.name == "org/a"
 
 
-def test_the_server_serves_in_the_dtype_that_the_trainer_computes_in() -> None:
-    def dtype(*argv: str) -> str:
-        inference = resolved(*argv).inference
-        assert inference is not None
-        return inference.model.dtype
+def test_trainer_and_server_take_the_dtype_that_one_of_them_names() -> None:
+    def dtypes(*argv: str) -> tuple[str, str]:
+        run = resolved(*argv)
+        assert run.inference is not None
+        return run.trainer.model.compute_dtype, run.inference.model.dtype
 
-    assert dtype() == "bfloat16"
-    assert dtype("--trainer.model.compute-dtype", "float32") == "float32"
-    assert dtype("--inference.model.dtype", "auto") == "auto"
+    assert dtypes() == ("auto", "auto")
+    assert dtypes("--trainer.model.compute-dtype", "float32") == ("float32", "float32")
+    assert dtypes("--trainer.model.compute-dtype", "float32", "--inference.model.dtype", "auto") == ("float32", "float32")
+    assert dtypes("--inference.model.dtype", "bfloat16") == ("bfloat16", "bfloat16")
+    assert dtypes("--inference.model.dtype", "float16") == ("auto", "float16")
+    assert dtypes("--trainer.model.compute-dtype", "float32", "--inference.model.dtype", "bfloat16") == ("float32", "bfloat16")
 
 
 def test_a_wrong_shared_value_is_reported_once_at_the_key_that_was_typed() -> None:
@@ -141,7 +144,7 @@ def test_a_derived_value_says_what_it_was_taken_from(tmp_path: Path) -> None:
     origins = load_config(RLConfig, ["@", str(file)], environ={}).origins
     assert origins["max_steps"] == str(file)
     assert origins["trainer.max_steps"] == f"max_steps, {file}"
-    assert origins["inference.model.dtype"] == "trainer.model.compute_dtype, default"
+    assert origins["orchestrator.client.base_url"] == "inference.server, default"
 
 
 def test_resolving_a_resolved_run_changes_nothing(tmp_path: Path) -> None:
@@ -195,3 +198,37 @@ def test_a_deterministic_run_may_use_someone_elses_server() -> None:
     config = resolved("--deterministic", "true", "--inference", "None")
     assert config.inference is None
     assert config.orchestrator.strict_async_level
+
+
+def test_trainer_and_server_write_conversations_with_one_template() -> None:
+    for key in ("trainer.tokenizer.chat-template", "inference.model.chat-template", "inference.vllm.chat-template"):
+        config = resolved(f"--{key}", "{{ messages }}")
+        assert config.inference is not None
+        assert config.inference.model.chat_template == config.trainer.tokenizer.chat_template == "{{ messages }}"
+    with pytest.raises(ConfigError, match=r"trainer\.tokenizer\.chat_template .* must be equal"):
+        resolved("--trainer.tokenizer.chat-template", "{a}", "--inference.model.chat-template", "{b}")
+
+
+@pytest.mark.parametrize("side", ["trainer.model", "inference.model"])
+def test_trainer_and_server_have_the_same_positions(side: str) -> None:
+    flags = (f"--{side}.rope-scaling.type", "yarn", f"--{side}.rope-scaling.factor", "4")
+    config = resolved(*flags, f"--{side}.rope-scaling.original-max-position-embeddings", "1024")
+    assert config.inference is not None
+    assert config.inference.model.rope_scaling == config.trainer.model.rope_scaling
+    assert config.trainer.model.rope_scaling is not None
+    assert config.trainer.model.rope_scaling.factor == 4.0
+    assert 'rope_type "yarn" needs original_max_position_embeddings' in refusal(*flags)
+    assert "must be equal" in refusal(
+        *flags, "--trainer.model.rope-scaling.factor", "4", "--inference.model.rope-scaling.factor", "2"
+    )
+
+
+def test_adapters_cannot_carry_other_positions() -> None:
+    assert "change rope_parameters in config.json of the base model" in refusal(
+        "--trainer.model.lora.rank",
+        "4",
+        "--trainer.model.rope-scaling.rope-type",
+        "linear",
+        "--trainer.model.rope-scaling.factor",
+        "2",
+    )

@@ -255,6 +255,7 @@ def test_the_flag_that_resumes_takes_a_name_or_stands_alone(tmp_path: Path, word
         ("lerning_rate = 1.0\n", "did you mean trainer.args.learning_rate"),
         ('report_to = "tensorboard"\n', 'knows "wandb" and "none"'),
         ('lora_modules_to_save = ["norm"]\n', "modules_to_save"),
+        ("mask_env_responses = false\n", r"no log-probability to weigh it by; .* data\.loss_mask\.tool = true"),
         ("fp16 = true\n", "unknown key trainer.args.fp16"),
     ],
 )
@@ -295,3 +296,14 @@ def test_a_file_that_cannot_be_read_is_the_only_complaint(tmp_path: Path) -> Non
 )
 def test_messages_about_the_run_name_the_keys_of_the_dialect(said: str, in_its_words: str) -> None:
     assert in_dialect(said) == in_its_words
+
+
+def test_wandb_gets_samples_at_every_logged_step(tmp_path: Path) -> None:
+    def extras(lines: str) -> tuple[int, bool]:
+        run, _ = translated(tmp_path, BASE + lines)
+        assert run.orchestrator.wandb is not None
+        assert run.orchestrator.wandb.log_extras is not None
+        return run.orchestrator.wandb.log_extras.interval, run.orchestrator.wandb.log_extras.samples
+
+    assert extras('report_to = "wandb"\n') == (1, True)
+    assert extras('report_to = "wandb"\nlogging_steps = 5\nlog_completions = false\n') == (5, False)

@@ -1,5 +1,9 @@
+import json
+import logging
+import logging.config
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,3 +116,21 @@ def test_arguments_ledger_loader_and_server_import_without_torch_or_vllm() -> No
     program = "import sys\n" + "".join(f"import trivet.inference.{module}\n" for module in modules)
     program += "assert not {'torch', 'vllm'} & set(sys.modules), 'heavy import'"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
+
+
+def test_with_json_logs_vllm_and_uvicorn_write_through_our_formatter(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = vllm_arguments(make_config(log={"json_logging": True}), is_cpu=True)
+    assert "log_config_file" not in vllm_arguments(make_config(), is_cpu=True)
+    config = json.loads(Path(arguments["log_config_file"]).read_text())
+    before = {name: list(logging.getLogger(name).handlers) for name in config["loggers"]}
+    try:
+        logging.config.dictConfig(config)
+        logging.getLogger("uvicorn.error").info("started")
+        logging.getLogger("vllm.engine").info("loaded")
+    finally:
+        for name, handlers in before.items():
+            logging.getLogger(name).handlers[:] = handlers
+            logging.getLogger(name).propagate = True
+            logging.getLogger(name).setLevel(logging.NOTSET)
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [(line["role"], line["message"]) for line in lines] == [("inference", "started"), ("inference", "loaded")]

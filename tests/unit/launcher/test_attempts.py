@@ -17,10 +17,10 @@ from trivet.config.trainer import TrainerConfig
 from trivet.errors import CheckpointError
 from trivet.launcher.attempts import Attempts
 from trivet.launcher.logs import RunLog
-from trivet.launcher.machine import Machine
 from trivet.launcher.plan import Ports
 from trivet.launcher.run_directory import RunDirectory, read_run
 from trivet.launcher.scratch import Scratch
+from trivet.machine import Machine
 from trivet.telemetry.events import EventWriter, read_events
 from trivet.wire.events import Restart
 from trivet.wire.versions import Step

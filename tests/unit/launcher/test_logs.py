@@ -2,11 +2,13 @@
 
 import errno
 import io
+import json
 from pathlib import Path
 
 import pytest
 
 from trivet.launcher.logs import LogFollower, RunLog, is_for_terminal, last_lines
+from trivet.telemetry.logs import text_line
 
 
 def test_only_whole_lines_are_given_and_each_once(tmp_path: Path) -> None:
@@ -71,3 +73,13 @@ def test_a_full_disk_does_not_end_the_launcher_and_what_it_said_is_written_when_
     disk.is_full = terminal.is_full = False
     log.show("another")
     assert disk.getvalue() == terminal.getvalue() == "a step\nanother\n"
+
+
+def test_with_json_the_launchers_lines_are_objects_that_read_as_text(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    with (tmp_path / "rl.log").open("w") as file:
+        log = RunLog(terminal, file, as_json=True)
+        log.say("inference ready url=x")
+    (line,) = terminal.getvalue().splitlines()
+    assert json.loads(line)["role"] == "rl"
+    assert text_line(line).endswith(" rl inference ready url=x")

@@ -11,8 +11,8 @@ from trivet.config.rl import RLConfig
 from trivet.config.shared import RunIdentity
 from trivet.config.trainer import TrainerConfig
 from trivet.errors import ConfigError
-from trivet.launcher.machine import Machine
 from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan, share_gpus
+from trivet.machine import Machine
 
 CONFIGS = Path("outputs/configs")
 LAPTOP = Machine(gpus=(), num_cpus=2)

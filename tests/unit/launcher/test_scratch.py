@@ -1,13 +1,11 @@
 """Where a run's servers and ranks put their temporary files, and that these go with the run."""
 
-import getpass
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -15,6 +13,7 @@ from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.scratch import Scratch
+from trivet.machine import compile_cache_directory
 
 SPEC = ProcessSpec(name="trainer", argv=(), log=Path("log"), env={"A": "1"}, env_defaults={"B": "2"}, does_finish=True)
 
@@ -106,18 +105,10 @@ def test_environments_keep_the_directory_that_the_user_has(layout: RunLayout, sy
         assert scratch.hold(spec) == spec
 
 
-def test_what_libraries_keep_among_temporary_files_is_found_by_the_next_run(
-    layout: RunLayout, system_tmp: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    def fail() -> NoReturn:
-        raise KeyError("getpwuid(): uid not found")
-
+def test_what_libraries_keep_among_temporary_files_is_found_by_the_next_run(layout: RunLayout, system_tmp: Path) -> None:
     with Scratch(layout) as scratch:
         held = scratch.hold(SPEC)
-        assert held.env_defaults["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+        assert held.env_defaults["TORCHINDUCTOR_CACHE_DIR"] == str(compile_cache_directory())
+        assert Path(held.env_defaults["TORCHINDUCTOR_CACHE_DIR"]).parent == system_tmp
         assert held.env_defaults["B"] == "2"
         assert held.env == {"A": "1", "TMPDIR": str(scratch.directory)}
-        monkeypatch.setattr(getpass, "getuser", fail)
-        assert scratch.hold(SPEC).env_defaults["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()

@@ -33,9 +33,14 @@ class Machine:
 
     def install(self, **environment: str) -> str:
         """What the script printed."""
+        done = self.try_install(**environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def try_install(self, **environment: str) -> "subprocess.CompletedProcess[str]":
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
         clean |= {"PATH": f"{self.bin}:/usr/bin:/bin", "PIP_CONFIG_FILE": os.devnull} | environment
-        done = subprocess.run(
+        return subprocess.run(
             ["bash", "scripts/install.sh"],
             cwd=self.checkout,
             env=clean,
@@ -44,8 +49,6 @@ class Machine:
             timeout=240,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
     def uv_calls(self) -> list[tuple[str, str]]:
         """Find-links and arguments of each call of uv."""
@@ -101,3 +104,47 @@ def test_a_second_run_installs_nothing_until_the_dependencies_change(machine):
     (machine.checkout / "environments" / "toy" / "pyproject.toml").write_text("changed")
     machine.install()
     assert len(machine.uv_calls()) == 2
+
+
+def test_each_stage_is_named_when_it_begins_and_ends(machine):
+    said = machine.install().splitlines()
+    assert said.index("install: downloading and installing packages") < said.index(
+        "install: downloading and installing packages: 0 s"
+    )
+    assert "install: compiling packages, so that every process starts sooner" in said
+
+
+def test_without_a_terminal_uv_speaks_but_not_of_each_package_and_a_line_now_and_then_says_that_it_runs(machine):
+    machine.add_command(
+        "uv",
+        'echo "Resolved 2 packages in 1s" >&2\nsleep 1\necho " + a-package==1.0" >&2\nmkdir -p .venv/bin\n'
+        "ln -sf /bin/true .venv/bin/python",
+    )
+    done = machine.try_install(INSTALL_PROGRESS_S="0.3")
+    assert done.returncode == 0
+    assert "install: uv: Resolved 2 packages in 1s\n" in done.stderr
+    assert "a-package" not in done.stderr
+    assert "install: uv sync still runs after " in done.stdout
+
+
+def test_a_failure_of_uv_ends_the_script_with_its_message(machine):
+    machine.add_command("uv", 'echo "error: no such wheel" >&2; exit 2')
+    done = machine.try_install()
+    assert done.returncode == 1
+    assert done.stderr.index("install: uv: error: no such wheel") < done.stderr.index("install: uv sync failed")
+    assert not (machine.checkout / ".venv" / ".installed").exists()
+
+
+def test_uv_is_given_the_interpreter_and_not_a_shim_of_it(machine):
+    (machine.bin / "python3").unlink()
+    machine.add_command("python3", f'exec {sys.executable} "$@"')
+    machine.install()
+    assert f"--python {sys.executable}" in machine.uv_calls()[0][1]
+
+
+def test_a_python_that_is_too_old_is_passed_over(machine):
+    (machine.bin / "python3").unlink()
+    machine.add_command("python3", "exit 1")
+    (machine.bin / "python3.12").symlink_to(sys.executable)
+    machine.install()
+    assert f"--python {machine.bin}/python3.12" in machine.uv_calls()[0][1]

@@ -1,12 +1,14 @@
 """What a log line looks like and where it goes."""
 
+import json
 import logging
 import re
 import warnings
 
 import pytest
 
-from trivet.telemetry.logs import SUCCESS, setup_logging
+from trivet.launcher.logs import is_for_terminal
+from trivet.telemetry.logs import SUCCESS, setup_logging, text_line
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +60,35 @@ def test_python_warnings_become_log_lines(capsys):
         logging.captureWarnings(True)
         warnings.warn("deprecated thing", stacklevel=1)
     assert "trainer WARNING" in capsys.readouterr().out
+
+
+def test_a_line_may_be_one_json_object(capsys, tmp_path):
+    path = tmp_path / "rank.stdout"
+    setup_logging("trainer", level="info", file=path, as_json=True)
+    logging.getLogger("trivet.x").info("two\nlines of %s", "ä")
+    try:
+        raise ValueError("no")
+    except ValueError:
+        logging.getLogger("trivet.x").exception("it failed")
+    plain, failed = map(json.loads, capsys.readouterr().out.splitlines())
+    assert plain.pop("time").endswith("+00:00")
+    assert plain == {"level": "INFO", "role": "trainer", "logger": "trivet.x", "message": "two\nlines of ä"}
+    assert failed["error"].endswith("ValueError: no")
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_the_launcher_finds_json_lines_for_the_terminal_by_their_level(capsys):
+    setup_logging("trainer", level="info", as_json=True)
+    logging.getLogger("trivet").log(SUCCESS, "Step 7 | Time: 1.99s")
+    logging.getLogger("trivet").info("ERROR is only a word here")
+    success, info = capsys.readouterr().out.splitlines()
+    assert is_for_terminal(success)
+    assert not is_for_terminal(info)
+
+
+def test_a_json_line_can_be_read_as_text(capsys):
+    setup_logging("trainer", level="info", as_json=True)
+    logging.getLogger("trivet").log(SUCCESS, "Step 7 | Time: 1.99s")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d trainer SUCCESS Step 7 \| Time: 1.99s", text_line(capsys.readouterr().out.strip()))
+    assert text_line('{"level": "INFO"}') == '{"level": "INFO"}'
+    assert text_line("12:00:00 rl inference ready") == "12:00:00 rl inference ready"

@@ -1,9 +1,14 @@
 """The command `trivet` finds its tools."""
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from support.packages import write_installed
 from trivet.tools.cli import TOOLS, main
 
 
@@ -27,3 +32,19 @@ def test_an_unknown_tool_is_a_mistake_of_the_user(capsys: pytest.CaptureFixture[
         main(["statsu", "outputs"])
     assert ended.value.code == 2
     assert "statsu" in capsys.readouterr().err
+
+
+def test_a_tool_that_cannot_be_imported_for_a_wrong_version_names_it(tmp_path: Path) -> None:
+    write_installed(tmp_path, "trivet", "0.1.0", requires=["pydantic>=2.12"])
+    write_installed(tmp_path, "pydantic", "1.10", modules={"pydantic.py": "Field = None"})
+    done = subprocess.run(
+        [sys.executable, "-m", "trivet.tools.cli", "doctor"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "pydantic 1.10 is installed, trivet requires pydantic>=2.12" in done.stderr
+    assert "Traceback" not in done.stderr

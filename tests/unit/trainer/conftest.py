@@ -7,10 +7,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from support.scripts import load_module, load_script
+from support.scripts import load_module
 from trivet.config.lora import LoRAConfig
 from trivet.config.losses import DefaultLossConfig
 from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
+from trivet.examples.tiny_model import make_model, make_tokenizer
 from trivet.trainer.distributed import World, open_world
 from trivet.trainer.losses.select import cross_entropy, make_policy_loss
 from trivet.trainer.model import load_policy
@@ -37,12 +38,11 @@ def tiny_model(tiny_models: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    maker = load_script("make_tiny_model")
     directories = {}
-    tokenizer = maker.make_tokenizer()
+    tokenizer = make_tokenizer()
     for name in ("tied", "untied"):
         directory = tmp_path_factory.mktemp("models") / name
-        model = maker.make_model(tokenizer, hidden_size=128, layers=2, seed=1, tied=name == "tied")
+        model = make_model(tokenizer, hidden_size=128, layers=2, seed=1, tied=name == "tied")
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         directories[name] = directory

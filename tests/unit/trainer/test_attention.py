@@ -67,23 +67,31 @@ def test_a_token_changes_nothing_outside_its_sample(tiny_model: Path, make_learn
 
 
 def test_auto_groups_samples_on_the_cpu() -> None:
-    assert register_attention("auto", device=CPU).endswith("by_group")
+    assert register_attention("auto", device=CPU, dtype=torch.float32).endswith("by_group")
 
 
 @pytest.mark.parametrize(
-    ("capability", "packages", "has_softcap", "expected"),
+    ("capability", "packages", "dtype", "has_softcap", "expected"),
     [
-        ((9, 0), {"flash_attn", "flash_attn_interface"}, False, "flash_attention_3"),
-        ((9, 0), {"flash_attn"}, False, "flash_varlen"),
-        ((8, 0), {"flash_attn", "flash_attn_interface"}, False, "flash_varlen"),
-        ((9, 0), {"flash_attn_interface"}, True, "sdpa"),
+        ((9, 0), {"flash_attn", "flash_attn_interface"}, "bfloat16", False, "flash_attention_3"),
+        ((9, 0), {"flash_attn"}, "bfloat16", False, "flash_varlen"),
+        ((8, 0), {"flash_attn", "flash_attn_interface"}, "bfloat16", False, "flash_varlen"),
+        ((9, 0), {"flash_attn_interface"}, "bfloat16", True, "sdpa"),
+        ((9, 0), {"flash_attn_interface"}, "float32", False, "sdpa"),
+        ((7, 5), set[str](), "float32", False, "sdpa"),
+        ((7, 5), set[str](), "bfloat16", False, "sdpa"),
     ],
 )
-def test_auto_takes_the_fastest_on_cuda(
-    capability: tuple[int, int], packages: set[str], has_softcap: bool, expected: str
+def test_auto_takes_the_fastest_that_runs_on_cuda(
+    capability: tuple[int, int], packages: set[str], dtype: str, has_softcap: bool, expected: str
 ) -> None:
     found = choose_attention(
-        "auto", device_type="cuda", capability=capability, has_softcap=has_softcap, is_installed=packages.__contains__
+        "auto",
+        device_type="cuda",
+        capability=capability,
+        is_float32=dtype == "float32",
+        has_softcap=has_softcap,
+        is_installed=packages.__contains__,
     )
     assert found == expected
 
@@ -91,7 +99,7 @@ def test_auto_takes_the_fastest_on_cuda(
 @pytest.mark.parametrize("attn", ["flash_varlen", "flash_attention_2", "flash_attention_3"])
 def test_flash_attention_is_refused_without_cuda(attn: str) -> None:
     with pytest.raises(ConfigError, match=r'set model\.attn = "sdpa"'):
-        register_attention(attn, device=CPU)
+        register_attention(attn, device=CPU, dtype=torch.bfloat16)
 
 
 def test_an_attention_whose_package_is_missing_is_refused() -> None:

@@ -71,7 +71,7 @@ def test_the_first_step_does_not_count(world, monkeypatch):
     monkeypatch.setattr("trivet.trainer.bench.measured_flops", lambda device, dtype: 1e9)
     cost = ModelCost(matmul_parameters=1000, num_layers=1, attention_width=8, hidden_size=4)
     measured = Measured(seconds=[60.0, 1.0, 3.0], tokens_per_step=200, cost=cost, num_parameters=9, num_trained_parameters=9)
-    config = TrainerConfig(model=TrainerModelConfig(seq_len=100))
+    config = TrainerConfig(model=TrainerModelConfig(seq_len=100, compute_dtype="float32"))
     report = make_report(config, world, measured, kind="rl")
     assert report.step_time == Spread(mean=2.0, std=1.0, min=1.0, max=3.0)
     assert report.throughput.max == 200

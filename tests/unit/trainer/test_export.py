@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trivet.config.trainer import TrainerModelConfig, TrainingConfig
+from trivet.config.rope import RopeScalingConfig
+from trivet.config.trainer import TokenizerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.export import Exporter, load_tokenizer
 from trivet.trainer.model import load_policy
@@ -22,6 +23,7 @@ def make_exporter(learner: Learner, directory: Path, dtype: torch.dtype) -> Expo
 
 
 def export(exporter: Exporter, directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
     exporter.write(directory, exporter.gather(keep=True))
     return directory
 
@@ -104,3 +106,42 @@ def test_a_model_directory_that_does_not_exist_is_named(world, tmp_path: Path) -
         load_policy(TrainerModelConfig(name=str(tmp_path / "nothing")), world)
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         load_policy(TrainerModelConfig(name=str(tmp_path)), world)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_chat_template_of_the_configuration_is_used_and_saved(
+    tiny_model: Path, make_learner, tmp_path: Path, as_file: bool
+) -> None:
+    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    named = TokenizerConfig(chat_template=str(tmp_path / "chat.jinja") if as_file else template)
+    tokenizer = load_tokenizer(TrainingConfig(model=TrainerModelConfig(name=str(tiny_model)), tokenizer=named))
+    exporter = Exporter(model=make_learner(tiny_model).model, tokenizer=tokenizer, dtype=torch.float32)
+    saved = AutoTokenizer.from_pretrained(export(exporter, tmp_path / "weights"))
+    for each in (tokenizer, saved):
+        assert each.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<a>"
+
+
+def test_stretched_positions_are_trained_with_and_saved(tiny_model: Path, oracle, world, tmp_path: Path) -> None:
+    scaling = RopeScalingConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+    config = TrainerModelConfig(name=str(tiny_model), rope_scaling=scaling, compute_dtype="float32")
+    model = load_policy(config, world)
+    tokenizer = load_tokenizer(TrainingConfig(model=config))
+    plain = AutoModelForCausalLM.from_pretrained(
+        export(Exporter(model=model, tokenizer=tokenizer, dtype=torch.float32), tmp_path / "weights")
+    )
+    assert plain.config.rope_parameters["rope_type"] == "yarn"
+    assert plain.config.rope_parameters["factor"] == 4.0
+    (example,) = oracle.make_examples(count=1, vocab_size=100)
+    row = to_tensors(oracle.make_row([example]), device=torch.device("cpu"))
+    unscaled = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        ours = model(row).logprobs_N
+        theirs, others = (
+            torch.log_softmax(each(input_ids=row.token_ids_1T).logits[0] / example.temperature, dim=-1)[
+                row.predictors_N, row.targets_N
+            ]
+            for each in (plain, unscaled)
+        )
+    torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(ours, others, atol=1e-4)

@@ -171,7 +171,7 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(any_model: Path, ma
     learner = trained(make_learner, any_model, oracle)
     saved = state_of(learner, Progress())
     assert saved["model"].keys() == {name for name, each in learner.model.named_parameters() if each.requires_grad}
-    sizes = measure_sizes(learner.model, TrainerConfig())
+    sizes = measure_sizes(learner.model, TrainerConfig(model=TrainerModelConfig(compute_dtype="bfloat16")))
     assert sizes.weights == 2 * sum(tensor.numel() for tensor in saved["model"].values())
     assert sizes.checkpoint == 6 * sizes.weights
 
@@ -197,12 +197,14 @@ def test_a_published_adapter_is_the_reference_that_a_resume_finds(
 
 
 def test_a_module_that_the_model_does_not_have_is_refused_with_those_it_has(tiny_model: Path, world) -> None:
-    config = TrainerModelConfig(name=str(tiny_model), lora=LoRAConfig(target_modules=["q_proj", "wqkv"]))
+    config = TrainerModelConfig(
+        name=str(tiny_model), compute_dtype="float32", lora=LoRAConfig(target_modules=["q_proj", "wqkv"])
+    )
     with pytest.raises(
         ConfigError, match=r"target_modules: 'wqkv' is no .*down_proj, gate_proj, k_proj, o_proj, q_proj, up_pr"
     ):
         load_policy(config, world)
-    config = TrainerModelConfig(name=str(tiny_model), lora=LoRAConfig(modules_to_save=["lm_head"]))
+    config = TrainerModelConfig(name=str(tiny_model), compute_dtype="float32", lora=LoRAConfig(modules_to_save=["lm_head"]))
     with pytest.raises(ConfigError, match=r"modules_to_save: 'lm_head' is no module .*there are .*input_layernorm.* norm"):
         load_policy(config, world)
 

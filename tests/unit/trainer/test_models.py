@@ -122,7 +122,7 @@ class NoTokenizer:
 
 def refuse(directory: Path, world, **changes: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_policy(TrainerModelConfig.model_validate({"name": str(directory), **changes}), world)
+        load_policy(TrainerModelConfig.model_validate({"name": str(directory), "compute_dtype": "bfloat16", **changes}), world)
     return str(caught.value)
 
 

@@ -1,8 +1,9 @@
-"""Writes a tiny random model that can read and call tools: its tokenizer is trained on the conversations it will learn from.
+"""Write a tiny model with random weights for all six example environments; its chat template has tools.
 
-The chat template writes tool calls as Hermes models do, so that the server finds them with `tool_call_parser = "hermes"`.
+The tokenizer is trained on the conversations that the model will learn from. The chat template writes tool calls as Hermes models
+do, so that the server finds them with `tool_call_parser = "hermes"`.
 
-    uv run python scripts/make_examples_model.py models/examples/start --data models/examples/sft.jsonl [--seed 0]
+    uv run python -m trivet.examples.environments_model models/examples/start --data models/examples/sft.jsonl [--seed 0]
 """
 
 import argparse
@@ -11,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from make_tiny_model import END_OF_TEXT, TURN_END, TURN_START, make_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from trivet.examples.tiny_model import END_OF_TEXT, TURN_END, TURN_START, make_model
 
 VOCABULARY = 1024
 TAGS = ["<tool_call>", "</tool_call>"]

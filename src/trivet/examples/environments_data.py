@@ -1,9 +1,9 @@
-"""Writes warm-up conversations for the six example environments: a teacher who knows every form, and few answers.
+"""Write warm-up conversations for the six example environments: the teacher knows every answer's form, and few answers.
 
-The teacher plays each environment through verifiers' own rollout loop, so what tools and games say in the conversations is what
-they say in training. A tiny model trained on them calls tools and ends its answers; being right is left to reinforcement.
+The teacher plays each environment through verifiers' own rollout loop. So tools and games say in the conversations what they say
+in training. A tiny model that is trained on them calls tools and ends its answers. To be right is left to reinforcement learning.
 
-    uv run python scripts/make_examples_sft.py models/examples/sft.jsonl [--examples 60] [--seed 0]
+    uv run python -m trivet.examples.environments_data models/examples/sft.jsonl [--examples 60] [--seed 0]
 """
 
 import argparse

@@ -1,36 +1,40 @@
-"""Prints what the quickstart achieved, from the files that the run left: `python scripts/quickstart_report.py OUTPUT_DIR`."""
+"""Describes what the quickstart achieved, from the files that it left. `trivet quickstart` prints it at the end."""
 
 import json
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 WINDOW = 5
-"""Steps averaged at either end of the run."""
+"""How many steps are averaged at either end of the run."""
 
 
 def read_rewards(metrics: Path) -> list[float]:
-    """Mean reward of each step, in order."""
+    """Return the mean reward of each step, in order."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     by_step = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def read_evaluations(evals: Path) -> list[dict[str, Any]]:
-    """Summaries in the order of their steps: the start model first."""
+    """Return the summaries in the order of their steps: the start model first."""
     summaries = [json.loads(path.read_text(encoding="utf-8")) for path in evals.glob("step_*/*/summary.json")]
     return sorted(summaries, key=lambda summary: summary["step"])
 
 
 def read_answers(evals: Path, step: int, *, count: int) -> list[tuple[str, str, float]]:
-    """The first examples' text, answer and reward under policy `step`."""
+    """Return text, answer and reward of the first `count` examples under policy `step`."""
     [results] = evals.glob(f"step_{step}/*/results.jsonl")
     rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()[:count]]
     return [(row["prompt"][-1]["content"], row["completion"][-1]["content"], row["reward"]) for row in rows]
 
 
 def report(output: Path) -> str:
+    """Return rewards, scores and answers before and after the training, and where the files lie.
+
+    Args:
+        output: the output directory of the quickstart, which holds `run/` and `sft/`.
+    """
     run = output / "run"
     rewards = read_rewards(run / "metrics" / "orchestrator.jsonl")
     before, after = read_evaluations(run / "evals")
@@ -58,7 +62,3 @@ def report(output: Path) -> str:
         "start model": output / "sft" / "weights",
     }
     return "\n".join([*lines, "", *(f"{name:20} {place}" for name, place in places.items())])
-
-
-if __name__ == "__main__":
-    print(report(Path(sys.argv[1])))

@@ -4,14 +4,12 @@ import sys
 import pytest
 
 from reverse_text import held_out_texts
-from support.scripts import load_script
-
-script = load_script("make_reverse_text_sft")
+from trivet.examples import quickstart_data
 
 
 def pairs(count: int, **changes) -> list[tuple[str, str]]:
     arguments = {"min_length": 3, "max_length": 4, "share_reversed": 0.5, "seed": 0} | changes
-    made = list(script.conversations(count, **arguments))
+    made = list(quickstart_data.conversations(count, **arguments))
     return [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in made]
 
 
@@ -30,7 +28,7 @@ def test_no_held_out_text_is_shown():
 def test_the_same_seed_makes_the_same_file_and_another_seed_another(tmp_path, monkeypatch):
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         monkeypatch.setattr(sys, "argv", ["script", str(tmp_path / name), "--examples", "20", "--seed", seed])
-        script.main()
+        quickstart_data.main()
     first, second, other = ((tmp_path / name).read_text() for name in "abc")
     assert first == second != other
     assert [message["role"] for message in json.loads(first.splitlines()[0])["messages"]] == ["user", "assistant"]

@@ -1,9 +1,9 @@
-"""Writes warm-up conversations for the quickstart: a careless teacher shows how to reverse a text.
+"""Write warm-up conversations for the quickstart: a careless teacher shows how to reverse a text.
 
-Every conversation has the form the reward asks for, but only a share of them really reverse the text: the rest copy it. A model
-trained on them knows both and chooses as its teacher did; the reward then teaches it which one is wanted.
+Every answer has the form that the reward asks for, but only a share of the answers reverse the text. The others copy it. A model
+that is trained on them does both, each as often as the teacher did. Reinforcement learning then teaches it which one is rewarded.
 
-    uv run python scripts/make_reverse_text_sft.py outputs/quickstart/sft.jsonl [--share-reversed 0.4] [--seed 0]
+    uv run python -m trivet.examples.quickstart_data outputs/quickstart/sft.jsonl [--share-reversed 0.4] [--seed 0]
 """
 
 import argparse
@@ -18,7 +18,7 @@ from reverse_text import held_out_texts, make_texts
 def conversations(
     count: int, *, min_length: int, max_length: int, share_reversed: float, seed: int
 ) -> Iterator[dict[str, object]]:
-    """Held-out texts of the environment's default seed never appear."""
+    """Yield `count` conversations. Held-out texts of the environment's default seed never appear."""
     held_out = frozenset(held_out_texts(200, min_length=min_length, max_length=max_length, seed=0))
     generator = random.Random(f"{seed}/teacher")
     for text in make_texts(count, min_length=min_length, max_length=max_length, seed=f"{seed}/sft", exclude=held_out):

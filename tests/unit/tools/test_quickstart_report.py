@@ -2,9 +2,7 @@ import json
 
 import pytest
 
-from support.scripts import load_script
-
-script = load_script("quickstart_report")
+from trivet.tools.quickstart_report import report
 
 
 def evaluation(directory, *, step: int, avg: float, answer: str) -> None:
@@ -27,16 +25,16 @@ def output(tmp_path):
 
 
 def test_the_first_and_last_steps_are_averaged_in_the_order_of_steps(output):
-    [line] = [line for line in script.report(output).splitlines() if line.startswith("reward, first")]
+    [line] = [line for line in report(output).splitlines() if line.startswith("reward, first")]
     assert line.split()[-2:] == ["0.150", "0.900"]
 
 
 def test_before_is_the_start_model_and_after_the_last_policy(output):
-    text = script.report(output)
+    text = report(output)
     [line] = [line for line in text.splitlines() if line.startswith("reward on held-out")]
     assert line.split()[-2:] == ["0.420", "0.910"]
     assert text.index("abc        -> abc") < text.index("abc        -> cba")
 
 
 def test_it_says_where_the_trained_model_lies(output):
-    assert str(output / "run" / "weights" / "step_20") in script.report(output)
+    assert str(output / "run" / "weights" / "step_20") in report(output)

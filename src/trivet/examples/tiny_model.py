@@ -1,21 +1,20 @@
-"""Writes a tiny Qwen3-architecture model with a character tokenizer and a chat template.
+"""Write a tiny Qwen3-architecture model with random weights, a character tokenizer and a chat template.
 
-It is the embedded default of the quickstart and what the tests train and serve.
+The quickstart starts from it, and the tests train and serve it.
 
-    uv run python scripts/make_tiny_model.py models/tiny [--hidden-size 256] [--layers 4] [--seed 0] [--untied]
+    uv run python -m trivet.examples.tiny_model models/tiny [--hidden-size 256] [--layers 4] [--seed 0] [--untied]
 """
 
 import argparse
 import string
 from pathlib import Path
 
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 END_OF_TEXT, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 WORDS = ["system\n", "user\n", "assistant\n", "tool\n", "<reversed_text>", "</reversed_text>"]
-"""Kept whole, so that a conversation costs little more than its characters."""
+"""These stay one token each, so that a conversation costs little more than its characters."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -45,7 +44,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, layers: int, seed: int, tied: bool) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
+    set_seed(seed)
     end, pad = tokenizer.backend_tokenizer.token_to_id(TURN_END), tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT)
     config = Qwen3Config(
         vocab_size=(len(tokenizer) + 63) // 64 * 64,
@@ -75,7 +74,8 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, hidden_size=args.hidden_size, layers=args.layers, seed=args.seed, tied=not args.untied)
-    model.to(getattr(torch, args.dtype)).save_pretrained(args.directory)
+    model = model.bfloat16() if args.dtype == "bfloat16" else model
+    model.save_pretrained(args.directory)
     tokenizer.save_pretrained(args.directory)
     print(f"wrote {args.directory}: {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 

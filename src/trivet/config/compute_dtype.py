@@ -1,0 +1,186 @@
+"""What `auto` means for the dtype that a run computes in and serves. Called by config.command, before a command's own checks.
+
+A run chooses once. The choice lies in its output directory: a resumed run keeps it, and of roles that are started by hand on
+different machines the first one chooses for all.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from trivet.config.base import Section
+from trivet.config.inference import InferenceConfig
+from trivet.config.layout import RunLayout
+from trivet.config.load import Loaded, SectionT
+from trivet.config.model import Dtype
+from trivet.config.rl import RLConfig
+from trivet.config.sft import SftConfig
+from trivet.config.trainer import TrainerConfig, TrainingConfig
+from trivet.durable import write_json_atomically
+from trivet.errors import ConfigError
+from trivet.machine import Machine
+
+AUTO = "auto"
+_FIRST_BF16_CAPABILITY = (8, 0)
+"""Ampere: the first GPUs that multiply bfloat16."""
+_KEYS: Mapping[type[Section], tuple[str, ...]] = {
+    RLConfig: ("trainer.model.compute_dtype", "inference.model.dtype", "teacher_inference.model.dtype"),
+    TrainerConfig: ("model.compute_dtype",),
+    SftConfig: ("model.compute_dtype",),
+    InferenceConfig: ("model.dtype",),
+}
+"""The dtypes of each kind of configuration; the first says what the run computes in."""
+_SERVED = "inference.model.dtype"
+_TEACHER = "teacher_inference."
+"""A teacher's server on a GPU keeps `auto`, which is vLLM's own choice: nobody computes with its weights but itself."""
+
+
+class ChosenDtype(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `RunLayout.compute_dtype`."""
+
+    dtype: Dtype
+    reason: str
+    """A clause for the user: what of the machine decided."""
+
+
+def choose_dtype(machine: Machine, *, is_on_gpu: bool) -> ChosenDtype:
+    """The dtype that this machine multiplies fastest, of those that train well."""
+    if not is_on_gpu:
+        if found := machine.bf16_instructions:
+            return ChosenDtype(dtype="bfloat16", reason=f"this CPU has {', '.join(found)}")
+        limit = f" that ONEDNN_MAX_CPU_ISA={machine.max_cpu_isa} allows" if machine.max_cpu_isa else ""
+        return ChosenDtype(dtype="float32", reason=f"this CPU has no instructions for bfloat16 products{limit}")
+    if not machine.compute_capabilities:
+        return ChosenDtype(dtype="bfloat16", reason="the driver does not say the GPU's compute capability")
+    major, minor = lowest = min(machine.compute_capabilities)
+    if lowest >= _FIRST_BF16_CAPABILITY:
+        return ChosenDtype(dtype="bfloat16", reason=f"the GPU has compute capability {major}.{minor}")
+    return ChosenDtype(dtype="float32", reason=f"a GPU has compute capability {major}.{minor}, and bfloat16 needs 8.0")
+
+
+def settle_compute_dtype(loaded: Loaded[SectionT], *, machine: Machine, does_record: bool) -> Loaded[SectionT]:
+    """Replace every `auto` in `loaded`, and tell the user of a dtype that this machine computes slowly.
+
+    Args:
+        does_record: a role that was started by hand writes its choice for the others to follow.
+
+    Raises:
+        ConfigError: the recorded choice cannot be read or written.
+    """
+    config, notices = loaded.config, list(loaded.notices)
+    dtypes = {key: value for key in _KEYS.get(type(config), ()) if (value := _value_at(config, key)) is not None}
+    if not dtypes:
+        return loaded
+    key, computed = next(iter(dtypes.items()))
+    is_on_gpu = bool(machine.gpus) and not _avoids_gpu(config)
+    own, file = choose_dtype(machine, is_on_gpu=is_on_gpu), _record_of(config)
+    chosen = own if computed == AUTO else ChosenDtype(dtype=cast("Dtype", computed), reason="it is set")
+    if computed == AUTO and file is not None:
+        chosen = read_choice(file) or own
+    if does_record and file is not None and _is_role(config):
+        recorded = _record_first(file, chosen)
+        if computed == AUTO:
+            chosen = recorded
+        elif recorded.dtype != computed:
+            notices.append(_describe_difference(key, computed, f"the run in {file.parent}", recorded.dtype))
+    served = dtypes.get(_SERVED)
+    if served not in (None, AUTO, chosen.dtype):
+        notices.append(_describe_difference(_SERVED, served, key, chosen.dtype))
+    if (chosen.dtype, own.dtype) == ("bfloat16", "float32"):
+        notices.append(f"computing in bfloat16 is slow on this machine: {own.reason}; float32 is faster")
+    automatic = [key for key, dtype in dtypes.items() if dtype == AUTO and not (is_on_gpu and key.startswith(_TEACHER))]
+    return replace(
+        loaded,
+        config=_with_values(config, dict.fromkeys(automatic, chosen.dtype)),
+        origins={**loaded.origins, **dict.fromkeys(automatic, f"auto: {chosen.reason}")},
+        notices=tuple(notices),
+    )
+
+
+def describe_dtype(dtype: str, machine: Machine, *, is_on_gpu: bool) -> str:
+    """`dtype` and what it means on this machine, for the first line of a log."""
+    own = choose_dtype(machine, is_on_gpu=is_on_gpu)
+    return f"{dtype} ({own.reason})" if own.dtype == dtype else f"{dtype} (here {own.dtype} would be faster: {own.reason})"
+
+
+def read_choice(file: Path) -> ChosenDtype | None:
+    """The choice recorded in `file`, None when there is none.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ChosenDtype)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as exc:
+        raise ConfigError(f"{file} does not say which dtype the run computes in ({exc}); remove it") from exc
+
+
+def record_choice(layout: RunLayout, config: RLConfig | SftConfig) -> None:
+    """Keep the settled dtype of a run that begins or goes on in `layout`."""
+    model = config.trainer.model if isinstance(config, RLConfig) else config.model
+    write_json_atomically(
+        layout.compute_dtype, ChosenDtype(dtype=cast("Dtype", model.compute_dtype), reason="the run began so")
+    )
+
+
+def _record_first(file: Path, chosen: ChosenDtype) -> ChosenDtype:
+    """Write `chosen` unless another role did; returns what stands there."""
+    mine = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        write_json_atomically(mine, chosen)
+        try:
+            os.link(mine, file)
+        finally:
+            mine.unlink()
+    except FileExistsError:
+        return read_choice(file) or chosen
+    except OSError as exc:
+        raise ConfigError(f"output_dir {str(file.parent)!r} cannot be written: {exc.strerror}; choose another") from exc
+    return chosen
+
+
+def _describe_difference(key: str, dtype: object, other: str, other_dtype: str) -> str:
+    return f"{key} ({dtype}) differs from that of {other} ({other_dtype}): their log-probabilities will differ by rounding"
+
+
+def _avoids_gpu(config: Section) -> bool:
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    return isinstance(trainer, TrainingConfig) and trainer.device == "cpu"
+
+
+def _record_of(config: Section) -> Path | None:
+    """The file whose choice `config` follows: that of the run which it resumes, or of the roles that run beside it."""
+    if isinstance(config, RLConfig | SftConfig):
+        ckpt = config.trainer.ckpt if isinstance(config, RLConfig) else config.ckpt
+        is_resumed = ckpt.resume_step is not None and ckpt.resume_from is None
+        return RunLayout(config.output_dir).compute_dtype if is_resumed else None
+    assert isinstance(config, TrainerConfig | InferenceConfig)
+    is_apart = config.bench is not None if isinstance(config, TrainerConfig) else config.is_teacher
+    return None if is_apart else RunLayout(config.output_dir).compute_dtype
+
+
+def _is_role(config: Section) -> bool:
+    return isinstance(config, TrainerConfig | InferenceConfig)
+
+
+def _value_at(section: Section, key: str) -> object:
+    value: object = section
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _with_values(section: SectionT, values: Mapping[str, str]) -> SectionT:
+    """A copy of `section` with other values at dotted keys."""
+    update: dict[str, object] = {}
+    for name in {key.partition(".")[0] for key in values}:
+        below = {key.partition(".")[2]: value for key, value in values.items() if key.partition(".")[0] == name}
+        inner = getattr(section, name)
+        update[name] = _with_values(inner, below) if isinstance(inner, Section) else below[""]
+    return section.model_copy(update=update)

@@ -1,0 +1,151 @@
+"""Finds the installed environment packages from metadata and source text. Imports no environment; `import_check` does that.
+
+A package is an environment when trivet does not itself run on it, and either one of its modules names `load_environment` or
+it requires verifiers. The second half keeps a package in the list that is broken or re-exports the function by `*`.
+"""
+
+import ast
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from packaging.utils import canonicalize_name
+
+from trivet.dependencies import InstalledPackage, InstalledPackages, find_project_packages
+
+LOADER = "load_environment"
+_MAX_SOURCE_BYTES = 4 << 20
+"""A larger module is not parsed. Sources of environments have a few thousand lines; generated tables may have millions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The origin of an installed package, as its `direct_url.json` (PEP 610) records it."""
+
+    kind: str
+    """`editable`, `directory`, `wheel`, `archive`, `index`, or a version control system such as `git`."""
+    location: str = ""
+    """A path, or an address without its credentials; empty for an index."""
+
+    def describe(self, *, base: Path) -> str:
+        return f"{self.kind} {self.describe_location(base=base)}".rstrip()
+
+    def describe_location(self, *, base: Path) -> str:
+        """Return the location, relative where it is a path below `base`."""
+        is_below = self.location.startswith("/") and Path(self.location).is_relative_to(base)
+        return str(Path(self.location).relative_to(base)) if is_below else self.location
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentPackage:
+    name: str
+    version: str
+    module: str
+    """What is imported; its name with dashes is the `id` in a configuration."""
+    origin: Origin
+    required_by: tuple[str, ...] = ()
+    """Other environments that require it."""
+
+
+def find_environments(installed: InstalledPackages | None = None) -> list[EnvironmentPackage]:
+    """Return the installed environment packages, sorted by name."""
+    installed = installed or InstalledPackages()
+    project = find_project_packages(installed)
+    others = {name: package for name, package in installed.find_all().items() if name not in project}
+    environments: list[EnvironmentPackage] = []
+    for name, package in sorted(others.items()):
+        if (module := _environment_module(package, search_path=installed.search_path)) is None:
+            continue
+        environments.append(
+            EnvironmentPackage(
+                name=package.name,
+                version=package.version,
+                module=module,
+                origin=read_origin(package.distribution.read_text("direct_url.json")),
+                required_by=tuple(other.name for other in others.values() if _requires(other, name)),
+            )
+        )
+    return environments
+
+
+def read_origin(direct_url: str | None) -> Origin:
+    """Read the text of a `direct_url.json`. An installer writes none for what it took from an index."""
+    if not direct_url:
+        return Origin(kind="index")
+    content = json.loads(direct_url)
+    parts = urlsplit(str(content.get("url", "")))
+    # An address may carry a password before the @: it must not be printed.
+    location = unquote(parts.path) if parts.scheme == "file" else f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
+    if "dir_info" in content:
+        is_editable = content["dir_info"].get("editable", False)
+        return Origin(kind="editable" if is_editable else "directory", location=location)
+    if "vcs_info" in content:
+        vcs = content["vcs_info"]
+        return Origin(kind=str(vcs.get("vcs", "git")), location=f"{location}@{str(vcs.get('commit_id', ''))[:12]}")
+    return Origin(kind="wheel" if location.endswith(".whl") else "archive", location=location)
+
+
+def names_loader(source: str) -> bool:
+    """Whether a module's source binds `load_environment` at its top level: defines, imports or assigns it."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return LOADER in source
+    return any(LOADER in _bound_names(node) for node in tree.body)
+
+
+def _environment_module(package: InstalledPackage, *, search_path: Sequence[str] | None) -> str | None:
+    modules = list(_module_names(package))
+    for module in modules:
+        file = _source_file(module, search_path=search_path)
+        if file is not None and names_loader(file.read_text(errors="replace")):
+            return module
+    return modules[0] if _requires(package, "verifiers") else None
+
+
+def _module_names(package: InstalledPackage) -> Iterator[str]:
+    """Yield the top-level modules that a package may have: first the one that verifiers imports for its name."""
+    conventional = canonicalize_name(package.name).replace("-", "_")
+    yield conventional
+    for file in package.distribution.files or ():
+        is_package = len(file.parts) == 2 and file.name == "__init__.py"
+        is_module = len(file.parts) == 1 and file.suffix == ".py"
+        module = file.parts[0].removesuffix(".py")
+        if (is_package or is_module) and module != conventional:
+            yield module
+
+
+def _source_file(module: str, *, search_path: Sequence[str] | None) -> Path | None:
+    try:
+        # The first form also asks the finders that some editable installs add to this interpreter.
+        spec = importlib.util.find_spec(module) if search_path is None else PathFinder.find_spec(module, list(search_path))
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    file = Path(spec.origin)
+    return file if file.is_file() and file.stat().st_size <= _MAX_SOURCE_BYTES else None
+
+
+def _bound_names(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {alias.asname or alias.name for alias in names}
+        case ast.Assign(targets=targets):
+            return {target.id for target in targets if isinstance(target, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+        case ast.If() | ast.Try():
+            return {name for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt) for name in _bound_names(child)}
+        case _:
+            return set()
+
+
+def _requires(package: InstalledPackage, name: str) -> bool:
+    return any(canonicalize_name(requirement.name) == name for requirement in package.active_requirements())

@@ -1,0 +1,149 @@
+"""Describes what this machine offers a run: visible GPUs, usable cores, and what they compute fast. Imports no torch."""
+
+import getpass
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
+_CPU_INFO = Path("/proc/cpuinfo")
+_GPU_LINE = re.compile(r"GPU \d+:")
+_CPU_FLAGS_LINE = re.compile(r"^(?:flags|Features)\s*:\s*(.*)$", re.MULTILINE)
+"""`flags` on x86, `Features` on arm64."""
+_QUERY_TIMEOUT_S = 20.0
+
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16")
+"""x86 instructions that multiply bfloat16."""
+_ARM_BF16_FLAG = "bf16"
+_LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+"""Values of ONEDNN_MAX_CPU_ISA under which oneDNN, which multiplies bfloat16 for torch, uses none of these instructions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    gpus: tuple[str, ...]
+    """What CUDA_VISIBLE_DEVICES calls each GPU; a GPU id in a configuration is a position in it."""
+    num_cpus: int
+    """Cores that this process may run on."""
+    architecture: str = "x86_64"
+    """As the kernel names it."""
+    cpu_flags: frozenset[str] = frozenset()
+    """Instruction sets of the processor, as /proc/cpuinfo spells them."""
+    max_cpu_isa: str = ""
+    """The limit that the environment sets to oneDNN's instruction sets, in capitals; empty: none."""
+    compute_capabilities: tuple[tuple[int, int], ...] = ()
+    """Of the visible GPUs; empty when the driver does not say."""
+
+    @property
+    def bf16_instructions(self) -> tuple[str, ...]:
+        """The processor's instructions for bfloat16 products that torch will use. Empty where torch emulates them.
+
+        Measured on one AMX machine with ONEDNN_MAX_CPU_ISA, two cores, 1024 x 1024 products: AMX 1,240 GFLOP/s and float32 120;
+        without AMX and AVX512-BF16 30 in bfloat16, with AVX2 alone 0.4.
+        """
+        if self.architecture in ("aarch64", "arm64"):
+            return (_ARM_BF16_FLAG,) if _ARM_BF16_FLAG in self.cpu_flags else ()
+        if self.max_cpu_isa in _LIMITS_WITHOUT_BF16:
+            return ()
+        return tuple(flag for flag in _BF16_FLAGS if flag in self.cpu_flags)
+
+
+def inspect_machine(environ: Mapping[str, str] = os.environ) -> Machine:
+    gpus = visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), installed=_count_gpus) if _has_cuda_torch() else ()
+    return Machine(
+        gpus=gpus,
+        num_cpus=len(os.sched_getaffinity(0)),
+        architecture=platform.machine(),
+        cpu_flags=_read_cpu_flags(),
+        max_cpu_isa=(environ.get("ONEDNN_MAX_CPU_ISA") or environ.get("DNNL_MAX_CPU_ISA") or "").upper(),
+        compute_capabilities=capabilities_of(gpus, installed=_query_capabilities()) if gpus else (),
+    )
+
+
+def compile_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """The directory in which torch.compile keeps what it compiled for this processor; for TORCHINDUCTOR_CACHE_DIR.
+
+    Torch's own default is one directory for every processor, and its keys do not name the instruction set. Code that was generated
+    for AVX-512 is then compiled again for AVX2, and computes something else without an error: vLLM's sampler drew other tokens
+    (torch 2.13; seen where ATEN_CPU_CAPABILITY=avx2 followed a run without it).
+    """
+    kind = " ".join([platform.machine(), *sorted(_read_cpu_flags()), environ.get("ATEN_CPU_CAPABILITY", "")])
+    return Path(tempfile.gettempdir()) / f"torchinductor_{_user_name()}_{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+
+
+def visible_gpus(visible: str | None, *, installed: Callable[[], int]) -> tuple[str, ...]:
+    """The GPUs that `visible` (a value of CUDA_VISIBLE_DEVICES, or None) leaves of those that `installed` counts."""
+    num_installed = installed()
+    if visible is None:
+        return tuple(str(index) for index in range(num_installed))
+    names: list[str] = []
+    for name in (part.strip() for part in visible.split(",")):
+        if not name or (name.lstrip("-").isdigit() and not 0 <= int(name) < num_installed):
+            break  # as CUDA does: an invalid entry hides itself and all that follow
+        names.append(name)
+    return tuple(names) if num_installed else ()
+
+
+def capabilities_of(gpus: Sequence[str], *, installed: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Compute capabilities of `gpus`; of all `installed` ones where a GPU is not named by its number."""
+    if all(name.isdigit() and int(name) < len(installed) for name in gpus):
+        return tuple(installed[int(name)] for name in gpus)
+    return tuple(installed)
+
+
+def _has_cuda_torch() -> bool:
+    """False for the CPU build of torch, which computes on the CPU whatever the driver shows."""
+    try:
+        return not importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # the roles may run with another interpreter
+
+
+def _count_gpus() -> int:
+    listing = _ask_nvidia_smi("-L")
+    if listing is None:
+        return len(list(_NVIDIA_PROC.iterdir())) if _NVIDIA_PROC.is_dir() else 0
+    return sum(1 for line in listing.splitlines() if _GPU_LINE.match(line))
+
+
+def _query_capabilities() -> list[tuple[int, int]]:
+    """Empty where the driver is too old to say."""
+    answer = _ask_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader") or ""
+    found = re.findall(r"^(\d+)\.(\d+)\s*$", answer, re.MULTILINE)
+    return [(int(major), int(minor)) for major, minor in found]
+
+
+def _ask_nvidia_smi(*arguments: str) -> str | None:
+    """What it prints; None when it is not there or fails."""
+    command = ["nvidia-smi", *arguments]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout
+
+
+def _read_cpu_flags() -> frozenset[str]:
+    try:
+        match = _CPU_FLAGS_LINE.search(_CPU_INFO.read_text(errors="replace"))
+    except OSError:
+        return frozenset()
+    return frozenset(match.group(1).split()) if match else frozenset()
+
+
+def _user_name() -> str:
+    """The user's name in a form that a path may contain."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a container's user need not have a name
+        name = f"uid_{os.getuid()}"
+    return re.sub(r'[\\/:*?"<>|]', "_", name)

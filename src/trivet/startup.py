@@ -1,0 +1,45 @@
+"""The console scripts of a run: each checks what is installed, then imports the command and runs it.
+
+The check comes before the import, because a package of a wrong version may fail while it is imported. Nothing heavier than
+`trivet.dependencies` may be imported here. Commands that a launcher starts as `python -m …` were checked by that launcher.
+"""
+
+import importlib
+import sys
+
+from trivet.dependencies import require_dependencies
+from trivet.errors import DependencyError
+
+
+def rl() -> int:
+    return run_command("trivet.launcher.rl")
+
+
+def vf_rl() -> int:
+    return run_command("trivet.launcher.vf_rl")
+
+
+def sft() -> int:
+    return run_command("trivet.launcher.sft")
+
+
+def trainer() -> int:
+    return run_command("trivet.launcher.trainer")
+
+
+def orchestrator() -> int:
+    return run_command("trivet.orchestrator.command")
+
+
+def inference() -> int:
+    return run_command("trivet.inference.server")
+
+
+def run_command(module: str) -> int:
+    """Run `main` of `module` and return its exit code; 2, without importing it, when an installed package has a wrong version."""
+    try:
+        require_dependencies()
+    except DependencyError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return exc.exit_code
+    return importlib.import_module(module).main()

@@ -1,0 +1,222 @@
+"""`trivet quickstart`: teaches a tiny model to reverse texts by reinforcement learning, in a few minutes and without a download.
+
+It makes the start model and its data, runs `sft`, `rl` and `eval` with configs/quickstart/, and prints what was achieved. Each of
+these is a process of its own that ends when this one does. `bash scripts/quickstart.sh` installs the project and then runs this.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from trivet.config.inference import ServerConfig
+from trivet.config.layout import RunLayout
+from trivet.environments.installed import require_installed
+from trivet.errors import ConfigError, RoleFailed
+from trivet.examples.files import example_configs
+from trivet.launcher.interrupts import Interrupts, forward
+from trivet.launcher.ports import HeldPorts
+from trivet.tools.quickstart_report import report
+from trivet.tools.torch_builds import COMPANIONS, require_matching_companions
+from trivet.weights.catalog import latest_version
+
+CONFIGS = Path("configs/quickstart")
+"""The workspace's own configurations win, so that a user may change them; without them the packaged ones are used."""
+
+_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "passive",  # the roles share a few cores: a thread that waits must sleep, not spin
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
+}
+_POLL_INTERVAL_S = 0.2
+_SERVER_STOP_TIMEOUT_S = 30.0
+"""A server that was asked to end takes a few seconds; after this long it is killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickstartLayout:
+    """Where everything lies in the output directory of a quickstart."""
+
+    root: Path
+
+    @property
+    def data(self) -> Path:
+        """Warm-up conversations, JSONL."""
+        return self.root / "sft.jsonl"
+
+    @property
+    def start_model(self) -> Path:
+        """The model with random weights."""
+        return self.root / "start"
+
+    @property
+    def warm_up(self) -> RunLayout:
+        return RunLayout(self.root / "sft")
+
+    @property
+    def run(self) -> RunLayout:
+        return RunLayout(self.root / "run")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="seed of the start model, the data and the training (default: 0)")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("outputs/quickstart"), help="what an earlier quickstart left there is removed"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run all phases; returns 0, or the exit code of the first process that failed.
+
+    Raises:
+        EnvironmentLoadError: the environment reverse-text is not installed.
+        ConfigError: a package keeps transformers from being imported.
+        RoleFailed: the inference server ended during the measurement.
+    """
+    require_installed("reverse-text")
+    require_matching_companions(_installed_versions("torch", *COMPANIONS))
+    layout, started = QuickstartLayout(root=arguments.output_dir), time.monotonic()
+    configs = CONFIGS if CONFIGS.is_dir() else example_configs() / "quickstart"
+    with Interrupts(clock=time.monotonic) as interrupts:
+        children = Children(environ=child_environment(os.environ), interrupts=interrupts)
+        phases: dict[str, Callable[[], int]] = {
+            "start model and warm-up data": lambda: _make_start(layout, children, seed=arguments.seed),
+            "supervised warm-up": lambda: children.run(*sft_command(layout, configs, seed=arguments.seed)),
+            "reinforcement learning": lambda: children.run(*rl_command(layout, configs, seed=arguments.seed)),
+            "measurement on held-out texts": lambda: _measure(layout, configs, children),
+        }
+        for name, phase in phases.items():
+            print(f"== {name}", flush=True)
+            phase_started = time.monotonic()
+            if (exit_code := phase()) != 0:
+                print(f"error: {name} ended with exit code {exit_code}; see its output above", file=sys.stderr)
+                return exit_code
+            print(f"== {name} took {time.monotonic() - phase_started:.0f} s", flush=True)
+    print(report(layout.root))
+    print(f"== everything took {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def sft_command(layout: QuickstartLayout, configs: Path, *, seed: int) -> Sequence[str]:
+    """Return module and arguments of the supervised warm-up."""
+    words = ["trivet.launcher.sft", "@", configs / "sft.toml", "--seed", seed, "--output-dir", layout.warm_up.root]
+    return [str(word) for word in [*words, "--model.name", layout.start_model, "--data.name", layout.data]]
+
+
+def rl_command(layout: QuickstartLayout, configs: Path, *, seed: int) -> Sequence[str]:
+    """Return module and arguments of the reinforcement learning, which starts from the last weights of the warm-up."""
+    words = ["trivet.launcher.rl", "@", configs / "rl.toml", "--seed", seed, "--output-dir", layout.run.root]
+    return [str(word) for word in [*words, "--model.name", layout.warm_up.weights_step(_last_step(layout.warm_up))]]
+
+
+def eval_command(layout: QuickstartLayout, configs: Path, *, port: int) -> Sequence[str]:
+    """Return module and arguments of the measurement: the start model and the last policy."""
+    words = ["trivet.evaluation.command", "@", configs / "eval.toml", "--client.base-url", f"http://127.0.0.1:{port}/v1"]
+    return [str(word) for word in [*words, "--weights-dir", layout.run.weights, "--steps", _last_step(layout.run)]]
+
+
+def child_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables of every process that is started; the width keeps a table whole where the output is no terminal."""
+    return {"COLUMNS": "120", **environ, **_ENVIRONMENT}
+
+
+class Children:
+    """Runs modules as processes. A signal to this process is passed on to them.
+
+    >>> with Interrupts(clock=time.monotonic) as interrupts:
+    ...     exit_code = Children(environ=os.environ, interrupts=interrupts).run("trivet.launcher.sft", "--help")
+    """
+
+    def __init__(self, *, environ: Mapping[str, str], interrupts: Interrupts) -> None:
+        self._environ, self._interrupts = environ, interrupts
+
+    def start(self, module: str, *words: str, log: Path | None = None) -> "subprocess.Popen[bytes]":
+        """Start `python -m module words`, tied to this process; its output goes to the file `log` or to this terminal."""
+        command = [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), sys.executable, "-m", module, *words]
+        stdout = log.open("wb") if log is not None else None
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=subprocess.STDOUT if stdout is not None else None,
+                env=dict(self._environ),
+                start_new_session=True,
+            )
+        finally:
+            if stdout is not None:
+                stdout.close()
+
+    def run(self, module: str, *words: str, watch: Callable[[], None] = lambda: None) -> int:
+        """Start a module and wait for its end; returns its exit code, as a shell counts it.
+
+        Args:
+            watch: called while waiting. What it raises ends the process.
+        """
+        process, num_forwarded = self.start(module, *words), 0
+        try:
+            while process.poll() is None:
+                num_forwarded = forward(self._interrupts, process.send_signal, num_forwarded)
+                watch()
+                time.sleep(_POLL_INTERVAL_S)
+        finally:
+            stop(process)
+        code = process.returncode
+        return code if code >= 0 else 128 - code
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End a process if it still runs: SIGTERM, one deadline, then SIGKILL."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_SERVER_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _make_start(layout: QuickstartLayout, children: Children, *, seed: int) -> int:
+    layout.root.mkdir(parents=True, exist_ok=True)
+    layout.data.unlink(missing_ok=True)
+    for directory in (layout.start_model, layout.warm_up.root, layout.run.root):
+        shutil.rmtree(directory, ignore_errors=True)
+    code = children.run("trivet.examples.quickstart_data", str(layout.data), "--seed", str(seed))
+    return code or children.run("trivet.examples.tiny_model", str(layout.start_model), "--seed", str(seed))
+
+
+def _measure(layout: QuickstartLayout, configs: Path, children: Children) -> int:
+    """Serve the run's start model on a free port, and have `eval` load the last policy into that server."""
+    log = layout.run.logs / "measure.stdout"
+    with HeldPorts() as ports:
+        port = ports.take("127.0.0.1", preferred=ServerConfig().port)
+        config = layout.run.configs / "inference.toml"
+        server = children.start("trivet.inference.server", "@", str(config), "--server.port", str(port), log=log)
+
+        def require_server() -> None:
+            if server.poll() is not None:
+                raise RoleFailed(f"the inference server ended with exit code {server.returncode}; its log is {log}")
+
+        try:
+            return children.run(*eval_command(layout, configs, port=port), watch=require_server)
+        finally:
+            stop(server)
+
+
+def _last_step(layout: RunLayout) -> int:
+    version = latest_version(layout)
+    if version is None:
+        raise ConfigError(f"{layout.weights} has no published weights: max_steps of its configuration must be >= 1")
+    return version
+
+
+def _installed_versions(*names: str) -> Mapping[str, str]:
+    found = {distribution.name: distribution.version for name in names for distribution in metadata.distributions(name=name)}
+    return {name: found[name] for name in names if name in found}

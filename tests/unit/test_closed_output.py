@@ -1,0 +1,99 @@
+"""A command whose output nobody reads any more ends with 141 or 0, and prints no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trivet.closed_output import EXIT_CODE, is_closed, run_until_output_closes
+
+COMMANDS = {
+    "rl": "trivet.launcher.rl",
+    "sft": "trivet.launcher.sft",
+    "vf-rl": "trivet.launcher.vf_rl",
+    "eval": "trivet.evaluation.command",
+    "inference": "trivet.inference.server",
+    "orchestrator": "trivet.orchestrator.command",
+    "trainer": "trivet.launcher.trainer",
+    "trivet": "trivet.tools.cli",
+}
+LOGGER = """
+import logging, sys
+from trivet.closed_output import run_until_output_closes
+from trivet.telemetry.logs import setup_logging
+
+def main():
+    setup_logging("trainer", level="info")
+    logging.getLogger("vllm").addHandler(logging.StreamHandler(sys.stdout))
+    for step in range(3):
+        logging.getLogger("trivet").info("step %d", step)
+        logging.getLogger("vllm").error("a line of a library's own handler")
+    print("done", file=sys.stderr)
+    return 0
+
+sys.exit(run_until_output_closes(main))
+"""
+
+
+def run_without_reader(command: list[str], *, merge_errors: bool = False) -> tuple[int, str]:
+    """Exit code and standard error of `command`, whose output goes to a pipe that was closed before it started."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(command, stdout=writing, stderr=writing if merge_errors else subprocess.PIPE, timeout=120)
+    finally:
+        os.close(writing)
+    return ended.returncode, "" if merge_errors else ended.stderr.decode()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_ends_quietly_when_nobody_reads_it(command: str) -> None:
+    code, errors = run_without_reader(
+        [sys.executable, "-c", f"import sys; from {COMMANDS[command]} import main; sys.exit(main())", "--help"]
+    )
+    assert errors == ""
+    assert code in (0, EXIT_CODE)
+
+
+@pytest.mark.parametrize("arguments", [["status", "--help"], ["doctor"], ["status", "nowhere"]])
+def test_a_tool_ends_quietly_when_nobody_reads_its_output(arguments: list[str], tmp_path: Path) -> None:
+    code, errors = run_without_reader([sys.executable, "-m", "trivet.tools.cli", *arguments])
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    assert code in ((2,) if "nowhere" in arguments else (0, EXIT_CODE))
+
+
+def test_a_dry_run_ends_quietly_when_nobody_reads_it() -> None:
+    code, errors = run_without_reader([sys.executable, "-m", "trivet.trainer.main", "--dry-run"])
+    assert errors == ""
+    assert code in (0, EXIT_CODE)
+
+
+def test_a_refused_configuration_keeps_its_exit_code_although_nobody_reads_its_output() -> None:
+    code, errors = run_without_reader([sys.executable, "-m", "trivet.trainer.main", "--max-steps", "x"])
+    assert code == 2
+    assert errors.startswith("error: max_steps must be a whole number")
+
+
+def test_a_role_goes_on_without_a_reader_of_its_log() -> None:
+    assert run_without_reader([sys.executable, "-c", LOGGER]) == (0, "done\n")
+    code, _ = run_without_reader([sys.executable, "-c", LOGGER], merge_errors=True)
+    assert code in (0, EXIT_CODE)
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_not_hidden() -> None:
+    def fail() -> int:
+        raise BrokenPipeError("a worker's pipe")
+
+    with pytest.raises(BrokenPipeError, match="a worker's pipe"):
+        run_until_output_closes(fail)
+
+
+def test_a_pipe_is_closed_once_its_reader_has_gone() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        assert not is_closed(stream)
+        os.close(reading)
+        assert is_closed(stream)

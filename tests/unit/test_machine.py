@@ -1,0 +1,128 @@
+"""GPUs that are visible, how many ranks they make, and whether the processor multiplies bfloat16."""
+
+import getpass
+import json
+import os
+import subprocess
+import sys
+from typing import NoReturn
+
+import pytest
+
+from trivet.errors import ConfigError
+from trivet.launcher.ranks import count_ranks
+from trivet.machine import Machine, capabilities_of, compile_cache_directory, inspect_machine, visible_gpus
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_installed", "expected"),
+    [
+        (None, 2, ("0", "1")),
+        (None, 0, ()),
+        ("", 2, ()),
+        ("-1", 2, ()),
+        ("1", 2, ("1",)),
+        ("3, 1", 4, ("3", "1")),
+        ("0,9,1", 2, ("0",)),
+        ("GPU-8f3e,MIG-1", 1, ("GPU-8f3e", "MIG-1")),
+        ("0", 0, ()),
+    ],
+)
+def test_the_variable_of_cuda_limits_and_orders_the_gpus(
+    visible: str | None, num_installed: int, expected: tuple[str, ...]
+) -> None:
+    assert visible_gpus(visible, installed=lambda: num_installed) == expected
+
+
+def test_ranks_are_one_per_gpu_or_one() -> None:
+    two_gpus, laptop = Machine(gpus=("0", "1"), num_cpus=8), Machine(gpus=(), num_cpus=2)
+    assert count_ranks(two_gpus, device="auto", num_ranks=None) == 2
+    assert count_ranks(two_gpus, device="cpu", num_ranks=None) == 1
+    assert count_ranks(laptop, device="auto", num_ranks=None) == 1
+    assert count_ranks(laptop, device="auto", num_ranks=2) == 2
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_ranks \(3\) must be at most the 2 GPU"):
+        count_ranks(Machine(gpus=("0", "1"), num_cpus=8), device="cuda", num_ranks=3)
+
+
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shows no GPU"):
+        count_ranks(Machine(gpus=(), num_cpus=2), device="cuda", num_ranks=None)
+
+
+def test_capabilities_are_those_of_the_visible_gpus() -> None:
+    installed = [(9, 0), (7, 5)]
+    assert capabilities_of(("0",), installed=installed) == ((9, 0),)
+    assert capabilities_of(("1", "0"), installed=installed) == ((7, 5), (9, 0))
+    assert capabilities_of(("GPU-8f3e",), installed=installed) == ((9, 0), (7, 5)), "any of them may be meant"
+    assert capabilities_of(("0",), installed=[]) == ()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "limit", "expected"),
+    [
+        ("x86_64", {"avx2"}, "", ()),
+        ("x86_64", {"avx2", "avx512f", "avx512bw"}, "", ()),
+        ("x86_64", {"avx2", "avx512_bf16"}, "", ("avx512_bf16",)),
+        ("x86_64", {"avx512_bf16", "amx_bf16"}, "", ("amx_bf16", "avx512_bf16")),
+        ("x86_64", {"avx512_bf16", "amx_bf16"}, "AVX2", ()),
+        ("x86_64", {"avx512_bf16", "amx_bf16"}, "AVX512_CORE_VNNI", ()),
+        ("x86_64", {"avx512_bf16", "amx_bf16"}, "AVX512_CORE_AMX", ("amx_bf16", "avx512_bf16")),
+        ("x86_64", {"avx512_bf16"}, "DEFAULT", ("avx512_bf16",)),
+        ("aarch64", {"asimd", "bf16"}, "", ("bf16",)),
+        ("aarch64", {"asimd"}, "", ()),
+    ],
+)
+def test_bf16_counts_where_torch_multiplies_it_natively(
+    architecture: str, flags: set[str], limit: str, expected: tuple[str, ...]
+) -> None:
+    machine = Machine(gpus=(), num_cpus=2, architecture=architecture, cpu_flags=frozenset(flags), max_cpu_isa=limit)
+    assert machine.bf16_instructions == expected
+
+
+_PRODUCT = """
+import json, torch
+from trivet.machine import inspect_machine
+left, right = torch.ones(256, 256, dtype=torch.bfloat16), torch.ones(256, 256, dtype=torch.bfloat16)
+left @ right
+print(json.dumps(list(inspect_machine().bf16_instructions)))
+"""
+
+
+@pytest.mark.parametrize("limit", [None, "AVX2", "avx512_core_vnni"])
+def test_the_answer_is_what_torch_does_with_a_product(limit: str | None) -> None:
+    """oneDNN says which kernel it ran: one for AMX or AVX512-BF16, or one that emulates; without oneDNN torch has none at all."""
+    environ = {name: value for name, value in os.environ.items() if not name.endswith("_MAX_CPU_ISA")}
+    environ |= {"ONEDNN_VERBOSE": "1", **({"ONEDNN_MAX_CPU_ISA": limit} if limit else {})}
+    output = subprocess.run(
+        [sys.executable, "-c", _PRODUCT], env=environ, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    *log, answer = output.splitlines()
+    kernels = " ".join(line for line in log if ",matmul," in line)
+    is_native = "amx" in kernels or "avx512_core_bf16" in kernels or "avx10" in kernels
+    assert bool(json.loads(answer)) == is_native, kernels
+
+
+def test_this_machine_can_be_inspected() -> None:
+    machine = inspect_machine({})
+    assert machine.num_cpus >= 1
+    assert machine.max_cpu_isa == ""
+    assert machine.cpu_flags, "no processor is without flags"
+
+
+def test_code_compiled_for_one_instruction_set_is_not_found_under_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile_cache_directory({}) == compile_cache_directory({})
+    assert compile_cache_directory({}) != compile_cache_directory({"ATEN_CPU_CAPABILITY": "avx2"})
+    here = compile_cache_directory({})
+    monkeypatch.setattr("trivet.machine._read_cpu_flags", lambda: frozenset({"avx2"}))
+    assert compile_cache_directory({}) != here
+
+
+def test_a_user_without_a_name_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> NoReturn:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", fail)
+    assert f"torchinductor_uid_{os.getuid()}_" in str(compile_cache_directory({}))

@@ -1,0 +1,87 @@
+"""The quickstart's phases: what each is given, and what a failure or a signal does."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.processes import descendants_of, still_alive
+from trivet.config.layout import STABLE, RunLayout
+from trivet.errors import ConfigError, RoleFailed
+from trivet.launcher.interrupts import Interrupts
+from trivet.tools.quickstart import Children, QuickstartLayout, child_environment, eval_command, rl_command, sft_command
+
+CONFIGS = Path("configs/quickstart")
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> QuickstartLayout:
+    return QuickstartLayout(root=tmp_path)
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with Interrupts(clock=time.monotonic) as interrupts:
+        yield Children(environ=child_environment(os.environ), interrupts=interrupts)
+
+
+def publish(layout: RunLayout, *steps: int) -> None:
+    for step in steps:
+        layout.weights_step(step).mkdir(parents=True)
+        (layout.weights_step(step) / STABLE).touch()
+
+
+def value_of(flag: str, command: list[str]) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_each_phase_starts_from_the_last_weights_of_the_one_before(layout: QuickstartLayout) -> None:
+    publish(layout.warm_up, 9, 150)
+    publish(layout.run, 40, 50)
+    warm_up = list(sft_command(layout, CONFIGS, seed=3))
+    assert value_of("--model.name", warm_up) == str(layout.start_model)
+    assert value_of("--data.name", warm_up) == str(layout.data)
+    assert value_of("--seed", warm_up) == "3"
+    assert value_of("--model.name", list(rl_command(layout, CONFIGS, seed=3))) == str(layout.root / "sft/weights/step_150")
+    measured = list(eval_command(layout, CONFIGS, port=8123))
+    assert value_of("--steps", measured) == "50"
+    assert value_of("--client.base-url", measured) == "http://127.0.0.1:8123/v1"
+
+
+def test_a_warm_up_without_weights_is_refused_by_name(layout: QuickstartLayout) -> None:
+    with pytest.raises(ConfigError, match="sft/weights has no published weights"):
+        rl_command(layout, CONFIGS, seed=0)
+
+
+def test_threads_sleep_while_they_wait_and_a_width_of_the_user_wins() -> None:
+    environment = child_environment({"COLUMNS": "80", "OMP_WAIT_POLICY": "active"})
+    assert environment["COLUMNS"] == "80"
+    assert environment["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_the_exit_code_is_that_of_the_process(children: Children) -> None:
+    assert children.run("json.tool", "/nowhere") != 0
+    assert children.run("platform") == 0
+
+
+def test_a_signal_is_passed_on_and_counted_as_a_shell_counts_it(children: Children) -> None:
+    waits = iter([lambda: os.kill(os.getpid(), signal.SIGTERM)])
+    assert children.run("http.server", "0", watch=lambda: next(waits, lambda: None)()) == 143
+
+
+def test_what_the_watch_raises_ends_the_process(children: Children) -> None:
+    def watch() -> None:
+        raise RoleFailed("the inference server ended")
+
+    others = descendants_of(os.getpid())  # a server that other tests of this process share
+    with pytest.raises(RoleFailed):
+        children.run("http.server", "0", watch=watch)
+    assert not still_alive([process for process in descendants_of(os.getpid()) if process not in others])
+
+
+def test_output_goes_to_a_log_where_one_is_named(children: Children, tmp_path: Path) -> None:
+    assert children.start("platform", log=tmp_path / "log").wait(60) == 0
+    assert "Linux" in (tmp_path / "log").read_text()
