@@ -32,13 +32,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trivet.launcher.plan import rank_environment
 from trivet.trainer.performance import peak_memory_gib
 
-_AT_ONCE = 32
+AT_ONCE = 32
 """Samples of a device batch of TRL's."""
-_SIDES = {"bfloat16": ("ours", "trl_float32", "trl_bfloat16"), "float32": ("ours", "trl_float32")}
+SIDES = {"bfloat16": ("ours", "trl_float32", "trl_bfloat16"), "float32": ("ours", "trl_float32")}
 """By the dtype that ours computes in. Bfloat16 is not TRL's fastest where the processor emulates it."""
 
 
-class _Clock(TrainerCallback):
+class Clock(TrainerCallback):
+    """Takes the seconds of each step of TRL's loop."""
+
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._started = 0.0
@@ -66,7 +68,7 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             return batches[self._step % len(batches)]
 
-    clock = _Clock()
+    clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(
             model=model,
@@ -76,9 +78,9 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
             callbacks=[clock],
             args=GRPOConfig(
                 output_dir=scratch,
-                per_device_train_batch_size=min(count, _AT_ONCE),
+                per_device_train_batch_size=min(count, AT_ONCE),
                 gradient_accumulation_steps=len(batches),
-                num_generations=min(count, _AT_ONCE),
+                num_generations=min(count, AT_ONCE),
                 max_steps=WARM_UP + args.repeats,
                 learning_rate=1e-6,
                 max_grad_norm=1.0,
@@ -103,15 +105,21 @@ def _batches(count: int, *, length: int, vocab_size: int) -> list[dict[str, torc
     cut = length // 2
     return [
         {
-            "prompt_ids": ids_BT[start : start + _AT_ONCE, :cut],
-            "prompt_mask": torch.ones_like(ids_BT[start : start + _AT_ONCE, :cut]),
-            "completion_ids": ids_BT[start : start + _AT_ONCE, cut:],
-            "completion_mask": torch.ones_like(ids_BT[start : start + _AT_ONCE, cut:]),
-            "advantages": advantages_B[start : start + _AT_ONCE],
+            "prompt_ids": ids_BT[start : start + AT_ONCE, :cut],
+            "prompt_mask": torch.ones_like(ids_BT[start : start + AT_ONCE, :cut]),
+            "completion_ids": ids_BT[start : start + AT_ONCE, cut:],
+            "completion_mask": torch.ones_like(ids_BT[start : start + AT_ONCE, cut:]),
+            "advantages": advantages_B[start : start + AT_ONCE],
             "num_items_in_batch": torch.tensor(float(count * (length - cut))),
         }
-        for start in range(0, count, _AT_ONCE)
+        for start in range(0, count, AT_ONCE)
     ]
+
+
+def trl_environment(trl: Path) -> dict[str, str]:
+    """Variables of a process that imports TRL from `trl`, with the allocator settings that the launcher gives a rank."""
+    paths = os.pathsep.join(filter(None, [str(trl.absolute()), os.environ.get("PYTHONPATH")]))
+    return {**rank_environment(1, num_cpus=os.cpu_count() or 1, is_on_cpu=True), **os.environ, "PYTHONPATH": paths}
 
 
 def run_side(side: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -119,14 +127,13 @@ def run_side(side: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]
     words = [f"--{name}={getattr(args, name)}" for name in ("model", "length", "dtype", "repeats")]
     command = [sys.executable, str(script), *words, f"--side={side}", f"--side-tokens={tokens}"]
     wanted = rank_environment(1, num_cpus=os.cpu_count() or 1, is_on_cpu=True)
-    paths = os.pathsep.join(filter(None, [str(args.trl.absolute()), os.environ.get("PYTHONPATH")]))
-    environment = {**wanted, **os.environ} | ({} if side == "ours" else {"PYTHONPATH": paths})
+    environment = {**wanted, **os.environ} if side == "ours" else trl_environment(args.trl)
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure_size(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    sides = _SIDES[args.dtype]
+    sides = SIDES[args.dtype]
     rounds = [{side: run_side(side, tokens, args) for side in sides} for _ in range(args.rounds)]
     medians = {side: statistics.median(s for each in rounds for s in each[side]["seconds"]) for side in sides}
     count = max(1, tokens // args.length) * args.length
@@ -147,8 +154,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--dtype", choices=_SIDES, default="bfloat16", help="what ours computes in")
-    parser.add_argument("--side", choices=_SIDES["bfloat16"][1:], help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=SIDES, default="bfloat16", help="what ours computes in")
+    parser.add_argument("--side", choices=SIDES["bfloat16"][1:], help=argparse.SUPPRESS)
     parser.add_argument("--side-tokens", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:

@@ -54,6 +54,10 @@ class RunLayout:
         return self.root / "configs"
 
     @property
+    def secret(self) -> Path:
+        return self.root / ".secret"
+
+    @property
     def lock(self) -> Path:
         return self.root / ".lock"
 

@@ -1,0 +1,231 @@
+"""How long does a whole step take, generation and training, next to TRL's GRPO trainer on the same machine?
+
+Both sides train the same model on the same prompts (reverse-text), with the same number of completions, all of one length: no
+side stops early. Ours is a real `rl` run: vLLM, orchestrator and trainer, one step asynchronous, as configs/smollm2/rl.toml has
+it. TRL's is its own loop with its fastest settings on a CPU: generation of all completions at once by transformers, training of
+32 at a time, no gradient checkpointing, "medium" precision of float32 products.
+
+    pip install --target DIRECTORY --no-deps trl==1.16.0
+    uv run python scripts/bench/whole_step.py --trl DIRECTORY --model models/smollm2 [--dtype float32] [--completions 64]
+        [--length 64] [--repeats 5] [--rounds 1]
+
+The sides take turns, each in processes of its own. Seconds are from the end of a step to the end of the next, medians over all
+repeats after the warm-up. The last line is one JSON object. `trl_*` is TRL with float32 weights, `trl_bfloat16_*` with bfloat16
+weights and moments, which lose small updates; `ratio_to_*` is tokens trained a second, ours over TRL's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import verifiers as vf
+from beside_trl import AT_ONCE, SIDES, Clock, trl_environment
+from training import hardware
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trivet.config.layout import RunLayout
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs/smollm2/rl.toml"
+TASK = {"needs_tags": False, "min_length": 5, "max_length": 12}
+"""The arguments of reverse-text in `CONFIG`."""
+GROUP_SIZE = 8
+WARM_UP = 3
+"""Steps before a run's own rhythm: the first batches are generated while nothing is trained."""
+TRL_WARM_UP = 1
+"""Its steps are all alike after the first."""
+LIMIT_S = 3600
+POLL_S = 0.2
+
+
+def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own: seconds of each step of TRL's loop, and of its generation."""
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[reportMissingImports]  it is nowhere but in --trl
+
+    torch.set_float32_matmul_precision("medium")
+    environment = vf.load_environment("reverse-text", **TASK)
+    dataset = environment.get_dataset().select_columns(["prompt", "answer"])
+    score = environment.rubric.funcs[0]
+    generation_s: list[float] = []
+    num_tokens: list[int] = []
+
+    class Trainer(GRPOTrainer):
+        """Takes the time of generation."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            started = time.perf_counter()
+            made = super()._generate_and_score_completions(inputs)
+            generation_s.append(time.perf_counter() - started)
+            num_tokens.append(int(made["prompt_mask"].sum() + made["completion_mask"].sum()))
+            return made
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = Trainer(
+            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.side.removeprefix("trl_"))),
+            processing_class=AutoTokenizer.from_pretrained(args.model),
+            reward_funcs=lambda completions, answer, **_: [
+                score(made, text) for made, text in zip(completions, answer, strict=True)
+            ],
+            train_dataset=dataset,
+            callbacks=[clock],
+            args=GRPOConfig(
+                output_dir=scratch,
+                per_device_train_batch_size=min(args.completions, AT_ONCE),
+                gradient_accumulation_steps=max(1, args.completions // AT_ONCE),
+                num_generations=GROUP_SIZE,
+                max_completion_length=args.length,
+                generation_kwargs={"min_new_tokens": args.length},
+                max_steps=TRL_WARM_UP + args.repeats,
+                learning_rate=1e-6,
+                max_grad_norm=1.0,
+                beta=0.0,
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                save_strategy="no",
+                logging_strategy="no",
+                report_to="none",
+            ),
+        )
+        started, cpu_started = time.perf_counter(), time.process_time()
+        trainer.train()
+        busy = (time.process_time() - cpu_started) / (time.perf_counter() - started)
+    return {
+        "seconds": clock.seconds[TRL_WARM_UP:],
+        "parts": {"generation": statistics.median(generation_s[TRL_WARM_UP:])},
+        "tokens": statistics.median(num_tokens[TRL_WARM_UP:]),
+        "cores_busy": busy,
+        "peak_rss_gib": psutil.Process().memory_info().rss / 2**30,
+    }
+
+
+def measure_ours(args: argparse.Namespace) -> dict[str, Any]:
+    """A run as a user starts it: seconds from one trained step to the next, and what the trainer says of them."""
+    with tempfile.TemporaryDirectory() as scratch:
+        layout = RunLayout(Path(scratch) / "run")
+        flags = {
+            "--output-dir": layout.root,
+            "--max-steps": WARM_UP + args.repeats,
+            "--model.name": Path(args.model).absolute(),
+            "--trainer.model.compute-dtype": args.dtype,
+            "--trainer.optim.lr": 1e-6,
+            "--ckpt.interval": 10_000,
+            "--orchestrator.batch-size": args.completions,
+            "--orchestrator.rollouts-per-example": GROUP_SIZE,
+            "--orchestrator.sampling.max-tokens": args.length,
+            "--orchestrator.sampling.extra-body": '{"ignore_eos": true}',
+        }
+        metrics = layout.metrics / "trainer.jsonl"
+        words = [str(word) for pair in flags.items() for word in pair]
+        command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(CONFIG), *words]
+        run = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        usage = _watch(run, metrics)
+        if run.returncode:
+            raise RuntimeError(f"the run ended with {run.returncode}: start it by hand to see why: {' '.join(command)}")
+        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    measured = steps[WARM_UP:]
+    parts = ("wait_for_batch", "forward_backward", "optimizer", "wait_for_policy")
+    return usage | {
+        "seconds": [later["time"] - earlier["time"] for earlier, later in zip(steps[WARM_UP - 1 :], measured, strict=False)],
+        "parts": {part: statistics.median(step.get(f"time/{part}", 0.0) for step in measured) for part in parts},
+        "tokens": statistics.median(step["perf/throughput"] * step["time/step"] for step in measured),
+    }
+
+
+def _watch(run: psutil.Popen, metrics: Path) -> dict[str, float]:
+    """Until the run ends: the cores that its processes keep busy after the warm-up, and their memory.
+
+    A page that several processes share is counted once for each.
+    """
+    marks: list[tuple[float, float]] = []
+    peak, deadline = 0, time.monotonic() + LIMIT_S
+    while run.poll() is None:
+        if time.monotonic() > deadline:
+            run.terminate()
+            raise TimeoutError(f"the run did not end within {LIMIT_S} s")
+        cpu_s, rss = 0.0, 0
+        for process in [run, *run.children(recursive=True)]:
+            try:
+                times = process.cpu_times()
+                cpu_s, rss = cpu_s + times.user + times.system, rss + process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        peak = max(peak, rss)
+        if metrics.exists() and len(metrics.read_bytes().splitlines()) >= WARM_UP:
+            marks.append((time.perf_counter(), cpu_s))
+        time.sleep(POLL_S)
+    # the last polls see processes end, and with them their times
+    (first_at, first_s), (last_at, last_s) = marks[0], max(marks, key=lambda mark: mark[1])
+    return {"cores_busy": (last_s - first_s) / (last_at - first_at), "peak_rss_gib": peak / 2**30}
+
+
+def measure_side(side: str, args: argparse.Namespace) -> dict[str, Any]:
+    if side == "ours":
+        return measure_ours(args)
+    words = [f"--{name}={getattr(args, name)}" for name in ("model", "dtype", "completions", "length", "repeats")]
+    command = [sys.executable, __file__, *words, f"--side={side}"]
+    done = subprocess.run(command, env=trl_environment(args.trl), check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl", type=Path, help="where TRL is installed")
+    parser.add_argument("--model", required=True, help="a model directory")
+    parser.add_argument("--dtype", choices=SIDES, default="bfloat16", help="what ours computes in")
+    parser.add_argument("--completions", type=int, default=64, help=f"of a step, in groups of {GROUP_SIZE}")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--side", choices=SIDES["bfloat16"][1:], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(measure_trl(args)))
+        return
+    if args.trl is None or not (args.trl / "trl").is_dir():
+        parser.error("--trl names a directory with TRL in it: pip install --target DIRECTORY --no-deps trl==1.16.0")
+    sides = SIDES[args.dtype]
+    rounds = [{side: measure_side(side, args) for side in sides} for _ in range(args.rounds)]
+    medians = {side: statistics.median(s for each in rounds for s in each[side]["seconds"]) for side in sides}
+    found: dict[str, Any] = {}
+    for side in sides:
+        last = rounds[-1][side]
+        found |= {
+            f"{side}_step_s": round(medians[side], 3),
+            f"{side}_spread_s": round(max(last["seconds"]) - min(last["seconds"]), 3),
+            f"{side}_parts_s": {part: round(seconds, 3) for part, seconds in last["parts"].items()},
+            f"{side}_tokens_per_s": round(last["tokens"] / medians[side], 1),
+            f"{side}_cores_busy": round(last["cores_busy"], 2),
+            f"{side}_peak_rss_gib": round(max(each[side]["peak_rss_gib"] for each in rounds), 2),
+        }
+    ratios = {f"ratio_to_{side}": round(found["ours_tokens_per_s"] / found[f"{side}_tokens_per_s"], 3) for side in sides[1:]}
+    found = {key.replace("trl_float32", "trl"): value for key, value in (found | ratios).items()}
+    config = {key: getattr(args, key) for key in ("model", "completions", "length", "repeats", "rounds")}
+    print(
+        json.dumps(
+            {
+                "benchmark": "whole_step",
+                "dtype": args.dtype,
+                **found,
+                "tokens": rounds[-1]["ours"]["tokens"],
+                "config": config,
+                "cores": os.cpu_count(),
+                "hardware": hardware(),
+                "torch": torch.__version__,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The run's secret: whoever has it may change the run, nobody else can.
+
+It lies in a file that its owner alone may read, never in a configuration, an argument or a log. The launcher makes it and names
+the file to its roles by an environment variable; a resumed run keeps it.
+"""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from trivet.config.layout import RunLayout
+from trivet.errors import ConfigError
+
+SECRET_FILE = "TRIVET_SECRET_FILE"
+"""The variable that names the file."""
+_NUM_BYTES = 32
+_OTHERS = 0o077
+"""Permissions of everyone but the owner."""
+
+
+class RunSecret:
+    """32 random bytes, which nothing prints by accident.
+
+    >>> secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
+    >>> headers = {"Authorization": f"Bearer {secret.token}"}
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    @property
+    def token(self) -> str:
+        """What admin routes want as their bearer token: the 64 hexadecimal digits of the file."""
+        return self._key.hex()
+
+    def derive(self, purpose: str) -> bytes:
+        """A key of 32 bytes for one purpose, from which neither the secret nor another purpose's key can be computed."""
+        return hashlib.blake2b(purpose.encode(), key=self._key, digest_size=_NUM_BYTES).digest()
+
+
+def find_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> RunSecret:
+    """The secret in the file that `environ` names, else that of the output directory, which is made when it has none.
+
+    Raises:
+        ConfigError: the named file is missing, is not a secret, or other users may read it.
+    """
+    if named := environ.get(SECRET_FILE):
+        return read_secret(Path(named))
+    return make_secret(layout.secret)
+
+
+def make_secret(file: Path) -> RunSecret:
+    """Write a new secret unless the file is there; returns what it holds. Several processes may call it at one moment.
+
+    Raises:
+        ConfigError: the file cannot be written, is not a secret, or other users may read it.
+    """
+    own = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+            written.write(f"{secrets.token_hex(_NUM_BYTES)}\n")
+            written.flush()
+            os.fsync(written.fileno())
+        try:
+            os.link(own, file)  # fails where another process was first
+        except FileExistsError:
+            pass
+        finally:
+            own.unlink()
+    except OSError as exc:
+        raise ConfigError(f"output_dir {str(file.parent)!r} cannot be written: {exc.strerror}; choose another") from exc
+    return read_secret(file)
+
+
+def read_secret(file: Path) -> RunSecret:
+    """
+    Raises:
+        ConfigError: the file is missing, is not a secret, or other users may read it.
+    """
+    try:
+        with file.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            text = opened.read(2 * _NUM_BYTES + 2)
+    except OSError as exc:
+        raise ConfigError(
+            f"the run's secret cannot be read from {file}: {exc.strerror}; name the file of the run with {SECRET_FILE}"
+        ) from exc
+    if mode & _OTHERS:
+        raise ConfigError(f"other users may read the run's secret in {file}: chmod 600 it")
+    try:
+        key = bytes.fromhex(text.decode("ascii").strip())
+    except ValueError:
+        key = b""
+    if len(key) != _NUM_BYTES:
+        raise ConfigError(f"{file} does not hold a run's secret, which is {2 * _NUM_BYTES} hexadecimal digits")
+    return RunSecret(key)
