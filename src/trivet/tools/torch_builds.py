@@ -24,7 +24,7 @@ def mismatched_companions(versions: Mapping[str, str]) -> Sequence[str]:
 
 
 def removal_command(names: Sequence[str]) -> str:
-    """Return the command of pip's world; in an environment that uv made, `uv pip uninstall` takes the same names."""
+    """Return pip's command that removes `names`; in an environment that uv made, `uv pip uninstall` takes the same names."""
     return f"pip uninstall --yes {' '.join(names)}"
 
 
