@@ -32,6 +32,7 @@ from beside_trl import AT_ONCE, SIDES, Clock, trl_environment
 from training import hardware
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from reverse_text import plain_reversal_reward
 from trivet.config.layout import RunLayout
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,6 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_float32_matmul_precision("medium")
     environment = vf.load_environment("reverse-text", **TASK)
     dataset = environment.get_dataset().select_columns(["prompt", "answer"])
-    score = environment.rubric.funcs[0]
     generation_s: list[float] = []
     num_tokens: list[int] = []
 
@@ -73,9 +73,7 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
         trainer = Trainer(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.side.removeprefix("trl_"))),
             processing_class=AutoTokenizer.from_pretrained(args.model),
-            reward_funcs=lambda completions, answer, **_: [
-                score(made, text) for made, text in zip(completions, answer, strict=True)
-            ],
+            reward_funcs=lambda completions, answer, **_: list(map(plain_reversal_reward, completions, answer)),
             train_dataset=dataset,
             callbacks=[clock],
             args=GRPOConfig(
