@@ -34,6 +34,7 @@ from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
 from trivet.orchestrator.waker import Waker
+from trivet.secret import find_secret
 from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
@@ -213,6 +214,7 @@ async def _sender(config: OrchestratorConfig) -> AsyncIterator[BatchSender]:
     layout = RunLayout(config.output_dir)
     sender = ZmqSender(
         config.rollout_transport,
+        secret=find_secret(layout, environ=os.environ),
         run_id=config.run.id,
         attempt=config.run.attempt,
         has_arrived=lambda batch: is_trained(batch, layout),
