@@ -191,15 +191,19 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
     )
 
 
-def torchrun(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
+def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
     """The command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
-    return (python, "-m", "trivet.trainer.torchrun", str(num_ranks), module, *arguments)
+    return (python, "-m", "trivet.trainer.rank_starter", str(num_ranks), module, *arguments)
 
 
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
-    """Environment defaults of trainer ranks on one machine; torchrun alone would give each rank one thread."""
-    threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
-    return threads | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else {})
+    """Environment defaults of trainer ranks on one machine: they share its cores, and connect over loopback."""
+    common = {
+        "OMP_NUM_THREADS": str(max(1, num_cpus // num_ranks)),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    return common | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else {})
 
 
 def _teacher_ids(config: RLConfig, num_gpus: int) -> list[int]:
@@ -354,7 +358,7 @@ def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}
     return ProcessSpec(
         name=TRAINER,
-        argv=torchrun(python, "trivet.trainer.main", ("@", str(file)), num_ranks=num_ranks),
+        argv=rank_command(python, "trivet.trainer.main", ("@", str(file)), num_ranks=num_ranks),
         log=RunLayout(config.output_dir).log_file("trainer.stdout"),
         env=hidden if is_on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)},
         env_defaults={

@@ -63,7 +63,7 @@ def test_three_roles_are_started_from_their_resolved_files() -> None:
         "outputs/configs/inference.toml",
     )
     assert process(planned, "trainer").argv[2:] == (
-        "trivet.trainer.torchrun",
+        "trivet.trainer.rank_starter",
         "1",
         "trivet.trainer.main",
         "@",
