@@ -156,6 +156,9 @@ def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
 ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 """vLLM's own routes under /v1, which load and unload adapters by name, work too."""
 
+LOOPBACK_ENVIRONMENT = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Defaults: where the processes of one server listen for each other. Otherwise it is where the machine's name leads to."""
+
 JSON_LOG_ENVIRONMENT = {"VLLM_LOGGING_CONFIG_PATH": JSON_LOG_CONFIG}
 """The engine's processes, which import vLLM anew, write JSON too."""
 

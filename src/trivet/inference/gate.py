@@ -8,6 +8,7 @@ import hmac
 import ipaddress
 from urllib.parse import urlsplit
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -56,6 +57,11 @@ class Gate:
             "this route wants the run's secret as its bearer token: it lies in .secret of the server's output_dir; name that "
             f"file with {SECRET_FILE}",
         )
+
+
+def guard(app: FastAPI, *, token: str, host: str) -> None:
+    """Put the gate around `app`, whose middleware vLLM may have put together already: then none can be added the usual way."""
+    app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token=token, host=host)
 
 
 def _is_open(path: str) -> bool:

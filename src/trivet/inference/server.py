@@ -27,6 +27,7 @@ from trivet.inference.arguments import (
     COMMON_ENVIRONMENT,
     EAGER_CPU_ENVIRONMENT,
     JSON_LOG_ENVIRONMENT,
+    LOOPBACK_ENVIRONMENT,
     cpu_environment,
     refuse_unknown,
     vllm_arguments,
@@ -71,7 +72,8 @@ def serve(config: InferenceConfig) -> int:
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
     arguments = vllm_arguments(config, is_cpu=is_cpu, token=secret.token)
     is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache_directory()))
+    for name, value in {**LOOPBACK_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory())}.items():
+        os.environ.setdefault(name, value)
     os.environ.update(
         COMMON_ENVIRONMENT
         | (ADAPTER_ENVIRONMENT if config.enable_lora else {})
@@ -215,7 +217,7 @@ async def _serve_http(
 
         from trivet.inference.answers import version_chat, version_tokens
         from trivet.inference.continued_chats import continue_chats
-        from trivet.inference.gate import Gate
+        from trivet.inference.gate import guard
         from trivet.inference.named_adapters import NamedAdapters
         from trivet.inference.policy_loader import PolicyLoader
         from trivet.inference.routes import add_routes, make_router
@@ -238,7 +240,7 @@ async def _serve_http(
     version_tokens(app.state.serving_tokens)
     adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
     add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters))
-    app.add_middleware(Gate, token=secret.token, host=args.host)
+    guard(app, token=secret.token, host=args.host)
     serving = asyncio.create_task(
         serve_http(
             app,

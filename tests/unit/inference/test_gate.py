@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from trivet.config.inference import InferenceConfig
 from trivet.inference.arguments import vllm_arguments
-from trivet.inference.gate import Gate
+from trivet.inference.gate import guard
 from trivet.inference.routes import add_routes, make_router
 from trivet.weights.manifest import Manifest
 from trivet.wire.versions import PolicyVersion
@@ -67,7 +67,7 @@ def ask(method: str, path: str, *, host: str = "127.0.0.1", loader: Any = None, 
     add_routes(app, make_router(loader or Loader(), Engine(), model_name="m"))
     arguments = vllm_arguments(InferenceConfig(), is_cpu=True, token=TOKEN)
     app.add_middleware(CORSMiddleware, allow_origins=arguments["allowed_origins"], allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Gate, token=TOKEN, host=host)
+    guard(app, token=TOKEN, host=host)
 
     async def scenario() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:
