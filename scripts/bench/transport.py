@@ -124,7 +124,10 @@ def measure_lists(port: int, batches: list[Batch]) -> list[float]:
         requester.connect(f"tcp://127.0.0.1:{port}")
         for batch in batches:
             start = time.perf_counter()
-            rows = [{name: getattr(row, name).tolist() for name in MicroBatch.__struct_fields__} for row in batch.micro_batches]
+            rows = [
+                {name: array.tolist() for name in MicroBatch.__struct_fields__ if (array := getattr(row, name)) is not None}
+                for row in batch.micro_batches
+            ]
             requester.send(msgspec.msgpack.encode(rows))
             requester.recv()
             times.append(time.perf_counter() - start)

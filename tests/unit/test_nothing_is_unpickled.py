@@ -1,4 +1,4 @@
-"""Nothing that arrives may be unpickled: read from the sources (docs/security.md)."""
+"""Nothing that arrives may be unpickled: read from the sources."""
 
 import ast
 from collections.abc import Iterator

@@ -84,7 +84,7 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
         dist.destroy_process_group()
 
 
-def _open_store(num_ranks: int) -> dist.Store:
+def _open_store(num_ranks: int) -> "dist.HashStore | dist.FileStore":  # type: ignore[reportPrivateImportUsage]  # as below
     """Where the ranks of this machine find each other's addresses: nothing listens for it."""
     if num_ranks == 1:
         return dist.HashStore()  # type: ignore[reportPrivateImportUsage]  # public, only not declared

@@ -68,11 +68,12 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 class _Handshakes:
     """Counts the handshakes of a socket that failed. Use it from the thread that uses the socket."""
 
-    def __init__(self, socket: "zmq.Socket[Any]") -> None:
+    def __init__(self, socket: "zmq.Socket[Any]", context: "zmq.Context[Any]") -> None:
         self._socket = socket
         address = f"inproc://handshakes-{id(socket)}"
         socket.monitor(address, _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._events = zmq.Context.shadow(socket.context.underlying).socket(zmq.PAIR)
+        # What comes from a context of asyncio would have to be awaited.
+        self._events: zmq.Socket[bytes] = zmq.Context[zmq.Socket[bytes]](shadow=context).socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
         # An event that finds no place would block the thread that does the sending and receiving.
         self._events.setsockopt(zmq.RCVHWM, 0)
@@ -145,7 +146,7 @@ class ZmqSender:
         _bound_and_keep_alive(self._socket)
         self._socket.curve_serverkey, _ = derive_keys(secret)
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._handshakes = _Handshakes(self._socket)
+        self._handshakes = _Handshakes(self._socket, self._context)
         self._strangers = RepeatedWarning(logger)
         self._socket.connect(_address(config))
 
@@ -236,7 +237,7 @@ class ZmqReceiver:
         self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = derive_keys(secret)
-        self._handshakes = _Handshakes(self._socket)
+        self._handshakes = _Handshakes(self._socket, self._context)
         self._strangers = RepeatedWarning(logger)
         self._where = f"{config.host}:{config.port}"
         try:
