@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +14,12 @@ from support.listening import Listener, listeners_of
 from support.processes import descendants_of
 from support.rl_run import CONFIG, Run
 from trivet.config.layout import STABLE
+from trivet.launcher.plan import rank_command, rank_environment
 from trivet.secret import read_secret
 
 MAX_STEPS = 2
 RANKS = 2
+TRAINED_WITHIN_S = 600.0
 
 
 class Watch:
@@ -69,6 +73,31 @@ def test_the_list_tells_what_listens_on_loopback_from_what_listens_everywhere() 
             ("udp", datagrams, False),
         ):
             assert found[protocol, sock.getsockname()[1]] is is_loopback
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_ranks_by_themselves_listen_on_loopback_alone(num_ranks: int, tiny_model: Path, tmp_path: Path) -> None:
+    flags = {"model.name": tiny_model, "model.compute-dtype": "float32", "model.seq-len": 64, "max-steps": 2}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words += ["--output-dir", str(tmp_path / "run"), "--data.fake.batch-size", "4", "--device", "cpu"]
+    with (tmp_path / "trainer.log").open("wb") as log:
+        starter = subprocess.Popen(
+            rank_command(sys.executable, "trivet.trainer.main", words, num_ranks=num_ranks),
+            env=os.environ | rank_environment(num_ranks, num_cpus=2, is_on_cpu=True),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        with Watch(starter.pid) as watch:
+            code = starter.wait(TRAINED_WITHIN_S)
+    finally:
+        starter.kill()
+        starter.wait()
+    assert code == 0, (tmp_path / "trainer.log").read_text()[-3000:]
+    print(*sorted(watch.found), sep="\n")
+    assert all(listener.is_loopback for listener in watch.found)
+    assert len(watch.found) >= num_ranks
 
 
 @pytest.fixture
