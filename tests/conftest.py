@@ -4,11 +4,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.servers import ServerProcess, run_server
+from support.servers import ServerProcess, reload_weights, run_server
 from support.tiny_models import tiny_model_writer
 
 # How long an example takes says how busy the machine is.
@@ -44,5 +43,5 @@ def _shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture
 def inference_server(_shared_server: ServerProcess) -> str:
     """Base URL of the one real server of the session, which serves `tiny_model` in float32 from its start weights."""
-    httpx.post(f"{_shared_server.base_url}/reload_weights", timeout=60).raise_for_status()
+    reload_weights(_shared_server.base_url)
     return _shared_server.base_url

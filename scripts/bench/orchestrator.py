@@ -50,6 +50,7 @@ from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.orchestrator.waker import Waker
+from trivet.secret import RunSecret
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.groups import SamplingArguments
@@ -57,6 +58,8 @@ from trivet.wire.rollouts import Rollout
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 GROUP_SIZE = 8
+SECRET = RunSecret(bytes(32))
+"""Of both processes; what it is has no part in the time."""
 LATENCY_S = 1.0
 """Mean, of each group in the environment that costs nothing; spread, as no server ends everything at one moment."""
 OVERSAMPLING = 5.0
@@ -96,7 +99,7 @@ def free_port() -> int:
 def drain(config: TransportConfig, num_steps: int, ready: Any) -> None:
     """The other process: acknowledges every batch."""
     die_with_parent()
-    receiver = ZmqReceiver(config, run_id=OrchestratorConfig().run.id)
+    receiver = ZmqReceiver(config, secret=SECRET, run_id=OrchestratorConfig().run.id)
     ready.send(True)
     for step in range(1, num_steps + 1):
         receiver.receive(Step(step))
@@ -179,7 +182,7 @@ def run_loop(
 
     async def measure() -> None:
         telemetry = Telemetry("orchestrator", layout=RunLayout(directory), run=config.run, shown_samples=None)
-        sender = ZmqSender(config.rollout_transport, run_id=config.run.id)
+        sender = ZmqSender(config.rollout_transport, secret=SECRET, run_id=config.run.id)
         try:
             loop = make_loop(config, run_group, sender, telemetry, examples)
             loop.gauges = lambda: on_step(loop)

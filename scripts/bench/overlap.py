@@ -30,19 +30,22 @@ from trivet.config.shared import TransportConfig
 from trivet.lifetime import die_with_parent
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw
+from trivet.secret import RunSecret
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 GROUP_SIZE = 8
+SECRET = RunSecret(bytes(32))
+"""Of both processes; what it is has no part in the time."""
 BATCH_SIZE = 64
 
 
 def train(config: TransportConfig, num_steps: int, seconds: float, published: Connection) -> None:
     """The trainer: receives, computes for a while, publishes."""
     die_with_parent()
-    receiver = ZmqReceiver(config, run_id=OrchestratorConfig().run.id)
+    receiver = ZmqReceiver(config, secret=SECRET, run_id=OrchestratorConfig().run.id)
     published.send(0)
     for step in range(1, num_steps + 1):
         receiver.receive(Step(step))
@@ -83,7 +86,7 @@ def step_seconds(level: int, *, generate_s: float, train_s: float, num_steps: in
 
     async def measure(published: Connection) -> None:
         telemetry = Telemetry("orchestrator", layout=RunLayout(directory), run=config.run)
-        sender = ZmqSender(config.rollout_transport, run_id=config.run.id)
+        sender = ZmqSender(config.rollout_transport, secret=SECRET, run_id=config.run.id)
         try:
             loop = make_loop(config, run_group, sender, telemetry, EXAMPLES)
             loop.gauges = lambda: times.append(time.perf_counter()) or {}

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import platform
 import signal
 import socket
@@ -27,12 +28,14 @@ from trivet.config.client import ClientConfig
 from trivet.config.dump import to_toml
 from trivet.config.environment import EnvConfig
 from trivet.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
+from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig, PolicyModelConfig, SamplingConfig
 from trivet.config.shared import CkptConfig, TransportConfig
 from trivet.environments.load import load_environment
 from trivet.environments.model_client import make_model_client
 from trivet.environments.sampling import request_arguments, sampling_arguments
 from trivet.orchestrator.start import open_environments, run
+from trivet.secret import find_secret
 from trivet.transport.zeromq import ZmqReceiver
 from trivet.wire.versions import Step
 
@@ -78,7 +81,8 @@ def orchestrator_config(args: argparse.Namespace, directory: Path, port: int) ->
 
 
 def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: list[float], is_over: threading.Event) -> None:
-    receiver = ZmqReceiver(config.rollout_transport, run_id=config.run.id)
+    secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
+    receiver = ZmqReceiver(config.rollout_transport, secret=secret, run_id=config.run.id)
     try:
         receiver.receive(Step(0))  # the self-check, empty here
         for step in range(1, (config.max_steps or 0) + 1):

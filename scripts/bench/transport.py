@@ -34,12 +34,15 @@ import zmq
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.shared import TransportConfig
 from trivet.lifetime import die_with_parent
+from trivet.secret import RunSecret
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.codec import encode
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
+SECRET = RunSecret(bytes(32))
+"""Of both processes; what it is has no part in the time."""
 WARM_UP = 5
 BLOCKS = 5
 """Messages are timed in this many blocks; median and spread are over blocks."""
@@ -66,7 +69,7 @@ def make_batch(*, step: int, num_rollouts: int, num_tokens: int) -> Batch:
 
 def receive_all(config: TransportConfig, num_messages: int, ready: Connection) -> None:
     die_with_parent()
-    receiver = ZmqReceiver(config, run_id="bench")
+    receiver = ZmqReceiver(config, secret=SECRET, run_id="bench")
     ready.send(True)
     for step in range(1, num_messages + 1):
         receiver.receive(Step(step))
@@ -84,7 +87,7 @@ def start_receiver(target: Callable[..., None], *args: object) -> multiprocessin
 
 
 async def time_sends(config: TransportConfig, batches: list[Batch]) -> list[float]:
-    sender = ZmqSender(config, run_id="bench")
+    sender = ZmqSender(config, secret=SECRET, run_id="bench")
     times = []
     for batch in batches:
         start = time.perf_counter()
@@ -121,7 +124,10 @@ def measure_lists(port: int, batches: list[Batch]) -> list[float]:
         requester.connect(f"tcp://127.0.0.1:{port}")
         for batch in batches:
             start = time.perf_counter()
-            rows = [{name: getattr(row, name).tolist() for name in MicroBatch.__struct_fields__} for row in batch.micro_batches]
+            rows = [
+                {name: array.tolist() for name in MicroBatch.__struct_fields__ if (array := getattr(row, name)) is not None}
+                for row in batch.micro_batches
+            ]
             requester.send(msgspec.msgpack.encode(rows))
             requester.recv()
             times.append(time.perf_counter() - start)

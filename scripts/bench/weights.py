@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import RunLayout
+from trivet.secret import make_secret
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
 
@@ -65,7 +66,8 @@ async def measure(
 
 async def run(model: Path, directory: Path, *, port: int, repeats: int) -> dict[str, object]:
     layout = RunLayout(directory)
-    async with aclosing(InferenceClient(f"http://127.0.0.1:{port}", timeout_s=600)) as client:
+    secret = make_secret(layout.secret)
+    async with aclosing(InferenceClient(f"http://127.0.0.1:{port}", timeout_s=600, find_token=lambda: secret.token)) as client:
         await client.wait_ready(600)
         times = await measure(client, layout, model_writer(model), repeats=repeats)
     num_bytes = sum(path.stat().st_size for path in layout.weights_step(1).iterdir())
@@ -92,11 +94,13 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trivet-bench-") as scratch:
         model = args.model or make_tiny_model(Path(scratch) / "tiny")
+        directory = Path(scratch) / "outputs"
         command = [sys.executable, "-m", "trivet.inference.server", "--model.name", str(model), "--server.port", str(args.port)]
+        command += ["--output-dir", str(directory)]
         with (Path(scratch) / "inference.stdout").open("wb") as log:
             server = subprocess.Popen([*command, "--model.enforce-eager", "true"], stdout=log, stderr=subprocess.STDOUT)
         try:
-            result = asyncio.run(run(model, Path(scratch) / "outputs", port=args.port, repeats=args.repeats))
+            result = asyncio.run(run(model, directory, port=args.port, repeats=args.repeats))
         finally:
             server.terminate()
             server.wait(30)

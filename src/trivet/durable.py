@@ -40,10 +40,11 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def _digest(path: Path, algorithm: "hashlib._Hash | xxhash.xxh3_128") -> tuple[int, str]:
-    """Size and hexadecimal digest of `path`."""
+    """Size and hexadecimal digest of `path`, as far as it went when it was opened: it may grow faster than it is read."""
     num_bytes = 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        size = os.fstat(file.fileno()).st_size
+        while chunk := file.read(min(_CHUNK_BYTES, size - num_bytes)):
             algorithm.update(chunk)
             num_bytes += len(chunk)
     return num_bytes, algorithm.hexdigest()

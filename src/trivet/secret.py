@@ -10,11 +10,9 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from trivet.config.layout import RunLayout
+from trivet.config.layout import SECRET_FILE, RunLayout
 from trivet.errors import ConfigError
 
-SECRET_FILE = "TRIVET_SECRET_FILE"
-"""The variable that names the file."""
 _NUM_BYTES = 32
 _OTHERS = 0o077
 """Permissions of everyone but the owner."""
@@ -40,15 +38,24 @@ class RunSecret:
         return hashlib.blake2b(purpose.encode(), key=self._key, digest_size=_NUM_BYTES).digest()
 
 
+def share_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which roles find the secret that `find_secret` finds, wherever they run; the secret is made if need be.
+
+    Raises:
+        ConfigError: as `find_secret`.
+    """
+    find_secret(layout, environ=environ)
+    return {SECRET_FILE: str(Path(environ.get(SECRET_FILE) or layout.secret).absolute())}
+
+
 def find_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> RunSecret:
     """The secret in the file that `environ` names, else that of the output directory, which is made when it has none.
 
     Raises:
         ConfigError: the named file is missing, is not a secret, or other users may read it.
     """
-    if named := environ.get(SECRET_FILE):
-        return read_secret(Path(named))
-    return make_secret(layout.secret)
+    named = Path(environ.get(SECRET_FILE) or layout.secret).absolute()
+    return make_secret(named) if named == layout.secret.absolute() else read_secret(named)
 
 
 def make_secret(file: Path) -> RunSecret:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from support.processes import wait_until
 from support.rl_run import Run
-from support.servers import run_server
+from support.servers import run_server, secret_shared
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.faults import Action, Fault, Schedule, happened_directory
@@ -59,7 +59,10 @@ MakeRun = Callable[..., Run]
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("server") / "inference.stdout"
-    with run_server(tiny_model, log=log, deterministic="true", **{"model.max_model_len": "128"}) as server:
+    with (
+        run_server(tiny_model, log=log, deterministic="true", **{"model.max_model_len": "128"}) as server,
+        secret_shared(server),
+    ):
         yield server.base_url
 
 

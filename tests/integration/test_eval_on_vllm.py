@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from support.adapters import publish_adapter
 from support.rl_run import ENVIRONMENTS, Run
-from support.servers import run_server
+from support.servers import reload_weights, run_server, secret_shared
 from trivet.config.layout import RunLayout
 from trivet.weights.manifest import describe_start_model, verify
 
@@ -62,7 +62,7 @@ id = "vowels"
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("server") / "inference.stdout"
     flags = {"deterministic": "true", "enable_lora": "true", "max_lora_rank": "8", "model.max_model_len": "256"}
-    with run_server(tiny_model, log=log, **flags) as server:
+    with run_server(tiny_model, log=log, **flags) as server, secret_shared(server):
         yield server.base_url
 
 
@@ -110,7 +110,7 @@ def test_the_steps_of_a_run_score_what_the_run_itself_measured(server: str, tiny
 
 
 def test_adapters_are_evaluated_and_one_of_another_base_is_refused(server: str, tiny_model: Path, tmp_path: Path) -> None:
-    httpx.post(f"{server}/reload_weights", timeout=240).raise_for_status()
+    reload_weights(server)
     layout = RunLayout(tmp_path / "run")
     for version in (1, 2):
         publish_adapter(layout, base=tiny_model, version=version)

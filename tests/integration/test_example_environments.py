@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.processes import heed_signals
-from support.servers import ServerProcess, run_server
+from support.servers import ServerProcess, run_server, secret_shared
 from trivet.config.layout import STABLE, RunLayout
 from trivet.telemetry.events import read_events
 from trivet.wire.events import Train
@@ -59,7 +59,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "inference.stdout"
     tools = {"model.enable-auto-tool-choice": "true", "model.tool-call-parser": "hermes"}
-    with run_server(warm_model, log=log, **tools) as running:
+    with run_server(warm_model, log=log, **tools) as running, secret_shared(running):
         yield running
 
 

@@ -15,16 +15,17 @@ import pytest
 from support.oracle import Oracle
 from support.processes import wait_until
 from support.served import CHAT, assert_serves, chat, greedy
-from support.servers import run_server
+from support.servers import bearer, open_client, run_server, secret_file
 from support.tiny_models import publish_tiny_model
-from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import MANIFEST, RunLayout
 from trivet.durable import write_json_atomically
 from trivet.errors import InferenceError
+from trivet.secret import make_secret
 from trivet.stacks import STACKS_SIGNAL
 from trivet.weights.manifest import describe, describe_start_model
 from trivet.wire.versions import PolicyVersion
 
+OPEN = {"/health", "/ping", "/policy", "/version", "/load", "/metrics", "/tokenize", "/detokenize", "/inference/v1/generate"}
 pytestmark = pytest.mark.vllm
 
 
@@ -32,7 +33,7 @@ def test_every_reload_serves_exactly_the_weights_of_its_directory(
     inference_server: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        async with aclosing(InferenceClient(inference_server + "/v1", timeout_s=240)) as client:
+        async with aclosing(open_client(inference_server + "/v1", timeout_s=240)) as client:
             start = describe_start_model(tiny_model)
             assert await client.model_name() == str(tiny_model)
             assert (await client.policy()).digest == start.digest
@@ -55,7 +56,7 @@ def test_a_model_with_its_own_head_is_reloaded_whole_and_sigterm_ends_the_server
     tiny_model_untied: Path, tmp_path: Path
 ) -> None:
     async def scenario(base_url: str) -> None:
-        async with aclosing(InferenceClient(base_url, timeout_s=240)) as client:
+        async with aclosing(open_client(base_url, timeout_s=240)) as client:
             await assert_serves(client, tiny_model_untied)
             layout = RunLayout(tmp_path)
             publish_tiny_model(layout, version=1, tied=False)
@@ -90,7 +91,7 @@ def test_a_directory_that_is_not_whole_is_refused_and_the_old_policy_goes_on(
     inference_server: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        async with aclosing(InferenceClient(inference_server, timeout_s=240)) as client:
+        async with aclosing(open_client(inference_server, timeout_s=240)) as client:
             layout = RunLayout(tmp_path)
             publish_tiny_model(layout, version=1)
             weights = layout.weights_step(1) / "model.safetensors"
@@ -113,7 +114,7 @@ def test_a_policy_that_the_engine_cannot_load_leaves_the_old_one_served(
     inference_server: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        async with aclosing(InferenceClient(inference_server, timeout_s=240)) as client:
+        async with aclosing(open_client(inference_server, timeout_s=240)) as client:
             layout = RunLayout(tmp_path)
             publish_tiny_model(layout, version=1)
             layout.weights_step(1).joinpath("model.safetensors").write_bytes(b"not weights")
@@ -160,7 +161,7 @@ def test_a_completion_that_spans_an_update_carries_both_versions(
     publish_tiny_model(layout, version=1)
 
     async def scenario() -> None:
-        async with aclosing(InferenceClient(inference_server, timeout_s=480)) as client, asyncio.TaskGroup() as tasks:
+        async with aclosing(open_client(inference_server, timeout_s=480)) as client, asyncio.TaskGroup() as tasks:
             spanning = tasks.create_task(chat(inference_server, max_tokens=900, ignore_eos=True, n=2), name="spanning")
             async with busy(inference_server):
                 await client.update_weights(layout.weights_step(1))
@@ -193,7 +194,7 @@ def test_no_prefix_of_an_older_policy_is_reused_while_a_request_keeps_the_cache_
     prompt = [4 + index % 90 for index in range(600)]
 
     async def scenario() -> None:
-        async with aclosing(InferenceClient(inference_server, timeout_s=480)) as client, busy(inference_server):
+        async with aclosing(open_client(inference_server, timeout_s=480)) as client, busy(inference_server):
             await greedy(client, prompt, num_tokens=2)
             await client.update_weights(layout.weights_step(1))
             answer = await client.generate(prompt, max_tokens=8, temperature=1.0, seed=1)
@@ -214,7 +215,7 @@ def test_requests_around_an_update_are_answered_by_exactly_the_policies_they_nam
     prompts = [[4 + (seed + index) % 80 for index in range(900)] for seed in range(32)]
 
     async def scenario() -> None:
-        client = InferenceClient(inference_server, timeout_s=480)
+        client = open_client(inference_server, timeout_s=480)
         async with aclosing(client), busy(inference_server), asyncio.TaskGroup() as tasks:
             requests = [
                 tasks.create_task(client.generate(prompt, max_tokens=12, temperature=1.0, seed=seed), name=f"seed {seed}")
@@ -234,6 +235,52 @@ def test_requests_around_an_update_are_answered_by_exactly_the_policies_they_nam
 
 
 def test_a_bad_request_is_told_what_is_wrong_with_it(inference_server: str) -> None:
-    response = httpx.post(f"{inference_server}/update_weights", json={"weight_dir": "weights/step_1"})
+    response = httpx.post(
+        f"{inference_server}/update_weights", json={"weight_dir": "weights/step_1"}, headers=bearer(inference_server)
+    )
     assert response.status_code in (400, 422)
     assert "relative" in json.dumps(response.json())
+
+
+@pytest.mark.parametrize("origin", [None, "https://evil.example"])
+def test_no_route_that_changes_the_server_is_open(inference_server: str, origin: str | None) -> None:
+    """Asks every route that the real server has, with the other verbs too, as a stranger and as a web page would."""
+    headers = {"Origin": origin} if origin else {}
+    described = httpx.get(f"{inference_server}/openapi.json", headers=bearer(inference_server), timeout=60).json()
+    routes = {(verb.upper(), path) for path, verbs in described["paths"].items() for verb in verbs}
+    assert {("POST", "/update_weights"), ("POST", "/reload_weights"), ("POST", "/load_lora_adapter")} <= routes
+    before = httpx.get(f"{inference_server}/policy", timeout=60).json()
+    codes = {
+        (verb, path): httpx.request(verb, inference_server + path, headers=headers, json={}, timeout=60).status_code
+        for verb, path in sorted(routes)
+    }
+    is_open = {path for (_, path), code in codes.items() if code != 401}
+    print("open routes:", *sorted(is_open))
+    assert not [path for path in is_open if not path.startswith("/v1/") and path not in OPEN]
+    assert not [path for path in is_open if "adapter" in path]
+    assert httpx.get(f"{inference_server}/policy", timeout=60).json() == before
+    preflight = {**headers, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    allowed = httpx.options(f"{inference_server}/update_weights", headers=preflight, timeout=60)
+    assert "access-control-allow-origin" not in allowed.headers
+
+
+def test_a_page_whose_name_was_led_here_is_refused(inference_server: str) -> None:
+    rebound = httpx.post(f"{inference_server}/v1/chat/completions", headers={"Host": "evil.example"}, json={}, timeout=60)
+    assert rebound.status_code == 403
+
+
+def test_a_server_with_a_key_wants_it_or_the_secret_for_answers(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "inference.stdout"
+    with run_server(tiny_model, log=log, **{"server.api-key": "asking"}) as server:
+        models, policy = f"{server.base_url}/v1/models", f"{server.base_url}/policy"
+        assert httpx.get(models, timeout=60).status_code == 401
+        assert httpx.get(models, headers={"Authorization": "Bearer asking"}, timeout=60).status_code == 200
+        assert httpx.get(models, headers=bearer(server.base_url), timeout=60).status_code == 200
+        assert httpx.get(policy, timeout=60).status_code == 200
+        asked_to_change = httpx.post(
+            f"{server.base_url}/reload_weights", headers={"Authorization": "Bearer asking"}, timeout=60
+        )
+        assert asked_to_change.status_code == 401
+    said = log.read_text()
+    assert "asking" not in said
+    assert make_secret(secret_file(server.base_url)).token not in said

@@ -14,9 +14,8 @@ import pytest
 from support.adapters import publish_adapter, write_adapter, write_merged
 from support.oracle import Oracle
 from support.served import CHAT, assert_serves, chat
-from support.servers import run_server
+from support.servers import bearer, open_client, reload_weights, run_server
 from support.tiny_models import publish_tiny_model
-from trivet.client.inference_client import InferenceClient
 from trivet.config.layout import RunLayout
 from trivet.errors import InferenceError
 from trivet.weights.manifest import describe_start_model
@@ -35,7 +34,7 @@ def _server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def server(_server: str) -> str:
     """Serves `tiny_model` in float32, without an adapter."""
-    httpx.post(f"{_server}/reload_weights", timeout=240).raise_for_status()
+    reload_weights(_server)
     return _server
 
 
@@ -51,7 +50,7 @@ def test_a_published_adapter_answers_for_the_policy_and_takes_the_place_of_the_o
     layout = RunLayout(tmp_path)
 
     async def scenario() -> None:
-        async with aclosing(InferenceClient(server, timeout_s=240)) as client:
+        async with aclosing(open_client(server, timeout_s=240)) as client:
             await assert_serves(client, tiny_model)
             for version in (1, 2, 3):
                 manifest = publish_adapter(layout, base=tiny_model, version=version)
@@ -72,7 +71,7 @@ def test_a_completion_that_spans_a_new_adapter_carries_both_versions(server: str
     merged = write_merged(tmp_path / "merged", adapter=layout.weights_step(1), base=tiny_model)
 
     async def scenario() -> None:
-        async with aclosing(InferenceClient(server, timeout_s=480)) as client, asyncio.TaskGroup() as tasks:
+        async with aclosing(open_client(server, timeout_s=480)) as client, asyncio.TaskGroup() as tasks:
             spanning = tasks.create_task(chat(server, max_tokens=900, ignore_eos=True), name="spanning")
             body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
             http = httpx.AsyncClient(base_url=server, timeout=480)
@@ -104,7 +103,7 @@ def test_an_adapter_after_whole_weights_stands_on_the_start_model_again(server: 
     merged = write_merged(tmp_path / "merged", adapter=layout.weights_step(2), base=tiny_model)
 
     async def scenario() -> None:
-        async with aclosing(InferenceClient(server, timeout_s=240)) as client:
+        async with aclosing(open_client(server, timeout_s=240)) as client:
             await client.update_weights(layout.weights_step(2))
             await client.update_weights(layout.weights_step(1))
             await assert_serves(client, layout.weights_step(1))
@@ -123,7 +122,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_policy_before_served(server: st
     merged = write_merged(tmp_path / "merged", adapter=layout.weights_step(1), base=tiny_model)
 
     async def scenario() -> None:
-        async with aclosing(InferenceClient(server, timeout_s=240)) as client:
+        async with aclosing(open_client(server, timeout_s=240)) as client:
             await client.update_weights(layout.weights_step(1))
             with pytest.raises(InferenceError, match=r"500: .*rank 32 is greater than max_lora_rank 8.*policy 1 is served"):
                 await client.update_weights(layout.weights_step(2))
@@ -141,10 +140,11 @@ def test_adapters_under_names_of_their_own_are_served_beside_the_policy(server: 
     policy = write_merged(tmp_path / "policy", adapter=layout.weights_step(1), base=tiny_model)
 
     def load(name: str, path: Path) -> httpx.Response:
-        return httpx.post(f"{server}/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)}, timeout=240)
+        body = {"lora_name": name, "lora_path": str(path)}
+        return httpx.post(f"{server}/load_lora_adapter", json=body, headers=bearer(server), timeout=240)
 
     async def scenario() -> None:
-        async with aclosing(InferenceClient(server, timeout_s=240)) as client:
+        async with aclosing(open_client(server, timeout_s=240)) as client:
             await client.update_weights(layout.weights_step(1))
             # More names than stay loaded: the policy's own adapter is never the one to go.
             for seed, name in enumerate(("mine", "mine", "yours", "mine"), start=10):

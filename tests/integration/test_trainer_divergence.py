@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from trivet.config.layout import RunLayout
-from trivet.launcher.plan import rank_environment, torchrun
+from trivet.launcher.plan import rank_command, rank_environment
 from trivet.transport.recording import record_batch
 from trivet.weights.catalog import published_versions
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
@@ -61,7 +61,7 @@ def test_a_recorded_batch_that_is_not_finite_ends_both_ranks_with_3_and_names_st
     }
     arguments = [str(word) for pair in flags.items() for word in pair]
     ended = subprocess.run(
-        torchrun(sys.executable, "trivet.trainer.main", arguments, num_ranks=2),
+        rank_command(sys.executable, "trivet.trainer.main", arguments, num_ranks=2),
         env=os.environ | rank_environment(2, num_cpus=2, is_on_cpu=True),
         capture_output=True,
         text=True,

@@ -113,7 +113,7 @@ class Run:
         """The process that the launcher started for a role."""
         assert self.process is not None
         modules = {"inference": "trivet.inference.server", "orchestrator": "trivet.orchestrator.command"}
-        module = modules.get(name, "trivet.trainer.torchrun")
+        module = modules.get(name, "trivet.trainer.rank_starter")
         found = descendants_with(module, self.process.pid)
         assert found, f"no process of {name}: {self.output[-4000:]}"
         return found[0]

@@ -12,9 +12,16 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from support.processes import find_free_port
+from trivet.client.inference_client import InferenceClient
+from trivet.config.client import server_root
+from trivet.config.layout import SECRET_FILE, RunLayout
+from trivet.secret import make_secret
 
+_secret_files: dict[str, Path] = {}
+"""Of servers that run, by their addresses."""
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 60
 
@@ -45,6 +52,7 @@ def run_server(model: Path, *, log: Path, **overrides: str) -> Iterator[ServerPr
         "cpu-kv-cache-gib": "0.125",
         "server.port": str(port),
         "output-dir": str(log.parent),
+        "server.weight-dirs": str(log.parent.parent),  # where pytest has the directories of all tests
         **{name.replace("_", "-"): value for name, value in overrides.items()},
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -57,6 +65,7 @@ def run_server(model: Path, *, log: Path, **overrides: str) -> Iterator[ServerPr
             start_new_session=True,
         )
     server = ServerProcess(base_url=f"http://127.0.0.1:{port}", model=model, process=process, log=log)
+    _secret_files[server.base_url] = RunLayout(log.parent).secret
     try:
         _wait_ready(server)
         yield server
@@ -68,6 +77,34 @@ def run_server(model: Path, *, log: Path, **overrides: str) -> Iterator[ServerPr
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def secret_file(base_url: str) -> Path:
+    """Of the run that the server belongs to."""
+    return _secret_files[server_root(base_url)]
+
+
+def bearer(base_url: str) -> dict[str, str]:
+    """The header that lets a request change the server."""
+    return {"Authorization": f"Bearer {make_secret(secret_file(base_url)).token}"}
+
+
+def open_client(base_url: str, *, timeout_s: float) -> InferenceClient:
+    """A client that may change the server."""
+    return InferenceClient(base_url, timeout_s=timeout_s, find_token=lambda: make_secret(secret_file(base_url)).token)
+
+
+@contextmanager
+def secret_shared(server: ServerProcess) -> Iterator[None]:
+    """Commands that are started meanwhile have the secret of a server that they did not start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SECRET_FILE, str(secret_file(server.base_url)))
+        yield
+
+
+def reload_weights(base_url: str) -> None:
+    """Have the server go back to its start weights."""
+    httpx.post(f"{base_url}/reload_weights", headers=bearer(base_url), timeout=240).raise_for_status()
 
 
 def _wait_ready(server: ServerProcess) -> None:

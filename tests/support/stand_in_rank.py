@@ -1,4 +1,4 @@
-"""A trainer rank without its work: `python -m support.stand_in_rank BEHAVIOUR` under torchrun, or alone.
+"""A trainer rank without its work: `python -m support.stand_in_rank BEHAVIOUR`, alone or with others.
 
 It writes `rank_RANK.up`, or `rank_alone.up`. `wait` waits to be ended; a number is the exit code of rank 1 and of a rank alone.
 """

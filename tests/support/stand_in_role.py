@@ -6,13 +6,13 @@ On SIGUSR1 the orchestrator has the trainer end after its step, as the real one 
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
+from trivet.listening import listen
 from trivet.telemetry import progress
 
 _SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -35,10 +35,7 @@ def main(name: str, behaviour: str, port: int, attempt: int) -> int:
         else [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), *_SLEEPER]
     )
     subprocess.Popen(command, start_new_session=True)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen()
+    with listen("127.0.0.1", port):
         print(f"12:00:00 SUCCESS Step 1 | {name}", flush=True)
         progress.note(step=1)
         Path(f"{name}.up").write_text(str(attempt))

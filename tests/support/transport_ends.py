@@ -9,12 +9,14 @@ import zmq
 
 from support.processes import find_free_port
 from trivet.config.shared import TransportConfig
+from trivet.secret import RunSecret
 from trivet.transport.memory import MemoryReceiver, MemorySender
-from trivet.transport.zeromq import ZmqReceiver, ZmqSender
+from trivet.transport.zeromq import ZmqReceiver, ZmqSender, derive_keys
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 
 Frames = list[bytes]
 Relay = Callable[[Frames, Callable[[Frames], bytes | None]], bytes | None]
+SECRET = RunSecret(bytes(range(32)))
 
 
 def make_batch(step: int, *, num_tokens: int = 8, purpose: BatchPurpose = BatchPurpose.TRAIN) -> Batch:
@@ -46,6 +48,11 @@ class ZmqRelay:
         self._front, self._back = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
         for end in (self._front, self._back):
             end.setsockopt(zmq.LINGER, 0)
+        public, private = derive_keys(SECRET)
+        self._front.curve_server = True
+        self._front.curve_secretkey = private
+        self._back.curve_serverkey = public
+        self._back.curve_publickey, self._back.curve_secretkey = zmq.curve_keypair()
         self._front.bind(f"tcp://127.0.0.1:{self.port}")
         self._back.connect(f"tcp://127.0.0.1:{target}")
         self._is_closing = threading.Event()
@@ -83,7 +90,10 @@ class Ends:
         self._stack = stack
 
     def receiver(self, config, *, run_id="run", attempt=1):
-        receiver = {"memory": MemoryReceiver, "zeromq": ZmqReceiver}[self.kind](config, run_id=run_id, attempt=attempt)
+        if self.kind == "memory":
+            receiver = MemoryReceiver(config, run_id=run_id, attempt=attempt)
+        else:
+            receiver = ZmqReceiver(config, secret=SECRET, run_id=run_id, attempt=attempt)
         self._stack.callback(receiver.close)
         return receiver
 
@@ -96,7 +106,7 @@ class Ends:
                 between = ZmqRelay(relay, target=config.port)
                 self._stack.callback(between.close)
                 config = config.model_copy(update={"port": between.port})
-            sender = ZmqSender(config, run_id=run_id, attempt=attempt)
+            sender = ZmqSender(config, secret=SECRET, run_id=run_id, attempt=attempt)
         self._stack.push_async_callback(sender.aclose)
         return sender
 

@@ -11,12 +11,13 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
-    {"errors", "stacks", "loop_lag", "durable", "closed_output", "machine", "imports"},
+    {"errors", "stacks", "loop_lag", "durable", "closed_output", "machine", "imports", "listening"},
     {"lifetime", "faults", "lock", "dependencies"},
     {"startup"},
     {"wire", "disk"},
     {"algorithms"},
     {"config"},
+    {"secret"},
     {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints", "examples"},
     {"evaluation", "inference", "trainer", "launcher"},
     {"orchestrator"},

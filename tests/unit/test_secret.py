@@ -2,12 +2,13 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from trivet.config.layout import RunLayout
+from trivet.config.layout import SECRET_FILE, RunLayout
 from trivet.errors import ConfigError
-from trivet.secret import SECRET_FILE, find_secret, make_secret, read_secret
+from trivet.secret import find_secret, make_secret, read_secret, share_secret
 
 
 def test_a_secret_is_made_once_for_its_owner_alone(tmp_path):
@@ -63,3 +64,14 @@ def test_keys_of_different_purposes_differ_and_nothing_prints_them(tmp_path):
     assert secret.derive("a") == make_secret(tmp_path / ".secret").derive("a")
     assert len({secret.derive("a"), secret.derive("b"), bytes.fromhex(secret.token)}) == 3
     assert secret.token not in f"{secret!r} {secret}"
+
+
+def test_roles_get_the_absolute_path_of_the_secret_that_was_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layout = RunLayout(Path("run"))
+    assert share_secret(layout, environ={}) == {SECRET_FILE: str(tmp_path / "run" / ".secret")}
+    make_secret(tmp_path / "elsewhere")
+    assert share_secret(layout, environ={SECRET_FILE: "elsewhere"}) == {SECRET_FILE: str(tmp_path / "elsewhere")}
+    (tmp_path / "run" / ".secret").unlink()
+    assert share_secret(layout, environ={SECRET_FILE: "run/.secret"}) == {SECRET_FILE: str(tmp_path / "run" / ".secret")}
+    assert find_secret(layout, environ={}).token == read_secret(tmp_path / "run" / ".secret").token

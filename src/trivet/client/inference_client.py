@@ -99,6 +99,7 @@ class InferenceClient:
         *,
         timeout_s: float,
         api_key: str | None = None,
+        find_token: Callable[[], str | None] = lambda: None,
         headers: Mapping[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -108,11 +109,13 @@ class InferenceClient:
         Args:
             base_url: with or without `/v1`.
             timeout_s: longest time for one request.
+            find_token: the token of the run's secret, asked for when the server is to change; no other request carries it.
             headers: sent with every request.
             transport: for tests; unset: TCP.
         """
         self.base_url = server_root(base_url)
         self._timeout_s = timeout_s
+        self._find_token = find_token
         self._clock = clock
         self._sleep = sleep
         sent = {**(headers or {}), **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
@@ -174,11 +177,13 @@ class InferenceClient:
         Raises:
             PolicyRefused: the directory is not whole.
         """
-        return await self._ask("POST", "/update_weights", PolicyStatus, body={"weight_dir": _absolute(directory)})
+        return await self._ask(
+            "POST", "/update_weights", PolicyStatus, body={"weight_dir": _absolute(directory)}, token=self._find_token()
+        )
 
     async def reload_weights(self) -> PolicyStatus:
         """Have the server go back to the start weights, version 0."""
-        return await self._ask("POST", "/reload_weights", PolicyStatus)
+        return await self._ask("POST", "/reload_weights", PolicyStatus, token=self._find_token())
 
     async def model_name(self) -> str:
         """The name that requests must give; a server of ours names it first."""
@@ -251,8 +256,10 @@ class InferenceClient:
         *,
         body: dict[str, Any] | None = None,
         timeout_s: float | None = None,
+        token: str | None = None,
     ) -> AnswerT:
-        response = await self._request(method, path, body=body, timeout_s=min(self._timeout_s, timeout_s or self._timeout_s))
+        limit_s = min(self._timeout_s, timeout_s or self._timeout_s)
+        response = await self._request(method, path, body=body, timeout_s=limit_s, token=token)
         try:
             return msgspec.json.decode(response.content, type=kind)
         except msgspec.DecodeError as exc:
@@ -261,18 +268,23 @@ class InferenceClient:
                 f"{response.text[:_REASON_CHARS]}; is it `uv run inference`?"
             ) from exc
 
-    async def _request(self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> httpx.Response:
-        response = await self._send(method, path, timeout_s=timeout_s, body=body)
+    async def _request(
+        self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None, token: str | None = None
+    ) -> httpx.Response:
+        response = await self._send(method, path, timeout_s=timeout_s, body=body, token=token)
         if response.is_error:
             kind = PolicyRefused if response.status_code == httpx.codes.CONFLICT else InferenceError
             raise kind(f"{method} {self.base_url}{path} was answered with {response.status_code}: {_reason(response)}")
         return response
 
-    async def _send(self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> httpx.Response:
+    async def _send(
+        self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None, token: str | None = None
+    ) -> httpx.Response:
         asked = f"{method} {self.base_url}{path}"
+        headers = {"Authorization": f"Bearer {token}"} if token else None
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._http.request(method, path, json=body, timeout=timeout_s)
+                return await self._http.request(method, path, json=body, timeout=timeout_s, headers=headers)
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise InferenceTimeout(f"{asked} was not answered within {timeout_s:.0f} s") from exc
         except httpx.HTTPError as exc:

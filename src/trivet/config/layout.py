@@ -7,6 +7,8 @@ from pathlib import Path
 STABLE = "STABLE"
 COMMITTED = "COMMITTED"
 MANIFEST = "manifest.json"
+SECRET_FILE = "TRIVET_SECRET_FILE"
+"""The variable that names the file of the run's secret; every other variable with this prefix sets a configuration key."""
 _STEP = re.compile(r"step_(\d+)")
 
 

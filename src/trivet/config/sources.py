@@ -19,6 +19,7 @@ from trivet.config.arguments import FlagArgument
 from trivet.config.base import Section
 from trivet.config.findings import Findings
 from trivet.config.keys import Key, Shape, as_list, as_table, find_key
+from trivet.config.layout import SECRET_FILE
 from trivet.config.origins import Draft, Node, Tree, annotate
 from trivet.errors import ConfigError
 
@@ -71,7 +72,7 @@ def read_environment(environ: Mapping[str, str]) -> list[Entry]:
             path=tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")), value=Text(text), origin=f"variable {name}"
         )
         for name, text in sorted(environ.items())
-        if name.startswith(ENVIRONMENT_PREFIX)
+        if name.startswith(ENVIRONMENT_PREFIX) and name != SECRET_FILE
     ]
 
 

@@ -16,9 +16,12 @@ from trivet.client.inference_client import InferenceClient, PolicyStatus
 from trivet.client.server import Policy, Server
 from trivet.client.server_pool import ServerPool
 from trivet.config.client import ClientConfig
+from trivet.config.layout import SECRET_FILE, RunLayout
+from trivet.config.shared import DEFAULT_OUTPUT_DIR
 from trivet.errors import ConfigError, InferenceError, WeightsError
 from trivet.evaluation.placement import Servers
 from trivet.evaluation.targets import Target, complete_steps
+from trivet.secret import find_secret
 from trivet.weights.manifest import read_manifest
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
@@ -86,9 +89,14 @@ async def connect(
         ConfigError: a server is down, servers are of two kinds, or one holds a policy that could not be put back.
     """
 
+    def find_token() -> str | None:
+        layout = RunLayout(weights_dir.parent if weights_dir is not None else DEFAULT_OUTPUT_DIR)
+        is_there = SECRET_FILE in environ or layout.secret.exists()
+        return find_secret(layout, environ=environ).token if is_there else None
+
     def make_client(url: str) -> InferenceClient:
         key = config.api_key(url, environ)
-        return InferenceClient(url, timeout_s=config.admin_timeout, api_key=key, headers=config.headers)
+        return InferenceClient(url, timeout_s=config.admin_timeout, api_key=key, find_token=find_token, headers=config.headers)
 
     if config.elastic is not None:
         return await OwnServers.open(config, make_client=make_client, clients=[], weights_dir=weights_dir)
@@ -275,7 +283,8 @@ def _findable(client: InferenceClient, status: PolicyStatus, weights_dir: Path |
         raise ConfigError(
             f"{client.base_url} serves policy {status.version} with digest {status.digest[:12]}, which is not in "
             f"{weights_dir or 'any weights_dir'}, so that it could not be put back afterwards: another run may use this server. "
-            f"Evaluate on one of your own, or have it go back to its start weights: curl -X POST {client.base_url}/reload_weights"
+            f"Evaluate on one of your own, or have it go back to its start weights: curl -X POST -H "
+            f'"Authorization: Bearer $(cat .secret)" {client.base_url}/reload_weights, with .secret in the server\'s output_dir'
         )
     return Policy(version=status.version, digest=status.digest, directory=directory)
 

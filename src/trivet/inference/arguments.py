@@ -30,6 +30,7 @@ _KEYS = {
     "seed": "inference.seed",
     "host": "inference.server.host",
     "port": "inference.server.port",
+    "api_key": "inference.server.api_key",
     "uvicorn_log_level": "inference.log.level",
 }
 """vLLM's arguments that have a key of ours."""
@@ -51,8 +52,11 @@ JSON_LOG_CONFIG = str(Path(__file__).with_name("json_logging.json"))
 """Loggers of vLLM and uvicorn, for `log.json_logging`: both have handlers of their own."""
 
 
-def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
+def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict[str, Any]:
     """Arguments of vLLM's engine and API server by name; what is absent keeps vLLM's default.
+
+    Args:
+        token: of the run's secret, which opens what `server.api_key` closes.
 
     Raises:
         ConfigError: `vllm_args` sets what another key or the server itself sets.
@@ -79,6 +83,8 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
         "port": config.server.port,
         "uvicorn_log_level": config.log.level,
         "disable_uvicorn_access_log": True,
+        # No web page has a reason to ask a run's server; vLLM's default lets every page do so.
+        "allowed_origins": [],
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
         "generation_config": "vllm",
@@ -91,6 +97,8 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
+    if config.server.api_key is not None:
+        arguments["api_key"] = [config.server.api_key, token]
     if config.enable_lora:
         arguments |= {
             "enable_lora": True,
@@ -147,6 +155,9 @@ def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
 
 ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 """vLLM's own routes under /v1, which load and unload adapters by name, work too."""
+
+LOOPBACK_ENVIRONMENT = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Defaults: where the processes of one server listen for each other. Otherwise it is where the machine's name leads to."""
 
 JSON_LOG_ENVIRONMENT = {"VLLM_LOGGING_CONFIG_PATH": JSON_LOG_CONFIG}
 """The engine's processes, which import vLLM anew, write JSON too."""

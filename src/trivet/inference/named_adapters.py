@@ -1,5 +1,6 @@
 """Adapters under names of their own, beside the policy: what a request is answered by that gives such a name as its `model`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -7,15 +8,18 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
 from trivet.errors import WeightsError
+from trivet.inference.weight_roots import require_below
 
 
 class NamedAdapters:
     """Fulfils `routes.Adapters`."""
 
-    def __init__(self, models: OpenAIServingModels) -> None:
+    def __init__(self, models: OpenAIServingModels, *, roots: Sequence[Path]) -> None:
         self._models = models
+        self._roots = roots
 
     async def load(self, name: str, *, path: Path) -> None:
+        require_below(self._roots, path)
         answer = await self._models.load_lora_adapter(
             LoadLoRAAdapterRequest(lora_name=name, lora_path=str(path), load_inplace=True)
         )

@@ -3,17 +3,24 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from trivet.errors import InferenceError, WeightsError
 from trivet.faults import reach
 from trivet.inference.policy_ledger import PolicyLedger
+from trivet.inference.weight_roots import require_below
 from trivet.weights.adapters import base_of, is_adapter, is_same_model
 from trivet.weights.manifest import Manifest, describe_start_model, verify
 
 logger = logging.getLogger(__name__)
+
+_MAX_GROWTH = 4
+"""A policy is as large as the start model, or twice as large when the trainer's dtype is wider. What claims to be more is not read:
+a sparse file of any size costs whoever wrote it nothing, and every later load waits for this one."""
+_MAX_EXTRA_BYTES = 1 << 30
+"""Tokenizer and the like, and adapters beside a tiny model."""
 
 
 class Engine(Protocol):
@@ -45,7 +52,7 @@ class Engine(Protocol):
 
 class PolicyLoader:
     """
-    >>> loader = PolicyLoader(engine, model_name=name, start_directory=directory, on_broken=stop)
+    >>> loader = PolicyLoader(engine, model_name=name, start_directory=directory, roots=[weights], on_broken=stop)
     >>> await loader.prepare()
     >>> await loader.load(Path("outputs/weights/step_7"))
     >>> loader.policy.version
@@ -58,6 +65,7 @@ class PolicyLoader:
         *,
         model_name: str,
         start_directory: Path,
+        roots: Sequence[Path],
         on_broken: Callable[[], None],
         timeout_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
@@ -66,12 +74,14 @@ class PolicyLoader:
         Args:
             model_name: what adapters must name as their base.
             start_directory: where the start model's files lie.
+            roots: directories below which policies may be loaded from.
             on_broken: called when the engine holds neither the new weights nor the ones before; it stays paused.
             timeout_s: longest time for the engine to pause, and for it to load.
         """
         self._engine = engine
         self._model_name = model_name
         self._start_directory = start_directory
+        self._roots = roots
         self._on_broken = on_broken
         self._timeout_s = timeout_s
         self._clock = clock
@@ -97,12 +107,15 @@ class PolicyLoader:
     async def load(self, directory: Path) -> Manifest:
         """
         Raises:
-            WeightsError: `directory` is not whole, or an adapter that cannot be served here; the policy before is still served,
-                undisturbed.
+            WeightsError: `directory` is elsewhere, much larger than the start model or not whole, or an adapter that cannot be
+                served here; the policy before is still served, undisturbed.
             InferenceError: the engine could not load it; the policy before is served again.
         """
+        assert self._start is not None
+        require_below(self._roots, directory)
+        limit = _MAX_GROWTH * self._start.num_bytes + _MAX_EXTRA_BYTES
         async with self._lock:
-            manifest = await asyncio.to_thread(verify, directory)
+            manifest = await asyncio.to_thread(verify, directory, max_bytes=limit)
             if is_adapter(directory):
                 self._require_servable(directory)
             reach("reload.before", step=manifest.version)

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from trivet.inference.arguments import (
     COMMON_ENVIRONMENT,
     EAGER_CPU_ENVIRONMENT,
     JSON_LOG_ENVIRONMENT,
+    LOOPBACK_ENVIRONMENT,
     cpu_environment,
     refuse_unknown,
     vllm_arguments,
@@ -34,8 +35,10 @@ from trivet.inference.arguments import (
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.inference.positions import position_overrides
 from trivet.lifetime import die_with_parent
+from trivet.listening import is_held
 from trivet.lock import holder_of
 from trivet.machine import compile_cache_directory
+from trivet.secret import RunSecret, find_secret
 from trivet.stacks import show_tasks_on_signal
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
@@ -66,9 +69,11 @@ def serve(config: InferenceConfig) -> int:
     progress.doing("loading the model")
     arm(config.faults.schedule)
     is_cpu = not _has_cuda_build()
-    arguments = vllm_arguments(config, is_cpu=is_cpu)
+    secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
+    arguments = vllm_arguments(config, is_cpu=is_cpu, token=secret.token)
     is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache_directory()))
+    for name, value in {**LOOPBACK_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory())}.items():
+        os.environ.setdefault(name, value)
     os.environ.update(
         COMMON_ENVIRONMENT
         | (ADAPTER_ENVIRONMENT if config.enable_lora else {})
@@ -85,7 +90,8 @@ def serve(config: InferenceConfig) -> int:
     import uvloop
 
     args = _make_namespace({**arguments, **position_overrides(config)}, config.vllm_args)
-    return uvloop.run(_run(args, is_one_process=is_one_process))
+    roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs]
+    return uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process))
 
 
 def is_beside_a_run(output_dir: Path, *, parent: int) -> bool:
@@ -124,13 +130,13 @@ def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]
     return args
 
 
-async def _run(args: Namespace, *, is_one_process: bool) -> int:
+async def _run(args: Namespace, *, secret: RunSecret, roots: Sequence[Path], is_one_process: bool) -> int:
     signal.signal(signal.SIGTERM, _end_while_starting)
     sock = _listen(args)
     try:
         engine = _start_engine(args, is_one_process=is_one_process)
         try:
-            return await _serve_http(engine, args, sock)
+            return await _serve_http(engine, args, sock, secret=secret, roots=roots)
         finally:
             engine.shutdown(timeout=0)
     finally:
@@ -146,7 +152,7 @@ def _listen(args: Namespace) -> socket.socket:
     from vllm.entrypoints.launchers.launcher import setup_server
 
     try:
-        _, sock = setup_server(args, reuse_port=False)
+        _, sock = setup_server(args, reuse_port=is_held(args.host, args.port))
     except OSError as exc:
         raise ConfigError(
             f"inference.server cannot listen on {args.host}:{args.port}: {exc.strerror}; choose another port"
@@ -201,7 +207,9 @@ def _inspect_here(model: Path) -> None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
 
-async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.socket) -> int:
+async def _serve_http(
+    engine: "VersionedEngine", args: Namespace, sock: socket.socket, *, secret: RunSecret, roots: Sequence[Path]
+) -> int:
     with without_collections():
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -209,6 +217,7 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
 
         from trivet.inference.answers import version_chat, version_tokens
         from trivet.inference.continued_chats import continue_chats
+        from trivet.inference.gate import guard
         from trivet.inference.named_adapters import NamedAdapters
         from trivet.inference.policy_loader import PolicyLoader
         from trivet.inference.routes import add_routes, make_router
@@ -219,7 +228,9 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
         if not ended.done():
             ended.set_result(exit_code)
 
-    loader = PolicyLoader(engine, model_name=args.model, start_directory=_model_directory(args.model), on_broken=lambda: end(1))
+    loader = PolicyLoader(
+        engine, model_name=args.model, start_directory=_model_directory(args.model), roots=roots, on_broken=lambda: end(1)
+    )
     await loader.prepare()
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
@@ -227,8 +238,9 @@ async def _serve_http(engine: "VersionedEngine", args: Namespace, sock: socket.s
     version_chat(app.state.openai_serving_chat)
     continue_chats(app.state.openai_serving_chat)
     version_tokens(app.state.serving_tokens)
-    adapters = NamedAdapters(app.state.openai_serving_models) if engine.serves_adapters else None
+    adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
     add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters))
+    guard(app, token=secret.token, host=args.host)
     serving = asyncio.create_task(
         serve_http(
             app,

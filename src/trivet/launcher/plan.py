@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from trivet.checkpoints.settings import EVERY_KEY
 from trivet.config.base import Section
-from trivet.config.inference import InferenceConfig
+from trivet.config.client import ClientConfig
+from trivet.config.inference import InferenceConfig, ServerConfig
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.resolve import LOCAL_HOSTS
@@ -21,6 +22,8 @@ from trivet.errors import ConfigError
 from trivet.machine import Machine
 
 INFERENCE, TEACHER, ORCHESTRATOR, TRAINER = "inference", "teacher", "orchestrator", "trainer"
+SERVER_KEY, TEACHER_KEY = "INFERENCE_SERVER_KEY", "TEACHER_SERVER_KEY"
+"""Variables by which the orchestrator gets `server.api_key` of the servers that the run starts."""
 SHARED_GPU_MEMORY = 0.5
 """Share of a GPU that the inference server takes when the trainer or a teacher needs the same one."""
 SHARED_TEACHER_MEMORY = 0.25
@@ -188,15 +191,19 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
     )
 
 
-def torchrun(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
+def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
     """The command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
-    return (python, "-m", "trivet.trainer.torchrun", str(num_ranks), module, *arguments)
+    return (python, "-m", "trivet.trainer.rank_starter", str(num_ranks), module, *arguments)
 
 
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
-    """Environment defaults of trainer ranks on one machine; torchrun alone would give each rank one thread."""
-    threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // num_ranks)), "GLOO_SOCKET_IFNAME": "lo"}
-    return threads | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else {})
+    """Environment defaults of trainer ranks on one machine: they share its cores, and connect over loopback."""
+    common = {
+        "OMP_NUM_THREADS": str(max(1, num_cpus // num_ranks)),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    return common | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else {})
 
 
 def _teacher_ids(config: RLConfig, num_gpus: int) -> list[int]:
@@ -263,19 +270,18 @@ def _replicas(inference: InferenceConfig, num_gpus: int, *, name: str) -> int:
 
 def _orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step: int | None) -> OrchestratorConfig:
     orchestrator = config.orchestrator
-    urls = orchestrator.client.base_url
+    client = orchestrator.client
     if config.inference is not None:
-        urls = [_with_port(url, configured=config.inference.server.port, actual=ports.inference) for url in urls]
+        client = _of_own_server(client, config.inference.server, port=ports.inference, key_variable=SERVER_KEY)
     teacher = orchestrator.teacher_model
     if config.teacher_inference is not None and teacher is not None:
-        configured = config.teacher_inference.server.port
-        asked = [_with_port(url, configured=configured, actual=ports.teacher) for url in teacher.client.base_url]
-        teacher = teacher.model_copy(update={"client": teacher.client.model_copy(update={"base_url": asked})})
+        asked = _of_own_server(teacher.client, config.teacher_inference.server, port=ports.teacher, key_variable=TEACHER_KEY)
+        teacher = teacher.model_copy(update={"client": asked})
     return orchestrator.model_copy(
         update={
             "run": run,
             "teacher_model": teacher,
-            "client": orchestrator.client.model_copy(update={"base_url": urls}),
+            "client": client,
             "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
             "ckpt": _resumed(orchestrator.ckpt, resume_step),
         }
@@ -299,6 +305,14 @@ def _resumed(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
     if ckpt.resume_from is not None:
         update |= {"resume_from": None, "allow_changes": [EVERY_KEY]}
     return ckpt.model_copy(update=update)
+
+
+def _of_own_server(client: ClientConfig, server: ServerConfig, *, port: int, key_variable: str) -> ClientConfig:
+    """`client` for a server that this run starts on `port`."""
+    update: dict[str, object] = {"base_url": [_with_port(url, configured=server.port, actual=port) for url in client.base_url]}
+    if server.api_key is not None:
+        update["api_key_var"] = [key_variable]
+    return client.model_copy(update=update)
 
 
 def _with_port(url: str, *, configured: int, actual: int) -> str:
@@ -326,10 +340,15 @@ def _orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cp
         name=ORCHESTRATOR,
         argv=(python, "-m", "trivet.orchestrator.command", "@", str(file)),
         log=RunLayout(config.output_dir).log_file("orchestrator.stdout"),
-        env={},
+        env=_server_keys(config),
         env_defaults={"PYTHONUNBUFFERED": "1"} | (_KEEP_MEMORY if is_on_cpu else {}),
         does_finish=True,
     )
+
+
+def _server_keys(config: RLConfig) -> dict[str, str]:
+    servers = {SERVER_KEY: config.inference, TEACHER_KEY: config.teacher_inference}
+    return {name: inference.server.api_key for name, inference in servers.items() if inference and inference.server.api_key}
 
 
 def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares, machine: Machine) -> ProcessSpec:
@@ -339,7 +358,7 @@ def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}
     return ProcessSpec(
         name=TRAINER,
-        argv=torchrun(python, "trivet.trainer.main", ("@", str(file)), num_ranks=num_ranks),
+        argv=rank_command(python, "trivet.trainer.main", ("@", str(file)), num_ranks=num_ranks),
         log=RunLayout(config.output_dir).log_file("trainer.stdout"),
         env=hidden if is_on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)},
         env_defaults={

@@ -10,8 +10,8 @@ from trivet.errors import ConfigError
 class HeldPorts:
     """Ports kept free for this run until it ends.
 
-    A held port is bound, not listened on, with SO_REUSEADDR set afterwards: the kernel gives it to nobody who asks for any port,
-    and a role (vLLM and ZeroMQ set the same option) can still listen on it.
+    A held port is bound, not listened on, with SO_REUSEPORT set afterwards: the kernel gives it to no other user and to nobody who
+    asks for any port, and a role, which sets the same option, can still listen on it (`trivet.listening`).
 
     >>> with HeldPorts() as ports:
     ...     port = ports.take("127.0.0.1", preferred=8000)
@@ -38,7 +38,7 @@ class HeldPorts:
                 f"host {host!r} is not an address of this machine ({exc.strerror}); "
                 "use 127.0.0.1, or 0.0.0.0 to be reached from other machines"
             ) from exc
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         return int(held.getsockname()[1])
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class HeldPorts:
 def _bind(held: socket.socket, host: str, port: int) -> bool:
     """False when the port is held by another run, or listened on. Raises OSError for whatever else is in the way.
 
-    Without SO_REUSEADDR: of two runs that start at one moment, one gets it.
+    Without SO_REUSEPORT: of two runs that start at one moment, one gets it.
     """
     try:
         held.bind((host, port))

@@ -1,4 +1,4 @@
-"""Turns a command that was checked into torchrun with the ranks that fit this machine."""
+"""Turns a command that was checked into the ranks that fit this machine."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 from trivet.errors import ConfigError
-from trivet.launcher.plan import rank_environment, torchrun
+from trivet.launcher.plan import rank_command, rank_environment
 from trivet.machine import Machine, compile_cache_directory, inspect_machine
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -26,7 +26,7 @@ def count_ranks(machine: Machine, *, device: Device, num_ranks: int | None) -> i
 
 
 def become_ranks(module: str, arguments: Sequence[str], *, device: Device, num_ranks: int | None) -> NoReturn:
-    """Replace this process by `module` under torchrun; the ranks read the same `arguments`."""
+    """Replace this process by the one that starts the ranks of `module`; they read the same `arguments`."""
     machine = inspect_machine()
     count = count_ranks(machine, device=device, num_ranks=num_ranks)
     is_on_cpu = device == "cpu" or not machine.gpus
@@ -34,5 +34,5 @@ def become_ranks(module: str, arguments: Sequence[str], *, device: Device, num_r
         "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory()),
         **rank_environment(count, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
     }
-    argv = torchrun(sys.executable, module, arguments, num_ranks=count)
+    argv = rank_command(sys.executable, module, arguments, num_ranks=count)
     os.execve(argv[0], argv, {**defaults, **os.environ})

@@ -21,6 +21,7 @@ from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervisor import Supervisor
 from trivet.machine import inspect_machine
+from trivet.secret import share_secret
 from trivet.stacks import show_stacks_on_signal
 
 
@@ -80,7 +81,7 @@ def start(config: RLConfig) -> int:
             attempts,
             config=config.recovery,
             python=sys.executable,
-            environ=role_environment(os.environ),
+            environ=role_environment(os.environ) | share_secret(layout, environ=os.environ),
             log=log,
             shutdown_timeout_s=config.shutdown_timeout_s,
             patience_s=config.trainer.rollout_transport.timeout_s,

@@ -137,6 +137,8 @@ class RunDirectory:
             ConfigError: the checkpoint to resume from is damaged; nothing was removed.
         """
         if resumed_from is None or resume_from is not None:
+            if read_run(self.layout) is not None:  # else the secret is that of a server which was started by hand for this run
+                self.layout.secret.unlink(missing_ok=True)
             for name in self._entries():
                 _remove(self.layout.root / name)
             if resumed_from is not None and resume_from is not None:

@@ -1,4 +1,4 @@
-"""Temporary files of servers and ranks. A process that is killed leaves its own: vLLM its sockets, torchrun its directories.
+"""Temporary files of servers and ranks. A process that is killed leaves its own: vLLM its sockets, ranks their directory.
 
 Environments keep to the directory that the user has for such files: what they put there may be meant to stay.
 """

@@ -1,5 +1,6 @@
 """The command `sft`: supervised fine-tuning, `num_ranks` ranks, else one for each GPU that is visible, one on the CPU."""
 
+import os
 import sys
 
 from trivet.checkpoints.commit import committed_steps
@@ -14,6 +15,7 @@ from trivet.conversations.mixture import open_data
 from trivet.errors import ConfigError
 from trivet.launcher.ranks import become_ranks
 from trivet.launcher.run_directory import RunDirectory, write_configs
+from trivet.secret import share_secret
 
 
 def main() -> int:
@@ -53,6 +55,7 @@ def start(config: SftConfig) -> int:
     directory.keep_over_exec()
     write_configs({layout.configs / "sft.toml": config})
     record_choice(layout, config)
+    os.environ.update(share_secret(layout, environ=os.environ))
     arguments = [*sys.argv[1:], "--model.compute-dtype", config.model.compute_dtype]
     if ckpt.resume_from is not None:
         step = choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)

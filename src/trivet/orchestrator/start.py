@@ -34,6 +34,7 @@ from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
 from trivet.orchestrator.waker import Waker
+from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
@@ -161,10 +162,10 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
 
 @asynccontextmanager
 async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIterator[ServerPool]:
-    client = config.client
+    client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
 
     def make_client(url: str) -> InferenceClient:
-        return _client(client, url, timeout_s=client.admin_timeout)
+        return _client(client, url, timeout_s=client.admin_timeout, secret=secret)
 
     servers = ServerPool(client, make_client=make_client, write_event=telemetry.write_event)
     try:
@@ -189,9 +190,19 @@ async def open_teacher(config: OrchestratorConfig) -> AsyncIterator[Teacher | No
         await teacher.aclose()
 
 
-def _client(config: ClientConfig, url: str, *, timeout_s: float | None = None) -> InferenceClient:
+def _client(
+    config: ClientConfig, url: str, *, timeout_s: float | None = None, secret: RunSecret | None = None
+) -> InferenceClient:
+    """
+    Args:
+        secret: None where the server is asked only.
+    """
     return InferenceClient(
-        url, timeout_s=timeout_s or config.timeout, api_key=config.api_key(url, os.environ), headers=config.headers
+        url,
+        timeout_s=timeout_s or config.timeout,
+        api_key=config.api_key(url, os.environ),
+        find_token=lambda: secret.token if secret else None,
+        headers=config.headers,
     )
 
 
@@ -213,6 +224,7 @@ async def _sender(config: OrchestratorConfig) -> AsyncIterator[BatchSender]:
     layout = RunLayout(config.output_dir)
     sender = ZmqSender(
         config.rollout_transport,
+        secret=find_secret(layout, environ=os.environ),
         run_id=config.run.id,
         attempt=config.run.attempt,
         has_arrived=lambda batch: is_trained(batch, layout),

@@ -1,4 +1,6 @@
-"""The ranks of the trainer: how they find each other and how they agree. Nothing else reads torchrun's environment.
+"""The ranks of the trainer: how they find each other and how they agree. Nothing else reads the environment of ranks.
+
+What they exchange is tensors and bytes of msgpack: objects would be pickled, and unpickling runs what a stranger may have sent.
 
 Legend: rank 0 is the main rank: it alone talks to the orchestrator and writes files, except sharded checkpoints.
 """
@@ -8,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -17,6 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trivet.errors import ConfigError
+from trivet.trainer.rank_starter import RENDEZVOUS_FILE
+from trivet.wire.codec import decode, encode
+
+
+class _Values(msgspec.Struct, frozen=True):
+    by_name: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +49,7 @@ class World:
 
 @contextmanager
 def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, num_replicas: int = 1) -> Iterator[World]:
-    """Join the other ranks that torchrun started; alone when there is none.
+    """Join the other ranks, which `rank_starter` started on this machine or torchrun on several; alone when there is none.
 
     Args:
         device: `auto`, `cpu` or `cuda`.
@@ -60,11 +68,10 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and RENDEZVOUS_FILE not in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]  # public, only not declared
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=_open_store(size), rank=rank, world_size=size)
     try:
         control = dist.new_group(backend="gloo", timeout=timeout + timedelta(seconds=wait_timeout_s))
         assert isinstance(control, dist.ProcessGroup)
@@ -75,6 +82,13 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
         yield World(rank=rank, size=size, device=chosen, mesh=mesh, control=control)
     finally:
         dist.destroy_process_group()
+
+
+def _open_store(num_ranks: int) -> "dist.HashStore | dist.FileStore":  # type: ignore[reportPrivateImportUsage]  # as below
+    """Where the ranks of this machine find each other's addresses: nothing listens for it."""
+    if num_ranks == 1:
+        return dist.HashStore()  # type: ignore[reportPrivateImportUsage]  # public, only not declared
+    return dist.FileStore(os.environ[RENDEZVOUS_FILE], num_ranks)  # type: ignore[reportPrivateImportUsage]  # as above
 
 
 def require_replicas(num_replicas: int, *, num_ranks: int) -> None:
@@ -103,6 +117,19 @@ def broadcast_bytes(world: World, data: bytes | None) -> bytes:
     return bytes(buffer)
 
 
+def gather_bytes(world: World, data: bytes) -> list[bytes]:
+    """What each rank passes as `data`, by rank, on every rank."""
+    if world.size == 1:
+        return [data]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=world.control)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(parts, padded, group=world.control)
+    return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor that ranks share out, on each of them; others as they are. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -115,12 +142,11 @@ def sum_over_ranks(world: World, values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_values(world: World, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """On rank 0 each metric's values of all ranks, one behind the other; on the others the rank's own."""
+    """Each metric's values of all ranks, one behind the other."""
     if world.size == 1:
         return values
-    parts: list[Any] | None = [None] * world.size if world.is_main else None
-    dist.gather_object(values, parts, dst=0, group=world.control)
-    return values if parts is None else join_values(parts)
+    parts = gather_bytes(world, encode(_Values(values)))
+    return join_values([decode(part, _Values).by_name for part in parts])
 
 
 def join_values(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

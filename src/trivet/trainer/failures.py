@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trivet.config.layout import RunLayout
 from trivet.errors import Diverged, OutOfMemory, TrivetError
-from trivet.trainer.distributed import World
+from trivet.trainer.distributed import World, gather_bytes
 from trivet.trainer.rows import RowTensors
 from trivet.weights.catalog import latest_version
 
@@ -162,11 +162,8 @@ def _name_sample(row: RowTensors, number: int) -> str:
 
 
 def _gather(texts: list[str], world: World) -> list[str]:
-    if world.size == 1:
-        return texts
-    parts: list[list[str]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(parts, texts, group=world.control)
-    return [text for part in parts for text in part]
+    parts = gather_bytes(world, msgspec.msgpack.encode(texts))
+    return [text for part in parts for text in msgspec.msgpack.decode(part, type=list[str])]
 
 
 def _list(texts: Sequence[str]) -> str:

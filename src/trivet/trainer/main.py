@@ -1,4 +1,4 @@
-"""Entry of one rank of the trainer: `python -m trivet.trainer.main @ trainer.toml`, alone or under torchrun."""
+"""Entry of one rank of the trainer: `python -m trivet.trainer.main @ trainer.toml`, alone or with others."""
 
 import os
 import sys
@@ -12,6 +12,7 @@ from trivet.config.trainer import TrainerConfig, TrainingConfig
 from trivet.faults import arm
 from trivet.lifetime import die_with_parent
 from trivet.lock import hold_role
+from trivet.secret import find_secret
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.bench import run_bench
@@ -56,6 +57,7 @@ def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> Batch
         return FakeReceiver(config, from_step=from_step)
     receiver = ZmqReceiver(
         config.rollout_transport,
+        secret=find_secret(RunLayout(config.output_dir), environ=os.environ),
         run_id=config.run.id,
         attempt=config.run.attempt,
         on_wait=lambda: have_others_wait(world),

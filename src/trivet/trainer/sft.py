@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, one rank of it: `python -m trivet.trainer.sft @ sft.toml`, alone or under torchrun.
+"""Supervised fine-tuning, one rank of it: `python -m trivet.trainer.sft @ sft.toml`, alone or with others.
 
 Shares model, step, optimizer, checkpoints and publishing with the RL loop; data and loss are its own. Waits for nothing but
 the other ranks.

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trivet.config.model import TrainerModelConfig
 from trivet.errors import ConfigError
-from trivet.trainer.distributed import World
+from trivet.trainer.distributed import World, broadcast_bytes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -100,13 +100,13 @@ class BroadcastWeights:
         if self._world.is_main:
             whole = self._weights[name].contiguous()
             _require_shape(name, whole.shape, shape)
-            dtype = [str(whole.dtype).removeprefix("torch.")]
+            dtype = str(whole.dtype).removeprefix("torch.").encode()
         else:
-            whole, dtype = torch.empty(0), [""]
+            whole, dtype = torch.empty(0), None
         if self._world.size > 1:
-            dist.broadcast_object_list(dtype, src=0, group=self._world.control)
+            dtype = broadcast_bytes(self._world, dtype)
             if not self._world.is_main:
-                whole = torch.empty(shape, dtype=getattr(torch, dtype[0]))
+                whole = torch.empty(shape, dtype=getattr(torch, dtype.decode()))
             dist.broadcast(whole, src=0, group=self._world.control)
         return whole[first_row : first_row + num_rows] if shape else whole
 

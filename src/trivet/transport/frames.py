@@ -1,6 +1,7 @@
-"""A batch as two frames, header and payload, and the checks that come before anything of it is decoded. Pure."""
+"""A batch as frames, a header and parts of the payload, and the checks that come before anything of it is decoded. Pure."""
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +16,12 @@ from trivet.wire.versions import Step
 
 Buffer = bytes | memoryview
 HeaderT = TypeVar("HeaderT", BatchHeader, Reply, Alive)
+
+MAX_FRAME_BYTES = 1 << 20
+"""Largest frame. ZeroMQ reads a whole frame before it knows whether the sender has the run's secret, so a connection of a stranger
+costs no more."""
+MAX_REASON_CHARS = 500
+"""Longest reason that is logged or answered: it may quote what was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +39,10 @@ class Message:
     payload: bytes
 
     @property
-    def frames(self) -> list[bytes]:
-        return [encode(self.header), self.payload]
+    def frames(self) -> list[Buffer]:
+        payload = memoryview(self.payload)
+        parts = [payload[start : start + MAX_FRAME_BYTES] for start in range(0, len(payload), MAX_FRAME_BYTES)]
+        return [encode(self.header), *(parts or [b""])]
 
 
 def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> Message:
@@ -71,8 +80,8 @@ def read_header(frame: Buffer, kind: type[HeaderT]) -> HeaderT:
     return header
 
 
-def refusal(header: BatchHeader, payload: Buffer, *, key: RunKey, max_message_mib: int) -> str | None:
-    """Why a message can never be accepted, in the receiver's words, or None when it may be decoded."""
+def refusal(header: BatchHeader, parts: Sequence[Buffer], *, key: RunKey, max_message_mib: int) -> str | None:
+    """Why a message can never be accepted, in the receiver's words, or None when its payload may be decoded."""
     name = f"batch {header.step}"
     if header.schema != key.schema:
         return f"{name} has schema {header.schema}, the trainer reads {key.schema}; install the same version on both sides"
@@ -83,11 +92,15 @@ def refusal(header: BatchHeader, payload: Buffer, *, key: RunKey, max_message_mi
             f"{name} is of attempt {header.attempt}, the trainer of attempt {key.attempt} of run {key.run_id!r}; "
             "stop what is left of the earlier attempt, or give both roles the same run.attempt"
         )
-    if len(payload) > max_message_mib << 20:
-        return _too_large(name, len(payload), max_message_mib)
-    if len(payload) != header.num_bytes:
-        return f"{name} arrived with {len(payload)} bytes, its header says {header.num_bytes}"
-    if zlib.crc32(payload) != header.checksum:
+    num_bytes = sum(map(len, parts))
+    if num_bytes > max_message_mib << 20:
+        return _too_large(name, num_bytes, max_message_mib)
+    if num_bytes != header.num_bytes:
+        return f"{name} arrived with {num_bytes} bytes, its header says {header.num_bytes}"
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    if checksum != header.checksum:
         return f"{name} does not match the checksum in its header: it was damaged on the way"
     return None
 
@@ -113,10 +126,15 @@ def is_acknowledged(frame: Buffer, *, message: Message) -> bool:
     return True
 
 
-def no_acknowledgement(step: Step, *, config: TransportConfig) -> WaitTimeout:
+def no_acknowledgement(step: Step, *, config: TransportConfig, met: str = "") -> WaitTimeout:
+    """
+    Args:
+        met: what was found instead of the run's trainer; empty: nothing is known.
+    """
+    remedy = met or "see the trainer's log, or raise orchestrator.rollout_transport.timeout_s"
     return WaitTimeout(
         f"the orchestrator waited {config.timeout_s:g} s for the trainer on {config.host}:{config.port} to acknowledge batch "
-        f"{step}; see the trainer's log, or raise orchestrator.rollout_transport.timeout_s"
+        f"{step}; {remedy}"
     )
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from trivet.config.shared import TransportConfig
 from trivet.errors import MessageRefused, WaitTimeout
-from trivet.transport.frames import Buffer, RunKey, make_reply, read_header, refusal
+from trivet.transport.frames import MAX_REASON_CHARS, Buffer, RunKey, make_reply, read_header, refusal
+from trivet.transport.repeated import RepeatedWarning
 from trivet.wire.batches import Batch
 from trivet.wire.codec import decode
 from trivet.wire.control import Alive, BatchHeader, Verdict
@@ -56,6 +57,7 @@ class Inbox:
         self._failure: str | None = None
         self._last_arrival: tuple[Step, float] | None = None
         self._last_refusal: str | None = None
+        self._refusals = RepeatedWarning(logger, clock=clock)
         self._last_alive = float("-inf")
         self._unread: Step | None = None
         """The batch that was acknowledged last, until the orchestrator has read it."""
@@ -66,15 +68,15 @@ class Inbox:
             if len(frames) == 1:
                 self._note_alive(read_header(frames[0], Alive))
                 return None
-            if len(frames) != 2:
-                raise MessageRefused(f"a message of {len(frames)} frames; a batch has 2")
+            if not frames:
+                raise MessageRefused("a message without frames")
             header = read_header(frames[0], BatchHeader)
         except MessageRefused as exc:
             self._note_refusal(str(exc))
             return None
         with self._changed:
             self._last_arrival = (header.step, self._clock())
-            return self._answer(header, frames[1])
+            return self._answer(header, frames[1:])
 
     @property
     def wanted(self) -> Step | None:
@@ -126,8 +128,8 @@ class Inbox:
             self._failure = reason
             self._changed.notify_all()
 
-    def _answer(self, header: BatchHeader, payload: Buffer) -> bytes | None:
-        if reason := refusal(header, payload, key=self._key, max_message_mib=self._config.max_message_mib):
+    def _answer(self, header: BatchHeader, parts: Sequence[Buffer]) -> bytes | None:
+        if reason := refusal(header, parts, key=self._key, max_message_mib=self._config.max_message_mib):
             return self._refuse(header, reason)
         known = self._checksums.get(header.step)
         if known is not None:
@@ -137,7 +139,7 @@ class Inbox:
         if len(self._held) >= MAX_HELD and header.step != self._wanted:
             return None
         try:
-            batch = decode(payload, Batch)
+            batch = decode(parts[0] if len(parts) == 1 else b"".join(parts), Batch)
         except MessageRefused as exc:
             return self._refuse(header, str(exc))
         if batch.step != header.step:
@@ -161,11 +163,11 @@ class Inbox:
 
     def _refuse(self, header: BatchHeader, reason: str) -> bytes:
         self._note_refusal(reason)
-        return make_reply(header, Verdict.REFUSED, reason=reason)
+        return make_reply(header, Verdict.REFUSED, reason=reason[:MAX_REASON_CHARS])
 
     def _note_refusal(self, reason: str) -> None:
-        self._last_refusal = reason
-        logger.warning("message refused reason=%s", reason)
+        self._last_refusal = reason[:MAX_REASON_CHARS]
+        self._refusals.say(f"message refused reason={self._last_refusal}")
 
     def _explain_timeout(self, step: Step) -> str:
         if self._last_arrival is None:

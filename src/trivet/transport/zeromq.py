@@ -2,6 +2,10 @@
 
 ZeroMQ drops messages when a peer goes away, read by it or not, so nothing here relies on it: what counts is the trainer's
 acknowledgement. The last one may go with the trainer, which ends by itself; then another sign that it had the batch counts.
+
+Both ends derive the trainer's keys from the run's secret, and connections are encrypted (CURVE). The public key never crosses the
+network, and a handshake needs it, so nobody without the secret gets past the handshake in either direction; there is no further
+list of clients to keep (ZAP). Until then a connection costs one frame of memory and `_HANDSHAKE_MS`.
 """
 
 import asyncio
@@ -10,15 +14,30 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
+from trivet.config.layout import SECRET_FILE
 from trivet.config.shared import TransportConfig
 from trivet.errors import ConfigError
 from trivet.faults import reach
-from trivet.transport.frames import Message, RunKey, is_acknowledged, make_alive, make_message, no_acknowledgement
+from trivet.listening import listen
+from trivet.secret import RunSecret
+from trivet.transport.frames import (
+    MAX_FRAME_BYTES,
+    Message,
+    RunKey,
+    is_acknowledged,
+    make_alive,
+    make_message,
+    no_acknowledgement,
+)
 from trivet.transport.inbox import Inbox
+from trivet.transport.repeated import RepeatedWarning
 from trivet.wire.batches import Batch
 from trivet.wire.versions import Step
 
@@ -32,16 +51,71 @@ _LAST_WORDS_MS = 1_000
 """How long the sender stays for its last message to leave."""
 _HEARTBEAT_MS = 10_000
 """A peer whose machine vanished is noticed and the connection made anew."""
+_MAX_CURVE_BYTES = 64
+"""What encryption adds to a frame: its command's name, a nonce and a code that shows damage."""
+_HANDSHAKE_MS = 10_000
+"""A connection that has not shown the secret by then is closed; a loaded machine needs a fraction of a second."""
+_MAX_QUEUED = 4
+"""Messages of a peer that wait to be read; it sends one and waits for the answer."""
+_MAX_RECONNECT_MS = 1_000
+"""Longest pause between attempts to connect."""
+_SAID_FROM = 3
+"""Failed handshakes in a row that are spoken of: a trainer that ends may cut one short."""
+_SAME_SECRET = f"give both roles the same {SECRET_FILE}"
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class _Handshakes:
+    """Counts the handshakes of a socket that failed. Use it from the thread that uses the socket."""
+
+    def __init__(self, socket: "zmq.Socket[Any]", context: "zmq.Context[Any]") -> None:
+        self._socket = socket
+        address = f"inproc://handshakes-{id(socket)}"
+        socket.monitor(address, _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        # What comes from a context of asyncio would have to be awaited.
+        self._events: zmq.Socket[bytes] = zmq.Context[zmq.Socket[bytes]](shadow=context).socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        # An event that finds no place would block the thread that does the sending and receiving.
+        self._events.setsockopt(zmq.RCVHWM, 0)
+        self._events.connect(address)
+        self.num_failed_in_a_row = 0
+
+    def read(self) -> int:
+        """How many failed since the last call."""
+        num_failed = 0
+        while self._events.poll(0):
+            event = parse_monitor_message(self._events.recv_multipart())["event"]
+            is_failure = bool(event & _FAILED)
+            num_failed += is_failure
+            self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if is_failure else 0
+        return num_failed
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._events.close()
+
+
+def derive_keys(secret: RunSecret) -> tuple[bytes, bytes]:
+    """The public and the private key of the trainer's end."""
+    private = z85.encode(secret.derive("transport/trainer"))
+    return zmq.curve_public(private), private
 
 
 def _address(config: TransportConfig) -> str:
     return f"tcp://{config.host}:{config.port}"
 
 
+def _bound_and_keep_alive(socket: "zmq.Socket[Any]") -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _MAX_CURVE_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+
+
 class ZmqSender:
     """The orchestrator's end. Use it from one task at a time.
 
-    >>> sender = ZmqSender(config, run_id="run", attempt=1)
+    >>> sender = ZmqSender(config, secret=secret, run_id="run", attempt=1)
     >>> await sender.send(batch)
     >>> await sender.aclose()
     """
@@ -50,6 +124,7 @@ class ZmqSender:
         self,
         config: TransportConfig,
         *,
+        secret: RunSecret,
         run_id: str,
         attempt: int = 1,
         has_arrived: Callable[[Batch], bool] = lambda batch: False,
@@ -67,7 +142,12 @@ class ZmqSender:
         # Without a trainer there is nothing to queue for: copies of a batch must not pile up for its return.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.SNDHWM, 1)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+        _bound_and_keep_alive(self._socket)
+        self._socket.curve_serverkey, _ = derive_keys(secret)
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._handshakes = _Handshakes(self._socket, self._context)
+        self._strangers = RepeatedWarning(logger)
         self._socket.connect(_address(config))
 
     async def send(self, batch: Batch) -> None:
@@ -81,6 +161,8 @@ class ZmqSender:
                     logger.info("batch arrived, its acknowledgement did not step=%d", batch.step)
                     return
                 logger.info("batch sent again step=%d times=%d", batch.step, num_sent)
+                if stranger := self._find_stranger():
+                    self._strangers.say(stranger)
             if await self._exchange(message, until=min(now + self._config.resend_interval_s, deadline)):
                 reach("batch_send.after", step=batch.step)
                 await self._say(acknowledged=batch.step)  # what a trainer waits for that ends
@@ -88,12 +170,13 @@ class ZmqSender:
             num_sent += 1
         if self._has_arrived(batch):
             return
-        raise no_acknowledgement(batch.step, config=self._config)
+        raise no_acknowledgement(batch.step, config=self._config, met=self._find_stranger() or "")
 
     async def say_alive(self) -> None:
         await self._say()
 
     async def aclose(self) -> None:
+        self._handshakes.close()
         self._socket.close(_LAST_WORDS_MS)
         self._context.term()
 
@@ -102,6 +185,13 @@ class ZmqSender:
         with contextlib.suppress(zmq.Again, TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_MS / 1000):
                 await self._socket.send(make_alive(self._key, acknowledged=acknowledged), zmq.NOBLOCK)
+
+    def _find_stranger(self) -> str | None:
+        """What is said of whoever listens in the trainer's place without the run's secret; None when nobody does."""
+        self._handshakes.read()
+        if self._handshakes.num_failed_in_a_row < _SAID_FROM:
+            return None
+        return f"what listens on {self._config.host}:{self._config.port} does not have this run's secret; {_SAME_SECRET}"
 
     async def _exchange(self, message: Message, *, until: float) -> bool:
         """Send `message` once, if there is a trainer, and read replies; whether it was acknowledged before `until`."""
@@ -121,13 +211,19 @@ class ZmqSender:
 class ZmqReceiver:
     """The trainer's end. A thread of its own answers while the trainer computes.
 
-    >>> receiver = ZmqReceiver(config, run_id="run", attempt=1)
+    >>> receiver = ZmqReceiver(config, secret=secret, run_id="run", attempt=1)
     >>> batch = receiver.receive(Step(1))
     >>> receiver.close()
     """
 
     def __init__(
-        self, config: TransportConfig, *, run_id: str, attempt: int = 1, on_wait: Callable[[], None] = lambda: None
+        self,
+        config: TransportConfig,
+        *,
+        secret: RunSecret,
+        run_id: str,
+        attempt: int = 1,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -137,15 +233,24 @@ class ZmqReceiver:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        _bound_and_keep_alive(self._socket)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = derive_keys(secret)
+        self._handshakes = _Handshakes(self._socket, self._context)
+        self._strangers = RepeatedWarning(logger)
+        self._where = f"{config.host}:{config.port}"
         try:
-            self._socket.bind(_address(config))
-        except zmq.ZMQError as exc:
+            listener = listen(config.host, config.port)
+        except OSError as exc:
+            self._handshakes.close()
             self._context.destroy()
             raise ConfigError(
-                f"the trainer cannot listen on rollout_transport.host = {config.host!r}, port = {config.port}: {exc}; "
+                f"the trainer cannot listen on rollout_transport.host = {config.host!r}, port = {config.port}: {exc.strerror}; "
                 "choose a free port and give it to trainer and orchestrator"
             ) from exc
+        self._socket.setsockopt(zmq.USE_FD, listener.detach())
+        self._socket.bind(_address(config))
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="batch-receiver", daemon=True)
         self._thread.start()
@@ -157,6 +262,7 @@ class ZmqReceiver:
         self._inbox.wait_until_read(_LAST_ANSWER_S)
         self._is_closing.set()
         self._thread.join()
+        self._handshakes.close()
         self._context.destroy()
         self._inbox.fail("the receiver was closed")
 
@@ -166,6 +272,8 @@ class ZmqReceiver:
             while not self._is_closing.is_set():
                 if self._socket.poll(_CLOSE_POLL_MS):
                     self._answer_one()
+                if self._handshakes.read():
+                    self._strangers.say(f"someone without this run's secret connected to {self._where}; {_SAME_SECRET}")
         except Exception as exc:  # whatever it was, the trainer that waits must hear of it, or it would wait for nothing
             logger.exception("receiver failed")
             self._inbox.fail(f"its receiver failed with {type(exc).__name__}: {exc}")

@@ -20,6 +20,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 over the sorted names, sizes and digests of the files."""
     run_id: str = ""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(record.num_bytes for record in self.files.values())
+
+
+_MAX_MANIFEST_BYTES = 64 << 20
+
 
 def describe(directory: Path, *, version: PolicyVersion, run_id: str = "") -> Manifest:
     """Hash every file of `directory` (manifest and marker aside) into a manifest."""
@@ -37,18 +45,28 @@ def describe_start_model(directory: Path) -> Manifest:
 def read_manifest(directory: Path) -> Manifest:
     """
     Raises:
-        WeightsError: the directory has no marker or no readable manifest.
+        WeightsError: the directory has no marker or no readable manifest, or the manifest names what is no file of the directory.
     """
+    path = directory / MANIFEST
     if not (directory / STABLE).exists():
         raise WeightsError(f"{directory} has no {STABLE}: it was not published completely")
     try:
-        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+        if not path.is_file() or path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise WeightsError(f"{path} cannot be read: it is missing, or no file of at most {_MAX_MANIFEST_BYTES >> 20} MiB")
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError) as exc:
-        raise WeightsError(f"{directory / MANIFEST} cannot be read: {exc}") from exc
+        raise WeightsError(f"{path} cannot be read: {exc}") from exc
+    for name in manifest.files:
+        if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
+            raise WeightsError(f"{path} names {name[:100]!r}, which is no file of its directory: the manifest was altered")
+    return manifest
 
 
-def verify(directory: Path) -> Manifest:
+def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:
     """Read every file and compare it with the manifest.
+
+    Args:
+        max_bytes: a larger policy is not read.
 
     Raises:
         WeightsError: a file is missing, truncated, altered or, for weight files, not listed; names it.
@@ -56,6 +74,11 @@ def verify(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     if manifest.digest != digest_of(manifest.files):
         raise WeightsError(f"{directory / MANIFEST} does not match its own digest: the manifest was altered")
+    if max_bytes is not None and manifest.num_bytes > max_bytes:
+        raise WeightsError(f"{directory} has {manifest.num_bytes} bytes, where at most {max_bytes} are loaded")
+    for name in manifest.files:
+        if (directory / name).is_symlink():
+            raise WeightsError(f"{directory / name} is a link: a weights directory holds its own files")
     if difference := explain_difference(directory, manifest.files):
         raise WeightsError(f"{directory} is not what was published as version {manifest.version}: {difference}")
     # A server loads every *.safetensors it finds, listed or not.

@@ -69,6 +69,34 @@ def test_loading_a_policy_reports_its_version_and_digest(tmp_path: Path) -> None
     assert ask(server, lambda client: client.reload_weights()) == PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
 
 
+def test_only_what_changes_the_server_carries_the_token_of_the_run(tmp_path: Path) -> None:
+    directory, sent = publish_policy(tmp_path, version=7), dict[str, str | None]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent[request.url.path] = request.headers.get("authorization")
+        return server._handle(request)
+
+    server = FakeInference()
+
+    async def scenario() -> None:
+        client = InferenceClient(
+            "http://fake", timeout_s=5, api_key="key", find_token=lambda: "token", transport=httpx.MockTransport(answer)
+        )
+        await client.update_weights(directory)
+        await client.reload_weights()
+        await client.policy()
+        await client.model_name()
+        await client.aclose()
+
+    asyncio.run(scenario())
+    assert sent == {
+        "/update_weights": "Bearer token",
+        "/reload_weights": "Bearer token",
+        "/policy": "Bearer key",
+        "/v1/models": "Bearer key",
+    }
+
+
 def test_the_server_is_sent_an_absolute_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeInference()
     directory = publish_policy(tmp_path, version=1)

@@ -37,6 +37,10 @@ def test_nothing_given_is_all_defaults() -> None:
     assert loaded.notices == ()
 
 
+def test_the_variable_of_the_secret_is_no_key() -> None:
+    assert load_trainer(TRIVET_SECRET_FILE="/run/secret", TRIVET_MAX_STEPS="7").config.max_steps == 7
+
+
 def test_flags_win_over_files_over_the_environment_over_defaults(tmp_path: Path) -> None:
     first = write(tmp_path / "a.toml", "seed = 1\n[optim]\nlr = 1.0\nweight_decay = 1.0\nmax_norm = 1.5\n")
     second = write(tmp_path / "b.toml", "[optim]\nlr = 2.0\nweight_decay = 2.0\n")

@@ -33,7 +33,7 @@ def test_every_key_of_the_section_reaches_vllm() -> None:
         max_num_seqs=7,
         seed=11,
     )
-    arguments = vllm_arguments(config, is_cpu=False)
+    arguments = vllm_arguments(config, is_cpu=False, token="secret")
     expected = {
         "host": "0.0.0.0",
         "port": 9000,
@@ -53,26 +53,26 @@ def test_every_key_of_the_section_reaches_vllm() -> None:
 
 
 def test_logprobs_are_those_of_the_distribution_sampled_from() -> None:
-    assert vllm_arguments(make_config(), is_cpu=True)["logprobs_mode"] == "processed_logprobs"
+    assert vllm_arguments(make_config(), is_cpu=True, token="secret")["logprobs_mode"] == "processed_logprobs"
 
 
 def test_sampling_defaults_of_the_model_are_not_added_to_requests() -> None:
-    assert vllm_arguments(make_config(), is_cpu=True)["generation_config"] == "vllm"
+    assert vllm_arguments(make_config(), is_cpu=True, token="secret")["generation_config"] == "vllm"
 
 
 def test_what_is_unset_keeps_vllms_default() -> None:
-    arguments = vllm_arguments(make_config(), is_cpu=False)
+    arguments = vllm_arguments(make_config(), is_cpu=False, token="secret")
     assert not {"max_model_len", "max_num_seqs", "tool_call_parser", "reasoning_parser"} & arguments.keys()
 
 
 def test_on_the_cpu_the_cache_has_a_size_instead_of_a_share_of_memory() -> None:
-    arguments = vllm_arguments(make_config(cpu_kv_cache_gib=0.5), is_cpu=True)
+    arguments = vllm_arguments(make_config(cpu_kv_cache_gib=0.5), is_cpu=True, token="secret")
     assert arguments["kv_cache_memory_bytes"] == 2**29
     assert "gpu_memory_utilization" not in arguments
 
 
 def test_further_arguments_are_passed_on() -> None:
-    assert vllm_arguments(make_config(vllm_args={"block_size": 32}), is_cpu=True)["block_size"] == 32
+    assert vllm_arguments(make_config(vllm_args={"block_size": 32}), is_cpu=True, token="secret")["block_size"] == 32
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,18 @@ def test_further_arguments_are_passed_on() -> None:
 )
 def test_an_argument_that_a_key_or_the_server_sets_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        vllm_arguments(make_config(vllm_args={name: 1}), is_cpu=True)
+        vllm_arguments(make_config(vllm_args={name: 1}), is_cpu=True, token="secret")
 
 
 def test_adapters_are_off_unless_asked_for() -> None:
-    assert not [name for name in vllm_arguments(make_config(), is_cpu=True) if "lora" in name]
+    assert not [name for name in vllm_arguments(make_config(), is_cpu=True, token="secret") if "lora" in name]
 
 
 @pytest.mark.parametrize(("rank", "taken"), [(1, 1), (2, 8), (16, 16), (17, 32), (200, 256), (512, 512)])
 def test_the_largest_rank_is_rounded_up_to_one_that_vllm_takes(rank: int, taken: int) -> None:
-    arguments = vllm_arguments(make_config(enable_lora=True, max_loras=3, max_cpu_loras=5, max_lora_rank=rank), is_cpu=True)
+    arguments = vllm_arguments(
+        make_config(enable_lora=True, max_loras=3, max_cpu_loras=5, max_lora_rank=rank), is_cpu=True, token="secret"
+    )
     assert arguments.items() >= {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 5, "max_lora_rank": taken}.items()
 
 
@@ -119,8 +121,8 @@ def test_arguments_ledger_loader_and_server_import_without_torch_or_vllm() -> No
 
 
 def test_with_json_logs_vllm_and_uvicorn_write_through_our_formatter(capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = vllm_arguments(make_config(log={"json_logging": True}), is_cpu=True)
-    assert "log_config_file" not in vllm_arguments(make_config(), is_cpu=True)
+    arguments = vllm_arguments(make_config(log={"json_logging": True}), is_cpu=True, token="secret")
+    assert "log_config_file" not in vllm_arguments(make_config(), is_cpu=True, token="secret")
     config = json.loads(Path(arguments["log_config_file"]).read_text())
     before = {name: list(logging.getLogger(name).handlers) for name in config["loggers"]}
     try:
@@ -134,3 +136,10 @@ def test_with_json_logs_vllm_and_uvicorn_write_through_our_formatter(capfd: pyte
             logging.getLogger(name).setLevel(logging.NOTSET)
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [(line["role"], line["message"]) for line in lines] == [("inference", "started"), ("inference", "loaded")]
+
+
+def test_no_web_page_may_ask_and_a_key_is_vllms_own() -> None:
+    assert vllm_arguments(make_config(), is_cpu=True, token="secret")["allowed_origins"] == []
+    assert "api_key" not in vllm_arguments(make_config(), is_cpu=True, token="secret")
+    keyed = vllm_arguments(make_config(server={"api_key": "key"}), is_cpu=True, token="secret")
+    assert keyed["api_key"] == ["key", "secret"]

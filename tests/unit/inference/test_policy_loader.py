@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.layout import RunLayout
+from trivet.config.layout import MANIFEST, RunLayout
+from trivet.durable import FileRecord, digest_of, write_json_atomically
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.policy_ledger import PolicyLedger
 from trivet.inference.policy_loader import PolicyLoader
+from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
 
@@ -66,7 +68,13 @@ def run(layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader]
 
     async def main() -> None:
         start = layout.root / "start"
-        loader = PolicyLoader(engine, model_name=str(start), start_directory=start, on_broken=lambda: broken.append("broken"))
+        loader = PolicyLoader(
+            engine,
+            model_name=str(start),
+            start_directory=start,
+            roots=[layout.weights],
+            on_broken=lambda: broken.append("broken"),
+        )
         await loader.prepare()
         await scenario(loader)
 
@@ -218,3 +226,36 @@ def test_an_adapter_that_cannot_be_served_does_not_even_pause_the_engine(layout:
     run(layout, without, refuses_adapters)
     run(layout, engine, refuses_others)
     assert (without.calls, engine.calls) == ([], ["adapter None"])
+
+
+def test_weights_from_elsewhere_are_not_read(layout: RunLayout, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nor through a link, nor by climbing out of the run's weights."""
+    foreign = RunLayout(tmp_path_factory.mktemp("foreign"))
+    publish(foreign, version=PolicyVersion(1), run_id="", write=lambda path: (path / "a").write_bytes(b"a") and None)
+    (layout.weights / "step_9").symlink_to(foreign.weights_step(1))
+    climbing = layout.weights / ".." / ".." / foreign.root.name / "weights" / "step_1"
+
+    async def scenario(loader: PolicyLoader) -> None:
+        for directory in (foreign.weights_step(1), layout.weights / "step_9", climbing):
+            with pytest.raises(WeightsError, match=r"is not below .*inference\.server\.weight_dirs"):
+                await loader.load(directory)
+
+    engine = FakeEngine()
+    run(layout, engine, scenario)
+    assert engine.calls == []
+
+
+def test_a_sparse_file_does_not_keep_the_other_loads_waiting(layout: RunLayout) -> None:
+    """8 TiB that take no place on the disk, under a manifest that says so."""
+    directory = layout.weights_step(1)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.truncate(8 << 40)
+    files = {"model.safetensors": FileRecord(num_bytes=8 << 40, xxh3_128="0" * 32)}
+    write_json_atomically(directory / MANIFEST, Manifest(version=PolicyVersion(1), files=files, digest=digest_of(files)))
+
+    async def scenario(loader: PolicyLoader) -> None:
+        with pytest.raises(WeightsError, match="has 8796093022208 bytes, where at most"):
+            await loader.load(directory)
+        assert (await loader.load(layout.weights_step(2))).version == 2
+
+    run(layout, FakeEngine(), scenario)

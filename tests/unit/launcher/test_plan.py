@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from trivet.config.dump import to_toml
 from trivet.config.inference import InferenceConfig
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.rl import RLConfig
@@ -62,7 +63,7 @@ def test_three_roles_are_started_from_their_resolved_files() -> None:
         "outputs/configs/inference.toml",
     )
     assert process(planned, "trainer").argv[2:] == (
-        "trivet.trainer.torchrun",
+        "trivet.trainer.rank_starter",
         "1",
         "trivet.trainer.main",
         "@",
@@ -213,6 +214,17 @@ def test_a_teacher_is_started_first_under_its_own_name_and_asked_where_it_listen
     assert teacher is not None
     assert teacher.client.base_url == ["http://127.0.0.1:40003/v1"]
     assert "teacher_inference.server.port 8001 is not free; using 40003" in planned.notices
+
+
+def test_the_key_of_a_server_reaches_the_orchestrator_by_its_environment_alone() -> None:
+    teacher = {**TEACHER["teacher_inference"], "server": {"port": 8001, "api_key": "theirs"}}
+    planned = make_plan(inference={"server": {"api_key": "ours"}}, teacher_inference=teacher, orchestrator=ASKED)
+    config = orchestrator_config(planned)
+    assert config.teacher_model is not None
+    environment = process(planned, "orchestrator").env
+    assert config.client.api_key(config.client.base_url[0], environment) == "ours"
+    assert config.teacher_model.client.api_key(config.teacher_model.client.base_url[0], environment) == "theirs"
+    assert "ours" not in to_toml(config) + to_toml(trainer_config(planned))
 
 
 def test_a_teacher_gets_the_gpus_that_are_named_for_it() -> None:

@@ -1,15 +1,18 @@
 """Ports are found, not fixed, and nobody else takes one that is held."""
 
+import os
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Barrier
 
 import pytest
-import zmq
 
 from support.processes import assert_port_free, find_free_port
 from trivet.errors import ConfigError
 from trivet.launcher.ports import HeldPorts
+from trivet.listening import listen
 
 HOST = "127.0.0.1"
 
@@ -24,13 +27,38 @@ def test_a_free_port_is_kept_and_a_taken_one_replaced() -> None:
 
 
 def test_a_role_listens_on_a_held_port() -> None:
-    with HeldPorts() as ports, socket.socket() as server, zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+    with HeldPorts() as ports:
         port = ports.take(HOST, preferred=find_free_port())
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((HOST, port))
-        server.listen()
-        socket.create_connection((HOST, port)).close()
-        router.bind(f"tcp://{HOST}:{ports.take(HOST, preferred=port)}")
+        for _ in range(2):  # a role that ended is started again
+            with listen(HOST, port) as server:
+                socket.create_connection((HOST, port)).close()
+                server.accept()[0].close()
+                with pytest.raises(OSError, match="Address already in use"):
+                    listen(HOST, port)
+
+
+@contextmanager
+def as_another_user() -> Iterator[None]:
+    """What is opened meanwhile belongs to another user."""
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize("options", [[], ["REUSEADDR"], ["REUSEPORT"], ["REUSEADDR", "REUSEPORT"]])
+def test_another_user_cannot_listen_on_a_held_port(options: list[str]) -> None:
+    with HeldPorts() as ports:
+        port = ports.take(HOST, preferred=find_free_port())
+        with as_another_user():
+            taker = socket.socket()
+        with taker:
+            for option in options:
+                taker.setsockopt(socket.SOL_SOCKET, getattr(socket, f"SO_{option}"), 1)
+            with pytest.raises(OSError, match="Address already in use"):
+                taker.bind((HOST, port))
 
 
 def test_no_port_is_given_twice() -> None:

@@ -13,6 +13,7 @@ from trivet.config.shared import RunIdentity
 from trivet.errors import ConfigError, RunDirectoryBusy
 from trivet.launcher.run_directory import RunDirectory, read_run, write_configs
 from trivet.lock import FileLock
+from trivet.secret import make_secret
 from trivet.wire.versions import Step
 
 
@@ -91,6 +92,24 @@ def test_a_resumed_run_keeps_its_id_and_counts_its_attempts(layout: RunLayout) -
     assert run == RunIdentity(id="first", attempt=2)
     assert committed_steps(layout) == [2, 4]
     assert layout.weights_step(3).is_dir()
+
+
+def test_a_new_run_gets_a_secret_of_its_own_and_a_resumed_one_keeps_it(layout: RunLayout) -> None:
+    leave_a_run(layout, committed=[2])
+    secret = make_secret(layout.secret)
+    with RunDirectory(layout) as directory:
+        directory.begin(RunIdentity(id="first", attempt=2), resumed_from=Step(2))
+        assert make_secret(layout.secret).token == secret.token
+        directory.begin(RunIdentity(id="second"), resumed_from=None)
+        assert not layout.secret.exists()
+
+
+def test_a_new_run_keeps_the_secret_of_a_server_that_was_started_for_it(layout: RunLayout) -> None:
+    secret = make_secret(layout.secret)
+    with RunDirectory(layout) as directory:
+        assert directory.choose_start(resume_step=None, does_clean=False) is None
+        directory.begin(RunIdentity(id="first"), resumed_from=None)
+    assert make_secret(layout.secret).token == secret.token
 
 
 def test_a_damaged_checkpoint_is_refused_and_newer_ones_stay(layout: RunLayout) -> None:

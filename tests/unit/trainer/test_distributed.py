@@ -8,7 +8,7 @@ from trivet.errors import ConfigError
 from trivet.trainer.distributed import World, barrier, broadcast_bytes, gather_values, join_values, open_world, sum_over_ranks
 
 
-def test_a_rank_alone_needs_no_torchrun_and_agrees_with_itself(world: World) -> None:
+def test_a_rank_alone_needs_no_others_and_agrees_with_itself(world: World) -> None:
     assert (world.rank, world.size, world.is_main) == (0, 1, True)
     assert broadcast_bytes(world, b"batch") == b"batch"
     assert sum_over_ranks(world, torch.tensor(2.0)).item() == 2.0

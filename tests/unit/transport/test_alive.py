@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from support.processes import find_free_port
+from support.transport_ends import SECRET
 from trivet.config.shared import TransportConfig
 from trivet.errors import WaitTimeout
 from trivet.transport.frames import RunKey, make_alive
@@ -69,7 +70,7 @@ def test_a_sign_reaches_a_trainer_that_waits_and_none_is_owed_without_one():
     config = TransportConfig(port=find_free_port(), timeout_s=60)
 
     async def speak(receiver):
-        sender = ZmqSender(config, run_id="run")
+        sender = ZmqSender(config, secret=SECRET, run_id="run")
         try:
             if receiver is None:
                 async with asyncio.timeout(5):
@@ -83,7 +84,7 @@ def test_a_sign_reaches_a_trainer_that_waits_and_none_is_owed_without_one():
             await sender.aclose()
 
     asyncio.run(speak(None))
-    receiver = ZmqReceiver(config, run_id="run")
+    receiver = ZmqReceiver(config, secret=SECRET, run_id="run")
     try:
         asyncio.run(speak(receiver))
     finally:

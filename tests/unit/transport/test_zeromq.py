@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.processes import find_free_port
+from support.transport_ends import SECRET
 from trivet.config.shared import TransportConfig
 from trivet.errors import ConfigError, WaitTimeout
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
@@ -26,11 +27,11 @@ def make_batch(step):
 
 def test_the_trainer_may_start_after_the_batch_was_sent(config):
     async def main():
-        sender = ZmqSender(config, run_id="run")
+        sender = ZmqSender(config, secret=SECRET, run_id="run")
         sending = asyncio.create_task(sender.send(make_batch(1)), name="send")
         done, _ = await asyncio.wait([sending], timeout=3 * config.resend_interval_s)
         assert not done
-        receiver = ZmqReceiver(config, run_id="run")
+        receiver = ZmqReceiver(config, secret=SECRET, run_id="run")
         await sending
         assert receiver.receive(1).step == 1
         receiver.close()
@@ -41,9 +42,9 @@ def test_the_trainer_may_start_after_the_batch_was_sent(config):
 
 def test_a_restarted_trainer_gets_the_next_batch_from_the_same_sender(config):
     async def main():
-        sender = ZmqSender(config, run_id="run")
+        sender = ZmqSender(config, secret=SECRET, run_id="run")
         for step in (1, 2, 3):
-            receiver = ZmqReceiver(config, run_id="run")
+            receiver = ZmqReceiver(config, secret=SECRET, run_id="run")
             await sender.send(make_batch(step))
             assert receiver.receive(step).step == step
             receiver.close()
@@ -56,10 +57,10 @@ def test_copies_for_an_absent_trainer_do_not_pile_up(config):
     """After twenty resends into the void, the trainer that comes finds one copy, not twenty."""
 
     async def main():
-        sender = ZmqSender(config.model_copy(update={"resend_interval_s": 0.01, "timeout_s": 0.2}), run_id="run")
+        sender = ZmqSender(config.model_copy(update={"resend_interval_s": 0.01, "timeout_s": 0.2}), secret=SECRET, run_id="run")
         with pytest.raises(WaitTimeout):
             await sender.send(make_batch(1))
-        receiver = ZmqReceiver(config.model_copy(update={"timeout_s": 0.3}), run_id="run")
+        receiver = ZmqReceiver(config.model_copy(update={"timeout_s": 0.3}), secret=SECRET, run_id="run")
         with pytest.raises(WaitTimeout, match="nothing has arrived"):
             receiver.receive(1)
         receiver.close()
@@ -70,7 +71,7 @@ def test_copies_for_an_absent_trainer_do_not_pile_up(config):
 
 def test_a_cancelled_send_can_be_followed_by_another(config, monkeypatch):
     async def main():
-        sender, receiver = ZmqSender(config, run_id="run"), ZmqReceiver(config, run_id="run")
+        sender, receiver = ZmqSender(config, secret=SECRET, run_id="run"), ZmqReceiver(config, secret=SECRET, run_id="run")
         has_come = threading.Event()
         with monkeypatch.context() as silent:  # an answer may come at once, and then there would be nothing to cancel
             silent.setattr(receiver._inbox, "accept", lambda frames: has_come.set())
@@ -88,14 +89,14 @@ def test_a_cancelled_send_can_be_followed_by_another(config, monkeypatch):
 
 
 def test_a_taken_port_is_named_with_the_key_to_change(config):
-    first = ZmqReceiver(config, run_id="run")
+    first = ZmqReceiver(config, secret=SECRET, run_id="run")
     with pytest.raises(ConfigError, match=rf"rollout_transport\.host = '127\.0\.0\.1', port = {config.port}: Address already"):
-        ZmqReceiver(config, run_id="run")
+        ZmqReceiver(config, secret=SECRET, run_id="run")
     first.close()
 
 
 def test_a_receiver_whose_thread_fails_wakes_the_trainer(config, monkeypatch, caplog):
-    receiver = ZmqReceiver(config, run_id="run")
+    receiver = ZmqReceiver(config, secret=SECRET, run_id="run")
 
     def fail(frames):
         raise OSError("disk on fire")
@@ -105,7 +106,7 @@ def test_a_receiver_whose_thread_fails_wakes_the_trainer(config, monkeypatch, ca
     async def main():
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(receiver.receive, 1)
-            sender = ZmqSender(config.model_copy(update={"timeout_s": 2.0}), run_id="run")
+            sender = ZmqSender(config.model_copy(update={"timeout_s": 2.0}), secret=SECRET, run_id="run")
             with pytest.raises(WaitTimeout):
                 await sender.send(make_batch(1))
             with pytest.raises(WaitTimeout, match="failed with OSError: disk on fire"):
@@ -122,7 +123,7 @@ def test_arrays_of_a_received_batch_stay_valid_after_the_receiver_is_closed(conf
     batch = Batch(step=1, purpose=BatchPurpose.TRAIN, micro_batches=[MicroBatch(**arrays)], group_ids=[], num_rollouts=0)
 
     async def main():
-        sender, receiver = ZmqSender(config, run_id="run"), ZmqReceiver(config, run_id="run")
+        sender, receiver = ZmqSender(config, secret=SECRET, run_id="run"), ZmqReceiver(config, secret=SECRET, run_id="run")
         await sender.send(batch)
         received = receiver.receive(1)
         receiver.close()
@@ -136,7 +137,7 @@ def test_arrays_of_a_received_batch_stay_valid_after_the_receiver_is_closed(conf
 def test_the_last_answer_is_read_although_the_trainer_ends_and_the_orchestrator_is_busy(config, monkeypatch):
     """What lies unread when a connection ends is gone with it, so the trainer's end waits for a word after its answer."""
     patient = config.model_copy(update={"resend_interval_s": 60.0, "timeout_s": 60.0})
-    receiver = ZmqReceiver(patient, run_id="run")
+    receiver = ZmqReceiver(patient, secret=SECRET, run_id="run")
     accept = receiver._inbox.accept
 
     async def main():
@@ -153,7 +154,7 @@ def test_the_last_answer_is_read_although_the_trainer_ends_and_the_orchestrator_
             receiver.close()
 
         monkeypatch.setattr(receiver._inbox, "accept", accept_while_the_loop_is_busy)
-        sender = ZmqSender(patient, run_id="run")
+        sender = ZmqSender(patient, secret=SECRET, run_id="run")
         async with asyncio.timeout(30):
             await asyncio.gather(sender.send(make_batch(1)), asyncio.to_thread(take_and_end))
         await sender.aclose()
@@ -165,7 +166,7 @@ def test_a_trainer_ends_although_nobody_reads_its_last_answer(config, monkeypatc
     monkeypatch.setattr("trivet.transport.zeromq._LAST_ANSWER_S", 0.1)
 
     async def main():
-        sender, receiver = ZmqSender(config, run_id="run"), ZmqReceiver(config, run_id="run")
+        sender, receiver = ZmqSender(config, secret=SECRET, run_id="run"), ZmqReceiver(config, secret=SECRET, run_id="run")
         monkeypatch.setattr(sender, "_say", lambda acknowledged: asyncio.Event().wait())
         sending = asyncio.create_task(sender.send(make_batch(1)), name="send")
         assert (await asyncio.to_thread(receiver.receive, 1)).step == 1
@@ -184,7 +185,9 @@ def test_what_shows_elsewhere_that_the_trainer_has_a_batch_counts_like_its_answe
 
     async def main():
         has_arrived = asyncio.Event()
-        sender = ZmqSender(config, run_id="run", has_arrived=lambda batch: batch.step == 1 and has_arrived.is_set())
+        sender = ZmqSender(
+            config, secret=SECRET, run_id="run", has_arrived=lambda batch: batch.step == 1 and has_arrived.is_set()
+        )
         sending = asyncio.create_task(sender.send(make_batch(1)), name="send")
         done, _ = await asyncio.wait([sending], timeout=3 * config.resend_interval_s)
         assert not done

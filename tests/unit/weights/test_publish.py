@@ -7,9 +7,10 @@ import threading
 import pytest
 
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
+from trivet.durable import FileRecord, digest_of, write_json_atomically
 from trivet.errors import WeightsError
 from trivet.weights.catalog import discard_after, latest_version, published_versions
-from trivet.weights.manifest import describe_start_model, read_manifest, verify
+from trivet.weights.manifest import Manifest, describe_start_model, read_manifest, verify
 from trivet.weights.publish import publish
 from trivet.weights.retention import acknowledge, reader_versions
 
@@ -124,6 +125,10 @@ def test_what_a_manifest_cannot_cover_is_not_published(layout, write, expected):
         (lambda d: (d / STABLE).unlink(), "not published completely"),
         (lambda d: (d / MANIFEST).write_text("{"), "cannot be read"),
         (lambda d: (d / MANIFEST).unlink(), "cannot be read"),
+        (lambda d: ((d / MANIFEST).unlink(), os.mkfifo(d / MANIFEST)), "cannot be read"),
+        (lambda d: os.truncate(d / MANIFEST, 1 << 40), "at most 64 MiB"),
+        (lambda d: ((d / "config.json").rename(d / "c"), (d / "config.json").symlink_to(d / "c")), "is a link"),
+        (lambda d: ((d / "config.json").unlink(), os.mkfifo(d / "config.json")), r"config\.json is missing"),
         (
             lambda d: (d / MANIFEST).write_text((d / MANIFEST).read_text().replace('"num_bytes": 7', '"num_bytes": 8')),
             "its own digest",
@@ -134,6 +139,18 @@ def test_damaged_weights_are_refused(layout, damage, expected):
     publish(layout, version=1, run_id="run", write=write_model())
     damage(layout.weights_step(1))
     with pytest.raises(WeightsError, match=expected):
+        verify(layout.weights_step(1))
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../foreign", "sub/file", "..", "", "a\\b"])
+def test_a_manifest_that_names_files_elsewhere_is_refused_without_a_word_about_them(layout, name):
+    """Sizes and digests of files that the asker may not read could be learnt from the reasons."""
+    publish(layout, version=1, run_id="run", write=write_model())
+    (layout.weights / "foreign").write_bytes(b"something secret")
+    files = {name: FileRecord(num_bytes=1, xxh3_128="0")}
+    manifest = Manifest(version=1, files=files, digest=digest_of(files))
+    write_json_atomically(layout.weights_step(1) / MANIFEST, manifest)
+    with pytest.raises(WeightsError, match="which is no file of its directory"):
         verify(layout.weights_step(1))
 
 

@@ -1,0 +1,19 @@
+"""From where a server loads weights: what may name a directory to it need not be able to have it read any file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trivet.errors import WeightsError
+
+
+def require_below(roots: Sequence[Path], directory: Path) -> None:
+    """
+    Raises:
+        WeightsError: `directory`, with links followed, lies below none of `roots`.
+    """
+    resolved = directory.resolve()
+    if not any(resolved.is_relative_to(root.resolve()) for root in roots):
+        raise WeightsError(
+            f"{directory} is not below {' or '.join(map(str, roots))}, from where this server loads weights; start it with the "
+            "output_dir of the run, or add a directory to inference.server.weight_dirs"
+        )
