@@ -39,6 +39,11 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(*_digest(path, xxhash.xxh3_128()))
 
 
+def hash_bytes(content: bytes) -> FileRecord:
+    """The record of a file that holds `content`."""
+    return FileRecord(num_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
+
+
 def _digest(path: Path, algorithm: "hashlib._Hash | xxhash.xxh3_128") -> tuple[int, str]:
     """Size and hexadecimal digest of `path`."""
     num_bytes = 0

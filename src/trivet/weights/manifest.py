@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from trivet.config.layout import MANIFEST, STABLE
+from trivet.config.layout import MANIFEST, STABLE, parse_step
 from trivet.durable import FileRecord, digest_of, explain_difference, hash_files
 from trivet.errors import WeightsError
 from trivet.wire.versions import START_VERSION, PolicyVersion
@@ -51,9 +51,13 @@ def verify(directory: Path) -> Manifest:
     """Read every file and compare it with the manifest.
 
     Raises:
-        WeightsError: a file is missing, truncated, altered or, for weight files, not listed; names it.
+        WeightsError: a file is missing, truncated, altered or, for weight files, not listed; or the manifest is that of another
+            version than the directory's name says; names it.
     """
     manifest = read_manifest(directory)
+    version = parse_step(directory.name)
+    if version not in (None, manifest.version):
+        raise WeightsError(f"{directory / MANIFEST} is of version {manifest.version}: it was copied from another directory")
     if manifest.digest != digest_of(manifest.files):
         raise WeightsError(f"{directory / MANIFEST} does not match its own digest: the manifest was altered")
     if difference := explain_difference(directory, manifest.files):
