@@ -14,6 +14,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not JSON of a type. Text that is no UTF-8 and deep nesting have errors of their own."""
+
 _CHUNK_BYTES = 8 << 20
 _FILE_MODE = 0o644
 """Other users and containers that serve the weights can read them, whatever the writing library chose."""

@@ -12,7 +12,15 @@ import msgspec
 
 from trivet.checkpoints.halves import HALVES, TRAINER, is_half_done, read_listing, staging_directory
 from trivet.config.layout import COMMITTED, RunLayout, parse_step
-from trivet.durable import digest_of, explain_difference, remove_directory, sweep_removed, sync_directory, write_json_atomically
+from trivet.durable import (
+    DECODE_ERRORS,
+    digest_of,
+    explain_difference,
+    remove_directory,
+    sweep_removed,
+    sync_directory,
+    write_json_atomically,
+)
 from trivet.errors import CheckpointError, ResumeError
 from trivet.faults import reach
 from trivet.wire.versions import Step
@@ -151,7 +159,7 @@ def read_record(layout: RunLayout, step: Step) -> CommitRecord:
         record = msgspec.json.decode(path.read_bytes(), type=CommitRecord)
     except FileNotFoundError as exc:
         raise CheckpointError(f"{path.parent} has no {COMMITTED}: it was never committed") from exc
-    except msgspec.DecodeError as exc:
+    except DECODE_ERRORS as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
     if record.schema not in _READABLE_SCHEMAS:
         readable = " and ".join(map(str, _READABLE_SCHEMAS))

@@ -12,7 +12,7 @@ from trivet.checkpoints.commit import committed_steps, read_record, verify_check
 from trivet.checkpoints.halves import DONE, HALVES, ORCHESTRATOR, TRAINER, read_listing
 from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout, parse_step
-from trivet.durable import list_files
+from trivet.durable import DECODE_ERRORS, list_files
 from trivet.errors import CheckpointError, MessageRefused, WeightsError
 from trivet.history import rollouts
 from trivet.history.breaches import Invariant
@@ -112,10 +112,12 @@ class Files:
 
     def _compare_identity(self, replay: Replay) -> None:
         ledger, path = replay.ledger, self.layout.run_file
+        if self.status is not None:
+            ledger.require(self.has_launcher, _RECORD, f"{path} is not there, and the launcher's {self.layout.status.name} is")
         if self.has_launcher:
             try:
                 run = msgspec.json.decode(path.read_bytes(), type=_RunFile)
-            except (OSError, msgspec.DecodeError, RecursionError) as exc:
+            except (OSError, *DECODE_ERRORS) as exc:
                 ledger.require(False, _RECORD, f"{path} cannot be read: {exc}")
             else:
                 ledger.require(
@@ -302,16 +304,20 @@ class Files:
         if missing and self.is_live:
             later = {line.event.version for line in self._lines_since(extent) if isinstance(line.event, Retire)}
             missing = [version for version in missing if version not in later]
-        # A removal comes before its event, a publication's event before its directory: a kill may come between the two.
-        num_unsaid = replay.roles.num_cut_short.get(replay.trainer_role, 0)
+        # A removal comes before its event: of each attempt that was cut short it may have happened to one policy older than
+        # the step that the next attempt went back to. A publication's event comes before its directory.
+        cuts = sorted(replay.roles.starts_after_cut.get(replay.trainer_role, []))
+        newest = max(published, default=0)
         if replay.roles.is_cut_short(replay.trainer_role):
-            num_unsaid += 1
-            missing = [version for version in missing if version != max(published)]
-        for version in missing[num_unsaid:]:
+            cuts.append(newest)
+            missing = [version for version in missing if version != newest]
+        for version in reversed(missing):
+            if cuts and version < cuts[-1]:
+                cuts.pop()
+                continue
+            directory = self.layout.weights_step(version)
             replay.ledger.require(
-                False,
-                _READERS,
-                f"policy {version} was published and not removed; {self.layout.weights_step(version)} is not there",
+                False, _READERS, f"policy {version} was published and not removed; {directory} is not there, or not complete"
             )
         replay.ledger.checks += len(published)
 
@@ -369,5 +375,5 @@ def _rollout_steps(layout: RunLayout) -> Iterator[int]:
 def _read_status(layout: RunLayout) -> RunStatus | None:
     try:
         return msgspec.json.decode(Path(layout.status).read_bytes(), type=RunStatus)
-    except (OSError, msgspec.DecodeError, RecursionError):
+    except (OSError, *DECODE_ERRORS):
         return None

@@ -31,8 +31,8 @@ class RoleHistory:
         self._ledger = ledger
         self._does_count_attempts = does_count_attempts
         self._lives: dict[str, _Life] = {}
-        self.num_cut_short: dict[str, int] = {}
-        """By role: attempts that a later start found without an orderly stop."""
+        self.starts_after_cut: dict[str, list[int]] = {}
+        """By role: the steps of starts that found the attempt before without an orderly stop."""
         self._clock_steps: dict[str, tuple[int, float, int | None]] = {}
         """By role: how often its clock went back, by how many seconds at most, and at which line first."""
 
@@ -87,8 +87,8 @@ class RoleHistory:
                 is_later, _RECORD, f"the {event.role} starts as attempt {event.attempt} after attempt {life.attempt}"
             )
             self._ledger.require(event != life.last, _RECORD, f"the start of the {event.role} is there twice")
-            if self.is_cut_short(event.role):
-                self.num_cut_short[event.role] = self.num_cut_short.get(event.role, 0) + 1
+            if isinstance(event, Start) and self.is_cut_short(event.role):
+                self.starts_after_cut.setdefault(event.role, []).append(event.from_step)
         self._lives[event.role] = _Life(attempt=event.attempt, last=event)
 
     def _compare_times(self, event: AnyEvent, last: AnyEvent) -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import ROLLOUTS_FILE, RunLayout
-from trivet.durable import digest_of, hash_files
+from trivet.durable import DECODE_ERRORS, digest_of, hash_files, list_files
 from trivet.history.breaches import Invariant, Ledger
 from trivet.history.groups import LiveGroup
 from trivet.wire.events import RolloutsWritten
-from trivet.wire.rollout_tokens import TOKENS_FILE
 from trivet.wire.versions import VersionRun
 
 _ONCE, _VERSIONS, _RECORD = Invariant.EXACTLY_ONCE, Invariant.VERSIONS_TELL_THE_TRUTH, Invariant.INTACT_RECORD
@@ -64,11 +63,11 @@ def compare_step(
 
 
 def _compare_bytes(ledger: Ledger, directory: Path, written: RolloutsWritten) -> None:
-    names = [name for name in (ROLLOUTS_FILE, TOKENS_FILE) if (directory / name).is_file()]
+    names = [name for name in list_files(directory) if not name.startswith(".")]  # else what a killed writer left
     ledger.require(
         digest_of(hash_files(directory, names)) == written.digest,
         _RECORD,
-        f"the files in {directory} are not those that were written there: one was changed or removed",
+        f"the files in {directory} are not those that were written there: one was changed, added or removed",
     )
 
 
@@ -80,7 +79,7 @@ def _read_rows(ledger: Ledger, path: Path) -> dict[int, list[_Row]] | None:
         for number, line in enumerate(file, start=1):
             try:
                 row = decoder.decode(line)
-            except (msgspec.DecodeError, RecursionError) as exc:
+            except DECODE_ERRORS as exc:
                 ledger.require(False, _RECORD, f"{path}:{number} is no rollout: {exc}")
                 return None
             if not ledger.require(line.endswith(b"\n"), _RECORD, f"{path}:{number} is cut short"):

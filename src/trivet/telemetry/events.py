@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from trivet.durable import DECODE_ERRORS
 from trivet.wire.events import AnyEvent, Event
 
 _encoder = msgspec.json.Encoder()
@@ -188,8 +189,11 @@ def decode_event(line: bytes) -> AnyEvent:
     """
     try:
         return _decoder.decode(line)
-    except msgspec.DecodeError:
+    except DECODE_ERRORS as exc:
         start = line.rfind(_FIRST_KEY)
         if start <= 0:
-            raise
+            raise msgspec.DecodeError(str(exc)) from exc
+    try:
         return _decoder.decode(line[start:])
+    except DECODE_ERRORS as exc:
+        raise msgspec.DecodeError(str(exc)) from exc

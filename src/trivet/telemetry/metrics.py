@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trivet.durable import write_atomically
+from trivet.durable import DECODE_ERRORS, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,6 @@ def _keep_until(path: Path, step: int) -> None:
 def _row_of(line: bytes) -> dict[str, Any] | None:
     try:
         row = msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+    except DECODE_ERRORS:
         return None
     return row if type(row.get("step")) is int else None

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import MANIFEST, STABLE, parse_step
-from trivet.durable import FileRecord, digest_of, explain_difference, hash_files
+from trivet.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, hash_files
 from trivet.errors import WeightsError
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
@@ -43,7 +43,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise WeightsError(f"{directory} has no {STABLE}: it was not published completely")
     try:
         return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError) as exc:
+    except (OSError, *DECODE_ERRORS) as exc:
         raise WeightsError(f"{directory / MANIFEST} cannot be read: {exc}") from exc
 
 
