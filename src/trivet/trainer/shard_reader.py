@@ -97,7 +97,7 @@ def read_metadata(path: Path) -> Metadata:
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
         names = {str(place.relative_path) for place in (metadata.storage_data or {}).values()}
     except OSError as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror}; the checkpoint is damaged, resume from another") from exc
     except Exception as exc:
         raise CheckpointError(
             f"{path} is not the metadata of a checkpoint: {exc}; nothing of it was executed. Resume from another checkpoint"
