@@ -246,15 +246,17 @@ class RunMaker:
         return max(self._published, default=0)
 
 
-def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] = ()) -> Replay:
+def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] = (), first_step: int = 0) -> Replay:
     """What the checker makes of events alone, without files.
 
     Args:
         with_rollouts: steps whose groups are kept.
+        first_step: what the run itself began from.
     """
     outline = Outline(
         start_steps=frozenset(int(event.from_step) for event in events if isinstance(event, Start)),
         has_orchestrator=any(event.role == "orchestrator" for event in events),
+        first_step=first_step,
     )
     replay = Replay(outline, max_off_policy_steps=MAX_OFF_POLICY_STEPS, with_rollouts=with_rollouts)
     for line, event in enumerate(events, start=1):

@@ -70,8 +70,10 @@ def check_run(layout: RunLayout) -> Report:
         max_off_policy_steps=_max_off_policy_steps(files),
         remembered=files.commits,
         with_rollouts=files.rollouts,
-        inherited=files.owed(Step(first_step)) if first_step and extent.outline.has_orchestrator else None,
+        inherited=_inherited(files, first_step),
     )
+    if first_step and extent.outline.has_orchestrator and first_step not in files.commits:
+        replay.ledger.not_examined.append(f"groups that the checkpoint of step {first_step} handed on: it has been removed")
     key = _key(layout)
     chain = ChainHistory(replay.ledger, key=key, must_be_signed=_must_be_signed(files))
     for line in read_lines(layout.events, num_bytes=extent.num_bytes):
@@ -105,6 +107,12 @@ def _report(replay: Replay, *, num_signatures: int) -> Report:
         remarks=replay.ledger.remarks,
         not_examined=[*replay.ledger.not_examined, _NEVER_EXAMINED],
     )
+
+
+def _inherited(files: Files, first_step: int) -> Owed | None:
+    """The groups of the checkpoint that the run began from; None for one that was removed, or without an orchestrator's part."""
+    has_part = (files.layout.checkpoint_step(Step(first_step)) / ORCHESTRATOR).exists()
+    return files.owed(Step(first_step)) if first_step in files.commits and has_part else None
 
 
 def _max_off_policy_steps(files: Files) -> int:

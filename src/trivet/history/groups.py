@@ -36,6 +36,10 @@ class LiveGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Of its finish."""
 
 
+_READY_ELSEWHERE = LiveGroup(env="", example_id=-1, version=PolicyVersion(0), is_finished=True)
+"""A group that another run finished."""
+
+
 @dataclass(slots=True, kw_only=True)
 class GroupCounts:
     """Of what counts in the end: without what resumes took back."""
@@ -69,9 +73,17 @@ class _State:
     next_group_id: int = 0
     live: dict[int, LiveGroup] = field(default_factory=dict)
     counts: GroupCounts = field(default_factory=GroupCounts)
+    ended: set[int] | None = None
+    """Groups that ended here, if it is not known which groups another run's checkpoint handed on; else None."""
 
     def copy(self) -> "_State":
-        return _State(step=self.step, next_group_id=self.next_group_id, live=dict(self.live), counts=self.counts.copy())
+        return _State(
+            step=self.step,
+            next_group_id=self.next_group_id,
+            live=dict(self.live),
+            counts=self.counts.copy(),
+            ended=None if self.ended is None else set(self.ended),
+        )
 
     @property
     def owed(self) -> Owed:
@@ -127,17 +139,23 @@ class GroupHistory:
     def owed_after(self, step: int) -> Owed | None:
         """What lived when batch `step` was formed, for a remembered step; None when it was not formed."""
         state = self._states.get(step)
-        return state.owed if state is not None else None
+        return state.owed if state is not None and state.ended is None else None
 
     def take_batch(self, step: Step) -> list[int] | None:
         """The groups of batch `step`, once, for the trainer's side to compare."""
         return self._formed.pop(step, None)
 
-    def adopt(self, step: Step, owed: Owed) -> None:
-        """Start from another run's checkpoint of `step`, whose groups this history does not know."""
+    def adopt(self, step: Step, owed: Owed | None) -> None:
+        """Start from another run's checkpoint of `step`, whose groups this history does not know.
+
+        Args:
+            owed: None when the checkpoint has been removed: any group that was not seen before may be one of it.
+        """
+        if owed is None:
+            self._state = self._states[step] = _State(step=step, ended=set())
+            return
         in_flight = LiveGroup(env="", example_id=-1, version=PolicyVersion(0), is_owed=True)
-        ready = LiveGroup(env="", example_id=-1, version=PolicyVersion(0), is_finished=True)
-        live = dict.fromkeys(sorted(owed.in_flight), in_flight) | dict.fromkeys(sorted(owed.ready), ready)
+        live = dict.fromkeys(sorted(owed.in_flight), in_flight) | dict.fromkeys(sorted(owed.ready), _READY_ELSEWHERE)
         self._state = self._states[step] = _State(step=step, next_group_id=owed.next_group_id, live=live)
 
     def start(self, from_step: Step) -> None:
@@ -173,7 +191,10 @@ class GroupHistory:
         )
         self._newest_dispatch = event.version
         state, group = self._state, self._state.live.get(event.group_id)
-        if group is None:
+        if group is None and state.ended is not None and event.group_id not in state.ended:
+            state.next_group_id = max(state.next_group_id, event.group_id + 1)
+            state.counts.dispatched += 1
+        elif group is None:
             is_new = event.group_id >= state.next_group_id
             self._ledger.require(is_new, _ONCE, f"group {event.group_id} is dispatched again after its end")
             self._ledger.require(
@@ -226,14 +247,14 @@ class GroupHistory:
         self._ledger.require(group.is_finished, _ONCE, f"group {event.group_id} is filtered before it finished")
         self._ledger.require(bool(event.reason), _ONCE, f"group {event.group_id} is filtered without a reason")
         self._state.counts.filtered[event.reason] += 1
-        del self._state.live[event.group_id]
+        self._end(event.group_id)
 
     def drop(self, event: Drop) -> None:
         if self._find(event.group_id, "is dropped") is None:
             return
         self._ledger.require(bool(event.reason), _ONCE, f"group {event.group_id} is dropped without a reason")
         self._state.counts.dropped[event.reason.partition(":")[0]] += 1
-        del self._state.live[event.group_id]
+        self._end(event.group_id)
 
     def batch(self, event: BatchFormed) -> None:
         state, name = self._state, f"batch {event.step}"
@@ -266,6 +287,8 @@ class GroupHistory:
 
     def _find(self, group_id: int, happens: str) -> LiveGroup | None:
         group = self._state.live.get(group_id)
+        if group is None and self._state.ended is not None and group_id not in self._state.ended:
+            group = self._state.live[group_id] = _READY_ELSEWHERE
         before = "it ended before" if group_id < self._state.next_group_id else "it was never dispatched"
         self._ledger.require(group is not None, _ONCE, f"group {group_id} {happens}, but {before}")
         return group
@@ -274,8 +297,13 @@ class GroupHistory:
         group = self._find(group_id, f"enters batch {step}")
         if group is not None:
             self._ledger.require(group.is_finished, _ONCE, f"group {group_id} enters batch {step} before it finished")
-            del self._state.live[group_id]
+            self._end(group_id)
         return group
+
+    def _end(self, group_id: int) -> None:
+        del self._state.live[group_id]
+        if self._state.ended is not None:
+            self._state.ended.add(group_id)
 
     def _check_versions(self, event: BatchFormed, groups: Sequence[LiveGroup]) -> None:
         allowed = max(event.step - 1 - self._max_off_policy_steps, 0)

@@ -67,7 +67,7 @@ class Replay:
         Args:
             remembered: steps, besides those of starts, whose owed groups will be asked for.
             with_rollouts: steps whose groups will be asked for.
-            inherited: for a history that begins at another run's checkpoint: the groups in it.
+            inherited: for a history that begins at another run's checkpoint: the groups in it; None if they are unknown.
         """
         self.ledger = Ledger()
         self.roles = RoleHistory(self.ledger, does_count_attempts=outline.does_count_attempts)
@@ -114,7 +114,7 @@ class Replay:
         self.starts[event.role] = self.starts.get(event.role, 0) + 1
         self._from_step[event.role] = event.from_step
         if event.role == ORCHESTRATOR:
-            if self.starts[ORCHESTRATOR] == 1 and self._inherited is not None:
+            if self.starts[ORCHESTRATOR] == 1 and event.from_step and event.from_step == self.first_step:
                 self.groups.adopt(event.from_step, self._inherited)
             self.groups.start(event.from_step)
             self.policies.start_orchestrator()

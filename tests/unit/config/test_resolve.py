@@ -39,6 +39,7 @@ AGREEING = [
     (("ckpt.keep_last", "trainer.ckpt.keep_last", "orchestrator.ckpt.keep_last"), "2", 2),
     (("ckpt.keep_interval", "trainer.ckpt.keep_interval", "orchestrator.ckpt.keep_interval"), "10", 10),
     (("ckpt.weights.interval", "trainer.ckpt.weights.interval", "orchestrator.ckpt.weights.interval"), "10", 10),
+    (("events.sign", "trainer.events.sign", "orchestrator.events.sign"), "true", True),
     (("trainer.rollout_transport.port", "orchestrator.rollout_transport.port"), "6000", 6000),
     (("trainer.run.id", "orchestrator.run.id", "inference.run.id"), "abc", "abc"),
 ]

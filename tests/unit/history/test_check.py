@@ -158,3 +158,16 @@ def test_supervised_fine_tuning_is_proven_too(layout):
     report = check_run(layout)
     assert not report.breaches
     assert report.last_step == 4
+
+
+def test_supervised_fine_tuning_that_tells_every_step_is_proven(layout):
+    manifest = publish(layout, version=2, run_id="run", write=lambda path: write_weights(path, b"sft"))
+    events: list[AnyEvent] = [
+        Start(role="sft", run_id="run", from_step=Step(0)),
+        Train(role="sft", step=Step(1), group_ids=[]),
+        Train(role="sft", step=Step(2), group_ids=[]),
+        Publish(role="sft", version=manifest.version, digest=manifest.digest),
+        Stop(role="sft", step=Step(2), reason="done"),
+    ]
+    write_events(layout.events, events)
+    assert not check_run(layout).breaches

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from support.histories import RunMaker, replay_events
@@ -39,6 +39,24 @@ def test_a_run_that_keeps_its_promises_passes_whatever_happens_to_it(seed, max_s
     counts, live = replay.groups.counts, replay.groups.live
     ended = counts.batched + counts.filtered.total() + counts.dropped.total()
     assert counts.dispatched == ended + len(live.ready) + len(live.in_flight)
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_fork_whose_first_checkpoint_is_gone_passes(seed):
+    """What follows a resume is what a fork of the run would have written."""
+    events = RunMaker(Random(seed), max_steps=15).run()
+    resumes = [place for place, event in enumerate(events) if isinstance(event, Start) and event.from_step]
+    assume(resumes)
+    forked = events[resumes[0] :]
+    first_step = forked[0].from_step
+    later = [event.from_step for event in forked if isinstance(event, Start)]
+    assume(min(later) >= first_step)  # a fork never goes back to before it began
+    replay = replay_events(forked, first_step=first_step)
+    assert not replay.ledger.breaches, replay.ledger.breaches[0]
+    place = last(forked, BatchFormed)
+    twice = [*forked[: place + 1], copy.deepcopy(forked[place]), *forked[place + 1 :]]
+    assert replay_events(twice, first_step=first_step).ledger.breaches
 
 
 History = list[AnyEvent]

@@ -8,8 +8,10 @@ import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import ShownSamplesConfig
-from trivet.config.shared import RunIdentity, WandbConfig
+from trivet.config.shared import EventsConfig, RunIdentity, WandbConfig
+from trivet.secret import SECRET_FILE, read_secret
 from trivet.telemetry.console import conversation_text
+from trivet.telemetry.event_key import PURPOSE
 from trivet.telemetry.events import EventWriter, Link, chain_value, mac_value, num_complete_bytes, read_events, take_apart
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import (
@@ -116,6 +118,16 @@ def test_the_lines_of_a_role_are_one_chain_over_attempts_and_threads(layout, key
             writer.close()
     assert links(layout.events, "trainer", key=key) == 2 * (len(EVENTS) + 100)
     assert links(layout.events, "orchestrator", key=key) == 2 * len(EVENTS)
+
+
+def test_events_are_signed_on_request_with_a_key_of_the_runs_secret(layout, monkeypatch):
+    monkeypatch.delenv(SECRET_FILE, raising=False)
+    telemetry = Telemetry("trainer", layout=layout, run=RUN, events=EventsConfig(sign=True))
+    telemetry.write_event(Start(run_id="run", from_step=0))
+    telemetry.write_event(Commit(step=6))
+    telemetry.close()
+    assert links(layout.events, "trainer", key=read_secret(layout.secret).derive(PURPOSE)) == 2
+    assert read_secret(layout.secret).token not in layout.events.read_text()
 
 
 def test_a_line_that_a_full_disk_cut_short_does_not_break_the_chain(layout):
