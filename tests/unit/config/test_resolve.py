@@ -39,7 +39,6 @@ AGREEING = [
     (("ckpt.keep_last", "trainer.ckpt.keep_last", "orchestrator.ckpt.keep_last"), "2", 2),
     (("ckpt.keep_interval", "trainer.ckpt.keep_interval", "orchestrator.ckpt.keep_interval"), "10", 10),
     (("ckpt.weights.interval", "trainer.ckpt.weights.interval", "orchestrator.ckpt.weights.interval"), "10", 10),
-    (("events.sign", "trainer.events.sign", "orchestrator.events.sign"), "true", True),
     (("trainer.rollout_transport.port", "orchestrator.rollout_transport.port"), "6000", 6000),
     (("trainer.run.id", "orchestrator.run.id", "inference.run.id"), "abc", "abc"),
 ]
@@ -233,3 +232,10 @@ def test_adapters_cannot_carry_other_positions() -> None:
         "--trainer.model.rope-scaling.factor",
         "2",
     )
+
+
+@pytest.mark.parametrize("key", ["events.sign", "trainer.events.sign", "orchestrator.events.sign"])
+def test_whoever_signs_events_all_roles_do(key: str) -> None:
+    config = resolved(f"--{key}", "true")
+    assert (config.events.sign, config.trainer.events.sign, config.orchestrator.events.sign) == (True, True, True)
+    assert "must be equal" in refusal("--trainer.events.sign", "true", "--orchestrator.events.sign", "false")
