@@ -50,7 +50,7 @@ class EventsConfig(Section):
 
     sign: bool = False
     """Sign each line with a key of the run's secret, so that `trivet check` also finds edits that are consistent in themselves. It
-    costs about two microseconds an event."""
+    costs a few microseconds an event."""
 
 
 class MetricsServerConfig(Section):
