@@ -14,6 +14,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not JSON of a type. Text that is no UTF-8 and deep nesting have errors of their own."""
+
 _CHUNK_BYTES = 8 << 20
 _FILE_MODE = 0o644
 """Other users and containers that serve the weights can read them, whatever the writing library chose."""
@@ -37,6 +40,11 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def hash_file(path: Path) -> FileRecord:
     return FileRecord(*_digest(path, xxhash.xxh3_128()))
+
+
+def hash_bytes(content: bytes) -> FileRecord:
+    """The record of a file that holds `content`."""
+    return FileRecord(num_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
 
 
 def _digest(path: Path, algorithm: "hashlib._Hash | xxhash.xxh3_128") -> tuple[int, str]:

@@ -1,6 +1,6 @@
 """Makes histories of runs that keep every promise, at random: crashes, resumes, retries, server losses and late commits."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from random import Random
 
@@ -9,6 +9,7 @@ import msgspec
 from trivet.history.check import Report
 from trivet.history.outline import Outline
 from trivet.history.replay import Replay
+from trivet.telemetry.events import Link, seal
 from trivet.wire.events import (
     AnyEvent,
     BatchFormed,
@@ -20,6 +21,7 @@ from trivet.wire.events import (
     Load,
     Publish,
     Retire,
+    RolloutsWritten,
     ServerDown,
     ServerUp,
     Start,
@@ -186,6 +188,8 @@ class RunMaker:
         oldest, newest = min(old for old, _ in versions), max(new for _, new in versions)
         self._write("orchestrator", BatchFormed(step=step, group_ids=chosen, oldest_version=oldest, newest_version=newest))
         self._step = step
+        if self._random.random() < 0.95:  # else killed before they were written, or not known yet
+            self._write("orchestrator", RolloutsWritten(step=step, num_rollouts=2 * len(chosen), digest=""))
         self._formed[step] = list(chosen)
         self._snapshots[step] = (self._next_id, dict(self._ready), [*self._in_flight, *self._waiting_again])
 
@@ -242,21 +246,38 @@ class RunMaker:
         return max(self._published, default=0)
 
 
-def replay_events(events: Sequence[AnyEvent]) -> Replay:
-    """What the checker makes of events alone, without files."""
+def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] = (), first_step: int = 0) -> Replay:
+    """What the checker makes of events alone, without files.
+
+    Args:
+        with_rollouts: steps whose groups are kept.
+        first_step: what the run itself began from.
+    """
     outline = Outline(
         start_steps=frozenset(int(event.from_step) for event in events if isinstance(event, Start)),
         has_orchestrator=any(event.role == "orchestrator" for event in events),
+        first_step=first_step,
     )
-    replay = Replay(outline, max_off_policy_steps=MAX_OFF_POLICY_STEPS)
+    replay = Replay(outline, max_off_policy_steps=MAX_OFF_POLICY_STEPS, with_rollouts=with_rollouts)
     for line, event in enumerate(events, start=1):
         replay.read(event, line=line)
     return replay
 
 
-def write_events(path: Path, events: Sequence[AnyEvent]) -> None:
+def write_events(path: Path, events: Sequence[AnyEvent], *, key: bytes | None = None, is_sealed: bool = True) -> None:
+    """
+    Args:
+        is_sealed: as every version writes them that has `telemetry.events.seal`; else as the versions before.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    content = bytearray()
+    last: dict[str, Link] = {}
+    for event in events:
+        line = msgspec.json.encode(event) + b"\n"
+        if is_sealed:
+            line, last[event.role] = seal(line[:-1], offset=len(content), last=last.get(event.role, Link()), key=key)
+        content += line
+    path.write_bytes(content)
 
 
 def assert_proven(report: Report) -> Report:

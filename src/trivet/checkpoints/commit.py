@@ -3,15 +3,24 @@
 Only the trainer commits. A checkpoint exists once COMMITTED does; whatever lacks it is ignored and removed on resume.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import msgspec
 
-from trivet.checkpoints.halves import HALVES, is_half_done, read_listing, staging_directory
+from trivet.checkpoints.halves import HALVES, TRAINER, is_half_done, read_listing, staging_directory
 from trivet.config.layout import COMMITTED, RunLayout, parse_step
-from trivet.durable import digest_of, explain_difference, remove_directory, sweep_removed, sync_directory, write_json_atomically
+from trivet.durable import (
+    DECODE_ERRORS,
+    digest_of,
+    explain_difference,
+    remove_directory,
+    sweep_removed,
+    sync_directory,
+    write_json_atomically,
+)
 from trivet.errors import CheckpointError, ResumeError
 from trivet.faults import reach
 from trivet.wire.versions import Step
@@ -34,10 +43,22 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`CHECKPOINT_SCHEMA` of the writer."""
     version: str = ""
     """Version of this program that wrote it."""
+    run_id: str = ""
+    """Run that committed it; empty in checkpoints of versions that did not record it."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the record, which the history's `commit` repeats: it stands for every byte of the checkpoint."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
 
 def commit(
-    layout: RunLayout, step: Step, *, halves: Sequence[str] = HALVES, clock: Callable[[], float] = lambda: time.time()
+    layout: RunLayout,
+    step: Step,
+    *,
+    halves: Sequence[str] = HALVES,
+    run_id: str = "",
+    clock: Callable[[], float] = lambda: time.time(),
 ) -> CommitRecord:
     """Make one checkpoint of both halves of `step`.
 
@@ -56,7 +77,9 @@ def commit(
             f"checkpoint {step} cannot be committed: {staging} lacks the half of the {' and the '.join(missing)}"
         )
     digests = {name: read_listing(staging / name).digest for name in halves}
-    record = CommitRecord(step=step, time=clock(), halves=digests, schema=CHECKPOINT_SCHEMA, version=version("trivet"))
+    record = CommitRecord(
+        step=step, time=clock(), halves=digests, schema=CHECKPOINT_SCHEMA, version=version("trivet"), run_id=run_id
+    )
     reach("commit.before", step=step)
     remove_directory(final)
     sync_directory(staging)
@@ -128,14 +151,15 @@ def discard_staging(layout: RunLayout) -> None:
 def read_record(layout: RunLayout, step: Step) -> CommitRecord:
     """
     Raises:
-        CheckpointError: the step is not committed, its record cannot be read, or it has another schema.
+        CheckpointError: the step is not committed, its record cannot be read, is of another step or of other parts than lie
+            there, or it has another schema.
     """
     path = layout.checkpoint_step(step) / COMMITTED
     try:
         record = msgspec.json.decode(path.read_bytes(), type=CommitRecord)
     except FileNotFoundError as exc:
         raise CheckpointError(f"{path.parent} has no {COMMITTED}: it was never committed") from exc
-    except msgspec.DecodeError as exc:
+    except DECODE_ERRORS as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
     if record.schema not in _READABLE_SCHEMAS:
         readable = " and ".join(map(str, _READABLE_SCHEMAS))
@@ -144,6 +168,17 @@ def read_record(layout: RunLayout, step: Step) -> CommitRecord:
             f"trivet {version('trivet')}, which reads schemas {readable}; resume with the version that wrote it, or "
             f"start a new run with model.name = {str(layout.weights_step(step))!r}"
         )
+    if record.step != step:
+        raise CheckpointError(
+            f"{path} is the record of step {record.step}, not of step {step}: it was copied from another checkpoint; resume from "
+            "another step"
+        )
+    present = {name for name in HALVES if (path.parent / name).exists()}
+    if TRAINER not in record.halves or set(record.halves) != present:
+        raise CheckpointError(
+            f"{path} records the parts {sorted(record.halves)}, and {path.parent} holds {sorted(present)}: every part that was "
+            "committed must be there, the trainer's at least; resume from another step"
+        )
     return record
 
 
@@ -151,7 +186,7 @@ def verify_checkpoint(layout: RunLayout, step: Step) -> CommitRecord:
     """Read every file of a committed checkpoint and compare it with what was committed.
 
     Raises:
-        CheckpointError: the step is not committed, has another schema, or a file is missing, truncated or altered; names it.
+        CheckpointError: as `read_record`; or a file is missing, truncated or altered; names it.
     """
     record = read_record(layout, step)
     for name in record.halves:

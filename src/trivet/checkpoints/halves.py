@@ -10,7 +10,16 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.durable import FileRecord, digest_of, hash_files, list_files, remove_directory, sync_tree, write_json_atomically
+from trivet.durable import (
+    DECODE_ERRORS,
+    FileRecord,
+    digest_of,
+    hash_files,
+    list_files,
+    remove_directory,
+    sync_tree,
+    write_json_atomically,
+)
 from trivet.errors import CheckpointError
 from trivet.wire.versions import Step
 
@@ -78,7 +87,7 @@ def read_listing(half: Path) -> Listing:
         return msgspec.json.decode((half / DONE).read_bytes(), type=Listing)
     except FileNotFoundError as exc:
         raise CheckpointError(f"{half} has no {DONE}: it was not written completely") from exc
-    except msgspec.DecodeError as exc:
+    except DECODE_ERRORS as exc:
         raise CheckpointError(f"{half / DONE} cannot be read: {exc}") from exc
 
 

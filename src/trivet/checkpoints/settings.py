@@ -22,6 +22,7 @@ MAY_CHANGE = (
     "max_steps",
     "ckpt",
     "log",
+    "events",
     "wandb",
     "heartbeat",
     "metrics_server",

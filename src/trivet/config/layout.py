@@ -9,7 +9,8 @@ COMMITTED = "COMMITTED"
 MANIFEST = "manifest.json"
 SECRET_FILE = "TRIVET_SECRET_FILE"
 """The variable that names the file of the run's secret; every other variable with this prefix sets a configuration key."""
-_STEP = re.compile(r"step_(\d+)")
+ROLLOUTS_FILE = "rollouts.jsonl"
+_STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
 def step_name(step: int) -> str:
@@ -17,7 +18,7 @@ def step_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """The N of `step_N`, or None when `name` has another form."""
+    """The N of `step_N`, in ASCII digits without leading zeros, or None when `name` has another form."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
 

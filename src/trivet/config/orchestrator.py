@@ -17,6 +17,7 @@ from trivet.config.shared import (
     DEFAULT_MODEL,
     DEFAULT_OUTPUT_DIR,
     CkptConfig,
+    EventsConfig,
     HeartbeatConfig,
     LogConfig,
     RunIdentity,
@@ -113,6 +114,7 @@ class OrchestratorConfig(Section):
     ckpt: CkptConfig = CkptConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
+    events: EventsConfig = EventsConfig()
     heartbeat: HeartbeatConfig | None = None
     detectors: DetectorsConfig = DetectorsConfig()
     shown_samples: ShownSamplesConfig | None = ShownSamplesConfig()

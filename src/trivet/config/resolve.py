@@ -24,6 +24,7 @@ from trivet.config.rope import RopeScalingConfig
 from trivet.config.shared import (
     CkptConfig,
     CkptWeightsConfig,
+    EventsConfig,
     LogConfig,
     LogExtrasConfig,
     RunIdentity,
@@ -69,6 +70,8 @@ def resolve(draft: Draft, findings: Findings) -> None:
     _fill_section(draft, "detectors", ("trainer.detectors", "orchestrator.detectors"), DetectorsConfig.model_fields)
     _fill_section(draft, "bench", ("trainer.bench",), BenchConfig.model_fields)
     _fill_section(draft, "log", ("trainer.log", "orchestrator.log", "inference.log"), LogConfig.model_fields)
+    for name in EventsConfig.model_fields:
+        _agree(draft, findings, (f"events.{name}", f"trainer.events.{name}", f"orchestrator.events.{name}"))
     weights = (f"weights.{name}" for name in CkptWeightsConfig.model_fields)
     for name in (*(name for name in CkptConfig.model_fields if name != "weights"), *weights):
         _agree(draft, findings, (f"ckpt.{name}", f"trainer.ckpt.{name}", f"orchestrator.ckpt.{name}"))

@@ -10,7 +10,7 @@ from trivet.config.detectors import DetectorsConfig
 from trivet.config.faults import FaultsConfig
 from trivet.config.inference import InferenceConfig
 from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, CkptConfig, LogConfig, WandbConfig
+from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, CkptConfig, EventsConfig, LogConfig, WandbConfig
 from trivet.config.supervision import RecoveryConfig
 from trivet.config.trainer import TrainerConfig
 
@@ -52,6 +52,8 @@ class RLConfig(Section):
     wandb: WandbConfig | None = None
     """Shared by trainer and orchestrator."""
     log: LogConfig = LogConfig()
+    events: EventsConfig = EventsConfig()
+    """Shared by trainer, orchestrator and launcher."""
     detectors: DetectorsConfig = DetectorsConfig()
     """Shared by trainer and orchestrator."""
     ckpt: CkptConfig = CkptConfig()

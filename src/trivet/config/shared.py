@@ -45,6 +45,14 @@ class HeartbeatConfig(Section):
     """Gets a GET request after every step, for a monitoring service that raises the alarm when they stop."""
 
 
+class EventsConfig(Section):
+    """events.jsonl, the run's history."""
+
+    sign: bool = False
+    """Sign each line with a key of the run's secret, so that `trivet check` also finds edits that are consistent in themselves. It
+    costs a few microseconds an event."""
+
+
 class MetricsServerConfig(Section):
     """Gauges for Prometheus under /metrics, and /health, served by the main rank."""
 

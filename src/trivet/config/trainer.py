@@ -15,6 +15,7 @@ from trivet.config.optimizer import AdamWConfig, OptimizerConfig
 from trivet.config.shared import (
     DEFAULT_OUTPUT_DIR,
     CkptConfig,
+    EventsConfig,
     HeartbeatConfig,
     LogConfig,
     MetricsServerConfig,
@@ -77,6 +78,7 @@ class TrainingConfig(Section):
     ckpt: CkptConfig = CkptConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
+    events: EventsConfig = EventsConfig()
     heartbeat: HeartbeatConfig | None = None
     metrics_server: MetricsServerConfig | None = None
     memory_profiler_path: Path | None = None

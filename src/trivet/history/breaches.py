@@ -11,6 +11,8 @@ class Invariant(IntEnum):
     VERSIONS_TELL_THE_TRUTH = 2
     ONE_COMMIT = 3
     READERS_ARE_SAFE = 4
+    INTACT_RECORD = 0
+    """No invariant of a run: what the others are proven from is as the run wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +36,18 @@ class Ledger:
         self.breaches: list[Breach] = []
         self.checks = 0
         """Statements that were examined."""
+        self.remarks: list[str] = []
+        """What is unusual and breaks nothing."""
+        self.not_examined: list[str] = []
+        """What a statement was not made about, and why."""
 
     def require(self, holds: bool, invariant: Invariant, reason: str) -> bool:
         """Record a breach unless `holds`; returns `holds`."""
         self.checks += 1
         if not holds:
-            self.breaches.append(Breach(invariant=invariant, reason=reason, line=self.line))
+            self.breach(invariant, reason)
         return holds
+
+    def breach(self, invariant: Invariant, reason: str) -> None:
+        """Record a statement that does not hold, which the caller has counted or could not count."""
+        self.breaches.append(Breach(invariant=invariant, reason=reason, line=self.line))

@@ -4,19 +4,25 @@ Reads events.jsonl twice, one line at a time: first for the steps that attempts 
 that is still going, up to where its file reached.
 """
 
-import tomllib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
-from trivet.history.breaches import Breach
+from trivet.history.breaches import Breach, Invariant
+from trivet.history.chain import ChainHistory
 from trivet.history.files import Files
 from trivet.history.groups import GroupCounts, Owed
-from trivet.history.outline import Extent, outline, read_numbered
-from trivet.history.replay import Replay
+from trivet.history.outline import outline, read_lines
+from trivet.history.replay import ORCHESTRATOR, SFT, TRAINER, Replay
+from trivet.secret import SECRET_FILE, read_secret
+from trivet.telemetry.event_key import PURPOSE
 from trivet.wire.events import Stop
 from trivet.wire.versions import Step
+
+_NEVER_EXAMINED = "what lies in logs/, metrics/, evals/ and configs/ beyond the values that were used"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,32 +45,49 @@ class Report:
     num_loads: int
     commits: list[int]
     """Committed steps that count, in the history."""
+    num_signatures: int
+    """Lines whose signature was verified."""
+    remarks: list[str]
+    """What is unusual and breaks nothing."""
+    not_examined: list[str]
+    """What no statement was made about, and why."""
 
 
 def check_run(layout: RunLayout) -> Report:
     """
     Raises:
-        ConfigError: no run wrote there.
+        ConfigError: no run wrote there; or the file that `TRIVET_SECRET_FILE` names holds no secret.
         HistoryError: a line is no event.
         CheckpointError: the checkpoint that the run was forked from cannot be read.
     """
     if not layout.events.exists():
         raise ConfigError(f"{str(layout.root)!r} holds no {layout.events.name}: no run wrote there; give the output_dir of one")
     files = Files(layout)
-    extent = outline(layout.events)
+    extent = outline(layout.events, does_count_attempts=files.has_launcher)
+    first_step = extent.outline.first_step
     replay = Replay(
         extent.outline,
-        max_off_policy_steps=_max_off_policy_steps(layout),
+        max_off_policy_steps=_max_off_policy_steps(files),
         remembered=files.commits,
-        inherited=_inherited(files, extent),
+        with_rollouts=files.rollouts,
+        inherited=_inherited(files, first_step),
     )
-    for line, event in read_numbered(layout.events, num_bytes=extent.num_bytes):
-        replay.read(event, line=line)
-    files.compare(replay)
-    return _report(replay)
+    if first_step and extent.outline.has_orchestrator and first_step not in files.commits:
+        replay.ledger.not_examined.append(f"groups that the checkpoint of step {first_step} handed on: it has been removed")
+    key = _key(layout)
+    chain = ChainHistory(replay.ledger, key=key, must_be_signed=_must_be_signed(files))
+    for line in read_lines(layout.events, num_bytes=extent.num_bytes):
+        replay.read(line.event, line=line.number)
+        chain.read(line.text, role=line.event.role, place=line.place)
+    replay.ledger.line = None
+    replay.ledger.require(bool(replay.starts), Invariant.INTACT_RECORD, f"{layout.events} holds no start of a role")
+    files.compare(replay, extent)
+    replay.roles.tell()
+    chain.tell()
+    return _report(replay, num_signatures=chain.num_signed if key is not None else 0)
 
 
-def _report(replay: Replay) -> Report:
+def _report(replay: Replay, *, num_signatures: int) -> Report:
     return Report(
         run_id=replay.run_id,
         num_events=replay.num_events,
@@ -80,15 +103,35 @@ def _report(replay: Replay) -> Report:
         voided_steps=replay.steps.voided,
         num_loads=replay.policies.num_loads,
         commits=sorted(replay.steps.commits),
+        num_signatures=num_signatures,
+        remarks=replay.ledger.remarks,
+        not_examined=[*replay.ledger.not_examined, _NEVER_EXAMINED],
     )
 
 
-def _inherited(files: Files, extent: Extent) -> Owed | None:
-    return files.owed(Step(extent.first_step)) if extent.first_step else None
+def _inherited(files: Files, first_step: int) -> Owed | None:
+    """The groups of the checkpoint that the run began from; None for one that was removed, or without an orchestrator's part."""
+    has_part = (files.layout.checkpoint_step(Step(first_step)) / ORCHESTRATOR).exists()
+    return files.owed(Step(first_step)) if first_step in files.commits and has_part else None
 
 
-def _max_off_policy_steps(layout: RunLayout) -> int:
+def _max_off_policy_steps(files: Files) -> int:
     """As the run's last attempt had it; a run without an orchestrator has no use for it."""
-    file = layout.configs / "orchestrator.toml"
-    values = tomllib.loads(file.read_text()) if file.exists() else {}
-    return int(values.get("max_off_policy_steps", OrchestratorConfig.model_fields["max_off_policy_steps"].default))
+    value = files.config(ORCHESTRATOR).get("max_off_policy_steps")
+    return value if isinstance(value, int) else OrchestratorConfig.model_fields["max_off_policy_steps"].default
+
+
+def _must_be_signed(files: Files) -> bool:
+    sections = (files.config(role).get("events") for role in (ORCHESTRATOR, TRAINER, SFT))
+    return any(isinstance(section, dict) and section.get("sign") is True for section in sections)
+
+
+def _key(layout: RunLayout) -> bytes | None:
+    """What the run's events are signed with; None when the secret is not at hand.
+
+    Raises:
+        ConfigError: the named file is missing, is not a secret, or other users may read it.
+    """
+    if named := os.environ.get(SECRET_FILE):
+        return read_secret(Path(named)).derive(PURPOSE)
+    return read_secret(layout.secret).derive(PURPOSE) if layout.secret.exists() else None

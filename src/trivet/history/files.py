@@ -1,39 +1,50 @@
-"""Compares the files of a run with its history: checkpoints, published policies, the rollouts of each step."""
+"""Compares the files of a run with its history: checkpoints, published policies, the rollouts of each step, the run's identity."""
 
+import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from trivet.checkpoints.commit import committed_steps, verify_checkpoint
-from trivet.checkpoints.halves import HALVES, ORCHESTRATOR, TRAINER
-from trivet.config.layout import COMMITTED, STABLE, RunLayout, parse_step
+from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
+from trivet.checkpoints.halves import DONE, HALVES, ORCHESTRATOR, TRAINER, read_listing
+from trivet.checkpoints.retention import removable_steps
+from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout, parse_step
+from trivet.durable import DECODE_ERRORS, list_files
 from trivet.errors import CheckpointError, MessageRefused, WeightsError
+from trivet.history import rollouts
 from trivet.history.breaches import Invariant
 from trivet.history.groups import Owed
+from trivet.history.outline import Extent, read_lines
 from trivet.history.replay import Replay
-from trivet.history.steps import fingerprint
+from trivet.lock import holder_of
 from trivet.orchestrator.checkpoint import OrchestratorHalf
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.wire.codec import decode
-from trivet.wire.versions import Step, VersionRun
+from trivet.wire.events import Retire
+from trivet.wire.status import RunState, RunStatus
+from trivet.wire.versions import Step
 
-_COMMIT, _VERSIONS, _READERS, _ONCE = (
+_COMMIT, _VERSIONS, _READERS, _ONCE, _RECORD = (
     Invariant.ONE_COMMIT,
     Invariant.VERSIONS_TELL_THE_TRUTH,
     Invariant.READERS_ARE_SAFE,
     Invariant.EXACTLY_ONCE,
+    Invariant.INTACT_RECORD,
 )
 
 _STATE_FILE = "state.msgpack"
+_SFT = "sft"
 
 
-class _RolloutLine(msgspec.Struct):
-    """What of a line of rollouts.jsonl is compared."""
+class _RunFile(msgspec.Struct):
+    """What of run.json is compared."""
 
-    group_id: int
-    versions: list[VersionRun] = []
+    id: str
+    attempt: int
 
 
 class Files:
@@ -47,6 +58,27 @@ class Files:
         self.commits = committed_steps(layout)
         self.weights = published_versions(layout)
         self.rollouts = sorted(_rollout_steps(layout))
+        self.status = _read_status(layout)
+        self.has_launcher = layout.run_file.exists()
+        self.problems: list[str] = []
+        """What could not be read of the configurations."""
+        self.is_live = any(
+            holder_of(lock) is not None
+            for lock in (layout.lock, *(layout.role_lock(role) for role in (TRAINER, ORCHESTRATOR, _SFT)))
+        )
+
+    def config(self, role: str) -> dict[str, Any]:
+        """The configuration of the role's last attempt; empty when there is none to read."""
+        file = self.layout.configs / f"{role}.toml"
+        if not file.exists():
+            return {}
+        try:
+            return tomllib.loads(file.read_text())
+        except (OSError, ValueError, RecursionError) as exc:
+            problem = f"{file} cannot be read: {exc}"
+            if problem not in self.problems:
+                self.problems.append(problem)
+            return {}
 
     def owed(self, step: Step) -> Owed:
         """The groups in the orchestrator's half of a committed step.
@@ -65,11 +97,63 @@ class Files:
             in_flight=frozenset(half.buffer.in_flight_ids),
         )
 
-    def compare(self, replay: Replay) -> None:
-        replay.ledger.line = None
+    def compare(self, replay: Replay, extent: Extent) -> None:
+        ledger = replay.ledger
+        ledger.line = None
+        self._compare_identity(replay)
+        self._compare_length(replay, extent)
         self._compare_commits(replay)
+        self._require_kept_commits(replay)
         self._compare_weights(replay)
+        self._require_published(replay, extent)
         self._compare_rollouts(replay)
+        for problem in self.problems:
+            ledger.require(False, _RECORD, problem)
+
+    def _compare_identity(self, replay: Replay) -> None:
+        ledger, path = replay.ledger, self.layout.run_file
+        if self.status is not None:
+            ledger.require(self.has_launcher, _RECORD, f"{path} is not there, and the launcher's {self.layout.status.name} is")
+        if self.has_launcher:
+            try:
+                run = msgspec.json.decode(path.read_bytes(), type=_RunFile)
+            except (OSError, *DECODE_ERRORS) as exc:
+                ledger.require(False, _RECORD, f"{path} cannot be read: {exc}")
+            else:
+                ledger.require(
+                    replay.run_id in ("", run.id), _RECORD, f"{path} is of run {run.id!r}, the history of {replay.run_id!r}"
+                )
+                ledger.require(
+                    replay.roles.last_attempt <= run.attempt or self.is_live,
+                    _RECORD,
+                    f"{path} counts {run.attempt} attempts, the history {replay.roles.last_attempt}",
+                )
+
+    def _compare_length(self, replay: Replay, extent: Extent) -> None:
+        """What the end of the history lacks, as the launcher's last word tells."""
+        ledger, status = replay.ledger, self.status
+        if extent.num_torn and not self.is_live:
+            ledger.remarks.append(
+                f"the last line is torn after {extent.num_torn:,} bytes: its writer was killed or the disk was full, or it was cut"
+            )
+        if status is None or status.run_id != replay.run_id:
+            ledger.not_examined.append("whether the end of the history is missing: no status.json of the run tells")
+            return
+        ledger.require(
+            extent.num_bytes >= status.events_bytes,
+            _RECORD,
+            f"events.jsonl has {extent.num_bytes:,} bytes of lines; status.json saw {status.events_bytes:,}: its end is gone",
+        )
+        if status.state is not RunState.DONE or self.is_live:
+            return
+        for role in status.roles:
+            attempt = replay.roles.attempt_of(role.name)
+            if role.name in (ORCHESTRATOR, TRAINER) and role.exit.endswith("exit code 0"):
+                ledger.require(
+                    attempt is not None and replay.roles.has_stopped(role.name),
+                    _RECORD,
+                    f"status.json says that the {role.name} ended in order; the history has no stop of it",
+                )
 
     def _compare_commits(self, replay: Replay) -> None:
         said = replay.steps.commits
@@ -89,7 +173,10 @@ class Files:
                     _COMMIT,
                     f"checkpoint {step} has the halves {sorted(record.halves)}; it must have {sorted(expected)}",
                 )
-                self._compare_owed(replay, step)
+                self._compare_record(replay, step)
+                self._refuse_added(replay, step)
+                if ORCHESTRATOR in record.halves:
+                    self._compare_owed(replay, step)
             except CheckpointError as exc:
                 if self._has_commit(step):
                     replay.ledger.require(False, _COMMIT, str(exc))
@@ -101,6 +188,65 @@ class Files:
                 _COMMIT,
                 f"step {newest} is the last commit of the history, and {self.layout.checkpoint_step(newest)} is not there",
             )
+
+    def _compare_record(self, replay: Replay, step: Step) -> None:
+        """That COMMITTED is the one of this run that the history's commit speaks of."""
+        record, directory = read_record(self.layout, step), self.layout.checkpoint_step(step)
+        is_of_another = step == replay.first_step  # a fork's own first checkpoint
+        replay.ledger.require(
+            record.run_id in ("", replay.run_id) or is_of_another,
+            _RECORD,
+            f"{directory} was committed by run {record.run_id!r}; the history is of {replay.run_id!r}",
+        )
+        digest = replay.steps.commits.get(step)
+        if digest:
+            replay.ledger.require(
+                digest == record.digest,
+                _RECORD,
+                f"{directory / COMMITTED} is not the record that the history's commit tells of",
+            )
+
+    def _refuse_added(self, replay: Replay, step: Step) -> None:
+        directory = self.layout.checkpoint_step(step)
+        listed = {COMMITTED}
+        for name in HALVES:
+            if (directory / name).exists():
+                listed |= {f"{name}/{file}" for file in (DONE, *read_listing(directory / name).files)}
+        added = sorted(set(list_files(directory)) - listed)
+        replay.ledger.require(not added, _COMMIT, f"{directory} holds {added[:3]}, which nobody committed")
+
+    def _require_kept_commits(self, replay: Replay) -> None:
+        """Every commit is there that retention does not remove."""
+        if self.is_live:
+            return
+        ledger = replay.ledger
+        for step in sorted(replay.steps.commits):
+            directory = self.layout.checkpoint_step(Step(step))
+            if directory.exists() and not (directory / COMMITTED).exists():
+                is_removing = replay.roles.is_cut_short(replay.trainer_role) and step != max(replay.steps.commits)
+                ledger.require(
+                    is_removing, _COMMIT, f"step {step} is committed in the history, and {directory} has no {COMMITTED}"
+                )
+        config = self.config(replay.trainer_role).get("ckpt")
+        missing = sorted(step for step in replay.steps.commits if not self.layout.checkpoint_step(Step(step)).exists())
+        if not isinstance(config, dict):
+            if missing:
+                ledger.not_examined.append(
+                    f"whether {len(missing)} committed checkpoints were rightly removed: no configuration tells what is kept"
+                )
+            return
+        removable = removable_steps(
+            sorted({*self.commits, *map(Step, replay.steps.commits)}),
+            keep_last=config.get("keep_last"),
+            keep_interval=config.get("keep_interval"),
+        )
+        for step in missing:
+            if step in replay.steps.recent:
+                ledger.require(
+                    step in removable,
+                    _COMMIT,
+                    f"step {step} is committed in the history and was to be kept; its directory is gone",
+                )
 
     def _compare_owed(self, replay: Replay, step: Step) -> None:
         said = replay.groups.owed_after(step)
@@ -121,57 +267,113 @@ class Files:
         )
 
     def _compare_weights(self, replay: Replay) -> None:
-        policies = replay.policies
+        policies, ledger = replay.policies, replay.ledger
         for version in self.weights:
             directory = self.layout.weights_step(version)
             try:
                 manifest = verify(directory)
             except WeightsError as exc:
                 if (directory / STABLE).exists():
-                    replay.ledger.require(False, _READERS, str(exc))
+                    ledger.require(False, _READERS, str(exc))
                 continue
             if version in policies.retired:
-                replay.ledger.require(
+                ledger.require(
                     not (directory / STABLE).exists(), _READERS, f"policy {version} was removed, and {directory} is there"
                 )
                 continue
-            replay.ledger.require(
-                policies.published.get(version) == manifest.digest,
+            published = policies.published.get(version)
+            if published is None and version <= replay.first_step:
+                continue  # of the run that this one was forked from
+            ledger.require(
+                published == manifest.digest,
                 _VERSIONS,
-                f"{directory} has digest {manifest.digest[:12]}; published under {version} is "
-                f"{policies.published.get(version, 'nothing')[:12]}",
+                f"{directory} has digest {manifest.digest[:12]}; published under {version} is {(published or 'nothing')[:12]}",
             )
+            ledger.require(
+                manifest.run_id in ("", replay.run_id),
+                _RECORD,
+                f"{directory / MANIFEST} is of run {manifest.run_id!r}, the history of {replay.run_id!r}",
+            )
+            added = sorted(set(list_files(directory)) - {MANIFEST, STABLE, *manifest.files})
+            ledger.require(not added, _READERS, f"{directory} holds {added[:3]}, which nobody published")
+
+    def _require_published(self, replay: Replay, extent: Extent) -> None:
+        """Every policy that was published and not removed is there."""
+        published = replay.policies.published
+        missing = [version for version in sorted(published) if version not in published_versions(self.layout)]
+        if missing and self.is_live:
+            later = {line.event.version for line in self._lines_since(extent) if isinstance(line.event, Retire)}
+            missing = [version for version in missing if version not in later]
+        # A removal comes before its event: of each attempt that was cut short it may have happened to one policy older than
+        # the step that the next attempt went back to. A publication's event comes before its directory.
+        cuts = sorted(replay.roles.starts_after_cut.get(replay.trainer_role, []))
+        newest = max(published, default=0)
+        if replay.roles.is_cut_short(replay.trainer_role):
+            cuts.append(newest)
+            missing = [version for version in missing if version != newest]
+        for version in reversed(missing):
+            if cuts and version < cuts[-1]:
+                cuts.pop()
+                continue
+            directory = self.layout.weights_step(version)
+            replay.ledger.require(
+                False, _READERS, f"policy {version} was published and not removed; {directory} is not there, or not complete"
+            )
+        replay.ledger.checks += len(published)
+
+    def _lines_since(self, extent: Extent) -> Iterator[Any]:
+        yield from read_lines(self.layout.events, first=extent.num_bytes)
 
     def _compare_rollouts(self, replay: Replay) -> None:
+        ledger, groups = replay.ledger, replay.groups
+        size = self.config(ORCHESTRATOR).get("rollouts_per_example")
         for step in self.rollouts:
-            trained = replay.steps.fingerprints.get(step)
-            if trained is None:
-                continue  # of a step that was not trained yet, or happens again
-            path = self.layout.rollouts_step(step) / "rollouts.jsonl"
-            groups: set[int] = set()
-            newest = 0
-            for line in _read_rollouts(path):
-                groups.add(line.group_id)
-                newest = max(newest, *(run.version for run in line.versions), 0)
-            replay.ledger.require(
-                fingerprint(sorted(groups)) == trained, _ONCE, f"{path} holds other groups than step {step} trained"
+            formed = groups.formed.get(step)
+            if formed is None:
+                # The files of steps that are taken again go away just after the start.
+                is_left_over = self.is_live or not groups.num_since_start
+                ledger.require(
+                    is_left_over or step <= replay.first_step,
+                    _ONCE,
+                    f"{self.layout.rollouts_step(step)} holds rollouts, and the history forms no batch {step}",
+                )
+                continue
+            with self._passing_over_what_is_gone():
+                rollouts.compare_step(
+                    ledger,
+                    self.layout,
+                    step,
+                    groups=formed,
+                    written=groups.rollouts.get(step),
+                    group_size=size if isinstance(size, int) else None,
+                )
+        for step in sorted(groups.rollouts.keys() - set(self.rollouts)):
+            ledger.require(
+                self.is_live, _ONCE, f"the rollouts of step {step} were written, and {self.layout.rollouts_step(step)} has none"
             )
-            replay.ledger.require(
-                newest < step, _VERSIONS, f"{path} holds tokens of policy {newest}; step {step} trained before it existed"
-            )
+        if num_unsaid := len(set(self.rollouts) - groups.rollouts.keys()):
+            ledger.not_examined.append(f"texts and scores in the rollouts of {num_unsaid:,} steps: the history has no digest")
+
+    @contextmanager
+    def _passing_over_what_is_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            if not self.is_live:
+                raise
 
     def _has_commit(self, step: Step) -> bool:
         return (self.layout.checkpoint_step(step) / COMMITTED).exists()
 
 
 def _rollout_steps(layout: RunLayout) -> Iterator[int]:
-    for path in layout.root.glob("rollouts/step_*/rollouts.jsonl"):
+    for path in layout.root.glob(f"rollouts/step_*/{ROLLOUTS_FILE}"):
         if (step := parse_step(path.parent.name)) is not None:
             yield step
 
 
-def _read_rollouts(path: Path) -> Iterator[_RolloutLine]:
-    decoder = msgspec.json.Decoder(_RolloutLine)
-    with path.open("rb") as file:
-        for line in file:
-            yield decoder.decode(line)
+def _read_status(layout: RunLayout) -> RunStatus | None:
+    try:
+        return msgspec.json.decode(Path(layout.status).read_bytes(), type=RunStatus)
+    except (OSError, *DECODE_ERRORS):
+        return None

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from trivet.algorithms.staleness import is_stale
 from trivet.history.breaches import Invariant, Ledger
-from trivet.wire.events import BatchFormed, Dispatch, Drop, Filter, Finish
+from trivet.wire.events import BatchFormed, Dispatch, Drop, Filter, Finish, RolloutsWritten
 from trivet.wire.versions import PolicyVersion, Step
 
 _ONCE, _VERSIONS = Invariant.EXACTLY_ONCE, Invariant.VERSIONS_TELL_THE_TRUTH
@@ -18,8 +20,9 @@ _NO_TOKENS = PolicyVersion(-1)
 """Versions of a finished group in which nothing was sampled."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveGroup:
+class LiveGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A million of them are made for a long run; a msgspec struct is made ten times as fast as a frozen dataclass."""
+
     env: str
     example_id: int
     version: PolicyVersion
@@ -29,6 +32,12 @@ class LiveGroup:
     is_finished: bool = False
     oldest: PolicyVersion = _NO_TOKENS
     newest: PolicyVersion = _NO_TOKENS
+    reward_mean: float = 0.0
+    """Of its finish."""
+
+
+_READY_ELSEWHERE = LiveGroup(env="", example_id=-1, version=PolicyVersion(0), is_finished=True)
+"""A group that another run finished."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,9 +73,17 @@ class _State:
     next_group_id: int = 0
     live: dict[int, LiveGroup] = field(default_factory=dict)
     counts: GroupCounts = field(default_factory=GroupCounts)
+    ended: set[int] | None = None
+    """Groups that ended here, if it is not known which groups another run's checkpoint handed on; else None."""
 
     def copy(self) -> "_State":
-        return _State(step=self.step, next_group_id=self.next_group_id, live=dict(self.live), counts=self.counts.copy())
+        return _State(
+            step=self.step,
+            next_group_id=self.next_group_id,
+            live=dict(self.live),
+            counts=self.counts.copy(),
+            ended=None if self.ended is None else set(self.ended),
+        )
 
     @property
     def owed(self) -> Owed:
@@ -75,18 +92,35 @@ class _State:
 
 
 class GroupHistory:
-    def __init__(self, ledger: Ledger, *, max_off_policy_steps: int, remembered: Collection[int]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        max_off_policy_steps: int,
+        remembered: Collection[int],
+        with_rollouts: Collection[int] = (),
+    ) -> None:
         """
         Args:
             remembered: steps whose state will be asked for: by a start from them, or by `owed_after`.
+            with_rollouts: steps whose groups will be asked for, by `formed`.
         """
         self._ledger = ledger
         self._max_off_policy_steps = max_off_policy_steps
         self._remembered = frozenset(remembered)
         self._state = _State()
         self._states: dict[int, _State] = {}
+        self._with_rollouts = frozenset(with_rollouts)
         self._formed: dict[int, list[int]] = {}
         """Batches that were not trained yet."""
+        self.formed: dict[int, dict[int, LiveGroup]] = {}
+        """By step of those with rollouts: the batch's groups as they were when it was formed."""
+        self.rollouts: dict[int, RolloutsWritten] = {}
+        """By step: what the orchestrator says of the files that it wrote."""
+        self._newest_dispatch = PolicyVersion(0)
+        """Version of the last dispatch since the orchestrator started."""
+        self.num_since_start = 0
+        """Events of groups and batches since the orchestrator started."""
         self.voided = 0
         """Dispatches that resumes took back."""
 
@@ -105,17 +139,23 @@ class GroupHistory:
     def owed_after(self, step: int) -> Owed | None:
         """What lived when batch `step` was formed, for a remembered step; None when it was not formed."""
         state = self._states.get(step)
-        return state.owed if state is not None else None
+        return state.owed if state is not None and state.ended is None else None
 
     def take_batch(self, step: Step) -> list[int] | None:
         """The groups of batch `step`, once, for the trainer's side to compare."""
         return self._formed.pop(step, None)
 
-    def adopt(self, step: Step, owed: Owed) -> None:
-        """Start from another run's checkpoint of `step`, whose groups this history does not know."""
-        unknown = LiveGroup(env="", example_id=-1, version=PolicyVersion(0), is_owed=True)
-        live = dict.fromkeys(sorted(owed.in_flight), unknown)
-        live |= dict.fromkeys(sorted(owed.ready), replace(unknown, is_owed=False, is_finished=True))
+    def adopt(self, step: Step, owed: Owed | None) -> None:
+        """Start from another run's checkpoint of `step`, whose groups this history does not know.
+
+        Args:
+            owed: None when the checkpoint has been removed: any group that was not seen before may be one of it.
+        """
+        if owed is None:
+            self._state = self._states[step] = _State(step=step, ended=set())
+            return
+        in_flight = LiveGroup(env="", example_id=-1, version=PolicyVersion(0), is_owed=True)
+        live = dict.fromkeys(sorted(owed.in_flight), in_flight) | dict.fromkeys(sorted(owed.ready), _READY_ELSEWHERE)
         self._state = self._states[step] = _State(step=step, next_group_id=owed.next_group_id, live=live)
 
     def start(self, from_step: Step) -> None:
@@ -129,15 +169,32 @@ class GroupHistory:
             state = _State(step=from_step)
         self._state = state.copy()
         self._state.live = {
-            group_id: group if group.is_finished else replace(group, is_owed=True) for group_id, group in state.live.items()
+            group_id: group
+            if group.is_finished
+            else LiveGroup(env=group.env, example_id=group.example_id, version=group.version, is_owed=True)
+            for group_id, group in state.live.items()
         }
         self.voided += dispatched - self._state.counts.dispatched
         self._states = {step: kept for step, kept in self._states.items() if step <= from_step}
         self._formed = {step: ids for step, ids in self._formed.items() if step <= from_step}
+        self.formed = {step: groups for step, groups in self.formed.items() if step <= from_step}
+        self.rollouts = {step: event for step, event in self.rollouts.items() if step <= from_step}
+        self._newest_dispatch = PolicyVersion(0)
+        self.num_since_start = 0
 
     def dispatch(self, event: Dispatch) -> None:
+        self.num_since_start += 1
+        self._ledger.require(
+            event.version >= self._newest_dispatch,
+            _VERSIONS,
+            "a group is dispatched at an older policy than the one before it",
+        )
+        self._newest_dispatch = event.version
         state, group = self._state, self._state.live.get(event.group_id)
-        if group is None:
+        if group is None and state.ended is not None and event.group_id not in state.ended:
+            state.next_group_id = max(state.next_group_id, event.group_id + 1)
+            state.counts.dispatched += 1
+        elif group is None:
             is_new = event.group_id >= state.next_group_id
             self._ledger.require(is_new, _ONCE, f"group {event.group_id} is dispatched again after its end")
             self._ledger.require(
@@ -163,6 +220,7 @@ class GroupHistory:
         name, group = f"group {event.group_id}", self._find(event.group_id, "finishes")
         if group is None:
             return
+        self.num_since_start += 1
         self._ledger.require(not group.is_finished, _ONCE, f"{name} finishes twice")
         self._ledger.require(not group.is_owed, _ONCE, f"{name} finishes without being dispatched again after the resume")
         if event.newest_version != _NO_TOKENS:
@@ -172,8 +230,14 @@ class GroupHistory:
                 f"{name} holds tokens of policies {event.oldest_version} to {event.newest_version}; it was dispatched at "
                 f"policy {group.version} and the newest published is {newest_published}",
             )
-        self._state.live[event.group_id] = replace(
-            group, is_finished=True, oldest=event.oldest_version, newest=event.newest_version
+        self._state.live[event.group_id] = LiveGroup(
+            env=group.env,
+            example_id=group.example_id,
+            version=group.version,
+            is_finished=True,
+            oldest=event.oldest_version,
+            newest=event.newest_version,
+            reward_mean=event.reward_mean,
         )
 
     def filter(self, event: Filter) -> None:
@@ -183,19 +247,25 @@ class GroupHistory:
         self._ledger.require(group.is_finished, _ONCE, f"group {event.group_id} is filtered before it finished")
         self._ledger.require(bool(event.reason), _ONCE, f"group {event.group_id} is filtered without a reason")
         self._state.counts.filtered[event.reason] += 1
-        del self._state.live[event.group_id]
+        self._end(event.group_id)
 
     def drop(self, event: Drop) -> None:
         if self._find(event.group_id, "is dropped") is None:
             return
         self._ledger.require(bool(event.reason), _ONCE, f"group {event.group_id} is dropped without a reason")
         self._state.counts.dropped[event.reason.partition(":")[0]] += 1
-        del self._state.live[event.group_id]
+        self._end(event.group_id)
 
     def batch(self, event: BatchFormed) -> None:
         state, name = self._state, f"batch {event.step}"
         self._ledger.require(event.step == state.step + 1, _ONCE, f"{name} is formed, but {state.step + 1} is the next")
-        groups = [group for group_id in event.group_ids if (group := self._leave_for_batch(group_id, event.step))]
+        self.num_since_start += 1
+        found: dict[int, LiveGroup] = {
+            group_id: group for group_id in event.group_ids if (group := self._leave_for_batch(group_id, event.step))
+        }
+        groups = list(found.values())
+        if event.step in self._with_rollouts:
+            self.formed[event.step] = found
         self._check_versions(event, groups)
         self._ledger.require(bool(event.group_ids), _ONCE, f"{name} is empty")
         state.step = event.step
@@ -205,8 +275,20 @@ class GroupHistory:
         if event.step in self._remembered:
             self._states[event.step] = state.copy()
 
+    def rollouts_written(self, event: RolloutsWritten) -> None:
+        step = self._state.step
+        self._ledger.require(
+            event.step == step and event.step not in self.rollouts,
+            _ONCE,
+            f"the rollouts of step {event.step} are written after batch {step} was formed"
+            + (", again" if event.step in self.rollouts else ""),
+        )
+        self.rollouts[event.step] = event
+
     def _find(self, group_id: int, happens: str) -> LiveGroup | None:
         group = self._state.live.get(group_id)
+        if group is None and self._state.ended is not None and group_id not in self._state.ended:
+            group = self._state.live[group_id] = _READY_ELSEWHERE
         before = "it ended before" if group_id < self._state.next_group_id else "it was never dispatched"
         self._ledger.require(group is not None, _ONCE, f"group {group_id} {happens}, but {before}")
         return group
@@ -215,8 +297,13 @@ class GroupHistory:
         group = self._find(group_id, f"enters batch {step}")
         if group is not None:
             self._ledger.require(group.is_finished, _ONCE, f"group {group_id} enters batch {step} before it finished")
-            del self._state.live[group_id]
+            self._end(group_id)
         return group
+
+    def _end(self, group_id: int) -> None:
+        del self._state.live[group_id]
+        if self._state.ended is not None:
+            self._state.ended.add(group_id)
 
     def _check_versions(self, event: BatchFormed, groups: Sequence[LiveGroup]) -> None:
         allowed = max(event.step - 1 - self._max_off_policy_steps, 0)

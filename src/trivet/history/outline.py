@@ -7,56 +7,87 @@ from pathlib import Path
 import msgspec
 
 from trivet.errors import HistoryError
-from trivet.history.replay import ORCHESTRATOR, Outline
+from trivet.history.replay import Outline
 from trivet.telemetry.events import decode_event
 from trivet.wire.events import AnyEvent, Start
 
-_START = b'"start"'
+_START, _ORCHESTRATOR = b'"start"', b'"role":"orchestrator"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     outline: Outline
-    first_step: int
-    """What the orchestrator's first attempt started from; above 0 for a fork of another run."""
     num_bytes: int
     """Length of the complete lines."""
+    num_torn: int
+    """Bytes after them: of a line that is being written, or was cut short."""
 
 
-def outline(path: Path) -> Extent:
+@dataclass(frozen=True, slots=True)
+class Line:
+    number: int
+    """From 1."""
+    place: int
+    """Where it begins in the file."""
+    text: bytes
+    event: AnyEvent
+
+
+def outline(path: Path, *, does_count_attempts: bool) -> Extent:
     """
+    Args:
+        does_count_attempts: as `Outline` has it.
+
     Raises:
-        HistoryError: a line is no event.
+        HistoryError: a line is no event, or there is no file to read.
     """
     starts: list[Start] = []
     num_bytes = 0
+    has_orchestrator = False
     for line, text in _lines(path, num_bytes=None):
         num_bytes += len(text)
+        has_orchestrator = has_orchestrator or _ORCHESTRATOR in text
         if _START in text and isinstance(event := _decode(text, path, line), Start):
             starts.append(event)
-    of_orchestrator = [event for event in starts if event.role == ORCHESTRATOR]
     return Extent(
         outline=Outline(
-            start_steps=frozenset(int(event.from_step) for event in starts), has_orchestrator=bool(of_orchestrator)
+            start_steps=frozenset(int(event.from_step) for event in starts),
+            has_orchestrator=has_orchestrator,
+            first_step=int(starts[0].from_step) if starts else 0,
+            does_count_attempts=does_count_attempts,
         ),
-        first_step=of_orchestrator[0].from_step if of_orchestrator else 0,
         num_bytes=num_bytes,
+        num_torn=_num_torn(path, num_bytes),
     )
 
 
-def read_numbered(path: Path, *, num_bytes: int) -> Iterator[tuple[int, AnyEvent]]:
-    """Events with their line numbers, up to `num_bytes`.
+def _num_torn(path: Path, num_bytes: int) -> int:
+    with path.open("rb") as file:
+        file.seek(num_bytes)
+        rest = file.read()
+    return 0 if b"\n" in rest else len(rest)  # else lines that came since
+
+
+def read_lines(path: Path, *, first: int = 0, num_bytes: int | None = None) -> Iterator[Line]:
+    """Events with their lines, of the `num_bytes` after the byte `first`.
 
     Raises:
         HistoryError: a line is no event.
     """
-    for line, text in _lines(path, num_bytes=num_bytes):
-        yield line, _decode(text, path, line)
+    place = first
+    for number, text in _lines(path, first=first, num_bytes=num_bytes):
+        yield Line(number, place, text, _decode(text, path, number))
+        place += len(text)
 
 
-def _lines(path: Path, *, num_bytes: int | None) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, *, first: int = 0, num_bytes: int | None) -> Iterator[tuple[int, bytes]]:
     left = num_bytes
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as exc:
+        raise HistoryError(f"{path} cannot be read: {exc.strerror}; it must be the file of events that the run wrote") from exc
+    with file:
+        file.seek(first)
         for line, text in enumerate(file, start=1):
             if left is not None:
                 left -= len(text)

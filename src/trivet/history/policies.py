@@ -5,18 +5,29 @@ loaded.
 """
 
 from trivet.history.breaches import Invariant, Ledger
-from trivet.wire.events import Dispatch, Load, Publish, Retire, ServerDown, ServerUp
+from trivet.wire.events import Dispatch, Evaluate, Load, Publish, Retire, ServerDown, ServerUp
 from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
 _VERSIONS, _READERS = Invariant.VERSIONS_TELL_THE_TRUTH, Invariant.READERS_ARE_SAFE
 
 
 class PolicyHistory:
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, first_step: int = 0) -> None:
+        """
+        Args:
+            first_step: what the run itself began from: policies up to there are another run's, whose publications it copied.
+        """
         self._ledger = ledger
+        self._first_step = first_step
+        self._adopted: dict[int, str] = {}
+        """Digest by version of another run's policies, as they were loaded first."""
         self.published: dict[int, str] = {}
         """Digest by version, of those not removed."""
-        self.retired: set[int] = set()
+        self.retired: dict[int, str] = {}
+        """Digest by version, of those removed."""
+        self._from_step = START_VERSION
+        self._has_published = False
+        """Since the trainer started."""
         self._start_digest: str | None = None
         self._held: dict[str, tuple[int, str]] = {}
         """Version and digest by server, since the orchestrator started or the server came back."""
@@ -39,7 +50,8 @@ class PolicyHistory:
     def start_trainer(self, from_step: Step) -> None:
         """Policies after `from_step` are void."""
         self.published = {version: digest for version, digest in self.published.items() if version <= from_step}
-        self.retired = {version for version in self.retired if version <= from_step}
+        self.retired = {version: digest for version, digest in self.retired.items() if version <= from_step}
+        self._from_step, self._has_published = PolicyVersion(from_step), False
         self._newest = PolicyVersion(from_step)
 
     def publish(self, event: Publish, *, last_step: int) -> None:
@@ -53,8 +65,14 @@ class PolicyHistory:
             f"policy {event.version} is published again with digest {_short(event.digest)}; tokens labelled "
             f"{event.version} were sampled from {_short(known)}",
         )
+        self._ledger.require(
+            known is None or (event.version == self._from_step and not self._has_published),
+            _VERSIONS,
+            f"policy {event.version} is published twice",
+        )
+        self._has_published = True
         self.published[event.version] = event.digest
-        self.retired.discard(event.version)
+        self.retired.pop(event.version, None)
         self._newest = max(self._newest, event.version)
 
     def load(self, event: Load) -> None:
@@ -65,6 +83,8 @@ class PolicyHistory:
             self._check_digest(name, event.digest, self._start_digest)
         elif self._ledger.require(event.version not in self.retired, _READERS, f"{name}, which was removed before"):
             expected = self.published.get(event.version)
+            if expected is None and event.version <= self._first_step:
+                expected = self._adopted.setdefault(event.version, event.digest)
             if self._ledger.require(expected is not None, _VERSIONS, f"{name}, which nobody published"):
                 self._check_digest(name, event.digest, expected)
         before = self._highest.get(event.server, START_VERSION)
@@ -73,11 +93,13 @@ class PolicyHistory:
         self._held[event.server] = (event.version, event.digest)
 
     def server_down(self, event: ServerDown) -> None:
+        self._ledger.require(event.server in self._up, _VERSIONS, f"{event.server} goes down, which was not up")
         self._up.discard(event.server)
         self._held.pop(event.server, None)
 
     def server_up(self, event: ServerUp) -> None:
         held = self._held.get(event.server)
+        self._ledger.require(event.server not in self._up, _VERSIONS, f"{event.server} is up, and comes up again")
         self._ledger.require(
             held == (event.version, event.digest),
             _VERSIONS,
@@ -104,11 +126,19 @@ class PolicyHistory:
             not readers, _READERS, f"policy {event.version} is removed, and {', '.join(readers)} may still need it"
         )
         self._ledger.require(
-            event.version in self.published, _READERS, f"policy {event.version} is removed, which was not there"
+            event.version in self.published or event.version <= self._first_step,
+            _READERS,
+            f"policy {event.version} is removed, which was not there",
         )
         self._ledger.require(event.version < self._newest, _READERS, f"policy {event.version} is removed, which is the newest")
-        self.published.pop(event.version, None)
-        self.retired.add(event.version)
+        self.retired[event.version] = self.published.pop(event.version, "")
+
+    def evaluate(self, event: Evaluate) -> None:
+        known = self.published.get(event.version) or self.retired.get(event.version)
+        if event.version == START_VERSION:
+            known = self._start_digest
+        if known:
+            self._check_digest(f"the evaluation of {event.env} measures policy {event.version}", event.digest, known)
 
     def _check_digest(self, name: str, found: str, expected: str | None) -> None:
         self._ledger.require(

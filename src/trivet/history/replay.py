@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from trivet.history.breaches import Invariant, Ledger
 from trivet.history.groups import GroupHistory, Owed
 from trivet.history.policies import PolicyHistory
+from trivet.history.roles import RoleHistory
 from trivet.history.steps import StepHistory
 from trivet.wire.events import (
     AnyEvent,
@@ -13,11 +14,13 @@ from trivet.wire.events import (
     Commit,
     Dispatch,
     Drop,
+    Evaluate,
     Filter,
     Finish,
     Load,
     Publish,
     Retire,
+    RolloutsWritten,
     ServerDown,
     ServerUp,
     Start,
@@ -36,6 +39,10 @@ class Outline:
     """Every step that an attempt started from."""
     has_orchestrator: bool
     """False for supervised fine-tuning and for batches that are fed again from disk."""
+    first_step: int = 0
+    """What the first attempt started from; above 0 for a fork of another run."""
+    does_count_attempts: bool = False
+    """A launcher started the roles: each start of a role is a later attempt."""
 
 
 class Replay:
@@ -53,24 +60,34 @@ class Replay:
         *,
         max_off_policy_steps: int,
         remembered: Collection[int] = (),
+        with_rollouts: Collection[int] = (),
         inherited: Owed | None = None,
     ) -> None:
         """
         Args:
             remembered: steps, besides those of starts, whose owed groups will be asked for.
-            inherited: for a history that begins at another run's checkpoint: the groups in it.
+            with_rollouts: steps whose groups will be asked for.
+            inherited: for a history that begins at another run's checkpoint: the groups in it; None if they are unknown.
         """
         self.ledger = Ledger()
+        self.roles = RoleHistory(self.ledger, does_count_attempts=outline.does_count_attempts)
         self.groups = GroupHistory(
-            self.ledger, max_off_policy_steps=max_off_policy_steps, remembered={*outline.start_steps, *remembered}
+            self.ledger,
+            max_off_policy_steps=max_off_policy_steps,
+            remembered={*outline.start_steps, *remembered},
+            with_rollouts=with_rollouts,
         )
-        self.policies = PolicyHistory(self.ledger)
+        self.policies = PolicyHistory(self.ledger, first_step=outline.first_step)
         self.steps = StepHistory(self.ledger)
         self.starts: dict[str, int] = {}
         """How often each role started."""
         self.last_stop: Stop | None = None
         """How the trainer ended, None while it has not."""
         self.run_id = ""
+        self.first_step = outline.first_step
+        """As `Outline` has it."""
+        self.trainer_role = TRAINER
+        """Role that trains: SFT in supervised fine-tuning."""
         self.num_events = 0
         self._outline = outline
         self._inherited = inherited
@@ -79,6 +96,7 @@ class Replay:
     def read(self, event: AnyEvent, *, line: int) -> None:
         self.ledger.line = line
         self.num_events += 1
+        self.roles.read(event)
         if isinstance(event, Start):
             self._start(event)
         elif event.role == ORCHESTRATOR:
@@ -96,11 +114,12 @@ class Replay:
         self.starts[event.role] = self.starts.get(event.role, 0) + 1
         self._from_step[event.role] = event.from_step
         if event.role == ORCHESTRATOR:
-            if self.starts[ORCHESTRATOR] == 1 and self._inherited is not None:
+            if self.starts[ORCHESTRATOR] == 1 and event.from_step and event.from_step == self.first_step:
                 self.groups.adopt(event.from_step, self._inherited)
             self.groups.start(event.from_step)
             self.policies.start_orchestrator()
         elif event.role in (TRAINER, SFT):
+            self.trainer_role = event.role
             self.steps.start(event)
             self.policies.start_trainer(event.from_step)
             self.last_stop = None
@@ -118,8 +137,12 @@ class Replay:
                 self.groups.drop(event)
             case BatchFormed():
                 self.groups.batch(event)
+            case RolloutsWritten():
+                self.groups.rollouts_written(event)
             case Load():
                 self.policies.load(event)
+            case Evaluate():
+                self.policies.evaluate(event)
             case ServerDown():
                 self.policies.server_down(event)
             case ServerUp():
@@ -147,7 +170,7 @@ class Replay:
 
     def _train(self, event: Train) -> None:
         formed = self.groups.take_batch(event.step) if self._outline.has_orchestrator else event.group_ids
-        starts = self._from_step.get(ORCHESTRATOR), self._from_step[TRAINER]
+        starts = self._from_step.get(ORCHESTRATOR), self._from_step.get(event.role)
         self.ledger.require(
             not self._outline.has_orchestrator or starts[0] == starts[1],
             Invariant.ONE_COMMIT,

@@ -17,7 +17,10 @@ class StepHistory:
         self._ledger = ledger
         self.last_step = Step(0)
         self.from_step = Step(0)
-        self.commits: set[int] = set()
+        self.commits: dict[int, str] = {}
+        """Digest of its record by step, empty where the history has none."""
+        self.recent: set[int] = set()
+        """Steps committed since the trainer started, and the one that it started from."""
         self.fingerprints: dict[int, int] = {}
         """By step that was trained: `fingerprint` of its groups."""
         self.has_started = False
@@ -38,9 +41,10 @@ class StepHistory:
                 not self.commits, _COMMIT, f"starts anew, although step {max(self.commits, default=0)} is committed"
             )
         self.voided += max(self.last_step - event.from_step, 0)
-        self.commits = {step for step in self.commits if step <= event.from_step}
+        self.commits = {step: digest for step, digest in self.commits.items() if step <= event.from_step}
+        self.recent = {event.from_step} if event.from_step else set()
         if event.from_step:
-            self.commits.add(event.from_step)
+            self.commits.setdefault(event.from_step, "")
         self.fingerprints = {step: value for step, value in self.fingerprints.items() if step <= event.from_step}
         self.last_step = self.from_step = event.from_step
         self.has_started, self.has_stopped = True, False
@@ -73,7 +77,8 @@ class StepHistory:
             _COMMIT,
             f"step {event.step} is committed; the last that was trained is {self.last_step}",
         )
-        self.commits.add(event.step)
+        self.commits[event.step] = event.digest
+        self.recent.add(event.step)
 
 
 def fingerprint(group_ids: Sequence[int]) -> int:

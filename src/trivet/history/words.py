@@ -11,6 +11,7 @@ _NAMES = {
     Invariant.VERSIONS_TELL_THE_TRUTH: "versions tell the truth",
     Invariant.ONE_COMMIT: "one commit",
     Invariant.READERS_ARE_SAFE: "readers are safe",
+    Invariant.INTACT_RECORD: "intact record",
 }
 _MAX_BREACHES = 10
 """The first is the cause; what comes after it often only follows."""
@@ -37,9 +38,19 @@ def _lines(report: Report, events: Path) -> Iterator[str]:
     )
     commits = f", the newest of step {report.commits[-1]}" if report.commits else ""
     yield f"policies: {report.num_loads:,} loads; checkpoints: {len(report.commits):,} commits{commits}"
+    if report.num_signatures:
+        yield f"signatures: {report.num_signatures:,} lines verified"
+    for remark in report.remarks:
+        yield f"note: {remark}"
     if not report.breaches:
-        yield f"proven: invariants 1 to 4 hold ({report.num_checks:,} statements)"
-        return
+        yield f"consistent: {report.num_checks:,} statements hold (invariants 1 to 4)"
+    else:
+        yield from _breaches(report, events)
+    yield "not examined:"
+    yield from (f"  {what}" for what in report.not_examined)
+
+
+def _breaches(report: Report, events: Path) -> Iterator[str]:
     yield f"broken: {len(report.breaches)} of {report.num_checks:,} statements do not hold"
     for breach in report.breaches[:_MAX_BREACHES]:
         yield from _describe(breach, events)
@@ -55,7 +66,9 @@ def _how_it_stands(report: Report) -> str:
 
 def _describe(breach: Breach, events: Path) -> Iterator[str]:
     where = f"{events.name}:{breach.line}: " if breach.line is not None else ""
-    yield f"  {where}invariant {breach.invariant.value} ({_NAMES[breach.invariant]}): {breach.reason}"
+    invariant = f"invariant {breach.invariant.value} ({_NAMES[breach.invariant]})"
+    name = invariant if breach.invariant is not Invariant.INTACT_RECORD else _NAMES[breach.invariant]
+    yield f"  {where}{name}: {breach.reason}"
     if breach.line is not None:
         yield f"    | {_line(events, breach.line)}"
 

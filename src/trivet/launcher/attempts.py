@@ -19,6 +19,7 @@ from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan
 from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.launcher.scratch import Scratch
 from trivet.machine import Machine
+from trivet.telemetry.event_key import event_key
 from trivet.telemetry.events import EventWriter, read_events
 from trivet.weights.retention import needed_to_resume, reference_version
 from trivet.wire.events import Event, Stop
@@ -120,7 +121,8 @@ class Attempts:
         return has_completed(self.layout, role, run=self.run, max_steps=self.max_steps)
 
     def record(self, event: Event) -> None:
-        writer = EventWriter(self.layout.events, role="launcher", attempt=self.run.attempt)
+        key = event_key(self.config.events, self.layout)
+        writer = EventWriter(self.layout.events, role="launcher", attempt=self.run.attempt, key=key)
         try:
             writer.write(event)
         finally:

@@ -16,7 +16,7 @@ from trivet.config.base import Section
 from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
 from trivet.config.shared import RunIdentity
-from trivet.durable import write_atomically, write_json_atomically
+from trivet.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.errors import CheckpointError, ConfigError
 from trivet.lock import FileLock, holder_of
 from trivet.telemetry.events import drop_torn_line
@@ -172,7 +172,7 @@ def read_run(layout: RunLayout) -> RunRecord | None:
     """The record of the run that wrote this directory, or None when there is no readable one."""
     try:
         return msgspec.json.decode(layout.run_file.read_bytes(), type=RunRecord)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DECODE_ERRORS):
         return None
 
 

@@ -41,6 +41,7 @@ from trivet.launcher.watchdog import Watchdog
 from trivet.launcher.words import quote_log, recount
 from trivet.lifetime import adopt_orphans
 from trivet.stacks import STACKS_WITHIN_S
+from trivet.telemetry.events import num_complete_bytes
 from trivet.wire.events import Event, Restart
 from trivet.wire.status import RestartRecord, RunState, RunStatus
 from trivet.wire.versions import Step
@@ -359,6 +360,7 @@ class Supervisor:
             last_error=self._last_error,
             exit_code=verdict.exit_code if verdict is not None else None,
             reason=verdict.reason if verdict is not None else "",
+            events_bytes=num_complete_bytes(self._attempts.layout.events),
         )
         self._status.write(status)
         if verdict is None:

@@ -7,15 +7,13 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
-
-import msgspec
 
 from trivet.config.keys import as_table
 from trivet.config.layout import RunLayout
 from trivet.config.vf_translation import in_dialect
 from trivet.launcher.logs import LogFollower
 from trivet.telemetry.logs import text_line
+from trivet.telemetry.metrics import read_metrics
 
 Row = dict[str, float]
 """One line of a metrics file."""
@@ -50,6 +48,8 @@ class VfConsole:
         self._every = every
         self._since = since
         self._shown = 0
+        self._said: set[str] = set()
+        """Damage that was reported."""
 
     def translate(self, line: str) -> Iterator[str]:
         """What is printed for a line of the launcher: its step lines have another form here, the rest stays."""
@@ -69,7 +69,10 @@ class VfConsole:
 
     def step_lines(self) -> Iterator[str]:
         """The lines of steps that both roles have finished since the last call."""
-        rows = read_steps(self._layout)
+        damaged: list[str] = []
+        rows = read_steps(self._layout, on_damaged=lambda path, count: damaged.append(f"{path}: {count} damaged lines skipped"))
+        yield from (line for line in damaged if line not in self._said)
+        self._said.update(damaged)
         for step in sorted(step for step in rows if step > self._shown and rows[step]["time"] >= self._since):
             self._shown = step
             if step % self._every == 0 or step == self._max_steps:
@@ -91,19 +94,21 @@ def dictionary_of(row: Row) -> dict[str, float]:
     return named | ({"epoch": round(row["progress/epoch"], 4)} if "progress/epoch" in row else {})
 
 
-def read_steps(layout: RunLayout) -> dict[int, Row]:
-    """The metrics of each step that both roles have finished, joined; a step that was taken again counts as it was last."""
-    trainer, orchestrator = (_read_rows(layout.metrics / f"{role}.jsonl") for role in ("trainer", "orchestrator"))
+def read_steps(layout: RunLayout, *, on_damaged: Callable[[Path, int], None] = lambda _path, _count: None) -> dict[int, Row]:
+    """The metrics of each step that both roles have finished, joined; a step that was taken again counts as it was last.
+
+    Args:
+        on_damaged: is told of a file with damaged lines, which are skipped, and of their number.
+    """
+    trainer, orchestrator = (_read_rows(layout.metrics / f"{role}.jsonl", on_damaged) for role in ("trainer", "orchestrator"))
     return {step: orchestrator[step] | trainer[step] for step in trainer if step in orchestrator}
 
 
-def _read_rows(path: Path) -> dict[int, Row]:
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return {}
-    rows = (cast("Row", msgspec.json.decode(line)) for line in lines if line)
-    return {int(row["step"]): row for row in rows}
+def _read_rows(path: Path, on_damaged: Callable[[Path, int], None]) -> dict[int, Row]:
+    found = read_metrics(path)
+    if found.num_damaged:
+        on_damaged(path, found.num_damaged)
+    return {row["step"]: row for row in found.rows if isinstance(row.get("time"), (int, float))}
 
 
 def follow(path: Path, *, show: Callable[[str], None], console: VfConsole) -> Callable[[], None]:

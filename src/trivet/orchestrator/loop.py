@@ -171,7 +171,7 @@ class Loop:
         with timed(times, "wait_for_receipt"), progress.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
         progress.note(step=step)
-        await asyncio.to_thread(write_rollouts, self.layout, step, groups)
+        self.telemetry.write_event(await asyncio.to_thread(write_rollouts, self.layout, step, groups))
         return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
     async def _send_stop(self, step: Step, half: OrchestratorHalf | None) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from trivet.config.layout import RunLayout, parse_step
-from trivet.durable import remove_directory, replace_file
+from trivet.config.layout import ROLLOUTS_FILE, RunLayout, parse_step
+from trivet.durable import digest_of, hash_bytes, remove_directory, replace_file
+from trivet.wire.events import RolloutsWritten
 from trivet.wire.rollout_tokens import TOKENS_FILE, pack_tokens
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import Step, VersionRun
@@ -29,14 +30,21 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     completion: list[dict[str, object]]
 
 
-def write_rollouts(layout: RunLayout, step: Step, groups: Sequence[Group]) -> None:
-    """Each file appears whole, or not at all; the tokens first, so that who sees the rollouts finds them too."""
+def write_rollouts(layout: RunLayout, step: Step, groups: Sequence[Group]) -> RolloutsWritten:
+    """Each file appears whole, or not at all; the tokens first, so that who sees the rollouts finds them too.
+
+    Returns:
+        The event that describes the files.
+    """
     encoder = msgspec.json.Encoder()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lines = [encoder.encode(_record(group, rollout)) + b"\n" for group in groups for rollout in group.rollouts]
     directory = layout.rollouts_step(step)
-    replace_file(directory / TOKENS_FILE, pack_tokens(rollouts))
-    replace_file(directory / "rollouts.jsonl", b"".join(lines))
+    contents = {TOKENS_FILE: pack_tokens(rollouts), ROLLOUTS_FILE: b"".join(lines)}
+    for name, content in contents.items():
+        replace_file(directory / name, content)
+    digest = digest_of({name: hash_bytes(content) for name, content in contents.items()})
+    return RolloutsWritten(step=step, num_rollouts=len(rollouts), digest=digest)
 
 
 def discard_rollouts_after(layout: RunLayout, step: Step) -> None:

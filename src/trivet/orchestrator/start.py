@@ -63,6 +63,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         layout=layout,
         run=config.run,
         wandb=config.wandb,
+        events=config.events,
         heartbeat=config.heartbeat,
         detectors=config.detectors,
         shown_samples=config.shown_samples,

@@ -1,17 +1,18 @@
-"""Writes metrics/<role>.jsonl: one object per step."""
+"""Writes and reads metrics/<role>.jsonl: one object per step."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from trivet.durable import write_atomically
+from trivet.durable import DECODE_ERRORS, write_atomically
 
-
-class _StepOnly(msgspec.Struct):
-    step: int
+logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
@@ -41,14 +42,37 @@ class MetricsWriter:
         self._file.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRows:
+    rows: list[dict[str, Any]]
+    """The lines in their order, each with an integer `step`."""
+    num_damaged: int
+    """Lines that are none; a last line without its end, which may still be written, does not count."""
+
+
+def read_metrics(path: Path) -> MetricRows:
+    """The rows of a file that may be damaged, be written to, or not exist."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    rows = [_row_of(line) for line in lines if line]
+    whole = [row for row in rows if row is not None]
+    return MetricRows(rows=whole, num_damaged=len(rows) - len(whole))
+
+
 def _keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
-    if len(kept) < len(lines):
+    lines = path.read_bytes().split(b"\n")
+    rows = [(line, _row_of(line)) for line in lines[:-1]]  # the last was cut short, or is empty
+    kept = [line + b"\n" for line, row in rows if row is not None and row["step"] <= step]
+    if num_damaged := sum(row is None for _, row in rows):
+        logger.warning("removed damaged lines from %s: lines=%s", path, num_damaged)
+    if len(kept) < len(rows) or lines[-1]:
         write_atomically(path, b"".join(kept))
 
 
-def _step_of(line: bytes) -> int:
-    return msgspec.json.decode(line, type=_StepOnly).step
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = msgspec.json.decode(line, type=dict[str, Any])
+    except DECODE_ERRORS:
+        return None
+    return row if type(row.get("step")) is int else None

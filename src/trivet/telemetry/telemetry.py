@@ -7,8 +7,9 @@ from typing import Literal
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import ShownSamplesConfig
-from trivet.config.shared import HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
+from trivet.config.shared import EventsConfig, HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
 from trivet.telemetry.console import LINES, eval_line, sample_lines
+from trivet.telemetry.event_key import event_key
 from trivet.telemetry.events import EventWriter
 from trivet.telemetry.heartbeat import Heartbeat
 from trivet.telemetry.logs import SUCCESS
@@ -36,6 +37,7 @@ class Telemetry:
         layout: RunLayout,
         run: RunIdentity,
         wandb: WandbConfig | None = None,
+        events: EventsConfig = EventsConfig(),  # noqa: B008  frozen
         heartbeat: HeartbeatConfig | None = None,
         detectors: DetectorsConfig | None = None,
         shown_samples: ShownSamplesConfig | None = None,
@@ -44,11 +46,11 @@ class Telemetry:
     ) -> None:
         """
         Raises:
-            ConfigError: the metrics server's port is taken.
+            ConfigError: the metrics server's port is taken, or the secret that signs events cannot be read.
         """
         self._server = MetricsServer(metrics_server) if metrics_server is not None else None
         self._make_line = LINES[role]
-        self._events = EventWriter(layout.events, role=role, attempt=run.attempt)
+        self._events = EventWriter(layout.events, role=role, attempt=run.attempt, key=event_key(events, layout))
         self._metrics = MetricsWriter(layout.metrics / f"{role}.jsonl", resume_step=resume_step)
         self._evals = MetricsWriter(layout.metrics / "eval.jsonl", resume_step=resume_step) if role == "orchestrator" else None
         self._heartbeat = Heartbeat(heartbeat.url) if heartbeat is not None else None

@@ -5,14 +5,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from trivet.telemetry.metrics import read_metrics
+
 WINDOW = 5
 """How many steps are averaged at either end of the run."""
 
 
 def read_rewards(metrics: Path) -> list[float]:
     """Return the mean reward of each step, in order."""
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    by_step = {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
+    by_step = {row["step"]: row["reward/mean"] for row in read_metrics(metrics).rows if "reward/mean" in row}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -61,4 +62,7 @@ def report(output: Path) -> str:
         "logs": run / "logs",
         "start model": output / "sft" / "weights",
     }
-    return "\n".join([*lines, "", *(f"{name:20} {place}" for name, place in places.items())])
+    lines += ["", *(f"{name:20} {place}" for name, place in places.items())]
+    if num_damaged := read_metrics(run / "metrics" / "orchestrator.jsonl").num_damaged:
+        lines.append(f"{num_damaged} damaged lines of {run / 'metrics' / 'orchestrator.jsonl'} were skipped")
+    return "\n".join(lines)

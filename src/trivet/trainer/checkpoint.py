@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,6 +31,7 @@ from trivet.config.shared import CkptConfig
 from trivet.durable import FileRecord
 from trivet.errors import CheckpointError
 from trivet.trainer.model import PolicyModel, has_adapter
+from trivet.trainer.shard_reader import METADATA_FILE, ShardPlanner, ShardReader, read_metadata
 from trivet.trainer.shards import Hold, ShardWriter
 from trivet.trainer.step import Learner
 
@@ -102,12 +102,12 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
         skip_optimizer: the optimizer stays as it is.
 
     Raises:
-        CheckpointError: it does not fit this model, or a part is missing.
+        CheckpointError: it does not fit this model, a part is missing, or a file would run code.
     """
     state = (_state_without_optimizer if skip_optimizer else state_of)(learner, Progress())
     try:
         without_moments = [] if skip_optimizer else _drop_what_was_not_saved(state["optimizer"]["state"], directory)
-        load(state, checkpoint_id=directory, process_group=learner.world.control)
+        load(state, storage_reader=ShardReader(directory), planner=ShardPlanner(), process_group=learner.world.control)
         if without_moments:
             _require_optimized(without_moments, state["optimizer"]["param_groups"])
     except (CheckpointException, OSError, RuntimeError, ValueError) as exc:
@@ -136,7 +136,7 @@ def _drop_what_was_not_saved(moments: State, directory: Path) -> list[str]:
 
     An optimizer makes them with a parameter's first gradient, and plain SGD makes none.
     """
-    keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+    keys = read_metadata(directory / METADATA_FILE).state_dict_metadata
     saved = {key.rpartition(".")[0] for key in keys}
     dropped = [name for name in moments if f"optimizer.state.{name}" not in saved]
     for name in dropped:

@@ -104,6 +104,7 @@ def open_session(
             layout=layout,
             run=config.run,
             wandb=config.wandb,
+            events=config.events,
             heartbeat=config.heartbeat,
             detectors=config.detectors,
             metrics_server=config.metrics_server,

@@ -204,8 +204,8 @@ class Session:
         finish_half(self.layout, step, TRAINER, known=known)
         reach("trainer_half.after", step=step)
         self.telemetry.sync_events()
-        commit(self.layout, step, halves=halves)
-        self.telemetry.write_event(Commit(step=step))
+        record = commit(self.layout, step, halves=halves, run_id=self.config.run.id)
+        self.telemetry.write_event(Commit(step=step, digest=record.digest))
         logger.info("checkpoint committed step=%s", step)
         # Here rather than between two steps: the content of large files goes away slowly.
         self._remove_old_checkpoints()

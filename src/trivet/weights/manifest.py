@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from trivet.config.layout import MANIFEST, STABLE
-from trivet.durable import FileRecord, digest_of, explain_difference, hash_files
+from trivet.config.layout import MANIFEST, STABLE, parse_step
+from trivet.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, hash_files
 from trivet.errors import WeightsError
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
@@ -54,7 +54,7 @@ def read_manifest(directory: Path) -> Manifest:
         if not path.is_file() or path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise WeightsError(f"{path} cannot be read: it is missing, or no file of at most {_MAX_MANIFEST_BYTES >> 20} MiB")
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError) as exc:
+    except (OSError, *DECODE_ERRORS) as exc:
         raise WeightsError(f"{path} cannot be read: {exc}") from exc
     for name in manifest.files:
         if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
@@ -69,9 +69,13 @@ def verify(directory: Path, *, max_bytes: int | None = None) -> Manifest:
         max_bytes: a larger policy is not read.
 
     Raises:
-        WeightsError: a file is missing, truncated, altered or, for weight files, not listed; names it.
+        WeightsError: a file is missing, truncated, altered or, for weight files, not listed; or the manifest is that of another
+            version than the directory's name says; names it.
     """
     manifest = read_manifest(directory)
+    version = parse_step(directory.name)
+    if version not in (None, manifest.version):
+        raise WeightsError(f"{directory / MANIFEST} is of version {manifest.version}: it was copied from another directory")
     if manifest.digest != digest_of(manifest.files):
         raise WeightsError(f"{directory / MANIFEST} does not match its own digest: the manifest was altered")
     if max_bytes is not None and manifest.num_bytes > max_bytes:

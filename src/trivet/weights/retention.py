@@ -8,7 +8,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from trivet.config.layout import STABLE, RunLayout
-from trivet.durable import remove_directory, write_json_atomically
+from trivet.durable import DECODE_ERRORS, remove_directory, write_json_atomically
 from trivet.errors import WeightsError
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
@@ -52,7 +52,7 @@ def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
             acknowledgement = msgspec.json.decode(path.read_bytes(), type=Acknowledgement)
         except FileNotFoundError:  # forgotten between the listing and the reading
             continue
-        except msgspec.DecodeError as exc:
+        except DECODE_ERRORS as exc:
             raise WeightsError(f"{path} is not an acknowledgement: {exc}; remove it") from exc
         if acknowledgement.expires is None or acknowledgement.expires > time.time():
             versions[unquote(path.stem)] = acknowledgement.version

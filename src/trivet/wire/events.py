@@ -11,6 +11,9 @@ the checkpoint is there and the event is not. `trivet check` (trivet.history) pr
 Life of a server: load, `serverup`, then loads of newer versions. `serverdown` sets it aside, and whatever it held is forgotten:
 before its next `serverup` comes a load of what the other servers hold then, which it may have held before. No group is
 dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
+The first event of a role is its `start`; after its `stop` comes nothing but the `start` of the next attempt. A process that is
+killed writes no `stop`.
+A `rollouts` event is written after the files of batch N, before batch N+1 is formed.
 A `start` with `from_step` N voids, of what its role wrote in earlier attempts: the trainer's events of steps and versions
 after N, and the orchestrator's events behind its batch N. Those steps happen again.
 """
@@ -70,6 +73,15 @@ class BatchFormed(Event, tag="batch"):
     newest_version: PolicyVersion
 
 
+class RolloutsWritten(Event, tag="rollouts"):
+    """The files in rollouts/step_N/ are complete."""
+
+    step: Step
+    num_rollouts: int
+    digest: str
+    """SHA-256 over the names, sizes and digests of the files."""
+
+
 class Train(Event):
     step: Step
     group_ids: list[GroupId]
@@ -119,6 +131,8 @@ class Evaluate(Event):
 
 class Commit(Event):
     step: Step
+    digest: str = ""
+    """`CommitRecord.digest`, which stands for every byte of the checkpoint; empty in histories of older versions."""
 
 
 class Stop(Event):
@@ -153,6 +167,7 @@ AnyEvent = (
     | Filter
     | Drop
     | BatchFormed
+    | RolloutsWritten
     | Train
     | Publish
     | Load

@@ -117,3 +117,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     reason: str = ""
     """Why it ended."""
+    events_bytes: int = 0
+    """Length of the complete lines of events.jsonl when this was written: a shorter file lost some."""

@@ -227,3 +227,31 @@ def test_what_another_machine_wrote_must_have_arrived(layout, content, found):
     with pytest.raises(CheckpointError, match=rf"was written with 5 bytes and has {found} here: output_dir must be one"):
         finish_half(layout, 5, TRAINER, known={"data.bin": FileRecord(5, "0" * 32)})
     assert not is_half_done(layout, 5, TRAINER)
+
+
+def test_the_record_of_another_step_is_refused(layout):
+    for step in (4, 5):
+        write_checkpoint(layout, step)
+    damaged = layout.checkpoint_step(5)
+    (damaged / TRAINER / "data.bin").write_bytes(b"damaged!")
+    (damaged / COMMITTED).write_bytes((layout.checkpoint_step(4) / COMMITTED).read_bytes())
+    with pytest.raises(CheckpointError, match="is the record of step 4, not of step 5: it was copied"):
+        verify_checkpoint(layout, 5)
+
+
+@pytest.mark.parametrize("parts", [[], [ORCHESTRATOR], [TRAINER]])
+def test_a_record_without_a_part_that_lies_there_is_refused(layout, parts):
+    write_checkpoint(layout, 5)
+    path = layout.checkpoint_step(5) / COMMITTED
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"halves": {name: record["halves"][name] for name in parts}}))
+    with pytest.raises(CheckpointError, match="every part that was committed must be there"):
+        verify_checkpoint(layout, 5)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"step": 5}'])
+def test_a_record_that_is_junk_is_refused(layout, content):
+    write_checkpoint(layout, 5)
+    (layout.checkpoint_step(5) / COMMITTED).write_bytes(content)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        verify_checkpoint(layout, 5)

@@ -80,6 +80,18 @@ def test_steps_of_an_earlier_start_are_not_repeated_and_those_taken_again_are_sh
     assert list(console.step_lines())[1:] == ["Step 3/100: reward=0.5"]
 
 
+def test_a_damaged_line_is_skipped_and_said_once(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    console = make_console(layout)
+    with (layout.root / "metrics").mkdir() or (layout.metrics / "trainer.jsonl").open("ab") as file:
+        file.write(b"\xff{[\n")
+    write_step(layout, 1)
+    assert next(iter(console.step_lines())) == f"{layout.metrics / 'trainer.jsonl'}: 1 damaged lines skipped"
+    write_step(layout, 2)
+    assert not [line for line in console.step_lines() if "damaged" in line]
+    assert list(read_steps(layout)) == [1, 2]
+
+
 def test_a_half_written_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     write_step(layout, 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trivet.telemetry.console import orchestrator_line, trainer_line
-from trivet.telemetry.metrics import MetricsWriter
+from trivet.telemetry.metrics import MetricsWriter, read_metrics
 from trivet.telemetry.stats import summarize
 
 
@@ -45,6 +45,34 @@ def test_a_fresh_run_in_a_used_directory_starts_a_new_history(tmp_path):
     path.write_text('{"step": 1, "time": 0}\n')
     MetricsWriter(path).close()
     assert path.read_text() == ""
+
+
+DAMAGED = [
+    b"\xff\xfe",
+    b"{",
+    b"[1]",
+    b'{"time": 1}',
+    b'{"step": "1"}',
+    b'{"step": true}',
+    b"[" * 100_000,
+    b'{"step": 1' + b" " * 9,
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_is_skipped_counted_and_said_once_on_resume(tmp_path, caplog, line):
+    path = tmp_path / "trainer.jsonl"
+    path.write_bytes(b'{"step": 1, "time": 0}\n' + line + b'\n{"step": 2, "time": 0}\n{"step": 3, "time": 0}\n')
+    found = read_metrics(path)
+    assert ([row["step"] for row in found.rows], found.num_damaged) == ([1, 2, 3], 1)
+    for _ in range(2):
+        MetricsWriter(path, resume_step=2).close()
+    assert [row["step"] for row in read(path)] == [1, 2]
+    assert [record.getMessage() for record in caplog.records] == [f"removed damaged lines from {path}: lines=1"]
+
+
+def test_a_file_that_is_not_there_has_no_metrics(tmp_path):
+    assert read_metrics(tmp_path / "trainer.jsonl").rows == []
 
 
 def test_five_numbers_of_an_array():

@@ -2,14 +2,17 @@
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.config.orchestrator import ShownSamplesConfig
-from trivet.config.shared import RunIdentity, WandbConfig
+from trivet.config.shared import EventsConfig, RunIdentity, WandbConfig
+from trivet.secret import SECRET_FILE, read_secret
 from trivet.telemetry.console import conversation_text
-from trivet.telemetry.events import EventWriter, read_events
+from trivet.telemetry.event_key import PURPOSE
+from trivet.telemetry.events import EventWriter, Link, chain_value, mac_value, num_complete_bytes, read_events, take_apart
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import (
     AnyEvent,
@@ -84,6 +87,62 @@ def test_every_event_reads_back_as_it_was_written(layout):
     assert list(read_events(layout.events)) == EVENTS
     assert {event.time for event in EVENTS} == {7.0}
     assert json.loads(layout.events.read_text().splitlines()[5])["event"] == "batch"
+
+
+def links(path, role, *, key=None):
+    """Verifies the lines of `role` in the file, and returns how many there are."""
+    last, place, count = Link(), 0, 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        if json.loads(line)["role"] == role:
+            parts = take_apart(line)
+            assert parts.link.chain == chain_value(parts.content, last)
+            assert parts.offset <= place
+            assert key is None or parts.link.mac == mac_value(parts.signed, last, key=key)
+            last, count = parts.link, count + 1
+        place += len(line)
+    return count
+
+
+@pytest.mark.parametrize("key", [None, bytes(range(32))])
+def test_the_lines_of_a_role_are_one_chain_over_attempts_and_threads(layout, key):
+    for attempt in (1, 2):
+        writers = {
+            role: EventWriter(layout.events, role=role, attempt=attempt, key=key) for role in ("trainer", "orchestrator")
+        }
+        for event in EVENTS:
+            writers["trainer"].write(event)
+            writers["orchestrator"].write(event)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda step, writer=writers["trainer"]: writer.write(Commit(step=step)), range(100)))
+        for writer in writers.values():
+            writer.close()
+    assert links(layout.events, "trainer", key=key) == 2 * (len(EVENTS) + 100)
+    assert links(layout.events, "orchestrator", key=key) == 2 * len(EVENTS)
+
+
+def test_events_are_signed_on_request_with_a_key_of_the_runs_secret(layout, monkeypatch):
+    monkeypatch.delenv(SECRET_FILE, raising=False)
+    telemetry = Telemetry("trainer", layout=layout, run=RUN, events=EventsConfig(sign=True))
+    telemetry.write_event(Start(run_id="run", from_step=0))
+    telemetry.write_event(Commit(step=6))
+    telemetry.close()
+    assert links(layout.events, "trainer", key=read_secret(layout.secret).derive(PURPOSE)) == 2
+    assert read_secret(layout.secret).token not in layout.events.read_text()
+
+
+def test_a_line_that_a_full_disk_cut_short_does_not_break_the_chain(layout):
+    writer = EventWriter(layout.events, role="trainer", attempt=1)
+    writer.write(Commit(step=1))
+    with layout.events.open("ab") as file:
+        file.write(b'{"event":"commit","st')
+    assert num_complete_bytes(layout.events) == layout.events.stat().st_size - 21
+    again = EventWriter(layout.events, role="trainer", attempt=2)
+    again.write(Commit(step=2))
+    last = take_apart(layout.events.read_bytes().splitlines(keepends=True)[-1])
+    assert last.start == 21
+    assert last.link.chain == chain_value(
+        last.content, take_apart(layout.events.read_bytes().splitlines(keepends=True)[0]).link
+    )
 
 
 def test_a_last_event_cut_short_is_left_out(layout):

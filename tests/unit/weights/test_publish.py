@@ -154,6 +154,13 @@ def test_a_manifest_that_names_files_elsewhere_is_refused_without_a_word_about_t
         verify(layout.weights_step(1))
 
 
+def test_a_directory_under_another_versions_name_is_refused(layout):
+    publish(layout, version=3, run_id="run", write=write_model())
+    layout.weights_step(3).rename(layout.weights_step(4))
+    with pytest.raises(WeightsError, match="is of version 3: it was copied from another directory"):
+        verify(layout.weights_step(4))
+
+
 def test_start_model_is_identified_by_its_weight_files_alone(layout):
     publish(layout, version=1, run_id="run", write=write_model())
     start = describe_start_model(layout.weights_step(1))

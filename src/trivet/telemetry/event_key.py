@@ -1,0 +1,18 @@
+"""The key that signs a run's events, derived from the run's secret. Asked for by every process that writes events."""
+
+import os
+
+from trivet.config.layout import RunLayout
+from trivet.config.shared import EventsConfig
+from trivet.secret import find_secret
+
+PURPOSE = "events"
+
+
+def event_key(config: EventsConfig, layout: RunLayout) -> bytes | None:
+    """None when events are not signed.
+
+    Raises:
+        ConfigError: the run's secret cannot be read.
+    """
+    return find_secret(layout, environ=os.environ).derive(PURPOSE) if config.sign else None

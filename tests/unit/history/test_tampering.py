@@ -1,0 +1,387 @@
+"""What an accident or a careless hand can do to the files of a run: each is found, and none ends in a traceback."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from support.histories import write_events
+from support.made_run import STEPS, make_run, write_checkpoint
+from support.mutations import judge_many, shares
+from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
+from trivet.history.replay import TRAINER
+from trivet.tools.cli import main
+from trivet.wire.events import (
+    AnyEvent,
+    Commit,
+    Drop,
+)
+
+Lines = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    layout = RunLayout(tmp_path_factory.mktemp("made") / "run")
+    make_run(layout, seed=8)  # of one attempt
+    return layout
+
+
+@pytest.fixture
+def layout(made: RunLayout, tmp_path: Path) -> RunLayout:
+    shutil.copytree(made.root, tmp_path / "run")
+    return RunLayout(tmp_path / "run")
+
+
+def check(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `trivet check` says of a run that is broken."""
+    code = main(["check", str(layout.root)])
+    captured = capsys.readouterr()
+    assert code == 1, captured.out
+    return captured.out + captured.err
+
+
+def as_older_version(layout: RunLayout, change: Callable[[Lines], None]) -> None:
+    """Change the history, and write it as a version did that sealed no lines and recorded no rollouts."""
+    lines = [json.loads(line) for line in layout.events.read_text().splitlines()]
+    lines = [line for line in lines if line["event"] != "rollouts"]
+    change(lines)
+    events = [msgspec.convert({k: v for k, v in line.items() if k not in ("offset", "chain")}, AnyEvent) for line in lines]
+    for event in events:
+        if isinstance(event, Commit):
+            event.digest = ""
+    write_events(layout.events, events, is_sealed=False)
+    layout.status.unlink(missing_ok=True)
+
+
+def last(lines: Lines, **wanted: object) -> int:
+    return max(place for place, line in enumerate(lines) if all(line.get(name) == value for name, value in wanted.items()))
+
+
+def first(lines: Lines, **wanted: object) -> int:
+    return min(place for place, line in enumerate(lines) if all(line.get(name) == value for name, value in wanted.items()))
+
+
+def test_the_history_of_an_older_version_is_consistent_and_says_what_was_not_examined(layout, capsys):
+    as_older_version(layout, lambda lines: None)
+    assert main(["check", str(layout.root)]) == 0
+    out = capsys.readouterr().out
+    assert "lines: they carry none, as those of older versions" in out
+    assert "texts and scores in the rollouts" in out
+
+
+def drop(**wanted: object) -> Callable[[Lines], None]:
+    return lambda lines: lines.pop(last(lines, **wanted)) and None
+
+
+def drop_first(**wanted: object) -> Callable[[Lines], None]:
+    return lambda lines: lines.pop(first(lines, **wanted)) and None
+
+
+def repeat(**wanted: object) -> Callable[[Lines], None]:
+    return lambda lines: lines.insert(last(lines, **wanted) + 1, dict(lines[last(lines, **wanted)]))
+
+
+def change(name: str, value: object, **wanted: object) -> Callable[[Lines], None]:
+    return lambda lines: lines[last(lines, **wanted)].update({name: value})
+
+
+def shuffle(lines: Lines) -> None:
+    random.Random(1).shuffle(lines)
+
+
+def first_ten(lines: Lines) -> None:
+    del lines[:10]
+
+
+def another_run_everywhere(lines: Lines) -> None:
+    for line in lines:
+        if line["event"] == "start":
+            line["run_id"] = "another"
+
+
+def commit_behind_stop(lines: Lines) -> None:
+    lines.append(lines.pop(last(lines, event="commit")))
+
+
+def drop_behind_stop(lines: Lines) -> None:
+    stop = last(lines, event="stop", role="orchestrator")
+    lines.insert(stop, {**lines[stop], "event": "drop", "group_id": 10_000, "reason": "stale"})
+    lines[stop], lines[stop + 1] = lines[stop + 1], lines[stop]
+
+
+def attempts_that_shrink(lines: Lines) -> None:
+    for line in lines[last(lines, event="start", role="trainer") + 1 :]:
+        if line["role"] == "trainer":
+            line["attempt"] = 0
+
+
+def another_example(lines: Lines) -> None:
+    group_id = lines[last(lines, event="batch")]["group_ids"][0]
+    for line in lines:
+        if line["event"] == "dispatch" and line["group_id"] == group_id:
+            line["example_id"] += 1
+
+
+def another_environment(lines: Lines) -> None:
+    group_id = lines[last(lines, event="batch")]["group_ids"][0]
+    for line in lines:
+        if line["event"] == "dispatch" and line["group_id"] == group_id:
+            line["env"] = "other"
+
+
+def rewards_of_a_trained_group(lines: Lines) -> None:
+    group_id = lines[last(lines, event="batch")]["group_ids"][0]
+    lines[last(lines, event="finish", group_id=group_id)]["reward_mean"] += 0.25
+
+
+def swapped_examples(lines: Lines) -> None:
+    one, other = lines[last(lines, event="batch")]["group_ids"][:2]
+    of_one = [line for line in lines if line.get("group_id") == one and line["event"] == "dispatch"]
+    of_other = [line for line in lines if line.get("group_id") == other and line["event"] == "dispatch"]
+    examples = of_other[-1]["example_id"], of_one[-1]["example_id"]
+    assert examples[0] != examples[1]
+    for lines_of, example in ((of_one, examples[0]), (of_other, examples[1])):
+        for line in lines_of:
+            line["example_id"] = example
+
+
+def batch_relabelled(lines: Lines) -> None:
+    batch = lines[last(lines, event="batch")]
+    for group_id in batch["group_ids"]:
+        finish = lines[last(lines, event="finish", group_id=group_id)]
+        finish["newest_version"] = max(finish["newest_version"], batch["step"] - 1)
+        finish["oldest_version"] = finish["newest_version"]
+    batch["oldest_version"] = batch["newest_version"] = batch["step"] - 1
+
+
+WITHOUT_SEALS: list[tuple[str, Callable[[Lines], None], str]] = [
+    ("a retire is missing", drop(event="retire"), "was published and not removed"),
+    ("the orchestrator's start is missing", drop(event="start", role="orchestrator"), ""),
+    (
+        "the orchestrator's first start is missing",
+        drop_first(event="start", role="orchestrator"),
+        "",
+    ),
+    ("the trainer's first start is missing", drop_first(event="start", role="trainer"), ""),
+    ("the first ten lines are missing", first_ten, "writes before its start"),
+    ("all lines are shuffled", shuffle, ""),
+    ("a dispatch is there twice", repeat(event="dispatch"), "repeats the line before"),
+    ("a publish is there twice", repeat(event="publish"), "published twice"),
+    ("a load is there twice", repeat(event="load"), "repeats the line before"),
+    ("a serverup is there twice", repeat(event="serverup"), "is up, and comes up again"),
+    ("a serverdown is missing", drop_first(event="serverdown"), "is up, and comes up again"),
+    ("a stop is there twice", repeat(event="stop", role="trainer"), "after its stop"),
+    ("a start is there twice", repeat(event="start", role="trainer"), "starts as attempt"),
+    ("another example", another_example, "it was dispatched as"),
+    ("the examples of two groups are swapped", swapped_examples, "it was dispatched as"),
+    ("another environment", another_environment, "it was dispatched as"),
+    ("other rewards", rewards_of_a_trained_group, "has the mean reward"),
+    ("a batch relabelled consistently", batch_relabelled, "it finished with"),
+    ("a dispatch at version 0", change("version", 0, event="dispatch"), "at an older policy than the one before"),
+    ("a commit behind the stop", commit_behind_stop, "writes after its stop"),
+    ("a drop behind the stop", drop_behind_stop, "writes after its stop"),
+    ("another run id in every start", another_run_everywhere, "is of run 'run', the history of 'another'"),
+    ("attempts that shrink", attempts_that_shrink, "started as attempt 1 and writes as 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "tamper", "said"), WITHOUT_SEALS, ids=[name for name, _, _ in WITHOUT_SEALS])
+def test_tampering_with_events_is_found_without_their_chain(layout, capsys, name, tamper, said):
+    as_older_version(layout, tamper)
+    out = check(layout, capsys)
+    assert "Traceback" not in out
+    assert said in out
+
+
+ONLY_BY_THE_CHAIN: list[tuple[str, Callable[[Lines], None]]] = [
+    ("a restart is missing", drop(event="dispatch")),
+    ("a stop between attempts is missing", drop(event="stop")),
+    ("a commit is missing", drop_first(event="commit")),
+    ("two finishes are swapped", lambda lines: _swap_finishes(lines)),
+    ("another reward of a group that was filtered", lambda lines: _other_reward(lines)),
+    ("the digest of the start model everywhere", lambda lines: _other_start_model(lines)),
+    ("a clock that goes back", lambda lines: lines[len(lines) // 2].update(time=0.5)),
+    ("a reason", change("reason", "another", event="drop")),
+]
+
+
+def _swap_finishes(lines: Lines) -> None:
+    places = [place for place, line in enumerate(lines) if line["event"] == "finish"][:2]
+    lines[places[0]], lines[places[1]] = lines[places[1]], lines[places[0]]
+
+
+def _other_reward(lines: Lines) -> None:
+    group_id = lines[last(lines, event="filter")]["group_id"]
+    lines[last(lines, event="finish", group_id=group_id)]["reward_mean"] += 1.0
+
+
+def _other_start_model(lines: Lines) -> None:
+    for line in lines:
+        if line.get("version") == 0 and "digest" in line:
+            line["digest"] = "another"
+
+
+@pytest.mark.parametrize(("name", "tamper"), ONLY_BY_THE_CHAIN, ids=[name for name, _ in ONLY_BY_THE_CHAIN])
+def test_tampering_that_leaves_a_possible_history_breaks_the_chain(layout, capsys, name, tamper):
+    lines = [json.loads(line) for line in layout.events.read_text().splitlines()]
+    before = json.dumps(lines)
+    tamper(lines)
+    assert json.dumps(lines) != before
+    layout.events.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    out = check(layout, capsys)
+    assert "the chain of the" in out or "its end is gone" in out
+
+
+def rewrite_json(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_row(layout: RunLayout, **values: object) -> None:
+    path = layout.rollouts_step(STEPS) / ROLLOUTS_FILE
+    lines = path.read_text().splitlines()
+    lines[0] = json.dumps(json.loads(lines[0]) | values)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def rows(layout: RunLayout, edit: Callable[[list[bytes]], list[bytes]]) -> None:
+    path = layout.rollouts_step(STEPS) / ROLLOUTS_FILE
+    path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True))))
+
+
+def copied_commit(layout: RunLayout) -> None:
+    other = layout.checkpoint_step(STEPS + 5)
+    shutil.copytree(layout.checkpoint_step(STEPS), other)
+
+
+FILES: list[tuple[str, Callable[[RunLayout], object], str]] = [
+    ("run.json is of another run", lambda run: rewrite_json(run.run_file, id="another"), "run.json is of run 'another'"),
+    ("run.json is junk", lambda run: run.run_file.write_bytes(b"\xff{"), "run.json cannot be read"),
+    (
+        "a manifest of another version",
+        lambda run: rewrite_json(run.weights_step(STEPS) / MANIFEST, version=STEPS - 1),
+        "is of version 8: it was copied",
+    ),
+    (
+        "a manifest of another run",
+        lambda run: rewrite_json(run.weights_step(STEPS) / MANIFEST, run_id="another"),
+        "is of run 'another'",
+    ),
+    ("STABLE is gone", lambda run: (run.weights_step(STEPS) / STABLE).unlink(), "was published and not removed"),
+    ("a policy is gone", lambda run: shutil.rmtree(run.weights_step(STEPS)), "was published and not removed"),
+    ("all of weights/ is gone", lambda run: shutil.rmtree(run.weights), "was published and not removed"),
+    ("a file beside the weights", lambda run: (run.weights_step(STEPS) / "x").write_bytes(b"x"), "which nobody published"),
+    ("COMMITTED in another step", copied_commit, "is the record of step 9, not of step 14"),
+    (
+        "COMMITTED without parts",
+        lambda run: rewrite_json(run.checkpoint_step(STEPS) / COMMITTED, halves={}),
+        "records the parts []",
+    ),
+    (
+        "COMMITTED of another run",
+        lambda run: rewrite_json(run.checkpoint_step(STEPS) / COMMITTED, run_id="another"),
+        "was committed by run 'another'",
+    ),
+    (
+        "COMMITTED at another time",
+        lambda run: rewrite_json(run.checkpoint_step(STEPS) / COMMITTED, time=1.0),
+        "is not the record that the history's commit tells of",
+    ),
+    (
+        "a file added to a checkpoint",
+        lambda run: (run.checkpoint_step(STEPS) / TRAINER / "more").write_bytes(b"x"),
+        "which nobody committed",
+    ),
+    ("seven of eight rows", lambda run: rows(run, lambda lines: lines[:-1]), "has the rollouts [0] of 2"),
+    ("a row twice", lambda run: rows(run, lambda lines: [lines[0], *lines]), "has the rollouts [0, 0, 1] of 2"),
+    ("another text", lambda run: change_row(run, completion=[]), "are not those that were written there"),
+    ("another reward", lambda run: change_row(run, reward=9.0), "has the mean reward"),
+    ("another id", lambda run: change_row(run, group_id=77), "holds other groups"),
+    ("another example", lambda run: change_row(run, example_id=777), "it was dispatched as"),
+    ("older versions", lambda run: change_row(run, versions=[[0, 4]]), "it finished with"),
+    ("rollouts are gone", lambda run: shutil.rmtree(run.rollouts_step(STEPS)), "were written, and"),
+    ("rollouts cut short", lambda run: rows(run, lambda lines: [*lines[:-1], lines[-1][:40]]), "is no rollout"),
+    ("rollouts without their last end", lambda run: rows(run, lambda lines: [*lines[:-1], lines[-1][:-1]]), "is cut short"),
+    ("rollouts are binary", lambda run: rows(run, lambda lines: [b"\x00\xff\x7f"]), "is no rollout"),
+    (
+        "junk in a configuration",
+        lambda run: (run.configs / "orchestrator.toml").write_bytes(b"\xff = ["),
+        "orchestrator.toml cannot be read",
+    ),
+    ("the last line is missing", lambda run: run.events.write_bytes(_without_last_line(run)), "its end is gone"),
+    ("the last line is cut", lambda run: run.events.write_bytes(run.events.read_bytes()[:-9]), "the last line is torn after"),
+]
+
+
+def _without_last_line(run: RunLayout) -> bytes:
+    return b"".join(run.events.read_bytes().splitlines(keepends=True)[:-1])
+
+
+@pytest.mark.parametrize(("name", "tamper", "said"), FILES, ids=[name for name, _, _ in FILES])
+def test_tampering_with_files_is_found(layout, capsys, name, tamper, said):
+    tamper(layout)
+    out = check(layout, capsys)
+    assert said in out
+    assert "Traceback" not in out
+
+
+def test_a_directory_in_the_place_of_the_events_is_named(layout, capsys):
+    layout.events.unlink()
+    layout.events.mkdir()
+    assert "cannot be read: Is a directory" in check(layout, capsys)
+
+
+def test_an_older_commit_whose_record_is_gone_is_found(layout, capsys):
+    (layout.configs / "trainer.toml").write_text("[ckpt]\n")  # all are kept
+    events = list(map(_decode, layout.events.read_bytes().splitlines()))
+    write_checkpoint(layout, events, 3)
+    (layout.checkpoint_step(3) / COMMITTED).unlink()
+    assert "step 3 is committed in the history, and" in check(layout, capsys)
+
+
+def _decode(line: bytes) -> AnyEvent:
+    return msgspec.json.decode(line, type=AnyEvent)
+
+
+def test_a_signed_history_is_verified_and_a_consistent_edit_of_it_is_found(tmp_path, capsys, monkeypatch):
+    from trivet.secret import make_secret
+    from trivet.telemetry.event_key import PURPOSE
+
+    layout = RunLayout(tmp_path / "run")
+    key = make_secret(layout.secret).derive(PURPOSE)
+    events = make_run(layout, seed=6, key=key)
+    assert main(["check", str(layout.root)]) == 0
+    assert f"signatures: {len(events):,} lines verified" in capsys.readouterr().out
+    dropped = next(event for event in events if isinstance(event, Drop))
+    dropped.reason = "failed: something else"
+    write_events(layout.events, events, key=bytes(32))  # the chain is right, the key is guessed
+    layout.status.unlink()
+    assert "the signature of the orchestrator does not hold" in check(layout, capsys)
+    layout.secret.unlink()
+    assert main(["check", str(layout.root)]) == 0
+    assert "the run's secret is not at hand" in capsys.readouterr().out
+
+
+def test_signatures_that_were_taken_away_are_missed_by_the_configuration(layout, capsys):
+    with (layout.configs / "orchestrator.toml").open("a") as file:
+        file.write("[events]\nsign = true\n")
+    assert "events.sign = true, and no line is signed" in check(layout, capsys)
+
+
+def test_of_two_hundred_random_mutations_nearly_all_are_found(tmp_path):
+    directories = []
+    for seed in range(3):
+        layout = RunLayout(tmp_path / f"run_{seed}")
+        make_run(layout, seed=seed)
+        directories.append(layout.root)
+    outcomes = judge_many(directories, count=210, seed=1)
+    missed = [
+        f"{outcome.where} {outcome.kind} {outcome.what}\n{outcome.said[-400:]}" for outcome in outcomes if not outcome.is_found
+    ]
+    print(shares(outcomes), *missed, sep="\n")
+    assert len(missed) <= 2, "\n".join(missed)
