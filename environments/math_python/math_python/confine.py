@@ -5,17 +5,19 @@ code. The keeper gives up its rights and forks the process of the code. With nam
 namespace: the code cannot signal it, and when it ends, the kernel ends every process in there, however it was started. Without
 namespaces the supervisor adopts what the code leaves behind, and ends it.
 
+Every call of the tool starts this program, so it imports little. `_signal` has the functions of `signal` without its enumerations,
+whose import takes longer than making the namespaces.
+
 The supervisor exits with 0, with 128 + N when signal N ended the code, or with a code below that names its own failure.
 """
 
+import _signal as signal  # type: ignore[import-not-found]  # it has no stub
 import ctypes
+import gc
 import os
 import resource
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 
 NOT_CONFINED = 100
 """Exit code: the code was not run, because a step before it failed. stderr says which."""
@@ -87,6 +89,7 @@ def confine(parent: int, has_namespaces: int, changes_user: int, memory_bytes: i
         if os.getppid() != parent:
             os._exit(NOT_CONFINED)
         alive, held = os.pipe()
+        gc.freeze()  # memory that nothing writes to is not copied by the forks
         keeper = os.fork()
     except OSError as exc:
         os._exit(_report(exc))
@@ -97,11 +100,8 @@ def confine(parent: int, has_namespaces: int, changes_user: int, memory_bytes: i
         os.setsid()
         _give_up_rights(changes_user=bool(changes_user))
         _call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        os.set_blocking(alive, False)
-        with suppress(BlockingIOError):
-            os.read(alive, 1)
-            os._exit(NOT_CONFINED)  # the supervisor, which holds the other end, ended before this process was tied to it
-        os.close(alive)
+        if _has_ended(alive):  # the supervisor, before this process was tied to it
+            os._exit(NOT_CONFINED)
         for limit, value in limits.items():
             _limit(limit, value)
         code = os.fork()
@@ -111,8 +111,10 @@ def confine(parent: int, has_namespaces: int, changes_user: int, memory_bytes: i
         os._exit(_wait_for(code))
     _call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if has_namespaces and changes_user:
-        with suppress(OSError):  # processes are then counted for this call alone, not for all that nobody runs
+        try:
             _call("unshare", _NEW_USERS)
+        except OSError:
+            pass  # processes are counted for all that nobody runs, not for this call alone
         _drop_capabilities()
     _limit(resource.RLIMIT_NPROC, max_processes)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
@@ -135,7 +137,7 @@ def _enter_namespaces(*, changes_user: bool) -> None:
     _mount("tmpfs", root, kind="tmpfs", flags=_NO_SUID | _NO_DEVICES, options=options)
     for path in (sys.base_prefix, sys.base_exec_prefix, *_VISIBLE):
         _show(path, root=root)
-    for point in list(_mount_points(below=root)):
+    for point in _mount_points(below=root):
         kept = os.statvfs(point).f_flag & (_NO_SUID | _NO_DEVICES | _NO_EXEC)
         _mount(None, point, flags=_REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES | kept)
     for path in _DEVICES:
@@ -164,12 +166,21 @@ def _show(path: str, *, root: str) -> None:
     _mount(path, target, flags=_BIND | _RECURSIVE)
 
 
-def _mount_points(*, below: str) -> Iterator[str]:
-    with open("/proc/self/mountinfo", "rb") as opened:
-        for line in opened:
-            point = os.fsdecode(line.split()[4].decode("unicode_escape").encode("latin-1"))  # a space is written \040
-            if point.startswith(f"{below}/"):
-                yield point
+def _mount_points(*, below: str) -> list[str]:
+    with open("/proc/self/mountinfo", "rb") as opened:  # a space is written \040 there
+        points = [os.fsdecode(line.split()[4].decode("unicode_escape").encode("latin-1")) for line in opened]
+    return [point for point in points if point.startswith(f"{below}/")]
+
+
+def _has_ended(pipe: int) -> bool:
+    """Whether no process holds the other end. Closes the pipe."""
+    os.set_blocking(pipe, False)
+    try:
+        return os.read(pipe, 1) == b""
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(pipe)
 
 
 def _give_up_rights(*, changes_user: bool) -> None:
@@ -202,8 +213,10 @@ def _supervise(keeper: int, *, ends_rest: bool) -> int:
         if os.waitid(os.P_PID, keeper, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             break
     if ends_rest:
-        with suppress(ProcessLookupError):
+        try:
             os.killpg(keeper, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
     outcome = _outcome(os.waitpid(keeper, 0)[1])
     return outcome if not ends_rest or _end_descendants() else NOT_ENDED
 
@@ -231,18 +244,25 @@ def _end_descendants() -> bool:
         except ChildProcessError:
             return True
         for child in _children():
-            with suppress(ProcessLookupError, PermissionError):
+            try:
                 os.kill(child, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
         time.sleep(_END_INTERVAL_S)
     return False
 
 
-def _children() -> Iterator[int]:
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as opened:
-                if int(opened.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                    yield int(entry)
+def _children() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _parent_of(entry) == os.getpid()]
+
+
+def _parent_of(pid: str) -> int:
+    """0 when the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as opened:
+            return int(opened.read().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _count_threads() -> int:

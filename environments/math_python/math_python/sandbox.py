@@ -24,10 +24,13 @@ from math_python.confine import ENDED_BY_SIGNAL, NOBODY, NOT_ENDED
 logger = logging.getLogger(__name__)
 
 _PROGRAM = """
-import _ast, sys
+import gc, sys
+gc.disable()
+import _ast
 sys.path.insert(0, sys.argv[1])
 from confine import confine
 confine(*map(int, sys.argv[2:]))
+gc.enable()
 del sys.path[0], sys.argv[1:], confine, sys.modules["confine"]
 source = sys.stdin.read()
 scope = {"__name__": "__main__"}
@@ -125,7 +128,7 @@ def choose_sandbox(*, require_isolation: bool) -> Sandbox:
 @cache
 def _find_sandbox() -> tuple[Sandbox, str]:
     """The first sandbox in which code runs, and why namespaces could not be had."""
-    problem = ""
+    problem = failure = ""
     for has_namespaces in (True, False):
         for changes_user in (True, False) if os.geteuid() == 0 else (False,):
             sandbox = Sandbox(has_namespaces=has_namespaces, changes_user=changes_user)

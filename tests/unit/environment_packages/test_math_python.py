@@ -78,7 +78,7 @@ def test_files_are_limited_and_gone_afterwards():
     code = f"import os\nopen('big', 'w').write('x' * {3 * MAX_FILE_BYTES})"
     assert "File too large" in run(code)
     directory = run("import os\nopen('kept', 'w').write('x')\nprint(os.getcwd())").splitlines()[0]
-    assert not Path(directory).exists()
+    assert not Path(directory, "kept").exists()
 
 
 def test_children_that_were_left_behind_are_ended():
