@@ -17,6 +17,7 @@ LAYERS = [
     {"wire", "disk"},
     {"algorithms"},
     {"config"},
+    {"secret"},
     {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints", "examples"},
     {"evaluation", "inference", "trainer", "launcher"},
     {"orchestrator"},
