@@ -41,7 +41,12 @@ class Machine:
             stdout=subprocess.PIPE,
             text=True,
             cwd=self.place / "work",
-            env={"PATH": os.defpath, "HOME": str(self.place / "home"), "PLANTED_KEY": SECRET},
+            env={
+                "PATH": os.defpath,
+                "HOME": str(self.place / "home"),
+                "TMPDIR": str(self.place / "tmp"),  # a parent that is killed leaves its temporary directories
+                "PLANTED_KEY": SECRET,
+            },
             user=NOBODY if self.user == "nobody" else None,
             group=NOBODY if self.user == "nobody" else None,
             extra_groups=[] if self.user == "nobody" else None,
@@ -88,23 +93,27 @@ def processes_with(marker: str) -> list[psutil.Process]:
 @pytest.fixture
 def place() -> Iterator[Path]:
     """Not pytest's own directory, which no other user may enter."""
-    directory = Path(tempfile.mkdtemp(prefix="trivet-test-"))
-    directory.chmod(0o755)
-    for name in ("home", "work"):
-        (directory / name).mkdir()
-        (directory / name / "notes").write_text(SECRET)
+    directory = make_place()
     yield directory
     shutil.rmtree(directory)
+
+
+def make_place() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="trivet-test-"))
+    directory.chmod(0o755)
+    for name in ("home", "work", "tmp"):
+        (directory / name).mkdir()
+        (directory / name / "notes").write_text(SECRET)
+    (directory / "tmp").chmod(0o1777)
+    return directory
 
 
 @cache
 def missing(user: str, how: str) -> str:
     """Why code cannot be confined so for `user` on this machine; empty when it can."""
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        place.chmod(0o755)
-        (place / "work").mkdir()
-        said = Machine(user=user, how=how, place=place).run("6 * 7")
+    place = make_place()
+    said = Machine(user=user, how=how, place=place).run("6 * 7")
+    shutil.rmtree(place)
     return "" if said == "42" else said
 
 
