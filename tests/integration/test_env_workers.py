@@ -1,6 +1,7 @@
 """Environments in real worker processes that misbehave in every way, asked over the real port; the model is a stand-in."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from support.fake_inference import FakeInference
 from support.http_fake import serve_fake
 from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive, wait_until
 from trivet.config.client import ClientConfig
-from trivet.config.environment import EnvConfig
+from trivet.config.environment import CREDENTIALS, Credential, EnvConfig
 from trivet.environments.probe import Wanted, require_loadable
 from trivet.environments.settings import host_settings
 from trivet.environments.worker_pool import PoolLimits, WorkerPool, open_worker_pool
+from trivet.environments.worker_process import WorkerProcess
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
+from trivet.secret import SECRET_FILE
 from trivet.wire.events import EnvRestart, Event
 from trivet.wire.groups import GroupRequest, SamplingArguments, Split
 from trivet.wire.rollouts import GroupId, Rollout
@@ -249,3 +252,28 @@ def test_what_can_be_loaded_is_described() -> None:
     infos = require_loadable([Wanted(settings=settings(), is_trained=True)], timeout_s=120)
     assert infos["unruly"].num_examples == len(WAYS)
     assert infos["unruly"].num_eval_examples == 0
+
+
+@pytest.mark.parametrize("kept", [[], ["HF_TOKEN"]], ids=["none-kept", "one-kept"])
+def test_environments_do_not_get_the_credentials_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: list[Credential]
+) -> None:
+    """Neither where they are tried nor in a worker; what a judge needs they do get."""
+    for name in (SECRET_FILE, *CREDENTIALS, "OPENAI_API_KEY", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "planted")
+    seen = tmp_path / "seen.jsonl"
+    env = EnvConfig(id="witness", args={"file": str(seen)}, keep_variables=kept)
+    settings = host_settings(env, model_name="m", client=ClientConfig(), hash_keys=["prompt"])
+    require_loadable([Wanted(settings=settings, is_trained=True)], timeout_s=120)
+
+    async def load() -> None:
+        worker = await WorkerProcess.start(settings, log=tmp_path / "log")
+        await worker.loaded(timeout_s=120)
+        await worker.aclose(timeout_s=20)
+
+    asyncio.run(load())
+    lines = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert len(lines) == 2
+    for names in (names for line in lines for names in line):
+        assert {name for name in names if name in (SECRET_FILE, *CREDENTIALS)} == set(kept)
+        assert {"OPENAI_API_KEY", "JUDGE_KEY", "PATH"} <= set(names)

@@ -43,6 +43,7 @@ def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_g
     run.start()
     run.wait_for(run.layout.checkpoint_step(6) / COMMITTED)
     run.wait_for(run.layout.weights_step(7) / STABLE)
+    assert Path(run.layout.scratch_note.read_text().strip()).stat().st_mode & 0o777 == 0o700
     assert run.process is not None
     run.process.send_signal(signal.SIGINT)
     assert run.await_exit(240) == 130, run.output[-4000:]
@@ -58,7 +59,15 @@ def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_g
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert {path.name for path in run.layout.configs.iterdir()} == {"inference.toml", "orchestrator.toml", "trainer.toml"}
     assert run.output.count("SUCCESS Step 12") == 2
+    assert_nobody_else_may_write(run.layout)
     assert_evaluated(run.layout)
+
+
+def assert_nobody_else_may_write(layout: RunLayout) -> None:
+    """With the umask that `Run` sets. The secret may not even be read by others."""
+    modes = {path: path.stat().st_mode & 0o777 for path in (layout.root, *layout.root.rglob("*")) if not path.is_symlink()}
+    assert not {path: oct(mode) for path, mode in modes.items() if mode & 0o022}
+    assert modes.get(layout.secret, 0o600) == 0o600
 
 
 def assert_evaluated(layout: RunLayout) -> None:

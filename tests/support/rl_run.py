@@ -74,7 +74,13 @@ class Run:
         with self._log.open("ab") as log:
             command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(self._config), *flags]
             self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=heed_signals
+                command,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=heed_signals,
+                umask=0o022,
             )
         return self.process
 

@@ -30,8 +30,8 @@ _TABLE_HEADER = re.compile(r"\[{1,2}([a-z_]+(?:\.[a-z_]+)*)\]{1,2}")
 _DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 _UV_RUN = re.compile(r"uv run (?:--project \S+ |--no-sync )?([a-z][\w-]*)(?: ([a-z]+))?")
 _SCRIPT = re.compile(r"scripts/[\w/]+\.(?:py|sh)")
-_OTHER_NAMES = {"trivet", "torch", "datasets", "inputs", "trace"}
-"""First parts of dotted names that are no keys: packages, the arguments of a loss, a file."""
+_OTHER_NAMES = {"trivet", "torch", "datasets", "inputs", "trace", "kernel", "user"}
+"""First parts of dotted names that are no keys: packages, the arguments of a loss, a file, settings of Linux."""
 _FILE_SUFFIXES = {"gz", "jsonl", "json", "toml", "py", "md", "safetensors", "stdout", "log", "sh"}
 
 

@@ -8,7 +8,7 @@ import verifiers as vf
 from datasets import Dataset
 
 from math_python.problems import Problem, make_problems
-from math_python.sandbox import Limits, run_python
+from math_python.sandbox import Limits, Sandbox, SandboxFailed, choose_sandbox, run_python
 
 SYSTEM_PROMPT = (
     "Solve the problem. You may compute with the tool python; every call starts afresh. "
@@ -26,8 +26,9 @@ def extract_number(text: str) -> str:
 class PythonTool:
     """Runs code within `limits`, at most one process per core at a time; the others wait for their turn."""
 
-    def __init__(self, limits: Limits, *, max_processes: int) -> None:
+    def __init__(self, limits: Limits, *, sandbox: Sandbox, max_processes: int) -> None:
         self._limits = limits
+        self._sandbox = sandbox
         self._slots = asyncio.Semaphore(max_processes)
 
     async def python(self, code: str) -> str:
@@ -37,7 +38,7 @@ class PythonTool:
             code: Python source; the value of a last line that is an expression is printed too.
         """
         async with self._slots:
-            return await run_python(code, limits=self._limits)
+            return await run_python(code, limits=self._limits, sandbox=self._sandbox)
 
 
 def make_rubric(parser: vf.Parser) -> vf.Rubric:
@@ -66,6 +67,7 @@ def load_environment(
     memory_mib: int = 512,
     output_chars: int = 2000,
     max_processes: int | None = None,
+    require_isolation: bool = False,
     seed: int = 0,
     system_prompt: str = SYSTEM_PROMPT,
 ) -> vf.Environment:
@@ -75,16 +77,20 @@ def load_environment(
         max_turns: model turns in a rollout; a rollout also ends with the first turn that calls no tool.
         timeout_s, cpu_s, memory_mib, output_chars: limits of one call of the tool.
         max_processes: calls that run at the same time; None: one per core.
+        require_isolation: refuse to load where the kernel gives the code no namespaces of its own; False: warn, and run it as
+            the user of the run.
         seed: another seed gives other problems.
     """
     held_out = make_problems(num_eval_examples, seed=f"{seed}/eval")
     problems = make_problems(num_examples, seed=f"{seed}/train", exclude={problem.question for problem in held_out})
     limits = Limits(timeout_s=timeout_s, cpu_s=cpu_s, memory_mib=memory_mib, output_chars=output_chars)
-    tool = PythonTool(limits, max_processes=max_processes or os.cpu_count() or 1)
+    sandbox = choose_sandbox(require_isolation=require_isolation)
+    tool = PythonTool(limits, sandbox=sandbox, max_processes=max_processes or os.cpu_count() or 1)
     parser = vf.MaybeThinkParser(extract_fn=extract_number)
 
     return vf.ToolEnv(
         tools=[tool.python],
+        stop_errors=[SandboxFailed],
         dataset=make_dataset(problems),
         eval_dataset=make_dataset(held_out),
         system_prompt=system_prompt or None,

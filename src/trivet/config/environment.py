@@ -1,9 +1,13 @@
 """Section of one environment: `[[orchestrator.env]]`, `[[env]]` of `eval`."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trivet.config.base import Section
 from trivet.config.sampling import EnvSamplingConfig
+
+Credential = Literal["WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
+CREDENTIALS: tuple[str, ...] = get_args(Credential)
+"""Variables that the run itself needs, and an environment only on request."""
 
 
 class EnvConfig(Section):
@@ -16,12 +20,15 @@ class EnvConfig(Section):
     on_reward_error: Literal["drop", "zero"] = "drop"
     """A reward function that raises, or returns None: `drop` fails the group with that error, so that no bug is trained on;
     `zero` takes 0 for it, as verifiers does."""
+    keep_variables: list[Credential] = []
+    """Credentials of the run that the environment's workers get too, e.g. `["HF_TOKEN"]` for a private data set. They always get
+    every other variable (`OPENAI_API_KEY` of a judge), and the keys that `client.api_key_var` names."""
     sampling: EnvSamplingConfig = EnvSamplingConfig()
 
     @property
-    def program(self) -> tuple[str, dict[str, Any], str]:
+    def program(self) -> tuple[str, dict[str, Any], str, list[Credential]]:
         """What workers are started with: those of one environment run any other of the same program."""
-        return self.id, self.args, self.on_reward_error
+        return self.id, self.args, self.on_reward_error, self.keep_variables
 
     @property
     def label(self) -> str:

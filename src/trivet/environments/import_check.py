@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from trivet.environments.settings import worker_environment
+
 _LOADER = "load_environment"
 _IMPORT_TIMEOUT_S = 120.0
 """For all modules of one process. verifiers alone takes 5 to 20 s on two busy cores."""
@@ -49,6 +51,7 @@ def _run_process(modules: Sequence[str], *, timeout_s: float) -> tuple[dict[str,
                 stderr=subprocess.PIPE,
                 timeout=timeout_s,
                 check=False,
+                env=worker_environment(os.environ),
                 start_new_session=True,
             )
             ending = f"importing it ended the process with exit code {done.returncode}"

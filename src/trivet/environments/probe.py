@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from trivet.environments.examples import training_problem
+from trivet.environments.settings import worker_environment
 from trivet.errors import EnvironmentLoadError, MessageRefused
 from trivet.imports import without_collections
 from trivet.wire.codec import decode, encode
@@ -52,6 +53,7 @@ def require_loadable(wanted: Sequence[Wanted], *, timeout_s: float) -> dict[str,
             capture_output=True,
             timeout=timeout_s,
             check=False,
+            env=worker_environment(os.environ, settings=[each.settings for each in wanted]),
             start_new_session=True,
         )
     except subprocess.TimeoutExpired as exc:

@@ -1,11 +1,12 @@
-"""From the configuration to what the host of one environment is told."""
+"""From the configuration to what the host of one environment is told, and which variables its process gets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from trivet.config.client import ClientConfig
-from trivet.config.environment import EnvConfig
+from trivet.config.environment import CREDENTIALS, EnvConfig
 from trivet.config.orchestrator import OrchestratorConfig
+from trivet.secret import SECRET_FILE
 from trivet.wire.workers import HostSettings
 
 
@@ -35,6 +36,7 @@ def host_settings(
         trajectory_strategy=trajectory_strategy,
         hash_keys=list(hash_keys),
         on_reward_error=env.on_reward_error,
+        keep_variables=list(env.keep_variables),
         rollout_timeout_s=rollout_timeout_s,
         log_level=log_level,
         is_plain=is_plain,
@@ -60,3 +62,14 @@ def run_settings(config: OrchestratorConfig) -> dict[str, HostSettings]:
 
 def client_config(settings: HostSettings) -> ClientConfig:
     return ClientConfig.model_validate(settings.client)
+
+
+def worker_environment(environ: Mapping[str, str], *, settings: Iterable[HostSettings] = ()) -> dict[str, str]:
+    """`environ` for a process that imports environments: without the run's secret, and without the run's credentials except those
+    that one of `settings` keeps or names as the key of a server.
+    """
+    kept: set[str] = set()
+    for each in settings:
+        kept |= {*each.keep_variables, *client_config(each).api_key_var}
+    withheld = {SECRET_FILE, *(set(CREDENTIALS) - kept)}
+    return {name: value for name, value in environ.items() if name not in withheld}

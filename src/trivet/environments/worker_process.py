@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trivet.environments.channel import Channel
+from trivet.environments.settings import worker_environment
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed, WaitTimeout, WorkerLost
 from trivet.lifetime import end_session
 from trivet.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
@@ -102,6 +103,7 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=(theirs.fileno(), their_pulses.fileno()),
+                env=worker_environment(os.environ, settings=[settings]),
                 start_new_session=True,
             )
             log_offset = output.tell()

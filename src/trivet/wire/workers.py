@@ -24,6 +24,8 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     hash_keys: list[str] = []
     """Fields that an example's hash covers; empty: hashes are not needed."""
     on_reward_error: Literal["drop", "zero"] = "drop"
+    keep_variables: list[str] = []
+    """Credentials of the run that stay in the worker's environment."""
     rollout_timeout_s: float | None = None
     """Longest time for a group, from its first request to its last score."""
     is_plain: bool = False

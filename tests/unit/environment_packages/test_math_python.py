@@ -13,13 +13,14 @@ import pytest
 from math_python import load_environment
 from math_python.environment import extract_number
 from math_python.problems import KINDS, make_problems
-from math_python.sandbox import MAX_FILE_BYTES, Limits, run_python
+from math_python.sandbox import MAX_FILE_BYTES, Limits, choose_sandbox, run_python
 from support.processes import wait_until
 from support.scripted_policy import play, said, tool_call
 
 
 def run(code: str, **limits: float) -> str:
-    return asyncio.run(run_python(code, limits=Limits(**{"timeout_s": 20.0, **limits})))  # pyright: ignore[reportArgumentType]
+    allowed = Limits(**{"timeout_s": 20.0, **limits})  # pyright: ignore[reportArgumentType]
+    return asyncio.run(run_python(code, limits=allowed, sandbox=choose_sandbox(require_isolation=False)))
 
 
 def processes_with(marker: str) -> list[psutil.Process]:
@@ -77,7 +78,7 @@ def test_files_are_limited_and_gone_afterwards():
     code = f"import os\nopen('big', 'w').write('x' * {3 * MAX_FILE_BYTES})"
     assert "File too large" in run(code)
     directory = run("import os\nopen('kept', 'w').write('x')\nprint(os.getcwd())").splitlines()[0]
-    assert not Path(directory).exists()
+    assert not Path(directory, "kept").exists()
 
 
 def test_children_that_were_left_behind_are_ended():
@@ -96,7 +97,8 @@ def test_a_call_that_is_cancelled_leaves_no_process_behind():
 
     async def cancel() -> None:
         code = f"import time\nname = '{marker}'\nimport subprocess\nsubprocess.run(['sleep', '{marker}'])"
-        task = asyncio.create_task(run_python(code, limits=Limits(timeout_s=60)))
+        sandbox = choose_sandbox(require_isolation=False)
+        task = asyncio.create_task(run_python(code, limits=Limits(timeout_s=60), sandbox=sandbox))
         started = partial(processes_with, f"sleep {marker}")
         await asyncio.to_thread(wait_until, started, timeout_s=15, waiting_for="the code to start")
         task.cancel()
