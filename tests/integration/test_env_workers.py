@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.environments.unruly import WAYS
@@ -249,3 +250,40 @@ def test_what_can_be_loaded_is_described() -> None:
     infos = require_loadable([Wanted(settings=settings(), is_trained=True)], timeout_s=120)
     assert infos["unruly"].num_examples == len(WAYS)
     assert infos["unruly"].num_eval_examples == 0
+
+
+_FORGER = """
+import os, secrets
+from trivet.wire.codec import encode
+from trivet.environments.probe import _Verdict
+
+def load_environment():
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, encode(_Verdict(nonce=secrets.token_hex())))
+        except OSError:
+            pass
+    os._exit(0)
+"""
+
+
+def test_a_verdict_that_the_loader_did_not_give_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forger.py").write_text(_FORGER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    wanted = [Wanted(settings=msgspec.structs.replace(settings(), env_id="forger", name="forger"), is_trained=True)]
+    with pytest.raises(EnvironmentLoadError, match="an answer that is not the loader's"):
+        require_loadable(wanted, timeout_s=120)
+
+
+_GARBLED = "def load_environment():\n    raise ValueError('\\x1b[2J \\udcff')\n"
+
+
+def test_an_error_that_no_encoding_has_is_shown_without_a_traceback_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "garbled.py").write_text(_GARBLED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    wanted = [Wanted(settings=msgspec.structs.replace(settings(), env_id="garbled", name="garbled"), is_trained=True)]
+    with pytest.raises(EnvironmentLoadError, match=r"load_environment of 'garbled' with args {} raised ValueError") as refused:
+        require_loadable(wanted, timeout_s=120)
+    assert str(refused.value).replace("\n", "").isprintable()

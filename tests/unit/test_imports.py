@@ -11,7 +11,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
-    {"errors", "stacks", "loop_lag", "durable", "closed_output", "machine", "imports"},
+    {"shown_text", "errors"},
+    {"stacks", "loop_lag", "durable", "closed_output", "machine", "imports"},
     {"lifetime", "faults", "lock", "dependencies"},
     {"startup"},
     {"wire", "disk"},

@@ -18,6 +18,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.shared import CkptConfig, RunIdentity
 from trivet.config.trainer import TrainerConfig
 from trivet.errors import ConfigError
+from trivet.lifetime import module_command
 from trivet.machine import Machine
 
 INFERENCE, TEACHER, ORCHESTRATOR, TRAINER = "inference", "teacher", "orchestrator", "trainer"
@@ -190,7 +191,7 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
 
 def torchrun(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
     """The command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
-    return (python, "-m", "trivet.trainer.torchrun", str(num_ranks), module, *arguments)
+    return tuple(module_command("trivet.trainer.torchrun", str(num_ranks), module, *arguments, python=python))
 
 
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
@@ -312,7 +313,7 @@ def _with_port(url: str, *, configured: int, actual: int) -> str:
 def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
     return ProcessSpec(
         name=name,
-        argv=(python, "-m", "trivet.inference.server", "@", str(file)),
+        argv=tuple(module_command("trivet.inference.server", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file(f"{name}.stdout"),
         env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
         env_defaults={"PYTHONUNBUFFERED": "1"} | ({} if gpus else _YIELD_CORES),
@@ -324,7 +325,7 @@ def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: 
 def _orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu: bool) -> ProcessSpec:
     return ProcessSpec(
         name=ORCHESTRATOR,
-        argv=(python, "-m", "trivet.orchestrator.command", "@", str(file)),
+        argv=tuple(module_command("trivet.orchestrator.command", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file("orchestrator.stdout"),
         env={},
         env_defaults={"PYTHONUNBUFFERED": "1"} | (_KEEP_MEMORY if is_on_cpu else {}),

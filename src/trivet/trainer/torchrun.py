@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 
 from trivet.imports import without_collections
-from trivet.lifetime import die_with_parent
+from trivet.lifetime import die_with_parent, module_command, tied_command
 from trivet.stacks import ignore_until_listening
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run_torchrun
 
-    rank = [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), sys.executable, "-m", module, *arguments]
+    rank = tied_command(module_command(module, *arguments))
     try:
         with tempfile.TemporaryDirectory(prefix="trivet-ranks-", ignore_cleanup_errors=True) as scratch:
             own = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", num_ranks, "--log-dir", scratch]
