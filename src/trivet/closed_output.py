@@ -3,6 +3,8 @@
 Every command runs through `run_until_output_closes`; `telemetry.logs` uses `discard_output` for roles, which outlive their reader.
 """
 
+import errno
+import io
 import os
 import select
 import signal
@@ -11,41 +13,79 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
+from trivet.shown_text import print_error
+
 EXIT_CODE = 128 + signal.SIGPIPE
 """The code of a program that a closed pipe ended: 141."""
+UNWRITABLE_EXIT_CODE = os.EX_IOERR
+"""74, of a command whose output cannot be written."""
 
 
 def run_until_output_closes(command: Callable[[], int]) -> int:
     """Run `command` and flush what it printed.
 
+    What the output's encoding cannot hold is written as backslash escapes.
+
     Returns:
-        The command's exit code, or 141 if it ended because the reader of its output had closed the pipe.
+        The command's exit code, 141 if it ended because the reader of its output had closed the pipe, or 74 if the output could
+        not be written, as on a full disk.
 
     Raises:
         BrokenPipeError: another pipe than that of the output was closed.
     """
+    for stream in _outputs():
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return command()
+        exit_code = command()
+        return exit_code if _flush_all() else UNWRITABLE_EXIT_CODE
     except BrokenPipeError:
         if not any(map(is_closed, _outputs())):
             raise
         return EXIT_CODE
     except SystemExit as exc:
-        if not isinstance(exc.__context__, BrokenPipeError):
+        if isinstance(exc.__context__, BrokenPipeError):
+            return EXIT_CODE  # rich ends the program so, with code 1
+        if _flush_all():
             raise
-        return EXIT_CODE  # rich ends the program so, with code 1
+        return UNWRITABLE_EXIT_CODE
     except BaseExceptionGroup as group:
         _, others = group.split(BrokenPipeError)
         if others is not None or not any(map(is_closed, _outputs())):
             raise
         return EXIT_CODE
+    except OSError as exc:
+        if _flush_all():
+            if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            _report_unwritable(exc)
+        return UNWRITABLE_EXIT_CODE
     finally:
         # Python flushes once more when it ends, and would print a traceback of its own.
         for stream in _outputs():
-            with suppress(OSError, ValueError):  # a full disk is reported by Python's own last flush
+            with suppress(OSError, ValueError):
                 stream.flush()
             if is_closed(stream):
                 discard_output(stream)
+
+
+def _flush_all() -> bool:
+    """Write what is buffered; whether it could be. What cannot be written is said once on standard error and given up."""
+    for stream in _outputs():
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            continue  # its reader has gone, which is no fault
+        except (OSError, ValueError) as exc:
+            discard_output(stream)
+            if stream is not sys.stderr:
+                _report_unwritable(exc)
+            return False
+    return True
+
+
+def _report_unwritable(error: OSError | ValueError) -> None:
+    print_error(f"the output cannot be written: {error.strerror if isinstance(error, OSError) else error}")
 
 
 def is_closed(stream: TextIO) -> bool:

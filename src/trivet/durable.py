@@ -3,13 +3,16 @@
 Weights, checkpoints and reader acknowledgements are written through here. Nothing here knows what the files mean.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import xxhash
@@ -18,6 +21,7 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not JSON of a type. Text that is no UTF-8 and deep nesting have errors of their own."""
 
 _CHUNK_BYTES = 8 << 20
+PRIVATE_MODE = 0o600
 _FILE_MODE = 0o644
 """Other users and containers that serve the weights can read them, whatever the writing library chose."""
 
@@ -116,26 +120,53 @@ def sync_tree(directory: Path) -> None:
         sync_directory(Path(parent))
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write `path` so that a reader, or a restart after a crash, finds the old content or the new, never a part."""
-    _replace(path, data, does_sync=True)
+def write_atomically(path: Path, data: bytes, *, is_private: bool = False) -> None:
+    """Write `path` so that a reader, or a restart after a crash, finds the old content or the new, never a part.
+
+    Args:
+        is_private: nobody but its owner may read it.
+    """
+    _replace(path, data, does_sync=True, mode=PRIVATE_MODE if is_private else _FILE_MODE)
     sync_directory(path.parent)
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """As `write_atomically` for readers, but not waiting for the disk: for what is worthless after a crash, such as a status."""
-    _replace(path, data, does_sync=False)
+    _replace(path, data, does_sync=False, mode=_FILE_MODE)
 
 
-def _replace(path: Path, data: bytes, *, does_sync: bool) -> None:
+def write_private(path: Path, text: str) -> None:
+    """Write a new file that nobody but its owner may read, not even for a moment."""
+    with open(path, "x", opener=_open_private) as file:
+        file.write(text)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, PRIVATE_MODE)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: opening a pipe would wait for whoever writes to it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def _replace(path: Path, data: bytes, *, does_sync: bool, mode: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    with open(temporary, "wb", opener=_open_private) as file:
         file.write(data)
         if does_sync:
             file.flush()
             os.fsync(file.fileno())
-    temporary.chmod(_FILE_MODE)
+    temporary.chmod(mode)
     temporary.replace(path)
 
 

@@ -20,6 +20,20 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Return the command that runs `module` as a program, with the packages of `python` alone.
+
+    -P keeps the working directory out of the search: a file `msgspec.py` there would be imported in the place of the package.
+    A user's own modules are installed, or in a directory that PYTHONPATH names.
+    """
+    return [python, "-P", "-m", module, *arguments]
+
+
+def tied_command(command: Sequence[str], *, python: str = sys.executable) -> list[str]:
+    """Return the command that runs `command` as a process which ends with this one."""
+    return [*module_command("trivet.lifetime", "--parent", str(os.getpid()), python=python), *command]
+
+
 def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
     """Ask the kernel to send this process `signal_number` when its parent ends; end at once when that has happened already.
 

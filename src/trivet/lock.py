@@ -1,5 +1,6 @@
 """A file that one process holds at a time. The launcher holds a run's directory, trainer and orchestrator each their role in it."""
 
+import errno
 import fcntl
 import os
 import time
@@ -10,6 +11,7 @@ from types import TracebackType
 from trivet.errors import RunDirectoryBusy
 
 _LOOK_EVERY_S = 0.1
+_MAX_DIGITS = 11
 _ROLE_WAIT_S = 10.0
 """A role that was killed a moment ago may still be ending."""
 
@@ -24,7 +26,7 @@ def holder_of(path: Path) -> int | None:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         pid = os.read(file, 32).split()[:1]
-        return int(pid[0]) if pid else 0
+        return int(pid[0]) if pid and _is_number(pid[0].decode(errors="replace")) else 0
     finally:
         os.close(file)
     return None
@@ -42,6 +44,7 @@ class FileLock:
         path: Path,
         *,
         what: str,
+        guards: Path | None = None,
         wait_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -50,6 +53,8 @@ class FileLock:
         Args:
             path: in a directory that exists.
             what: what is held, as the error names it.
+            guards: a directory that is locked too, so that nobody gets in by removing the file. Where the file system locks no
+                directories, as NFS does not, the file alone counts.
             wait_s: how long another process may take to let go.
         """
         self._path = path
@@ -58,6 +63,8 @@ class FileLock:
         self._clock = clock
         self._sleep = sleep
         self._file = -1
+        self._guards = guards
+        self._directory = -1
 
     def __enter__(self) -> "FileLock":
         """
@@ -66,6 +73,8 @@ class FileLock:
             OSError: the file cannot be written.
         """
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if self._guards is not None:
+            self._directory = os.open(self._guards, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         deadline = self._clock() + self._wait_s
         while not self._is_taken():
             if self._clock() >= deadline:
@@ -81,28 +90,46 @@ class FileLock:
 
     def close(self) -> None:
         """Let go. May be called again."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        for descriptor in (self._file, self._directory):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._directory = -1
 
     def keep_over_exec(self) -> None:
         """The program that replaces this process holds it on."""
-        os.set_inheritable(self._file, True)
+        for descriptor in (self._file, self._directory):
+            if descriptor >= 0:
+                os.set_inheritable(descriptor, True)
 
     def _is_taken(self) -> bool:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._directory >= 0:
+                self._lock_directory()
         except BlockingIOError:
             return False
         return True
 
+    def _lock_directory(self) -> None:
+        try:
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            if exc.errno not in (errno.EBADF, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+
     def _describe_holder(self) -> str:
         pid, _, started = self._path.read_text(errors="replace").strip().partition(" ")
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(int(started))) if started.isdigit() else "unknown"
+        pid = pid if _is_number(pid) else ""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(int(started))) if _is_number(started) else "unknown"
         return (
             f"{self._what} is in use by the run with pid {pid or 'unknown'}, started {since}; "
             f"wait for it, stop it (kill {pid or 'PID'}), or choose another output_dir"
         )
+
+
+def _is_number(text: str) -> bool:
+    """Whether `text` can be a process id or a time in seconds; the file may hold anything."""
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 def hold_role(path: Path) -> FileLock:

@@ -6,11 +6,15 @@ import importlib.metadata
 import os
 import platform
 import re
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from trivet.errors import ConfigError
 
 _NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -18,6 +22,7 @@ _GPU_LINE = re.compile(r"GPU \d+:")
 _CPU_FLAGS_LINE = re.compile(r"^(?:flags|Features)\s*:\s*(.*)$", re.MULTILINE)
 """`flags` on x86, `Features` on arm64."""
 _QUERY_TIMEOUT_S = 20.0
+_COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")
 """x86 instructions that multiply bfloat16."""
@@ -70,12 +75,39 @@ def inspect_machine(environ: Mapping[str, str] = os.environ) -> Machine:
 def compile_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """The directory in which torch.compile keeps what it compiled for this processor; for TORCHINDUCTOR_CACHE_DIR.
 
+    It is made, for this user alone: code is loaded from it, and everyone may make directories where temporary files are.
+
     Torch's own default is one directory for every processor, and its keys do not name the instruction set. Code that was generated
     for AVX-512 is then compiled again for AVX2, and computes something else without an error: vLLM's sampler drew other tokens
     (torch 2.13; seen where ATEN_CPU_CAPABILITY=avx2 followed a run without it).
+
+    Raises:
+        ConfigError: it belongs to another user.
     """
+    if chosen := environ.get(_COMPILE_CACHE):
+        return Path(chosen)
     kind = " ".join([platform.machine(), *sorted(_read_cpu_flags()), environ.get("ATEN_CPU_CAPABILITY", "")])
-    return Path(tempfile.gettempdir()) / f"torchinductor_{_user_name()}_{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+    name = f"torchinductor_{_user_name()}_{hashlib.sha256(kind.encode()).hexdigest()[:12]}"
+    return make_private_directory(Path(tempfile.gettempdir()) / name)
+
+
+def make_private_directory(path: Path) -> Path:
+    """Make the directory `path` of this user alone, or take the one that is there.
+
+    Raises:
+        ConfigError: it belongs to another user, or is no directory.
+    """
+    try:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{path} belongs to another user, who could put code into it: remove it, or set {_COMPILE_CACHE}")
+        if found.st_mode & 0o077:
+            path.chmod(0o700)
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be made: {exc.strerror}; make room there, or set TMPDIR or {_COMPILE_CACHE}") from exc
+    return path
 
 
 def visible_gpus(visible: str | None, *, installed: Callable[[], int]) -> tuple[str, ...]:

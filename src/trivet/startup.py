@@ -5,10 +5,10 @@ The check comes before the import, because a package of a wrong version may fail
 """
 
 import importlib
-import sys
 
 from trivet.dependencies import require_dependencies
 from trivet.errors import DependencyError
+from trivet.shown_text import print_error
 
 
 def rl() -> int:
@@ -40,6 +40,6 @@ def run_command(module: str) -> int:
     try:
         require_dependencies()
     except DependencyError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        print_error(exc)
         return exc.exit_code
     return importlib.import_module(module).main()

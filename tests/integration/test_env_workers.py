@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.environments.unruly import WAYS
@@ -277,3 +278,40 @@ def test_environments_do_not_get_the_credentials_of_the_run(
     for names in (names for line in lines for names in line):
         assert {name for name in names if name in (SECRET_FILE, *CREDENTIALS)} == set(kept)
         assert {"OPENAI_API_KEY", "JUDGE_KEY", "PATH"} <= set(names)
+
+
+_FORGER = """
+import os, secrets
+from trivet.wire.codec import encode
+from trivet.environments.probe import _Verdict
+
+def load_environment():
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, encode(_Verdict(nonce=secrets.token_hex())))
+        except OSError:
+            pass
+    os._exit(0)
+"""
+
+
+def test_a_verdict_that_the_loader_did_not_give_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forger.py").write_text(_FORGER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    wanted = [Wanted(settings=msgspec.structs.replace(settings(), env_id="forger", name="forger"), is_trained=True)]
+    with pytest.raises(EnvironmentLoadError, match="an answer that is not the loader's"):
+        require_loadable(wanted, timeout_s=120)
+
+
+_GARBLED = "def load_environment():\n    raise ValueError('\\x1b[2J \\udcff')\n"
+
+
+def test_an_error_that_no_encoding_has_is_shown_without_a_traceback_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "garbled.py").write_text(_GARBLED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    wanted = [Wanted(settings=msgspec.structs.replace(settings(), env_id="garbled", name="garbled"), is_trained=True)]
+    with pytest.raises(EnvironmentLoadError, match=r"load_environment of 'garbled' with args {} raised ValueError") as refused:
+        require_loadable(wanted, timeout_s=120)
+    assert str(refused.value).replace("\n", "").isprintable()

@@ -67,7 +67,7 @@ def assert_nobody_else_may_write(layout: RunLayout) -> None:
     """With the umask that `Run` sets. The secret may not even be read by others."""
     modes = {path: path.stat().st_mode & 0o777 for path in (layout.root, *layout.root.rglob("*")) if not path.is_symlink()}
     assert not {path: oct(mode) for path, mode in modes.items() if mode & 0o022}
-    assert modes.get(layout.secret, 0o600) == 0o600
+    assert modes[layout.secret] == 0o600
 
 
 def assert_evaluated(layout: RunLayout) -> None:

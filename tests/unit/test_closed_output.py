@@ -4,10 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
+import msgspec
 import pytest
 
-from trivet.closed_output import EXIT_CODE, is_closed, run_until_output_closes
+from support.big_run import write_run
+from support.histories import RunMaker
+from trivet.closed_output import EXIT_CODE, UNWRITABLE_EXIT_CODE, is_closed, run_until_output_closes
+from trivet.tools.cli import main
 
 COMMANDS = {
     "rl": "trivet.launcher.rl",
@@ -46,6 +51,13 @@ def run_without_reader(command: list[str], *, merge_errors: bool = False) -> tup
     finally:
         os.close(writing)
     return ended.returncode, "" if merge_errors else ended.stderr.decode()
+
+
+def run_on_full_device(command: list[str]) -> tuple[int, str]:
+    """Exit code and standard error of `command`, whose output goes where nothing can be written."""
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=120)
+    return ended.returncode, ended.stderr.decode()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -97,3 +109,54 @@ def test_a_pipe_is_closed_once_its_reader_has_gone() -> None:
         assert not is_closed(stream)
         os.close(reading)
         assert is_closed(stream)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_says_when_it_cannot_be_written(command: str) -> None:
+    code, errors = run_on_full_device(
+        [sys.executable, "-c", f"import sys; from {COMMANDS[command]} import main; sys.exit(main())", "--help"]
+    )
+    assert code == UNWRITABLE_EXIT_CODE
+    assert errors == "error: the output cannot be written: No space left on device\n"
+
+
+def test_a_tool_says_when_its_output_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    code, errors = run_on_full_device([sys.executable, "-m", "trivet.tools.cli", "check", str(tmp_path)])
+    assert code == UNWRITABLE_EXIT_CODE
+    assert errors == "error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("arguments", [["check", "RUN"], ["status", "RUN"]])
+def test_a_tool_that_reads_a_run_ends_quietly_when_nobody_reads_it(arguments: list[str], tmp_path: Path) -> None:
+    layout = write_run(tmp_path / "run", num_steps=2)
+    made = RunMaker(Random(1), max_steps=3, max_crashes=0).run()
+    layout.events.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in made))
+    words = [str(layout.root) if word == "RUN" else word for word in arguments]
+    code, errors = run_without_reader([sys.executable, "-m", "trivet.tools.cli", *words])
+    assert errors == ""
+    assert code in (0, 1, EXIT_CODE)
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "loop/x"])
+@pytest.mark.parametrize("tool", ["status", "check", "top", "view", "merge"])
+def test_a_tool_refuses_what_can_be_no_path_in_one_line(
+    tool: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert main([tool, path, *(["out"] if tool == "merge" else [])]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ADAPTER" if tool == "merge" else "error: OUTPUT_DIR")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["a..b", "\u00fc" * 70])
+def test_the_page_refuses_what_can_be_no_host_in_one_line(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run", num_steps=2)
+    assert main(["view", str(tmp_path / "run"), "--host", host]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: cannot listen on --host")
+    assert said.count("\n") == 1

@@ -11,7 +11,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
-    {"errors", "stacks", "loop_lag", "durable", "closed_output", "machine", "imports", "listening"},
+    {"shown_text", "errors"},
+    {"stacks", "loop_lag", "durable", "closed_output", "machine", "imports", "listening"},
     {"lifetime", "faults", "lock", "dependencies"},
     {"startup"},
     {"wire", "disk"},

@@ -76,3 +76,24 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
         holder.kill()
     with hold_role(path):
         pass
+
+
+def test_removing_the_file_lets_nobody_in(tmp_path: Path) -> None:
+    with FileLock(tmp_path / "lock", what="this place", guards=tmp_path):
+        (tmp_path / "lock").unlink()
+        with pytest.raises(RunDirectoryBusy), FileLock(tmp_path / "lock", what="this place", guards=tmp_path):
+            pass
+    with FileLock(tmp_path / "lock", what="this place", guards=tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "x y", "9" * 5000, "1 " + "9" * 5000])
+def test_a_file_with_something_else_in_it_tells_no_holder(text: str, tmp_path: Path) -> None:
+    with FileLock(tmp_path / "lock", what="this place"):
+        (tmp_path / "lock").write_text(text)
+        assert holder_of(tmp_path / "lock") in (0, 1, None)
+        with (
+            pytest.raises(RunDirectoryBusy, match="started unknown"),
+            FileLock(tmp_path / "lock", what="this place"),
+        ):
+            pass

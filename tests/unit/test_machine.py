@@ -3,15 +3,24 @@
 import getpass
 import json
 import os
+import stat
 import subprocess
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from trivet.errors import ConfigError
 from trivet.launcher.ranks import count_ranks
-from trivet.machine import Machine, capabilities_of, compile_cache_directory, inspect_machine, visible_gpus
+from trivet.machine import (
+    Machine,
+    capabilities_of,
+    compile_cache_directory,
+    inspect_machine,
+    make_private_directory,
+    visible_gpus,
+)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +135,28 @@ def test_a_user_without_a_name_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(getpass, "getuser", fail)
     assert f"torchinductor_uid_{os.getuid()}_" in str(compile_cache_directory({}))
+
+
+def test_the_directory_of_compiled_code_is_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directory = compile_cache_directory({})
+    assert directory.parent == tmp_path
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o777)
+    assert stat.S_IMODE(compile_cache_directory({}).stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a directory to another user")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, 65534, 65534)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        make_private_directory(theirs)
+
+
+def test_a_link_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR"):
+        make_private_directory(tmp_path / "link")
+    assert compile_cache_directory({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) == Path("/mine")

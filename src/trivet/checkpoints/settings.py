@@ -10,6 +10,7 @@ from typing import Any
 
 from trivet.config.base import Section
 from trivet.config.dump import literal, to_toml
+from trivet.config.masking import mask_table
 from trivet.config.shared import CkptConfig
 from trivet.errors import CheckpointError, ResumeError
 from trivet.wire.versions import Step
@@ -81,8 +82,8 @@ Values = Mapping[str, Any]
 
 
 def write_settings(half: Path, config: Section) -> None:
-    """Put `config` beside the state in a half that was begun and is not finished."""
-    (half / CONFIG_FILE).write_text(to_toml(config))
+    """Put `config` beside the state in a half that was begun and is not finished, without its secrets: they may change."""
+    (half / CONFIG_FILE).write_text(to_toml(config, is_masked=True))
 
 
 def require_same_settings(half: Path, config: Section, *, ckpt: CkptConfig, step: Step) -> None:
@@ -96,10 +97,10 @@ def require_same_settings(half: Path, config: Section, *, ckpt: CkptConfig, step
     """
     path = half / CONFIG_FILE
     try:
-        saved = flatten(tomllib.loads(path.read_text()))
+        saved = flatten(mask_table(tomllib.loads(path.read_text())))
     except (OSError, tomllib.TOMLDecodeError) as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    now, defaults = (flatten(tomllib.loads(to_toml(section))) for section in (config, type(config)()))
+    now, defaults = (flatten(tomllib.loads(to_toml(section, is_masked=True))) for section in (config, type(config)()))
     changed = changes(saved, now, defaults=defaults, allowed=ckpt.allow_changes)
     if changed:
         lines = "".join(f"\n- {key} was {_show(old)} and is {_show(new)} now" for key, (old, new) in changed.items())

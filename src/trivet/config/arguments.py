@@ -7,6 +7,8 @@ from pathlib import Path
 from trivet.config.base import Section
 from trivet.config.findings import Findings
 from trivet.config.keys import Shape, find_key
+from trivet.config.user_values import MAX_DEPTH
+from trivet.shown_text import shorten
 
 _BOOLEANS = {"true": True, "false": False}
 
@@ -50,8 +52,8 @@ def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings
         elif word.startswith("--") and len(word) > 2:
             _take_flag(kind, word, words, arguments, findings)
         else:
-            hint = f"; write @ {word}" if word.endswith(".toml") else ""
-            findings.refuse(f'unexpected argument "{word}": files follow @, flags start with --{hint}')
+            hint = f"; write @ {shorten(word)}" if word.endswith(".toml") else ""
+            findings.refuse(f'unexpected argument "{shorten(word)}": files follow @, flags start with --{hint}')
     arguments.flags = _number_repeated(kind, arguments.flags)
     return arguments
 
@@ -102,6 +104,11 @@ def _take_file(word: str, words: list[str], under: tuple[str, ...], arguments: A
 def _take_flag(kind: type[Section], word: str, words: list[str], arguments: Arguments, findings: Findings) -> None:
     name, equals, text = word.partition("=")
     path = flag_path(name)
+    if len(path) > MAX_DEPTH:
+        findings.refuse(f"flag {shorten(name)}: a key has at most {MAX_DEPTH} parts")
+        if not equals and words and not words[0].startswith(("--", "@")):
+            words.pop(0)
+        return
     key = find_key(kind, path)
     negated = flag_path(f"--{name.removeprefix('--no-')}") if name.startswith("--no-") else ()
     following = words[0] if words else ""

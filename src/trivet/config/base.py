@@ -2,6 +2,15 @@
 
 from pydantic import BaseModel, ConfigDict
 
+MAX_TOKENS = 2**24
+"""Upper bound of lengths: longer than the context of any model."""
+MAX_ROLLOUTS = 2**20
+"""Upper bound of what is counted in rollouts, rows or requests of one moment."""
+MAX_PROCESSES = 4096
+"""Upper bound of processes of one kind."""
+MAX_WAIT_S = 1e6
+"""Upper bound of waits, eleven days: the kernel's poll waits at most 24."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -10,4 +19,5 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         protected_namespaces=(),
+        allow_inf_nan=False,
     )

@@ -4,24 +4,25 @@ from collections.abc import Mapping
 
 from pydantic import Field, model_validator
 
-from trivet.config.base import Section
+from trivet.config.addresses import Host, ServerAddress
+from trivet.config.base import MAX_WAIT_S, Section
 
 
 class ElasticConfig(Section):
     """Servers found by name: every address that `hostname` resolves to is a server."""
 
-    hostname: str = Field(min_length=1)
+    hostname: Host
     """DNS name, asked again and again; a new address joins once it holds the current policy, one that is gone is let go."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of every server."""
-    sync_interval: float = Field(default=5.0, gt=0)
+    sync_interval: float = Field(default=5.0, gt=0, le=MAX_WAIT_S)
     """Time between two look-ups, seconds."""
 
 
 class ClientConfig(Section):
     """How inference servers are reached."""
 
-    base_url: list[str] = Field(default=["http://127.0.0.1:8000/v1"], min_length=1)
+    base_url: list[ServerAddress] = Field(default=["http://127.0.0.1:8000/v1"], min_length=1)
     """One or more servers. All of them must be up when the run starts; later, one that fails is set aside until it is back."""
     elastic: ElasticConfig | None = None
     """Find the servers by DNS name instead of `base_url`; they may come and go."""
@@ -29,11 +30,11 @@ class ClientConfig(Section):
     """Environment variable that holds the key: one for all servers, or one per `base_url`. A local server needs none."""
     headers: dict[str, str] = {}
     """Sent with every request, to every server."""
-    timeout: float = Field(default=1200.0, gt=0)
+    timeout: float = Field(default=1200.0, gt=0, le=MAX_WAIT_S)
     """Longest time for one request, seconds."""
-    admin_timeout: float = Field(default=300.0, gt=0)
+    admin_timeout: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
     """Longest time for loading weights and for a question about a server's state, seconds; then the server is set aside."""
-    wait_for_ready_timeout: float = Field(default=1800.0, gt=0)
+    wait_for_ready_timeout: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest wait for a server to become ready at start, and longest time without any server later, seconds."""
 
     @model_validator(mode="after")

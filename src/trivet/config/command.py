@@ -17,6 +17,7 @@ from trivet.config.reference import help_text
 from trivet.disk import describe_full_disk, is_full_disk
 from trivet.errors import DiskFull, TrivetError
 from trivet.machine import inspect_machine
+from trivet.shown_text import print_error, printable
 
 TargetT = TypeVar("TargetT", bound=Section)
 
@@ -77,16 +78,16 @@ def _run(
         if check is not None:
             check(loaded.config)
         for notice in loaded.notices:
-            print(f"notice: {notice}", file=sys.stderr)
+            print(f"notice: {printable(notice)}", file=sys.stderr)
         if arguments.is_dry_run:
-            print(to_toml(loaded.config, origins=loaded.origins), end="")
+            print(to_toml(loaded.config, origins=loaded.origins, is_masked=True), end="")
             return 0
         return main(loaded.config)
     except TrivetError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        print_error(exc)
         return exc.exit_code
     except OSError as exc:
         if not is_full_disk(exc):
             raise
-        print(f"error: {describe_full_disk(exc)}", file=sys.stderr)
+        print_error(describe_full_disk(exc))
         return DiskFull.exit_code

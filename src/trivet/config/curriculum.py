@@ -42,7 +42,7 @@ class BufferConfig(Section):
     @model_validator(mode="after")
     def _ratios_are_positive(self) -> "BufferConfig":
         for index, ratio in enumerate(self.env_ratios or []):
-            if not 0 < ratio < float("inf"):
+            if ratio <= 0:
                 raise ValueError(f"env_ratios must be positive numbers, got {ratio} at place {index}; remove the environment")
         return self
 
@@ -60,7 +60,7 @@ class AdvantageConfig(Section):
     """With `std_norm`: added to the standard deviation."""
     import_path: str | None = None
     """With `custom`: `module.function` of (inputs, **kwargs), with inputs.rewards and inputs.completion_lengths of one group,
-    that returns one advantage per rollout."""
+    that returns one advantage per rollout. The module is installed, or in a directory that PYTHONPATH names."""
     kwargs: dict[str, Any] = {}
     """With `custom`: further arguments of the function."""
 

@@ -7,17 +7,19 @@ import tomli_w
 
 from trivet.config.base import Section
 from trivet.config.keys import KeyPath, as_list, as_table, dotted
+from trivet.config.masking import mask
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def to_toml(config: Section, *, origins: Mapping[str, str] | None = None) -> str:
+def to_toml(config: Section, *, origins: Mapping[str, str] | None = None, is_masked: bool = False) -> str:
     """Every key of `config`. A null that is the default is left out; another is written as the text "None".
 
     Args:
         origins: where values came from, by dotted key; given, each line ends with a comment that says it.
+        is_masked: secrets are hidden, for whoever only looks: such a text does not start a role.
     """
-    return "\n".join(_section_lines(config, (), origins)).strip() + "\n"
+    return "\n".join(_section_lines(config, (), origins, is_masked=is_masked)).strip() + "\n"
 
 
 def literal(value: object) -> str:
@@ -33,7 +35,7 @@ def literal(value: object) -> str:
     return tomli_w.dumps({"value": scalar}).removeprefix("value = ").removesuffix("\n")
 
 
-def _section_lines(section: Section, path: KeyPath, origins: Mapping[str, str] | None) -> Iterator[str]:
+def _section_lines(section: Section, path: KeyPath, origins: Mapping[str, str] | None, *, is_masked: bool) -> Iterator[str]:
     """Values first: after the first table, TOML would count them to it."""
     tables: list[tuple[str, object]] = []
     for name, field in type(section).model_fields.items():
@@ -45,17 +47,17 @@ def _section_lines(section: Section, path: KeyPath, origins: Mapping[str, str] |
         if isinstance(value, Section) or _sections_in(value) or as_table(value):
             tables.append((name, value))
         else:
-            yield _line(name, value, (*path, name), origins)
+            yield _line(name, value, (*path, name), origins, is_masked=is_masked)
     for name, value in tables:
         here = (*path, name)
         if isinstance(value, Section):
-            yield from ("", f"[{_header(here)}]", *_section_lines(value, here, origins))
+            yield from ("", f"[{_header(here)}]", *_section_lines(value, here, origins, is_masked=is_masked))
         elif table := as_table(value):
-            lines = (_line(key, item, (*here, key), origins) for key, item in table.items())
+            lines = (_line(key, item, (*here, key), origins, is_masked=is_masked) for key, item in table.items())
             yield from ("", f"[{_header(here)}]", *lines)
         else:
             for index, item in enumerate(_sections_in(value)):
-                yield from ("", f"[[{_header(here)}]]", *_section_lines(item, (*here, index), origins))
+                yield from ("", f"[[{_header(here)}]]", *_section_lines(item, (*here, index), origins, is_masked=is_masked))
 
 
 def _sections_in(value: object) -> list[Section]:
@@ -67,8 +69,8 @@ def _header(path: KeyPath) -> str:
     return ".".join(_key(part) for part in path if isinstance(part, str))
 
 
-def _line(name: str, value: object, path: KeyPath, origins: Mapping[str, str] | None) -> str:
-    line = f"{_key(name)} = {literal(value)}"
+def _line(name: str, value: object, path: KeyPath, origins: Mapping[str, str] | None, *, is_masked: bool) -> str:
+    line = f"{_key(name)} = {literal(mask(path, value) if is_masked else value)}"
     return line if origins is None else f"{line}  # {origins.get(dotted(path), 'default')}"
 
 

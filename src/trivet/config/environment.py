@@ -1,6 +1,8 @@
 """Section of one environment: `[[orchestrator.env]]`, `[[env]]` of `eval`."""
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator
 
 from trivet.config.base import Section
 from trivet.config.sampling import EnvSamplingConfig
@@ -10,10 +12,25 @@ CREDENTIALS: tuple[str, ...] = get_args(Credential)
 """Variables that the run itself needs, and an environment only on request."""
 
 
+_MAX_NAME_CHARS = 128
+
+
+def _require_name(name: str) -> str:
+    if not name.isprintable() or len(name) > _MAX_NAME_CHARS or "\\" in name or {"", ".", ".."} & set(name.split("/")):
+        raise ValueError(
+            f"names a directory of results: it must be printable, have at most {_MAX_NAME_CHARS} characters, and be no path "
+            "that starts with / or has .. in it"
+        )
+    return name
+
+
+EnvName = Annotated[str, AfterValidator(_require_name)]
+
+
 class EnvConfig(Section):
-    id: str = "reverse-text"
+    id: EnvName = "reverse-text"
     """Package name of the environment."""
-    name: str | None = None
+    name: EnvName | None = None
     """Name in logs and metrics; defaults to the id. Unique."""
     args: dict[str, Any] = {}
     """Passed to load_environment."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from trivet.config.base import Section
+from trivet.config.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_WAIT_S, Section
 from trivet.config.client import ClientConfig
 from trivet.config.online_eval import EvalEnvConfig
 from trivet.config.sampling import EvalSamplingConfig
@@ -14,7 +14,7 @@ from trivet.config.shared import LogConfig, WandbConfig
 class EvalClientConfig(ClientConfig):
     endpoint: str | None = None
     """Name of a server in `endpoints_path`, instead of base_url."""
-    wait_for_ready_timeout: float = Field(default=60.0, gt=0)
+    wait_for_ready_timeout: float = Field(default=60.0, gt=0, le=MAX_WAIT_S)
     """Longest wait for a server that does not answer, at start and later, seconds; raise it when the server is started at the
     same moment."""
 
@@ -36,11 +36,11 @@ class EvalRetryConfig(Section):
 
     max_attempts: int = Field(default=3, ge=1)
     """Times that an example is run before it counts as failed."""
-    wait_multiplier: float = Field(default=1.0, gt=0)
+    wait_multiplier: float = Field(default=1.0, gt=0, le=MAX_WAIT_S)
     """The n-th pause is wait_multiplier * 2^(n-1), within the next two, seconds."""
-    wait_min: float = Field(default=1.0, ge=0)
+    wait_min: float = Field(default=1.0, ge=0, le=MAX_WAIT_S)
     """Shortest pause, seconds."""
-    wait_max: float = Field(default=60.0, ge=0)
+    wait_max: float = Field(default=60.0, ge=0, le=MAX_WAIT_S)
     """Longest pause, seconds."""
     reraise: bool = False
     """End the evaluation with the error of the first example that failed for good; false: count it and go on."""
@@ -69,13 +69,13 @@ class EvalConfig(Section):
     """Evaluate the start weights first."""
     watcher: bool = False
     """Go on with steps that are published later, until max_steps of the run that writes them, or the last of `steps`."""
-    watcher_timeout: float = Field(default=3600.0, gt=0)
+    watcher_timeout: float = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
     """`watcher` ends when nothing new was published for this long, seconds."""
     num_examples: int = Field(default=-1, ge=-1)
     """Examples per environment, from the first; -1 is all."""
-    rollouts_per_example: int = Field(default=1, ge=1)
+    rollouts_per_example: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     """Attempts at each example."""
-    max_concurrent: int = Field(default=128, ge=1)
+    max_concurrent: int = Field(default=128, ge=1, le=MAX_ROLLOUTS)
     """Rollouts in flight."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     retry: EvalRetryConfig = EvalRetryConfig()
@@ -86,15 +86,15 @@ class EvalConfig(Section):
     finished is kept, what failed is tried again."""
     use_tqdm: bool = True
     """Progress bars on a terminal; elsewhere, or when false, a line now and then."""
-    workers_per_env: int = Field(default=1, ge=1)
+    workers_per_env: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Processes that run each environment."""
     max_env_worker_restarts: int = Field(default=5, ge=-1)
     """A worker that ended this often in a row, without finishing a group in between, ends the evaluation; -1: never."""
-    env_start_timeout_s: float = Field(default=1800.0, gt=0)
+    env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest time for load_environment, downloads of data included, seconds."""
-    env_worker_timeout_s: float = Field(default=600.0, gt=0)
+    env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
     """A worker whose event loop is blocked for longer is ended and started again, seconds."""
-    rollout_timeout_s: float | None = Field(default=3600.0, gt=0)
+    rollout_timeout_s: float | None = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
     """Longest time for the rollouts of one example and their scores, seconds. None: any."""
     wandb: WandbConfig | None = None
     """Log the scores as `eval/<env>/…` at the step of each policy, to a W&B run of their own."""

@@ -2,7 +2,6 @@
 where the model is not."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from trivet.config.base import Section
 from trivet.config.chat_template import read_chat_template
@@ -15,6 +14,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig
 from trivet.config.sft_checks import data_problems
 from trivet.config.trainer import TrainerConfig, TrainingConfig
+from trivet.config.user_values import usable_path
 from trivet.errors import ConfigError
 
 LOCAL_ROOTS = ("models", "outputs")
@@ -86,7 +86,11 @@ def _value_at(config: Section, path: tuple[str | int, ...]) -> object:
 
 
 def _model_problems(name: str, key: str, *, is_model: bool) -> Iterator[str]:
-    path = Path(name).expanduser()
+    try:
+        path = usable_path(name, key=key)
+    except ConfigError as exc:
+        yield str(exc)
+        return
     parts = name.split("/")
     looks_local = name.startswith((".", "/", "~")) or len(parts) > 2 or parts[0] in LOCAL_ROOTS or path.exists()
     if not looks_local:

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from trivet.errors import ConfigError
 
+_MAX_LISTED = 50
+"""Nobody reads more problems, and a file can have any number."""
+
 
 @dataclass(slots=True)
 class Findings:
@@ -11,9 +14,15 @@ class Findings:
 
     problems: list[str] = field(default_factory=list[str])
     notices: list[str] = field(default_factory=list[str])
+    num_unlisted: int = 0
+    """Problems beyond those that are listed."""
 
     def refuse(self, problem: str) -> None:
-        if problem not in self.problems:
+        if problem in self.problems:
+            return
+        if len(self.problems) >= _MAX_LISTED:
+            self.num_unlisted += 1
+        else:
             self.problems.append(problem)
 
     def notice(self, notice: str) -> None:
@@ -28,4 +37,6 @@ class Findings:
         if len(self.problems) == 1:
             raise ConfigError(self.problems[0])
         if self.problems:
-            raise ConfigError("\n- ".join([f"{len(self.problems)} problems in the configuration:", *self.problems]))
+            unlisted = [f"and {self.num_unlisted} more"] if self.num_unlisted else []
+            count = len(self.problems) + self.num_unlisted
+            raise ConfigError("\n- ".join([f"{count} problems in the configuration:", *self.problems, *unlisted]))

@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trivet.config.base import Section
+from trivet.config.addresses import Host
+from trivet.config.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, Section
 from trivet.config.faults import FaultsConfig
 from trivet.config.lora import MAX_RANK
 from trivet.config.rope import RopeScalingConfig
@@ -13,7 +14,7 @@ from trivet.config.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, LogConfig, R
 
 
 class ServerConfig(Section):
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Interface to listen on."""
     port: int = Field(default=8000, ge=1, le=65535)
     """TCP port; the launcher replaces it by a free one if it is taken."""
@@ -29,7 +30,7 @@ class InferenceModelConfig(Section):
     """Hugging Face name or a directory."""
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Dtype of the served weights. `auto` is the trainer's compute dtype, chosen as `trainer.model.compute_dtype` says."""
-    max_model_len: int | None = Field(default=None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
     """Longest prompt plus completion, tokens; unset: the model's own limit."""
     enforce_eager: bool = False
     """No compilation: starts faster, generates slower."""
@@ -49,9 +50,9 @@ class InferenceModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Tensor-parallel GPUs per replica."""
-    dp: int = Field(default=1, ge=1)
+    dp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Replicas; the launcher sets GPUs / tp."""
 
 
@@ -68,15 +69,15 @@ class InferenceConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of GPU memory for weights and KV cache."""
-    cpu_kv_cache_gib: float = Field(default=1.0, gt=0)
+    cpu_kv_cache_gib: float = Field(default=1.0, gt=0, le=65536)
     """KV cache on a machine without a GPU, GiB."""
-    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)
     """Sequences generated at one time; unset: vLLM's default."""
     enable_lora: bool = False
     """Serve adapters: published ones, and those of /load_lora_adapter. A run with trainer.model.lora sets it."""
-    max_loras: int = Field(default=8, ge=1)
+    max_loras: int = Field(default=8, ge=1, le=MAX_ROLLOUTS)
     """Adapters that requests of one moment may use, the policy's included; each takes memory for its weights."""
-    max_cpu_loras: int = Field(default=100, ge=1)
+    max_cpu_loras: int = Field(default=100, ge=1, le=MAX_ROLLOUTS)
     """Adapters that stay loaded; the one unused for longest makes room."""
     max_lora_rank: int = Field(default=16, ge=1, le=MAX_RANK)
     """Largest rank of an adapter, rounded up to 1, 8, 16, 32, 64, 128, 256, 320 or 512. A run takes it from

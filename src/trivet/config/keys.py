@@ -5,6 +5,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -15,6 +16,9 @@ KeyPath = tuple[str | int, ...]
 
 _ALIKE = 0.7
 """From here on two names are alike: `max_step` and `max_steps` have 0.94, `reward` and `wandb` 0.55."""
+
+
+_MAX_NAME_CHARS = 100
 
 
 class Shape(StrEnum):
@@ -83,18 +87,26 @@ def all_keys(kind: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPat
 def nearest_key(kind: type[Section], path: KeyPath) -> str | None:
     """The existing key that was most likely meant by the unknown `path`: a sibling, or one of its name elsewhere. None when none
     is like it: a guess that is far off misleads more than the list of keys."""
+    if any(len(str(part)) > _MAX_NAME_CHARS for part in path):
+        return None  # comparing takes seconds, and no key is so long
     known = next(length for length in range(len(path)) if find_key(kind, path[: length + 1]) is None)
     parent, name = path[:known], str(path[known])
     sibling = max(_names_in(kind, parent), key=lambda sibling: _likeness(sibling, name), default="")
     if _likeness(sibling, name) >= _ALIKE:
         return dotted((*parent, sibling))
     last = str(path[-1])
-    names = {dotted(candidate): str(candidate[-1]) for candidate, _ in all_keys(kind)}
+    names = _names_by_key(kind)
     same = [candidate for candidate, candidate_name in names.items() if candidate_name == last]
     alike = same or [candidate for candidate, candidate_name in names.items() if _likeness(candidate_name, last) >= _ALIKE]
     is_unmistakable = len(same) == 1
     close = difflib.get_close_matches(dotted(path), alike, n=1, cutoff=0.0 if is_unmistakable else 0.6)
     return close[0] if close else None
+
+
+@lru_cache
+def _names_by_key(kind: type[Section]) -> dict[str, str]:
+    """The last part of every key of `kind`, by the whole key."""
+    return {dotted(candidate): str(candidate[-1]) for candidate, _ in all_keys(kind)}
 
 
 def _likeness(known: str, typed: str) -> float:

@@ -7,6 +7,7 @@ later wins > environment > defaults), unknown keys refused, a run's shared value
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -20,7 +21,8 @@ from trivet.config.dialects import translate
 from trivet.config.evaluation import EvalConfig
 from trivet.config.findings import Findings
 from trivet.config.inference import InferenceConfig
-from trivet.config.keys import KeyPath, Shape, dotted, find_key, nearest_key
+from trivet.config.keys import KeyPath, Shape, as_list, dotted, find_key, nearest_key
+from trivet.config.masking import mask
 from trivet.config.orchestrator import OrchestratorConfig
 from trivet.config.origins import Draft, Node, Sourced, Tree, leaves, plain
 from trivet.config.resolve import resolve
@@ -28,13 +30,18 @@ from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig
 from trivet.config.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
 from trivet.config.trainer import TrainerConfig
+from trivet.config.user_values import MAX_INTEGER, describe_integer, usable_path
 from trivet.config.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
+from trivet.shown_text import shorten
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 COMMANDS: tuple[type[Section], ...] = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig)
 """A variable for one command does not disturb another."""
+
+_MAX_SUGGESTIONS = 10
+"""A nearest key is looked for in so many problems; each takes some 20 ms."""
 
 _EXPECTED = {
     "int_parsing": "a whole number",
@@ -42,6 +49,9 @@ _EXPECTED = {
     "int_from_float": "a whole number",
     "float_parsing": "a number",
     "float_type": "a number",
+    "finite_number": "a finite number",
+    "int_parsing_size": "a whole number of at most 64 bits",
+    "string_unicode": "text in UTF-8",
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "string_type": "text",
@@ -119,6 +129,8 @@ def load_sources(
     if kind is RLConfig:
         resolve(draft, findings)
     config = _validate(kind, draft, findings, is_whole=is_whole)
+    if config is not None:
+        _refuse_unusable(config, findings)
     if config is not None and not findings.problems:
         check(config, findings)
     findings.raise_problems()
@@ -157,9 +169,10 @@ def _refuse_unknown(kind: type[Section], node: Node, findings: Findings, path: K
             else:
                 unknown = node.pop(name)
                 inner = next((path for path, _ in leaves(unknown, here)), here)
-                nearest = nearest_key(kind, here) or nearest_key(kind, inner)
+                does_suggest = len(findings.problems) < _MAX_SUGGESTIONS
+                nearest = (nearest_key(kind, here) or nearest_key(kind, inner)) if does_suggest else None
                 hint = f"; did you mean {nearest}?" if nearest else "; --help lists the keys"
-                findings.refuse(f"unknown key {dotted(here)} ({_first_origin(unknown)}){hint}")
+                findings.refuse(f"unknown key {shorten(dotted(here))} ({_first_origin(unknown)}){hint}")
 
 
 def _first_origin(node: Node) -> str:
@@ -184,6 +197,23 @@ def _validate(kind: type[SectionT], draft: Draft, findings: Findings, *, is_whol
     return None
 
 
+def _refuse_unusable(config: Section, findings: Findings, path: KeyPath = ()) -> None:
+    """Say which values of the right type no machine can work with: paths that cannot be, integers beyond 64 bits."""
+    for name, value in config:
+        items = as_list(value) or [value]
+        for index, item in enumerate(items):
+            key = (*path, name, index) if len(items) > 1 else (*path, name)
+            if isinstance(item, Section):
+                _refuse_unusable(item, findings, key)
+            elif isinstance(item, Path):
+                try:
+                    usable_path(item, key=dotted(key))
+                except ConfigError as exc:
+                    findings.refuse(str(exc))
+            elif isinstance(item, int) and abs(item) > MAX_INTEGER:
+                findings.refuse(f"{dotted(key)} must be a whole number of at most 64 bits, got {describe_integer(item)}")
+
+
 def _is_derived(kind: type[Section], error: ErrorDetails, draft: Draft) -> bool:
     leaf = draft.leaf(dotted(_without_tags(kind, error["loc"])))
     return leaf is not None and leaf.is_derived
@@ -206,7 +236,7 @@ def _describe(kind: type[Section], error: ErrorDetails, draft: Draft) -> str:
         return f'{key}.type must be one of {context["expected_tags"]}, got "{context["tag"]}"{origin}'
     expected = _EXPECTED.get(error["type"])
     said = f"must be {expected.format(**context)}" if expected else f"is not valid: {error['msg']}"
-    return f"{key} {said}, got {_shown(error['input'])}{origin}"
+    return f"{key} {said}, got {_shown(mask(path, error['input']))}{origin}"
 
 
 def _tag(draft: Draft, section: str) -> object:
@@ -215,7 +245,9 @@ def _tag(draft: Draft, section: str) -> object:
 
 
 def _shown(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    if isinstance(value, int):
+        return describe_integer(value) if not isinstance(value, bool) else str(value)
+    return f'"{shorten(value)}"' if isinstance(value, str) else shorten(str(value))
 
 
 def _without_tags(kind: type[Section], location: tuple[str | int, ...]) -> KeyPath:

@@ -133,7 +133,8 @@ class CustomLossConfig(PolicyLossConfig):
 
     type: Literal["custom"] = "custom"
     import_path: str = Field(pattern=r"^[\w.]+[.:]\w+$")
-    """`package.module.function`."""
+    """`package.module.function`, of a package that is installed or of a directory that PYTHONPATH names. The working directory is
+    not searched: files there would stand in for packages of the same name."""
     kwargs: dict[str, Any] = {}
     """Passed to the function."""
     unit: Literal["token", "sample"] = "token"

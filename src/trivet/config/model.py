@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from trivet.config.base import Section
+from trivet.config.base import MAX_PROCESSES, MAX_TOKENS, Section
 from trivet.config.lora import LoRAConfig
 from trivet.config.rope import RopeScalingConfig
 from trivet.config.shared import DEFAULT_MODEL
@@ -71,7 +71,7 @@ class DebugModelConfig(Section):
 class TrainerModelConfig(Section):
     name: str = DEFAULT_MODEL
     """Hugging Face name or a directory."""
-    seq_len: int = Field(default=2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
     """Tokens of one packed row; longer samples are cut."""
     attn: Literal["auto", "sdpa", "grouped", "flash_varlen", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention over packed rows. On CUDA `flash_varlen` (torch's own), or `flash_attention_2` and `flash_attention_3` where those
@@ -86,7 +86,7 @@ class TrainerModelConfig(Section):
     """Dtype of gradient reduction over ranks."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward: less memory, one more gather."""
-    fused_lm_head_chunk_size: int = Field(default=2048, ge=1)
+    fused_lm_head_chunk_size: int = Field(default=2048, ge=1, le=MAX_TOKENS)
     """Tokens whose logits exist at one time."""
     trust_remote_code: bool = False
     """Run code that the model's repository ships."""
@@ -102,7 +102,7 @@ class TrainerModelConfig(Section):
     optimizer runs on the CPU."""
     optim_cpu_offload: bool = False
     """Keep the optimizer's state alone in main memory; it comes to the GPU part by part for the update."""
-    dp_replicate: int = Field(default=1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Copies of the model, each sharded over ranks / dp_replicate ranks: between nodes gradients are reduced, parameters are
     not gathered."""
     compile: CompileConfig | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trivet.config.user_values import usable_path
 from trivet.errors import ConfigError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -70,7 +71,10 @@ def last_parts(names: Sequence[str]) -> list[str]:
 
 
 def _find_files(name: str) -> list[Path] | None:
-    directory = Path(name).expanduser()
+    try:
+        directory = usable_path(name, key="model.name")
+    except ConfigError:
+        return None
     if not directory.is_dir():
         downloaded = _find_downloaded(name)
         if downloaded is None:

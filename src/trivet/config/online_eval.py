@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from trivet.config.base import Section
+from trivet.config.base import MAX_ROLLOUTS, Section
 from trivet.config.environment import EnvConfig
 from trivet.config.sampling import EvalSamplingConfig
 
@@ -14,7 +14,7 @@ class EvalEnvConfig(EnvConfig):
     """Instead of eval.interval."""
     num_examples: int | None = Field(default=None, ge=-1)
     """Instead of eval.num_examples."""
-    rollouts_per_example: int | None = Field(default=None, ge=1)
+    rollouts_per_example: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)
     """Instead of eval.rollouts_per_example."""
     skip_first: int = Field(default=0, ge=0)
     """Leave out this many examples at the start of the data set."""
@@ -29,9 +29,9 @@ class OnlineEvalConfig(Section):
     """What to evaluate on; may name the same environments as training."""
     num_examples: int = Field(default=-1, ge=-1)
     """Examples per environment, from the first; -1 is all."""
-    rollouts_per_example: int = Field(default=1, ge=1)
+    rollouts_per_example: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     """Attempts at each example."""
-    max_concurrent: int = Field(default=64, ge=1)
+    max_concurrent: int = Field(default=64, ge=1, le=MAX_ROLLOUTS)
     """Evaluation rollouts in flight, beside those that are trained on."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     """How evaluation rollouts are sampled; training's `sampling` does not count here."""
@@ -46,7 +46,7 @@ class ValConfig(Section):
 
     num_examples: int = Field(default=16, ge=1)
     """Examples per environment."""
-    rollouts_per_example: int = Field(default=1, ge=1)
+    rollouts_per_example: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     """Attempts at each example."""
     interval: int = Field(default=10, ge=1)
     """Policy versions between validations."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trivet.config.base import Section
+from trivet.config.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section
 from trivet.config.client import ClientConfig, ConcurrencyConfig
 from trivet.config.curriculum import AdvantageConfig, BufferConfig, FiltersConfig
 from trivet.config.detectors import DetectorsConfig
@@ -53,11 +53,11 @@ class OrchestratorConfig(Section):
     """Stop after this many batches."""
     seed: int = Field(default=42, ge=0)
     """Seeds the order of examples, unless buffer.seed does."""
-    seq_len: int = Field(default=2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
     """Tokens of one packed row; longer samples are cut. At most the trainer's."""
-    batch_size: int = Field(default=128, ge=1)
+    batch_size: int = Field(default=128, ge=1, le=MAX_ROLLOUTS)
     """Rollouts per step."""
-    rollouts_per_example: int = Field(default=1, ge=1)
+    rollouts_per_example: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     """Rollouts of one example, compared with each other. Divides batch_size."""
     oversampling_factor: float = Field(default=1.0, ge=1)
     """Rollouts in flight, as a multiple of batch_size."""
@@ -71,7 +71,7 @@ class OrchestratorConfig(Section):
     oversampling. The run's own key sets all of it for every role."""
     max_off_policy_steps: int = Field(default=8, ge=0)
     """A group whose oldest token is older than this many steps is dropped, time in queues counted."""
-    max_concurrent: int | None = Field(default=None, ge=1)
+    max_concurrent: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)
     """Rollouts in flight at most, whatever the oversampling."""
     tasks_per_minute: int | None = Field(default=None, ge=1)
     """Rollouts started per minute at most, for environments that ask a service with a limit; unset: as fast as they go."""
@@ -95,16 +95,16 @@ class OrchestratorConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     env: list[EnvConfig] = Field(default=[EnvConfig()], min_length=1)
     """Environments to train on."""
-    workers_per_env: int = Field(default=1, ge=1)
+    workers_per_env: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Processes that run each environment. One runs many rollouts at a time; more help where its own Python is slow."""
     max_env_worker_restarts: int = Field(default=5, ge=-1)
     """A worker that ended this often in a row, without finishing a group in between, ends the run; -1: never."""
-    env_start_timeout_s: float = Field(default=1800.0, gt=0)
+    env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest time for load_environment, downloads of data included, seconds."""
-    env_worker_timeout_s: float = Field(default=600.0, gt=0)
+    env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
     """A worker whose event loop is blocked for longer, by synchronous code of its environment, is ended and started again,
     seconds."""
-    rollout_timeout_s: float | None = Field(default=3600.0, gt=0)
+    rollout_timeout_s: float | None = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
     """Longest time for the rollouts of one example and their scores, seconds; a group that needs longer fails. None: any."""
     buffer: BufferConfig = BufferConfig()
     advantage: AdvantageConfig = AdvantageConfig()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from trivet.config.base import Section
+from trivet.config.base import MAX_PROCESSES, MAX_TOKENS, MAX_WAIT_S, Section
 from trivet.config.bench import BenchConfig
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.faults import FaultsConfig
@@ -29,9 +29,9 @@ class RLConfig(Section):
     """Remove what an earlier run left in output_dir before starting."""
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many steps."""
-    seq_len: int | None = Field(default=None, ge=2)
+    seq_len: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
     """Fills trainer.model.seq_len and orchestrator.seq_len."""
-    max_model_len: int | None = Field(default=None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
     """Fills inference.model.max_model_len."""
     max_async_level: int | None = Field(default=None, ge=0)
     """Fills trainer.max_async_level and orchestrator.max_async_level."""
@@ -46,7 +46,7 @@ class RLConfig(Section):
     """GPUs of a teacher's server, which the launcher then starts; unset with [teacher_inference] unset: it starts none."""
     trainer_gpu_ids: list[int] = [1]
     """GPUs of the trainer, one rank each."""
-    trainer_cpu_ranks: int = Field(default=1, ge=1)
+    trainer_cpu_ranks: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Trainer ranks on a machine without a GPU."""
     model: SharedModelConfig = SharedModelConfig()
     wandb: WandbConfig | None = None
@@ -70,5 +70,5 @@ class RLConfig(Section):
     """The server of orchestrator.teacher_model, started beside the others: the keys of [inference]. Its weights never change."""
     faults: FaultsConfig = FaultsConfig()
     """Shared by every role."""
-    shutdown_timeout_s: float = Field(default=20.0, gt=0)
+    shutdown_timeout_s: float = Field(default=20.0, gt=0, le=MAX_WAIT_S)
     """Time between the request to stop and the kill."""

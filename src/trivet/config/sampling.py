@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from trivet.algorithms.schedules import cosine_value, linear_value
-from trivet.config.base import Section
+from trivet.config.base import MAX_TOKENS, Section
 
 
 class TempSchedulerConfig(Section):
@@ -33,9 +33,9 @@ class TempSchedulerConfig(Section):
 class RequestSamplingConfig(Section):
     """Sampling apart from the temperature."""
 
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Tokens per model turn; unset: up to the context's end."""
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """No stop token before this many; above 0 biases the importance ratio."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; below 1 biases the importance ratio, which the trainer computes over the whole vocabulary."""
@@ -92,9 +92,9 @@ class EnvSamplingConfig(Section):
     """Replaces the run's temperature or its schedule."""
     temp_scheduler: TempSchedulerConfig | None = None
     """Replaces the run's temperature or its schedule."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Tokens per model turn."""
-    min_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     """No stop token before this many."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus sampling."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from trivet.config.base import Section
+from trivet.config.base import MAX_PROCESSES, MAX_ROLLOUTS, Section
 from trivet.config.keys import as_table
 from trivet.config.trainer import TrainingConfig
 
@@ -43,11 +43,11 @@ class ConversationsConfig(Section):
 
 class SftDataConfig(ConversationsConfig):
     type: Literal["sft"] = "sft"
-    batch_size: int = Field(default=128, ge=1)
+    batch_size: int = Field(default=128, ge=1, le=MAX_ROLLOUTS)
     """Conversations per optimizer step."""
     shuffle: bool = True
     """Another order in each epoch, from seed and epoch."""
-    micro_batch_size: int = Field(default=1, ge=1)
+    micro_batch_size: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     """Rows of seq_len tokens (`cat`), or conversations (`stack`), that one forward takes. Memory and speed, never the result."""
     pack_function: Literal["cat", "stack"] = "cat"
     """`cat` fills each forward up with whole conversations; `stack` gives each the same number of conversations, of alike length.
@@ -58,11 +58,11 @@ class FakeDataConfig(Section):
     """Made-up sequences, for measuring."""
 
     type: Literal["fake"] = "fake"
-    batch_size: int = Field(default=128, ge=1)
+    batch_size: int = Field(default=128, ge=1, le=MAX_ROLLOUTS)
     """Sequences per optimizer step."""
     seed: int | None = Field(default=None, ge=0)
     """Unset: the run's seed."""
-    micro_batch_size: int = Field(default=1, ge=1)
+    micro_batch_size: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     """As with conversations."""
     pack_function: Literal["cat", "stack"] = "cat"
     """As with conversations."""
@@ -105,5 +105,5 @@ class SftConfig(TrainingConfig):
     data: DataConfig = SftDataConfig()
     val: ValConfig | None = None
     """Unset: nothing is held out."""
-    num_ranks: int | None = Field(default=None, ge=1)
+    num_ranks: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Processes; unset: one per visible GPU, one on the CPU."""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from trivet.config.dump import literal
 from trivet.config.sft import ConversationsConfig, FakeDataConfig, SftConfig
+from trivet.config.user_values import usable_path
+from trivet.errors import ConfigError
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
@@ -32,7 +34,14 @@ def data_problems(config: SftConfig) -> Iterator[str]:
 
 def looks_local(name: str) -> bool:
     """Whether a data set's name means a file or a directory, even before it exists, and not one of the hub."""
-    return name.startswith((".", "/", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or Path(name).exists()
+    return name.startswith((".", "/", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or _exists(name)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # no path: too long, or with a NUL
+        return False
 
 
 def _mixture_problems(config: ConversationsConfig, prefix: str) -> Iterator[str]:
@@ -66,7 +75,11 @@ def _mixture_problems(config: ConversationsConfig, prefix: str) -> Iterator[str]
 def _place_problems(config: ConversationsConfig, prefix: str) -> Iterator[str]:
     if not looks_local(config.name):
         return
-    path = Path(config.name).expanduser()
+    try:
+        path = usable_path(config.name, key=f"{prefix}.name")
+    except ConfigError as exc:
+        yield str(exc)
+        return
     if not path.exists():
         yield (
             f"{prefix}.name ({config.name}) does not exist: give a file (JSONL, parquet, arrow or CSV), a data set directory or a"

@@ -5,7 +5,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from trivet.config.base import Section
+from trivet.config.addresses import Host, WebAddress
+from trivet.config.base import MAX_WAIT_S, Section
 
 
 class LogConfig(Section):
@@ -41,7 +42,7 @@ class WandbConfig(Section):
 
 
 class HeartbeatConfig(Section):
-    url: str
+    url: WebAddress
     """Gets a GET request after every step, for a monitoring service that raises the alarm when they stop."""
 
 
@@ -58,7 +59,7 @@ class MetricsServerConfig(Section):
 
     port: int = Field(default=8010, ge=0, le=65535)
     """TCP port; 0 takes a free one, which the log names. Not prime-rl's 8000, which is the inference server's here."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Interface to listen on; `0.0.0.0` lets a Prometheus on another machine ask. Anyone who reaches it may read."""
 
 
@@ -121,15 +122,15 @@ class CkptConfig(Section):
 class TransportConfig(Section):
     """ZeroMQ between orchestrator and trainer. The trainer listens, the orchestrator connects."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Where the trainer listens. Another interface's address lets roles on other machines connect."""
     port: int = Field(default=5555, ge=1, le=65535)
     """TCP port; the launcher replaces it by a free one if it is taken."""
     max_message_mib: int = Field(default=512, ge=1)
     """A larger batch is refused before it is sent."""
-    resend_interval_s: float = Field(default=5.0, gt=0)
+    resend_interval_s: float = Field(default=5.0, gt=0, le=MAX_WAIT_S)
     """A batch is sent again after this long without an acknowledgement."""
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest wait for the other role (for a batch in the trainer, for an acknowledgement in the orchestrator), seconds."""
 
 

@@ -6,7 +6,6 @@ validates nothing: that is one step for all layers together, in config.load.
 
 import copy
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,14 @@ from trivet.config.findings import Findings
 from trivet.config.keys import Key, Shape, as_list, as_table, find_key
 from trivet.config.layout import SECRET_FILE
 from trivet.config.origins import Draft, Node, Tree, annotate
+from trivet.config.user_values import MAX_DEPTH, parse_json, read_toml_file, require_limits, usable_path
 from trivet.errors import ConfigError
+from trivet.shown_text import shorten
 
 ENVIRONMENT_PREFIX = "TRIVET_"
 INHERIT_KEY = "toml_files"
+_MAX_INHERITED = 16
+"""Files that inherit from each other; doubling lists of such files would otherwise take hours to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +45,23 @@ def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, 
     Raises:
         ConfigError: a file is missing, is not TOML, or inherits from itself; names file and line.
     """
-    resolved = path.resolve()
+    resolved = usable_path(path, key=INHERIT_KEY if _readers else "@").resolve()
     if resolved in _readers:
         raise ConfigError(f"{path} inherits from itself through {INHERIT_KEY}: {' -> '.join(str(p) for p in _readers)}")
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = read_toml_file(path)
     except OSError as exc:
         heir = f" ({INHERIT_KEY} of {_readers[-1]} names it, counted from that file's folder)" if _readers else ""
         raise ConfigError(f"{path} cannot be read: {exc.strerror}{heir}") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except ValueError as exc:
         raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
     spellings = [name for name in content if name.replace("-", "_") == INHERIT_KEY]
     if len(spellings) > 1:
         raise ConfigError(f"{' and '.join(spellings)} are two spellings of one key ({path}); remove one")
     bases: object = content.pop(spellings[0]) if spellings else []
     names = [base for base in as_list(bases) or [] if isinstance(base, str)]
+    if len(_readers) >= _MAX_INHERITED:
+        raise ConfigError(f"{path} inherits through more than {_MAX_INHERITED} files; {INHERIT_KEY} is nested too deep")
     if names != bases:
         raise ConfigError(f'{INHERIT_KEY} in {path} must be a list of file names, e.g. {INHERIT_KEY} = ["base.toml"]')
     inherited = [
@@ -69,7 +74,9 @@ def read_environment(environ: Mapping[str, str]) -> list[Entry]:
     """`TRIVET_A__B=value` sets `a.b`."""
     return [
         Entry(
-            path=tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")), value=Text(text), origin=f"variable {name}"
+            path=tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")),
+            value=Text(text),
+            origin=f"variable {shorten(name)}",
         )
         for name, text in sorted(environ.items())
         if name.startswith(ENVIRONMENT_PREFIX) and name != SECRET_FILE
@@ -78,7 +85,11 @@ def read_environment(environ: Mapping[str, str]) -> list[Entry]:
 
 def read_flags(flags: Sequence[FlagArgument]) -> list[Entry]:
     return [
-        Entry(path=flag.path, value=Text(flag.value) if isinstance(flag.value, str) else flag.value, origin=f"flag {flag.name}")
+        Entry(
+            path=flag.path,
+            value=Text(flag.value) if isinstance(flag.value, str) else flag.value,
+            origin=f"flag {shorten(flag.name)}",
+        )
         for flag in flags
     ]
 
@@ -97,14 +108,27 @@ def build_layer(kind: type[Section], entries: Sequence[Entry], findings: Finding
     """
     tree: Tree = {}
     for entry in entries:
+        if problem := _path_problem(entry.path):
+            findings.refuse(f"{shorten('.'.join(entry.path))}: {problem} ({entry.origin})")
+            continue
         try:
             key = find_key(kind, entry.path)
             value = decode(key, entry.value) if isinstance(entry.value, Text) and key else entry.value
             for part in _flatten(value, entry.path, origin=entry.origin):
                 _insert(kind, tree, part, below=below)
         except ValueError as exc:
-            findings.refuse(f"{'.'.join(entry.path)}: {exc} ({entry.origin})")
+            findings.refuse(f"{shorten('.'.join(entry.path))}: {exc} ({entry.origin})")
     return tree
+
+
+def _path_problem(path: Sequence[str]) -> str | None:
+    if len(path) > MAX_DEPTH:
+        return f"a key has at most {MAX_DEPTH} parts"
+    try:
+        ".".join(path).encode()
+    except UnicodeEncodeError:
+        return "a key must be text in UTF-8"
+    return None
 
 
 def merge_layers(layers: Sequence[Tree]) -> Tree:
@@ -149,16 +173,22 @@ def decode(key: Key, text: str) -> object:
     if key.shape is Shape.VALUE:
         return str(text) if key.field else _json_or_text(text)
     try:
-        return json.loads(text)
+        return _read_limited(text)
     except json.JSONDecodeError as exc:
-        raise ValueError(f"must be JSON on a command line, or set key by key, got {str(text)!r}") from exc
+        raise ValueError(f"must be JSON on a command line, or set key by key, and is not: {exc}") from exc
 
 
 def _json_or_text(text: str) -> object:
     try:
-        return json.loads(text)
+        return _read_limited(text)
     except json.JSONDecodeError:
         return str(text)
+
+
+def _read_limited(text: str) -> object:
+    value = parse_json(text)
+    require_limits(value)
+    return value
 
 
 def _flatten(value: object, path: tuple[str, ...], *, origin: str) -> Iterator[Entry]:
@@ -198,8 +228,8 @@ def _editable_list(key: Key, table: Tree, path: tuple[str, ...], *, below: Seque
     present = table.get(path[-1])
     if not isinstance(present, list):
         lower = next((node for layer in reversed(below) if (node := Draft(layer).find(".".join(path))) is not None), None)
-        default = cast("list[Section]", key.field.get_default(call_default_factory=True) if key.field else None)
-        present = copy.deepcopy(lower) if isinstance(lower, list) else cast("list[Node]", [{} for _ in default])
+        default = as_list(key.field.get_default(call_default_factory=True)) if key.field else None
+        present = copy.deepcopy(lower) if isinstance(lower, list) else cast("list[Node]", [{} for _ in default or ()])
         table[path[-1]] = present
     return present
 

@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from trivet.config.base import Section
+from trivet.config.base import MAX_ROLLOUTS, Section
 from trivet.config.client import ClientConfig
 
 
@@ -17,7 +17,7 @@ class TeacherModelConfig(Section):
 
     model: TeacherNameConfig
     client: ClientConfig = ClientConfig()
-    max_concurrent: int = Field(default=64, ge=1)
+    max_concurrent: int = Field(default=64, ge=1, le=MAX_ROLLOUTS)
     """Samples that the teacher is asked about at one time, over all its servers."""
 
     @model_validator(mode="after")

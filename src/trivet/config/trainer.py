@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trivet.config.base import Section
+from trivet.config.base import MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section
 from trivet.config.bench import BenchConfig
 from trivet.config.detectors import DetectorsConfig
 from trivet.config.faults import FaultsConfig
@@ -69,7 +69,7 @@ class TrainingConfig(Section):
     seed: int = Field(default=42, ge=0)
     """Seeds data order and initialisation."""
     model: TrainerModelConfig = TrainerModelConfig()
-    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    micro_batch_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Tokens of a row that is computed at once: the batch's samples are packed anew into rows of at most so many, a longer sample
     gets a row of its own. Less needs less memory, and changes no result. Unset: rows as they come, of at most model.seq_len."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -90,7 +90,7 @@ class TrainingConfig(Section):
     bench: BenchConfig | None = None
     detectors: DetectorsConfig = DetectorsConfig()
     faults: FaultsConfig = FaultsConfig()
-    dist_timeout_seconds: int = Field(default=600, ge=1)
+    dist_timeout_seconds: int = Field(default=600, ge=1, le=MAX_WAIT_S)
     """Longest wait in a collective operation before the rank gives up."""
     deterministic: bool = False
     """The same bytes from the same batches, on the same machine and number of ranks. The run's own key sets it."""
@@ -101,7 +101,7 @@ class TrainingConfig(Section):
 class FakeBatchesConfig(Section):
     """Made-up batches: a run of the trainer by itself, with all that it writes and without orchestrator and servers."""
 
-    batch_size: int = Field(default=2, ge=1)
+    batch_size: int = Field(default=2, ge=1, le=MAX_ROLLOUTS)
     """Rows of model.seq_len tokens per step."""
     generate_samples: bool = False
     """Cut each row into samples of many lengths; false: one sample fills a row."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from trivet.config.base import Section
+from trivet.config.base import MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section
 from trivet.config.lora import MAX_RANK
 
 
@@ -77,19 +77,19 @@ class VfTrainerArgs(Section):
     """Compute in bfloat16 over float32 weights; false: in float32; `auto`: in bfloat16 where the device multiplies in it."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
-    micro_batch_size: int = Field(default=8, ge=1)
+    micro_batch_size: int = Field(default=8, ge=1, le=MAX_ROLLOUTS)
     """Rollouts per GPU at one time; times the GPUs it divides batch_size. Rows are packed here to at most max_seq_len tokens."""
-    batch_size: int = Field(default=512, ge=1)
+    batch_size: int = Field(default=512, ge=1, le=MAX_ROLLOUTS)
     """Rollouts per step."""
-    rollouts_per_example: int = Field(default=16, ge=1)
+    rollouts_per_example: int = Field(default=16, ge=1, le=MAX_ROLLOUTS)
     """Rollouts of one example, compared with each other."""
     max_steps: int = Field(default=500, ge=1)
     """Steps of the run."""
-    max_seq_len: int = Field(default=2048, ge=2)
+    max_seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
     """Tokens of a rollout that are trained on, its prompt included."""
     max_prompt_len: int | None = Field(default=None, ge=1)
     """Prompts are not cut by themselves: max_seq_len bounds prompt and completion."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Tokens per model turn; unset: up to max_seq_len."""
     temperature: float = Field(default=0.7, gt=0)
     """Of sampling; the trainer's log-probabilities follow it."""
@@ -125,9 +125,9 @@ class VfTrainerArgs(Section):
     """Optimizer updates on each batch."""
     num_batches_ahead: int = Field(default=1, ge=0)
     """Batches that generation may be ahead of training."""
-    max_concurrent: int = Field(default=1024, ge=1)
+    max_concurrent: int = Field(default=1024, ge=1, le=MAX_ROLLOUTS)
     """Rollouts in flight at most."""
-    generation_timeout: float = Field(default=600.0, gt=0)
+    generation_timeout: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
     """Longest time for the rollouts of one example, seconds."""
     seed: int = Field(default=42, ge=0)
     """Seeds every role."""
@@ -156,7 +156,7 @@ class VfTrainerArgs(Section):
     """Where the inference server listens."""
     vllm_server_port: int = Field(default=8000, ge=1, le=65535)
     """TCP port; the launcher takes a free one if it is taken."""
-    vllm_server_timeout: float = Field(default=300.0, gt=0)
+    vllm_server_timeout: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
     """Longest wait for the inference server to be ready, seconds."""
 
     @field_validator("mask_env_responses")

@@ -4,11 +4,11 @@ A row has `messages`, or `prompt` and `completion`: lists of messages, or string
 assistant message. `tools` beside them is a list of definitions, or the JSON text of one. Other columns are ignored.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trivet.config.user_values import parse_json
 from trivet.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -81,16 +81,16 @@ def _call_as_served(call: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(arguments, str):
         return call
     try:
-        return {**call, "arguments": json.loads(arguments)}
-    except json.JSONDecodeError:
+        return {**call, "arguments": parse_json(arguments)}
+    except ValueError:
         return call  # text that is no JSON reaches the template as it is
 
 
 def _as_tools(value: Any, place: str) -> Sequence[Mapping[str, Any]] | None:
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value else None
-        except json.JSONDecodeError as exc:
+            value = parse_json(value) if value else None
+        except ValueError as exc:
             raise ConfigError(f"`tools` of {place} is text and not JSON: {exc}") from exc
     if value is not None and (not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value)):
         raise ConfigError(f"`tools` of {place} must be a list of definitions, got {value!r}")

@@ -3,14 +3,15 @@
 JSONL is read line by line and not by `datasets`, whose columns would give every row the keys of all others.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from trivet.config.keys import as_list, as_table
 from trivet.config.sft_checks import looks_local
+from trivet.config.user_values import parse_json, usable_path
 from trivet.conversations.rows import Row
 from trivet.errors import ConfigError
 
@@ -74,7 +75,7 @@ def _slice(split: str, load: Callable[[str], Any], *, key: str) -> Rows:
 
 
 def _local_loader(name: str, subset: str | None, key: str) -> Callable[[str], Any]:
-    path = Path(name).expanduser()
+    path = usable_path(name, key=f"{key}.name")
     if path.is_file():
         return lambda split: _read_file(path, split, key)
     if not path.is_dir():
@@ -139,23 +140,24 @@ def read_json(path: Path) -> list[Row]:
 
 def _parse_list(text: str, path: Path) -> list[Row]:
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as exc:
+        rows = as_list(parse_json(text)) or []
+    except ValueError as exc:
         raise ConfigError(f"{path} is not JSON: {exc}") from exc
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, row {number} of the list, must be a JSON object, got {str(row)[:60]!r}")
-    return rows
+    return cast("list[Row]", rows)
 
 
 def _parse_line(line: str, number: int, path: Path) -> Row:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as exc:
+        row = parse_json(line)
+    except ValueError as exc:
         raise ConfigError(f"{path}, line {number}, is not JSON: {exc}") from exc
-    if not isinstance(row, dict):
+    table = as_table(row)
+    if table is None:
         raise ConfigError(f"{path}, line {number}, must be a JSON object, got {line.strip()[:60]!r}")
-    return row
+    return table
 
 
 def _read_saved(place: Path, split: str, key: str) -> Any:

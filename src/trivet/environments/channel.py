@@ -56,10 +56,10 @@ class Channel:
         """The next message; None when the other side is gone. Arrays in it are views of its bytes.
 
         Raises:
-            MessageRefused: the bytes are not a `kind`.
+            MessageRefused: the bytes are not a `kind`, or are more than a message may have.
         """
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            length = _unpack_length(await self._reader.readexactly(_LENGTH.size))
             data = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return None
@@ -80,12 +80,22 @@ def pack_message(message: msgspec.Struct) -> bytes:
         MessageRefused: it is too large.
     """
     data = encode(message)
-    if len(data) > MAX_MESSAGE_BYTES:
+    _require_fits(len(data))
+    return _LENGTH.pack(len(data)) + data
+
+
+def _unpack_length(header: bytes) -> int:
+    (length,) = _LENGTH.unpack(header)
+    _require_fits(length)
+    return length
+
+
+def _require_fits(num_bytes: int) -> None:
+    if num_bytes > MAX_MESSAGE_BYTES:
         raise MessageRefused(
-            f"a message of {len(data) / 2**20:.0f} MiB is larger than what fits between a worker and its pool "
+            f"a message of {num_bytes / 2**20:.0f} MiB is larger than what fits between a worker and its pool "
             f"({MAX_MESSAGE_BYTES // 2**20} MiB)"
         )
-    return _LENGTH.pack(len(data)) + data
 
 
 def receive_blocking(sock: socket.socket, kind: type[StructT]) -> StructT | None:
@@ -93,7 +103,7 @@ def receive_blocking(sock: socket.socket, kind: type[StructT]) -> StructT | None
     header = _receive_exactly(sock, _LENGTH.size)
     if header is None:
         return None
-    data = _receive_exactly(sock, _LENGTH.unpack(header)[0])
+    data = _receive_exactly(sock, _unpack_length(header))
     return None if data is None else decode(data, kind)
 
 

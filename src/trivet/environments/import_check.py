@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trivet.environments.settings import worker_environment
+from trivet.lifetime import module_command, tied_command
 
 _LOADER = "load_environment"
 _IMPORT_TIMEOUT_S = 120.0
@@ -41,8 +42,7 @@ def _run_process(modules: Sequence[str], *, timeout_s: float) -> tuple[dict[str,
     """Return the answers, and how the process ended when it did not answer for all."""
     with tempfile.TemporaryDirectory(prefix="trivet-import-") as directory:
         answers = Path(directory) / "answers.jsonl"
-        command = [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid())]
-        command += [sys.executable, "-m", "trivet.environments.import_check", str(answers), *modules]
+        command = tied_command(module_command("trivet.environments.import_check", str(answers), *modules))
         try:
             done = subprocess.run(
                 command,

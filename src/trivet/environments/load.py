@@ -6,6 +6,7 @@ from typing import Any
 
 import verifiers as vf
 
+from trivet.config.masking import hide_values, mask_table
 from trivet.environments.host import EnvironmentHost
 from trivet.environments.installed import require_installed
 from trivet.environments.model_client import ModelClient, make_model_client
@@ -14,6 +15,7 @@ from trivet.environments.runner import GroupRunner
 from trivet.environments.settings import client_config
 from trivet.environments.stages import StageBoard
 from trivet.errors import EnvironmentLoadError
+from trivet.shown_text import printable
 from trivet.wire.workers import HostSettings
 
 _TRACEBACK_LINES = 8
@@ -70,18 +72,22 @@ def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.E
                 f"env.id = {env_id!r} has no load_environment(**args), by which environments are loaded; a taskset of the "
                 "verifiers v1 API cannot be trained on: use a version of the package with a v0 environment"
             ) from None
-        said = f"environment {name!r}: load_environment of {env_id!r} with args {dict(args)} raised {type(cause).__name__}: {cause}"
+        said = (
+            f"environment {name!r}: load_environment of {env_id!r} with args {mask_table(args)} raised "
+            f"{type(cause).__name__}: {cause}"
+        )
         if isinstance(cause, TypeError):
             said += "; check the args against its signature"
-        raise EnvironmentLoadError(said) from exc
+        raise EnvironmentLoadError(printable(hide_values(said, args))) from exc
 
 
-def traceback_tail(error: EnvironmentLoadError) -> str:
-    """The last lines of where the user's own code was, for the end of a message."""
+def traceback_tail(error: EnvironmentLoadError, args: Mapping[str, Any]) -> str:
+    """The last lines of where the user's own code was, for the end of a message, without the secrets in its arguments."""
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
     if cause is None:
         return ""
-    lines = "".join(traceback.format_exception(cause)).rstrip().splitlines()
+    text = printable(hide_values("".join(traceback.format_exception(cause)), args))
+    lines = text.rstrip().splitlines()
     return "\n  " + "\n  ".join(lines[-_TRACEBACK_LINES:])

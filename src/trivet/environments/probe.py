@@ -5,16 +5,19 @@ of a run are loaded in one process, so what they share is imported once.
 """
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
 
 import msgspec
 
+from trivet.config.masking import hide_values
 from trivet.environments.examples import training_problem
 from trivet.environments.settings import worker_environment
 from trivet.errors import EnvironmentLoadError, MessageRefused
 from trivet.imports import without_collections
+from trivet.lifetime import module_command, tied_command
 from trivet.wire.codec import decode, encode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.workers import HostSettings
@@ -30,9 +33,12 @@ class Wanted(msgspec.Struct, kw_only=True):
 
 class _Request(msgspec.Struct):
     environments: list[Wanted]
+    nonce: str
+    """Random, and given back with the verdict: what an environment prints by accident is not taken for one."""
 
 
 class _Verdict(msgspec.Struct):
+    nonce: str
     infos: dict[str, EnvironmentInfo] = {}
     problems: list[str] = []
 
@@ -45,11 +51,11 @@ def require_loadable(wanted: Sequence[Wanted], *, timeout_s: float) -> dict[str,
     Raises:
         EnvironmentLoadError: one or more cannot be loaded or have no data; names them all.
     """
-    program = [sys.executable, "-m", "trivet.environments.probe"]
+    nonce = secrets.token_hex()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), *program],
-            input=encode(_Request(list(wanted))),
+            tied_command(module_command("trivet.environments.probe")),
+            input=encode(_Request(list(wanted), nonce)),
             capture_output=True,
             timeout=timeout_s,
             check=False,
@@ -64,12 +70,18 @@ def require_loadable(wanted: Sequence[Wanted], *, timeout_s: float) -> dict[str,
     try:
         verdict = decode(done.stdout, _Verdict)
     except MessageRefused as exc:
-        last = "\n  ".join(done.stderr.decode(errors="replace").splitlines()[-_STDERR_LINES:])
+        args = {each.settings.name: each.settings.args for each in wanted}
+        last = "\n  ".join(hide_values(done.stderr.decode(errors="replace"), args).splitlines()[-_STDERR_LINES:])
         raise EnvironmentLoadError(
             f"loading environments {_names(wanted)} ended their process with exit code {done.returncode}:\n  {last}"
         ) from exc
     if verdict.problems:
         raise EnvironmentLoadError("\n- ".join(verdict.problems))
+    if verdict.nonce != nonce or verdict.infos.keys() != {each.settings.name for each in wanted}:
+        raise EnvironmentLoadError(
+            f"loading environments {_names(wanted)} gave an answer that is not the loader's: one of them writes to a file "
+            "descriptor that it did not open"
+        )
     return verdict.infos
 
 
@@ -82,13 +94,13 @@ def _look(request: _Request) -> _Verdict:
     with without_collections():
         from trivet.environments.load import load_host, traceback_tail
 
-    verdict = _Verdict(infos={}, problems=[])
+    verdict = _Verdict(request.nonce, infos={}, problems=[])
     for each in request.environments:
         name = each.settings.name
         try:
             info = load_host(each.settings, environ=os.environ).info
         except EnvironmentLoadError as exc:
-            verdict.problems.append(f"{exc}{traceback_tail(exc)}")
+            verdict.problems.append(f"{exc}{traceback_tail(exc, each.settings.args)}")
             continue
         verdict.infos[name] = msgspec.structs.replace(info, example_hashes=[])
         if each.is_trained and (problem := training_problem(name, info, hash_keys=each.settings.hash_keys)):

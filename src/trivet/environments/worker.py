@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from typing import TYPE_CHECKING
 
 from trivet.environments.channel import Channel, pack_message, receive_blocking
@@ -23,6 +22,7 @@ from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
 from trivet.imports import without_collections
 from trivet.lifetime import tie_forks
 from trivet.loop_lag import LoopLag
+from trivet.shown_text import printable
 from trivet.stacks import show_stacks_on_signal, show_tasks_on_signal
 from trivet.wire.codec import encode
 from trivet.wire.workers import (
@@ -110,10 +110,9 @@ class Worker:
 
 
 def _failure(call_id: int, error: BaseException) -> Answer:
-    if isinstance(error, RolloutFailed):
-        return Answer(body=CallFailed(call_id=call_id, kind=error.kind, message=str(error)))
-    kind = type(error).__name__
-    return Answer(body=CallFailed(call_id=call_id, kind=kind, message=f"{kind}: {error}"))
+    kind = error.kind if isinstance(error, RolloutFailed) else type(error).__name__
+    said = str(error) if isinstance(error, RolloutFailed) else f"{kind}: {error}"
+    return Answer(body=CallFailed(call_id=call_id, kind=printable(kind), message=printable(said)))
 
 
 def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
@@ -166,8 +165,9 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     try:
         host = load_host(settings, environ=os.environ, stages=stages)
     except EnvironmentLoadError as exc:
-        traceback.print_exc()
-        sock.sendall(pack_message(Answer(body=LoadFailed(message=f"{exc}{traceback_tail(exc)}"))))
+        message = f"{exc}{traceback_tail(exc, settings.args)}"
+        print(message, file=sys.stderr)  # noqa: T201
+        sock.sendall(pack_message(Answer(body=LoadFailed(message=message))))
         return exc.exit_code
     logger.info("environment loaded env=%s examples=%s pid=%s", settings.name, host.info.num_examples, os.getpid())
     lag = LoopLag()

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from trivet.environments.channel import Channel
 from trivet.environments.settings import worker_environment
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed, WaitTimeout, WorkerLost
-from trivet.lifetime import end_session
+from trivet.lifetime import end_session, module_command, tied_command
 from trivet.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.wire.codec import decode
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
@@ -95,10 +94,9 @@ class WorkerProcess:
         pulses, their_pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pulses.setblocking(False)
         with theirs, their_pulses, log.open("ab") as output:
-            module = [sys.executable, "-m", "trivet.environments.worker"]
+            descriptors = ("--channel", str(theirs.fileno()), "--pulse", str(their_pulses.fileno()))
             process = await asyncio.create_subprocess_exec(
-                *[sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), *module],
-                *["--channel", str(theirs.fileno()), "--pulse", str(their_pulses.fileno())],
+                *tied_command(module_command("trivet.environments.worker", *descriptors)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from trivet.config.client import ClientConfig
 from trivet.config.evaluation import EvalClientConfig
 from trivet.config.keys import as_table
@@ -51,7 +53,7 @@ def read_endpoints(path: Path, *, timeout_s: float = _TIMEOUT_S) -> dict[str, En
     """
     if not path.is_file():
         raise ConfigError(f"endpoints_path ({path}) is not a file; it must be a Python file with a table ENDPOINTS")
-    command = [sys.executable, "-c", _READ, str(path)]
+    command = [sys.executable, "-P", "-c", _READ, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False)
     except subprocess.TimeoutExpired as exc:
@@ -94,7 +96,11 @@ def choose_client(
             "export it, or take the line out for a server that needs none"
         )
     variable = endpoint.key_variable or (KEY_VARIABLE if endpoint.key else config.api_key_var[0])
-    return ClientConfig(**{**fields, "base_url": [endpoint.url], "api_key_var": [variable]}), endpoint
+    try:
+        return ClientConfig(**{**fields, "base_url": [endpoint.url], "api_key_var": [variable]}), endpoint
+    except ValidationError as exc:
+        reason = exc.errors()[0]["msg"]
+        raise ConfigError(f"endpoint {config.endpoint!r} in {endpoints_path}: url ({endpoint.url}) {reason}") from exc
 
 
 def _endpoint(name: str, value: object, path: Path) -> Endpoint:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from trivet.config.masking import mask_table
 from trivet.durable import write_atomically, write_json_atomically
 from trivet.errors import ConfigError
 from trivet.evaluation.scores import Summary
@@ -34,6 +35,10 @@ class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_examples: int
     rollouts_per_example: int
     sampling: SamplingArguments
+
+    def __post_init__(self) -> None:
+        """Hide secrets in the arguments, those of records that earlier versions wrote too."""
+        msgspec.structs.force_setattr(self, "env_args", mask_table(self.env_args))
 
 
 class ResultRecord(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trivet.config.dump import to_toml
 from trivet.config.rl import RLConfig
+from trivet.durable import write_private
 from trivet.launcher.plan import share_gpus, trainer_process
 from trivet.machine import inspect_machine
 
@@ -17,6 +18,6 @@ def measure_trainer(config: RLConfig) -> int:
     machine = inspect_machine()
     with tempfile.TemporaryDirectory(prefix="trivet-bench-") as scratch:
         file = Path(scratch) / "trainer.toml"
-        file.write_text(to_toml(config.trainer))
+        write_private(file, to_toml(config.trainer))
         spec = trainer_process(config, sys.executable, file, share_gpus(config, machine.gpus), machine)
         return subprocess.run(spec.argv, env={**spec.env_defaults, **os.environ, **spec.env}, check=False).returncode

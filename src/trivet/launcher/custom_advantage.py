@@ -1,10 +1,10 @@
 """Has a custom advantage function tried before anything is started, in a process of its own: it is the user's code."""
 
 import subprocess
-import sys
 
 from trivet.config.curriculum import AdvantageConfig
 from trivet.errors import ConfigError
+from trivet.lifetime import module_command
 
 _TIMEOUT_S = 120.0
 """Importing what the user's module imports may take a while."""
@@ -19,7 +19,7 @@ def require_advantage(config: AdvantageConfig) -> None:
         return
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "trivet.orchestrator.advantage"],
+            module_command("trivet.orchestrator.advantage"),
             input=config.model_dump_json(),
             capture_output=True,
             text=True,

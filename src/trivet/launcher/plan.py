@@ -19,6 +19,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.shared import CkptConfig, RunIdentity
 from trivet.config.trainer import TrainerConfig
 from trivet.errors import ConfigError
+from trivet.lifetime import module_command
 from trivet.machine import Machine
 
 INFERENCE, TEACHER, ORCHESTRATOR, TRAINER = "inference", "teacher", "orchestrator", "trainer"
@@ -193,7 +194,7 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
 
 def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
     """The command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
-    return (python, "-m", "trivet.trainer.rank_starter", str(num_ranks), module, *arguments)
+    return tuple(module_command("trivet.trainer.rank_starter", str(num_ranks), module, *arguments, python=python))
 
 
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
@@ -326,7 +327,7 @@ def _with_port(url: str, *, configured: int, actual: int) -> str:
 def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
     return ProcessSpec(
         name=name,
-        argv=(python, "-m", "trivet.inference.server", "@", str(file)),
+        argv=tuple(module_command("trivet.inference.server", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file(f"{name}.stdout"),
         env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
         env_defaults={"PYTHONUNBUFFERED": "1"} | ({} if gpus else _YIELD_CORES),
@@ -338,7 +339,7 @@ def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: 
 def _orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu: bool) -> ProcessSpec:
     return ProcessSpec(
         name=ORCHESTRATOR,
-        argv=(python, "-m", "trivet.orchestrator.command", "@", str(file)),
+        argv=tuple(module_command("trivet.orchestrator.command", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file("orchestrator.stdout"),
         env=_server_keys(config),
         env_defaults={"PYTHONUNBUFFERED": "1"} | (_KEEP_MEMORY if is_on_cpu else {}),

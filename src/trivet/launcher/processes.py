@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trivet.launcher.plan import ProcessSpec
+from trivet.lifetime import tied_command
 from trivet.stacks import STACKS_SIGNAL
 
 _POLL_S = 0.05
@@ -71,7 +72,7 @@ def start(spec: ProcessSpec, *, python: str, environ: Mapping[str, str]) -> Chil
     with spec.log.open("ab") as log:
         offset = log.tell()
         process = subprocess.Popen(
-            [python, "-m", "trivet.lifetime", "--parent", str(os.getpid()), *spec.argv],
+            tied_command(spec.argv, python=python),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -52,7 +52,7 @@ class RunDirectory:
 
     def __init__(self, layout: RunLayout) -> None:
         self.layout = layout
-        self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", wait_s=_LOCK_WAIT_S)
+        self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", guards=layout.root, wait_s=_LOCK_WAIT_S)
 
     def __enter__(self) -> "RunDirectory":
         """
@@ -106,6 +106,11 @@ class RunDirectory:
             raise ConfigError(
                 f"output_dir {str(self.layout.root)!r} holds {', '.join(found)} but no run.json: nothing of ours wrote them, "
                 "so they are left alone; choose another output_dir"
+            )
+        if not found and (foreign := self._foreign_entries()):
+            raise ConfigError(
+                f"output_dir {str(self.layout.root)!r} holds {foreign[0]} and nothing of a run: it is a directory for something "
+                f"else; choose a new one, e.g. --output-dir {self.layout.root / 'run'}"
             )
         results = [name for name in RESULTS if name in found]
         if results and not does_clean:
@@ -164,6 +169,10 @@ class RunDirectory:
         record = RunRecord(id=run.id, attempt=run.attempt, started=time.time(), pid=os.getpid())
         write_json_atomically(self.layout.run_file, record)
 
+    def _foreign_entries(self) -> list[str]:
+        """What is there that no run writes. Hidden files, such as locks or notes of a file system, say nothing."""
+        return sorted(path.name for path in self.layout.root.iterdir() if not path.name.startswith("."))
+
     def _entries(self) -> list[str]:
         return [name for name in ENTRIES if (self.layout.root / name).exists()]
 
@@ -177,8 +186,9 @@ def read_run(layout: RunLayout) -> RunRecord | None:
 
 
 def write_configs(configs: Mapping[Path, Section]) -> None:
+    """Write what the roles read. Headers and arguments of environments may hold secrets, so only the owner may read it."""
     for path, section in configs.items():
-        write_atomically(path, to_toml(section).encode())
+        write_atomically(path, to_toml(section).encode(), is_private=True)
 
 
 def _describe_results(layout: RunLayout, results: list[str]) -> str:

@@ -22,12 +22,15 @@ from trivet.config.load import Loaded
 from trivet.config.rl import RLConfig
 from trivet.config.vf_rl import VfRLConfig
 from trivet.config.vf_translation import load_run
+from trivet.durable import write_private
 from trivet.errors import ConfigError
 from trivet.launcher import rl
 from trivet.launcher.interrupts import Interrupts, forward
 from trivet.launcher.vf_checkpoints import VfCheckpoints
 from trivet.launcher.vf_console import VfConsole, follow
 from trivet.launcher.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
+from trivet.lifetime import module_command, tied_command
+from trivet.shown_text import print_error
 
 _LOOK_EVERY_S = 0.5
 _USAGE = f"""usage: vf-rl @ FILE.toml [-s SESSION] [--no-tmux] [--key VALUE …]
@@ -54,7 +57,7 @@ def _run_command(words: Sequence[str]) -> int:
     try:
         options, rest = take_options(words)
     except ConfigError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        print_error(exc)
         return exc.exit_code
     dialect: list[VfRLConfig] = []
 
@@ -64,7 +67,7 @@ def _run_command(words: Sequence[str]) -> int:
 
     def start(config: RLConfig) -> int:
         if options.in_tmux:
-            command = [sys.executable, "-m", "trivet.launcher.vf_rl", *rest, "--no-tmux"]
+            command = module_command("trivet.launcher.vf_rl", *rest, "--no-tmux")
             return run_in_tmux(command, session=options.session, layout=RunLayout(config.output_dir))
         return run(config, dialect[0])
 
@@ -115,7 +118,7 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
     checkpoints = VfCheckpoints(layout, every=every, max_steps=config.max_steps, replaces_run=config.clean)
     with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch:
         file, output = Path(scratch) / "run.toml", Path(scratch) / "launcher.stdout"
-        file.write_text(to_toml(config))
+        write_private(file, to_toml(config))
         look = follow(output, show=show, console=console)
         with Interrupts(clock=time.monotonic) as interrupts, output.open("wb") as stdout:
             launcher = _start(file, stdout=stdout.fileno())
@@ -135,9 +138,9 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
 
 def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
     """`rl` on the resolved configuration, which ends when this process does."""
-    command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(file)]
+    command = module_command("trivet.launcher.rl", "@", str(file))
     return subprocess.Popen(
-        [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), *command],
+        tied_command(command),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.STDOUT,

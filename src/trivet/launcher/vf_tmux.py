@@ -19,6 +19,7 @@ from pathlib import Path
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.launcher.interrupts import Interrupts, forward
+from trivet.lifetime import module_command
 
 DEFAULT_SESSION = "vf-rl"
 _LOOK_EVERY_S = 0.2
@@ -59,7 +60,7 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
         order.write_text(json.dumps({"command": command, "environ": dict(os.environ), "result": str(result)}))
         log = layout.log_file("inference.stdout").resolve()
         follow = ("tail", "-n", "200", "-F", "--", str(log))
-        train = (sys.executable, "-m", "trivet.launcher.vf_tmux", str(order))
+        train = module_command("trivet.launcher.vf_tmux", str(order))
         top = _tmux("new-session", "-d", "-s", session, "-x", "200", "-y", "50", *_GIVE_ID, *follow)
         pane = _tmux("split-window", "-t", top, "-c", str(Path.cwd()), *_GIVE_ID, *train)
         for title, each in (("inference", top), ("trainer", pane)):

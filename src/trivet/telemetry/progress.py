@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.durable import replace_file
+from trivet.durable import open_regular, replace_file
 from trivet.stacks import show_stacks_on_signal
 from trivet.wire.status import Report, WorkerStatus
 
@@ -169,9 +169,12 @@ def read_report(path: Path) -> Report | None:
         msgspec.DecodeError: the file is no report of this version.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Report)
+        with open_regular(path) as file:
+            return msgspec.json.decode(file.read(), type=Report)
     except FileNotFoundError:
         return None
+    except RecursionError as exc:
+        raise msgspec.DecodeError("nested too deep") from exc
 
 
 def _touch(path: Path) -> None:

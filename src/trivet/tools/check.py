@@ -6,6 +6,7 @@ from pathlib import Path
 from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
 from trivet.history.words import describe
+from trivet.shown_text import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,5 +22,5 @@ def run(arguments: argparse.Namespace) -> int:
     """
     layout = RunLayout(arguments.output_dir)
     report = check_run(layout)
-    print(describe(report, events=layout.events))
+    print(printable(describe(report, events=layout.events)))
     return 1 if report.breaches else 0

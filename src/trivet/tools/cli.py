@@ -5,10 +5,15 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
 
 from trivet.closed_output import run_until_output_closes
 from trivet.errors import TrivetError
+from trivet.shown_text import print_error
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 class ToolModule(Protocol):
@@ -28,6 +33,12 @@ class Tool:
     module: str
     does: str
     """Its line in the help."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+        """As argparse does, which ignores that the output cannot be written."""
+        (file or sys.stdout).write(self.format_help())
 
 
 TOOLS = {
@@ -62,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_tool(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="trivet", description="Tools around a run.")
+    parser = _Parser(prog="trivet", description="Tools around a run.")
     commands = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
     chosen = next((word for word in arguments if word in TOOLS), None)
     try:
@@ -71,10 +82,26 @@ def _run_tool(arguments: Sequence[str]) -> int:
             if name == chosen:
                 _import(tool).configure(command)
         parsed = parser.parse_args(arguments)
+        _require_usable_paths(parsed)
         return _import(TOOLS[parsed.tool]).run(parsed)
     except TrivetError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        print_error(exc)
         return exc.exit_code
+
+
+def _require_usable_paths(parsed: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: an argument is a path that no file can have.
+    """
+    paths = [(name, value) for name, given in vars(parsed).items() for value in (given if isinstance(given, list) else [given])]
+    paths = [(name, value) for name, value in paths if isinstance(value, Path)]
+    if paths:
+        # Not at the top: `init` makes a workspace before any package is installed.
+        from trivet.config.user_values import usable_path
+
+        for name, path in paths:
+            usable_path(path, key=name.upper())
 
 
 def _import(tool: Tool) -> ToolModule:

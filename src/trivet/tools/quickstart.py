@@ -22,6 +22,7 @@ from trivet.errors import ConfigError, RoleFailed
 from trivet.examples.files import example_configs
 from trivet.launcher.interrupts import Interrupts, forward
 from trivet.launcher.ports import HeldPorts
+from trivet.lifetime import module_command, tied_command
 from trivet.tools.quickstart_report import report
 from trivet.tools.torch_builds import COMPANIONS, require_matching_companions
 from trivet.weights.catalog import latest_version
@@ -138,7 +139,7 @@ class Children:
 
     def start(self, module: str, *words: str, log: Path | None = None) -> "subprocess.Popen[bytes]":
         """Start `python -m module words`, tied to this process; its output goes to the file `log` or to this terminal."""
-        command = [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), sys.executable, "-m", module, *words]
+        command = tied_command(module_command(module, *words))
         stdout = log.open("wb") if log is not None else None
         try:
             return subprocess.Popen(

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import RunLayout
+from trivet.shown_text import printable
 from trivet.view.status import describe_run, process_exists, read_status
 
 
@@ -27,5 +28,5 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(status), indent=1).decode() + "\n")
         return 0
     for line in describe_run(status, layout=layout, now=time.time(), is_alive=process_exists):
-        print(line)
+        print(printable(line))
     return 0

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trivet.errors import ConfigError
+from trivet.shown_text import one_line
 from trivet.view.metrics import ENTROPY, LOSS, MISMATCH, REWARD, STEP_TIME, THROUGHPUT, MetricKey
 from trivet.view.run import ViewedRun, open_run
 from trivet.view.status import describe_run, process_exists, read_status
@@ -93,10 +93,10 @@ def picture(viewed: ViewedRun, *, width: int, now: float, height: int | None = N
     try:
         status = read_status(viewed.layout)
         words = list(describe_run(status, layout=viewed.layout, now=now, is_alive=process_exists))
-    except (ConfigError, msgspec.DecodeError) as exc:
+    except ConfigError as exc:
         status, words = None, [str(exc)]
-    head, *lines = [_printable(line) for line in words if not line.startswith("last error:")]
-    error = [_printable(line) for line in status.last_error.splitlines()] if status is not None else []
+    head, *lines = [one_line(line) for line in words if not line.startswith("last error:")]
+    error = [one_line(line) for line in status.last_error.splitlines()] if status is not None else []
     lines = [line for line in lines if line.strip() not in {text.strip() for text in error}]
     parts: list[RenderableType] = [Text(head, style=f"bold {_style(status)}"), _progress(status, width=width)]
     if lines:
@@ -151,11 +151,6 @@ def reading_keys() -> Iterator[Callable[[float], bool]]:
         yield has_ended
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _printable(text: str) -> str:
-    """What a role printed may hold codes that a terminal obeys."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def _style(status: RunStatus | None) -> str:

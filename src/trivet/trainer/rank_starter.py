@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trivet.imports import without_collections
-from trivet.lifetime import die_with_parent
+from trivet.lifetime import die_with_parent, module_command, tied_command
 from trivet.stacks import ignore_until_listening
 
 RENDEZVOUS_FILE = "RANK_RENDEZVOUS_FILE"
@@ -38,13 +38,10 @@ def main(argv: Sequence[str]) -> int:
         return run_rank(module, arguments)
     with tempfile.TemporaryDirectory(prefix="trivet-ranks-", ignore_cleanup_errors=True) as scratch:
         common = os.environ | {"WORLD_SIZE": num_ranks, RENDEZVOUS_FILE: str(Path(scratch) / "rendezvous")}
-        tied = [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid())]
+        command = tied_command(module_command(module, *arguments))
         return await_ranks(
             [
-                subprocess.Popen(
-                    [*tied, sys.executable, "-m", module, *arguments],
-                    env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                )
+                subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
                 for rank in range(int(num_ranks))
             ]
         )

@@ -26,6 +26,7 @@ _MAX_POINTS = 5000
 _MAX_ROWS = 200
 _MAX_STEPS = 500
 _MAX_METRICS = 64
+_MAX_DIGITS = 20
 
 Query = Mapping[str, str]
 
@@ -97,7 +98,7 @@ class Api:
             return {"words": ["It wrote no status: what it does now cannot be told."], "is_over": False, "num_damaged": 0}
         try:
             status = read_status(run.layout)
-        except (ConfigError, msgspec.DecodeError) as exc:
+        except ConfigError as exc:
             return {"fault": str(exc), "words": [], "is_over": True, "num_damaged": run.metrics.num_damaged()}
         has_ended = is_over(status, now=now, is_alive=process_exists)
         return {
@@ -206,7 +207,8 @@ def _number(query: Query, name: str, *, default: int, low: int = 0, high: int = 
     text = query.get(name, "")
     if not text:
         return default
-    if not text.isascii() or not text.isdigit() or not low <= int(text[:20]) <= high:
+    # Python refuses to read an integer of thousands of digits; none has more than `high`.
+    if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS or not low <= int(text) <= high:
         raise BadQuery(f"{name} must be a number from {low} to {high}, got {text[:40]!r}")
     return int(text)
 

@@ -1,15 +1,12 @@
 """The resolved configuration of each role, as dotted keys; what may be a secret is left out."""
 
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trivet.config.layout import RunLayout
+from trivet.config.masking import HIDDEN, mask_table
 from trivet.view.files import NotServed, read_inside
-
-_SECRET = re.compile(r"(^|_)(api_key|password|secret|token|authorization)$", re.IGNORECASE)
-_HIDDEN = "(not shown: it may be a secret)"
 
 
 def read_configs(layout: RunLayout) -> dict[str, dict[str, str]]:
@@ -19,8 +16,8 @@ def read_configs(layout: RunLayout) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for path in sorted(layout.configs.glob("*.toml")):
         try:
-            found[path.stem] = dict(_flatten(tomllib.loads(read_inside(layout.root, path).decode("utf-8"))))
-        except (NotServed, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+            found[path.stem] = dict(_flatten(mask_table(tomllib.loads(read_inside(layout.root, path).decode("utf-8")))))
+        except (NotServed, ValueError, RecursionError) as exc:
             found[path.stem] = {"(fault)": f"cannot be read: {exc}"}
     return found
 
@@ -34,10 +31,12 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             for index, item in enumerate(value):
                 yield from _flatten(item, f"{name}[{index}].")
         else:
-            yield name, _HIDDEN if _SECRET.search(key) and value else _written(value)
+            yield name, _written(value)
 
 
 def _written(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if value == HIDDEN:
+        return HIDDEN
     return f'"{value}"' if isinstance(value, str) else str(value)

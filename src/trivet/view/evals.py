@@ -8,6 +8,7 @@ import msgspec
 from trivet.config.layout import RunLayout, parse_step
 from trivet.evaluation.scores import Summary
 from trivet.view.files import FileStamp, NotServed, read_inside, stamp_of
+from trivet.wire.codec import DAMAGED
 
 _SUMMARY, _RESULTS = "summary.json", "results.jsonl"
 _MAX_DEPTH = 4
@@ -76,7 +77,7 @@ class RunEvals:
         if stamp is not None:
             try:
                 summary = msgspec.json.decode(read_inside(self._layout.root, path), type=Summary)
-            except (NotServed, msgspec.DecodeError) as exc:
+            except (NotServed, *DAMAGED) as exc:
                 fault = f"{_SUMMARY} cannot be read: {exc}"
         self._read[path] = (stamp, summary, fault)
         return self._read[path]

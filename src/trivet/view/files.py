@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
+from trivet.durable import open_regular
 from trivet.errors import TrivetError
 
 _CHUNK_BYTES = 1 << 22
@@ -66,7 +68,8 @@ def read_inside(root: Path, path: Path) -> bytes:
         NotServed: as `check_inside`, or it cannot be read.
     """
     try:
-        return check_inside(root, path).read_bytes()
+        with open_regular(check_inside(root, path)) as file:
+            return file.read()
     except OSError as exc:
         raise NotServed(f"{_name_in(root, path)} cannot be read: {exc.strerror}") from exc
 
@@ -94,11 +97,21 @@ class GrowingLines:
         self._inode = inode
         return is_other
 
+    def open(self) -> BinaryIO:
+        """
+        Raises:
+            NotServed: as `read_inside`.
+        """
+        try:
+            return open_regular(check_inside(self._root, self.path))
+        except OSError as exc:
+            raise NotServed(f"{_name_in(self._root, self.path)} cannot be read: {exc.strerror}") from exc
+
     def read_new(self) -> Iterator[bytes]:
         """Lines that were completed since; half a last line waits for its end."""
         if stamp_of(self.path) is None:
             return
-        with check_inside(self._root, self.path).open("rb") as file:
+        with self.open() as file:
             self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self._offset)
             rest = b""

@@ -4,6 +4,7 @@ A file of ten thousand steps holds about a hundred metrics in 25 MB: only the co
 """
 
 import math
+import os
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from trivet.view.files import GrowingLines
+from trivet.view.files import GrowingLines, NotServed
+from trivet.wire.codec import DAMAGED
 
 KEYS = ("step", "time")
+_MAX_STEP = 2**53
+"""A line of a later step is damaged: floats no longer tell such steps apart."""
 _MAX_NAMES = 2000
 """Metrics of one file that are kept or listed; bounds what a damaged file, or who asks for names that are not there, costs."""
 
@@ -152,7 +156,10 @@ def _rounded(values: np.ndarray) -> list[float]:
 def _append(group: _Columns, line: bytes) -> None:
     try:
         found = msgspec.structs.astuple(group.decoder.decode(line))
-    except msgspec.DecodeError:
+    except DAMAGED:
+        group.num_damaged += 1
+        return
+    if not abs(found[0]) <= _MAX_STEP:
         group.num_damaged += 1
         return
     for column, value in zip(group.values, found, strict=True):
@@ -162,12 +169,12 @@ def _append(group: _Columns, line: bytes) -> None:
 def _ends(lines: GrowingLines) -> Sequence[bytes]:
     """Some of the first lines and the last whole ones of the file, without reading what lies between."""
     try:
-        size = lines.path.stat().st_size
-        with lines.path.open("rb") as file:
+        with lines.open() as file:
+            size = os.fstat(file.fileno()).st_size
             head = file.read(_END_BYTES).split(b"\n")
             file.seek(max(0, size - _END_BYTES))
             tail = file.read(_END_BYTES).split(b"\n")
-    except OSError:
+    except (OSError, NotServed):
         return []
     return [*head[:8], *tail[-8:]]
 
@@ -178,6 +185,6 @@ _END_BYTES = 1 << 18
 def _names_in(line: bytes) -> Iterable[str]:
     try:
         found = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except DAMAGED:
         return ()
     return (name for name in found if name not in KEYS) if isinstance(found, dict) else ()

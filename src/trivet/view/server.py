@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +48,8 @@ _IDLE_S = 60.0
 """An idle connection is closed then; the page asks every two seconds."""
 _MAX_TARGET_CHARS = 8192
 _MAX_FIELDS = 20
+_MAX_CONNECTIONS = 64
+"""Each takes a thread; a browser opens six to one server."""
 
 
 class ViewServer(ThreadingHTTPServer):
@@ -66,6 +69,7 @@ class ViewServer(ThreadingHTTPServer):
         self.api = api
         self.pages = read_pages()
         self.given_host = address[0]
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         super().__init__(address, _Handler)
 
     @property
@@ -79,6 +83,19 @@ class ViewServer(ThreadingHTTPServer):
         if host in ("", "0.0.0.0", "::"):
             host = "localhost"
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """A connection too many is closed at once."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away in the middle of an answer is nothing to tell."""
@@ -191,7 +208,7 @@ def open_server(api: Api, *, host: str, port: int) -> ViewServer:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         server = ViewServer((str(address[0]), port), family=family, api=api)
-    except (OSError, OverflowError) as exc:
+    except (OSError, OverflowError, UnicodeError) as exc:
         raise ConfigError(f"cannot listen on --host {host} --port {port}: {exc}; --port 0 finds a free one") from exc
     server.given_host = host
     return server

@@ -8,13 +8,17 @@ import msgspec
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
+from trivet.durable import open_regular
 from trivet.errors import ConfigError
 from trivet.launcher.words import describe_restart
 from trivet.telemetry.progress import read_report
+from trivet.wire.codec import DAMAGED
 from trivet.wire.status import Report, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
 _OLD_S = 15.0
 """A launcher writes every two seconds, a role every second; what is older than this is said to be old."""
+_UNBELIEVABLE_S = 1e9
+"""Thirty years: such a length comes of a damaged file."""
 _STUCK_WORKER_S = 30.0
 """A worker in the environment's own code for longer than this is named."""
 
@@ -26,10 +30,11 @@ def read_status(layout: RunLayout) -> RunStatus:
         ConfigError: the directory holds no run, or its status cannot be read.
     """
     try:
-        return msgspec.json.decode(layout.status.read_bytes(), type=RunStatus)
+        with open_regular(layout.status) as file:
+            return msgspec.json.decode(file.read(), type=RunStatus)
     except FileNotFoundError:
         reports = read_reports(layout)
-    except (OSError, msgspec.DecodeError) as exc:
+    except (OSError, *DAMAGED) as exc:
         raise ConfigError(f"{layout.status} cannot be read: {exc}; it may be of another version of trivet") from exc
     if not reports:
         raise ConfigError(
@@ -58,10 +63,20 @@ def read_status(layout: RunLayout) -> RunStatus:
 
 
 def read_reports(layout: RunLayout) -> list[Report]:
-    """Of every process that has reported in this directory."""
-    paths = sorted(layout.reports.glob("*.json")) if layout.reports.is_dir() else []
-    reports = (read_report(path) for path in paths if not path.name.startswith("."))
-    return [report for report in reports if report is not None]
+    """Of every process that has reported in this directory.
+
+    Raises:
+        ConfigError: a report cannot be read.
+    """
+    found: list[Report] = []
+    for path in sorted(layout.reports.glob("*.json")) if layout.reports.is_dir() else []:
+        try:
+            report = None if path.name.startswith(".") else read_report(path)
+        except (OSError, msgspec.DecodeError) as exc:
+            raise ConfigError(f"{path} cannot be read: {exc}; it may be of another version of trivet") from exc
+        if report is not None:
+            found.append(report)
+    return found
 
 
 def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: Callable[[int], bool]) -> Iterator[str]:
@@ -161,6 +176,8 @@ def _describe_workers(workers: Sequence[WorkerStatus]) -> Iterator[str]:
 
 def _seconds(seconds: float) -> str:
     """`41 s`, `12 min`, `3 h 5 min`."""
+    if not seconds < _UNBELIEVABLE_S:
+        return "an unknown time"
     minutes = int(seconds // 60)
     if minutes < 5:
         return f"{max(0.0, seconds):.0f} s"
@@ -168,14 +185,17 @@ def _seconds(seconds: float) -> str:
 
 
 def _clock(unix_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+    except (OverflowError, ValueError, OSError):
+        return "an unknown time"
 
 
 def process_exists(pid: int) -> bool:
     """Whether a process of this machine has this id."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process id is that large
         return False
     except PermissionError:
         return True

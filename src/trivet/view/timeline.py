@@ -13,6 +13,7 @@ import numpy as np
 from trivet.config.layout import RunLayout
 from trivet.view.files import GrowingLines
 from trivet.view.metrics import PHASES, RunMetrics
+from trivet.wire.codec import DAMAGED
 
 _STEP_S = "time/step"
 _TRAINER_PHASES = {
@@ -100,7 +101,7 @@ class NoteReader:
     def _add(self, line: bytes) -> None:
         try:
             self.notes.append(self._decoder.decode(line))
-        except msgspec.DecodeError:
+        except DAMAGED:
             self.num_damaged += 1
 
 

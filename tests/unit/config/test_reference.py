@@ -36,7 +36,7 @@ def test_help_names_every_key(kind: type[Section]) -> None:
 
 def test_bounds_and_choices_are_in_the_page() -> None:
     page = configuration_page()
-    assert "| `batch_size` | int, ≥ 1 | `128` | Rollouts per step. |" in page
+    assert "| `batch_size` | int, ≥ 1, ≤ 1048576 | `128` | Rollouts per step. |" in page
     assert '### `[trainer.scheduler] type = "cosine"`' in page
     assert "| `gpu_memory_utilization` | float, > 0, ≤ 1 | `0.9` |" in page
 

@@ -84,3 +84,22 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch):
 
 class _Text(msgspec.Struct):
     text: str
+
+
+def test_a_length_beyond_the_limit_is_refused_before_anything_is_read():
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        pool = await Channel.open(ours)
+        theirs.sendall((2**62).to_bytes(8, "little"))
+        with pytest.raises(MessageRefused, match="larger than what fits"):
+            await pool.receive(Order)
+        theirs.sendall((2**62).to_bytes(8, "little"))
+        await pool.aclose()
+        theirs.close()
+
+    asyncio.run(scenario())
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall((2**62).to_bytes(8, "little"))
+        with pytest.raises(MessageRefused, match="larger than what fits"):
+            receive_blocking(ours, Order)

@@ -29,10 +29,22 @@ def test_what_load_environment_raises_is_named_with_the_place_in_the_users_code(
     with pytest.raises(EnvironmentLoadError, match="FileNotFoundError: /nowhere") as failed:
         load_environment("data-is-gone", name="gone", args={"path": "/nowhere"})
     assert "environment 'gone'" in str(failed.value)
-    assert "raise FileNotFoundError(path)" in traceback_tail(failed.value)
+    assert "raise FileNotFoundError(path)" in traceback_tail(failed.value, {})
 
 
 def test_a_load_environment_that_leaves_the_process_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, "leaves", "def load_environment():\n    raise SystemExit(5)\n", monkeypatch)
     with pytest.raises(EnvironmentLoadError, match="SystemExit: 5"):
         load_environment("leaves", name="leaves", args={})
+
+
+def test_an_error_shows_neither_secrets_nor_what_a_terminal_obeys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def load_environment(api_key):\n    raise ValueError(f'\\x1b[2J {api_key}')\n"
+    write_module(tmp_path, "spills", source, monkeypatch)
+    args = {"api_key": "planted"}
+    with pytest.raises(EnvironmentLoadError, match="raised ValueError") as failed:
+        load_environment("spills", name="spills", args=args)
+    said = f"{failed.value}{traceback_tail(failed.value, args)}"
+    assert "planted" not in said
+    assert said.replace("\n", "").isprintable()
+    assert r"\x1b[2J" in said

@@ -57,12 +57,13 @@ def test_three_roles_are_started_from_their_resolved_files() -> None:
     assert [spec.name for spec in planned.processes] == ["inference", "orchestrator", "trainer"]
     assert process(planned, "inference").argv == (
         "python",
+        "-P",
         "-m",
         "trivet.inference.server",
         "@",
         "outputs/configs/inference.toml",
     )
-    assert process(planned, "trainer").argv[2:] == (
+    assert process(planned, "trainer").argv[3:] == (
         "trivet.trainer.rank_starter",
         "1",
         "trivet.trainer.main",
@@ -128,7 +129,7 @@ def test_a_run_with_no_step_left_is_refused() -> None:
 
 def test_without_a_gpu_the_ranks_share_the_cores() -> None:
     trainer = process(make_plan(trainer_cpu_ranks=2), "trainer")
-    assert trainer.argv[3] == "2"
+    assert trainer.argv[4] == "2"
     assert trainer.env_defaults["OMP_NUM_THREADS"] == "4"
     assert trainer.env_defaults["MALLOC_MMAP_MAX_"] == "0"
     assert "CUDA_VISIBLE_DEVICES" not in trainer.env

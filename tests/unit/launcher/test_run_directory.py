@@ -210,3 +210,18 @@ def test_a_fork_does_not_overwrite_a_run(layout: RunLayout, tmp_path: Path) -> N
     with RunDirectory(layout) as directory, pytest.raises(ConfigError, match="of an earlier run"):
         directory.choose_start(resume_step=None, does_clean=False, resume_from=other.root)
     assert committed_steps(layout) == [4]
+
+
+def test_a_second_run_stays_out_although_the_lock_file_was_removed(layout: RunLayout) -> None:
+    with RunDirectory(layout):
+        layout.lock.unlink()
+        with pytest.raises(RunDirectoryBusy):
+            RunDirectory(layout).__enter__()
+
+
+def test_a_directory_of_something_else_is_refused_with_what_to_do(layout: RunLayout) -> None:
+    layout.root.mkdir()
+    (layout.root / "thesis.tex").touch()
+    with RunDirectory(layout) as directory, pytest.raises(ConfigError, match=r"holds thesis\.tex .* choose a new one, e\.g\."):
+        directory.choose_start(resume_step=None, does_clean=True)
+    assert (layout.root / "thesis.tex").exists()

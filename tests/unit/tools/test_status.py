@@ -1,6 +1,7 @@
 """What `trivet status` says about runs in every state."""
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -136,3 +137,34 @@ def test_roles_started_by_hand_are_told_from_their_own_reports(tmp_path: Path) -
         layout.report_file("trainer", rank).write_bytes(msgspec.json.encode(report("trainer", rank=rank, num_ranks=2)))
     found = read_status(layout)
     assert [(one.name, len(one.reports)) for one in found.roles] == [("trainer", 2)]
+
+
+def test_what_a_terminal_obeys_is_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = status(last_error="\x1b]0;title\x07 and \x1b[2J", run_id="r\x1b[31m")
+    (tmp_path / "status.json").write_bytes(msgspec.json.encode(told))
+    assert main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.replace("\n", "").isprintable()
+    assert r"\x1b[2J" in said
+
+
+@pytest.mark.parametrize(
+    "fields", [{"time": 1e308}, {"started": -1e308}, {"time": -1e308, "pid": 2**60}, {"pid": 2**40, "time": 0.0}]
+)
+@pytest.mark.parametrize("exit_code", [None, 1])
+def test_numbers_that_no_machine_has_are_told(
+    fields: dict[str, object], exit_code: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "status.json").write_bytes(msgspec.json.encode(status(exit_code=exit_code, **fields)))
+    assert main(["status", str(tmp_path)]) == 0
+    assert len(capsys.readouterr().out) < 1000
+
+
+def test_a_status_that_is_no_file_or_nested_too_deep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "status.json")
+    assert main(["status", str(tmp_path)]) == 2
+    assert "not a regular file" in capsys.readouterr().err
+    (tmp_path / "status.json").unlink()
+    (tmp_path / "status.json").write_text('{"x":' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert main(["status", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

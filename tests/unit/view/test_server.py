@@ -2,9 +2,12 @@
 
 import http.client
 import json
+import os
 import re
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 
 from support.big_run import trainer_line, write_run
+from support.processes import wait_until
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.tools.cli import main
@@ -53,16 +57,24 @@ class Site:
             connection.close()
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    layout = write_run(tmp_path_factory.mktemp("runs") / "run", num_steps=STEPS)
+@contextmanager
+def serving(layout: RunLayout) -> Iterator[Site]:
     server = open_server(Api([ViewedRun(layout, name="run")]), host="127.0.0.1", port=0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield Site(layout=layout, port=server.port)
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield Site(layout=layout, port=server.port)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    layout = write_run(tmp_path_factory.mktemp("runs") / "run", num_steps=STEPS)
+    with serving(layout) as site:
+        yield site
 
 
 def test_the_page_and_its_files_are_served_with_a_policy_that_allows_nothing_else(site: Site):
@@ -253,3 +265,63 @@ def test_text_never_becomes_html_in_the_page():
     )
     for item in files("trivet.view").joinpath("static").iterdir():
         assert not ways.search(item.read_text(encoding="utf-8")), item.name
+
+
+def test_a_number_of_thousands_of_digits_is_refused(site: Site):
+    for digits in ("0" * 5000, "9" * 5000):
+        assert site.ask(f"/api/rollout?step={digits}").status == 400
+
+
+def test_a_line_that_is_nested_too_deep_costs_itself_alone(tmp_path: Path):
+    layout = write_run(tmp_path / "run", num_steps=STEPS)
+    path = layout.metrics / "trainer.jsonl"
+    lines = path.read_text().splitlines()
+    deep = '{"step": 3, "time": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    huge = '{"step": ' + "9" * 5000 + ', "time": 1}'
+    path.write_text("\n".join([*lines[:10], deep, huge, *lines[10:], deep]) + "\n")
+    api = Api([ViewedRun(layout, name="run")])
+    answer = json.loads(api.answer("/api/series", {"names": "trainer:loss/mean"}, known="").body)
+    assert len(answer["curves"]["trainer:loss/mean"]["steps"]) == STEPS
+    assert answer["num_damaged"] == 3
+    assert api.answer("/api/metrics", {}, known="").body
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("metrics/trainer.jsonl", "/api/series?names=trainer:loss/mean"),
+        ("metrics/trainer.jsonl", "/api/metrics"),
+        ("status.json", "/api/status"),
+        ("events.jsonl", "/api/timeline"),
+        ("rollouts/step_1/rollouts.jsonl", "/api/rollouts?step=1"),
+        ("configs/trainer.toml", "/api/config"),
+        ("evals/step_1/a/summary.json", "/api/evals"),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_hangs_nothing(name: str, target: str, tmp_path: Path):
+    layout = write_run(tmp_path / "run", num_steps=STEPS)
+    path = layout.root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    path.with_name("results.jsonl").touch()
+    with serving(layout) as site:
+        assert site.ask(target).status in (200, 404)
+
+
+def test_connections_beyond_the_limit_are_closed_and_do_not_keep_others_out(tmp_path: Path):
+    layout = write_run(tmp_path / "run", num_steps=STEPS)
+    with serving(layout) as site, ExitStack() as held:
+        idle = [held.enter_context(socket.create_connection(("127.0.0.1", site.port), timeout=10)) for _ in range(80)]
+        idle[-1].settimeout(10)
+        assert idle[-1].recv(1) == b""
+        for connection in idle:
+            connection.close()
+        wait_until(lambda: answers(site), timeout_s=10, waiting_for="a free place")
+
+
+def answers(site: Site) -> bool:
+    try:
+        return site.ask("/api/runs").status == 200
+    except (OSError, http.client.HTTPException):
+        return False

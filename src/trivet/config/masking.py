@@ -1,0 +1,91 @@
+"""Hides what may be a secret wherever a configuration is only shown: pages, dry runs, logs and errors. Roles read the true values.
+
+Whether a value is hidden depends on the name of its key and on the tables that hold it. It never depends on the value, except for
+the passwords inside addresses.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from trivet.config.keys import as_list, as_table
+
+HIDDEN = "(not shown: it may be a secret)"
+_STARS = "***"
+"""The same inside an address."""
+
+_SECRET = re.compile(r"key|token|secret|passw|pwd|auth|cookie|credential|bearer|signature", re.IGNORECASE)
+_HARMLESS = re.compile(r"tokenizer|hash_keys|api_key_var|author(?!i)|(?:max|min|micro_batch|no_loss)_tokens", re.IGNORECASE)
+"""Parts of names that hold no secret, though they look like it."""
+_COUNTED = re.compile(r"tokens|token_(?:id|mask|count|limit|budget|ratio|len)", re.IGNORECASE)
+"""A number under such a name is a count of tokens."""
+_PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/?#@\s]*@")
+_SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*(?:{_SECRET.pattern})[^=&#\s]*=)[^&#\s]+", re.IGNORECASE)
+_PATH_OF_ADDRESS = re.compile(r"(?<=[^/:]/)[^/].*", re.DOTALL)
+_HEADERS = "headers"
+"""Each may carry a secret, whatever it is called."""
+_HEARTBEAT = ("heartbeat", "url")
+"""Whoever knows the path of this address can send beats."""
+_MIN_SECRET_CHARS = 4
+"""Shorter values are not looked for in texts: too many words contain them."""
+
+
+def mask(path: Sequence[str | int], value: object) -> object:
+    """Return what may be shown of the value of a key. Masking twice changes nothing more.
+
+    Args:
+        path: the key with the tables that hold it.
+    """
+    names = [str(part) for part in path]
+    if (table := as_table(value)) is not None:
+        return {name: mask((*path, name), item) for name, item in table.items()}
+    if (items := as_list(value)) is not None:
+        return [mask(path, item) for item in items]
+    if value is None or isinstance(value, bool) or value == "":
+        return value
+    if any(_is_secret(name, value) for name in names) or _HEADERS in names[:-1]:
+        return HIDDEN
+    if isinstance(value, str):
+        shown = hide_in_addresses(value)
+        if tuple(names[-2:]) != _HEARTBEAT:
+            return shown
+        return _PATH_OF_ADDRESS.sub(HIDDEN, shown) if "://" in shown else HIDDEN
+    return value
+
+
+def mask_table(table: Mapping[str, object]) -> dict[str, object]:
+    """Return `table` with every value masked, in all that is below it too."""
+    return {name: mask((name,), value) for name, value in table.items()}
+
+
+def hide_in_addresses(text: str) -> str:
+    """Return `text` without the passwords of the addresses in it."""
+    return _SECRET_IN_QUERY.sub(rf"\1{_STARS}", _PASSWORD_IN_ADDRESS.sub(f"{_STARS}@", text))
+
+
+def hide_values(text: str, table: Mapping[str, object]) -> str:
+    """Return `text`, which code with access to `table` wrote, without the secret values of `table`."""
+    for secret in sorted(set(_secrets(table)), key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return hide_in_addresses(text)
+
+
+def _is_secret(name: str, value: object) -> bool:
+    is_count = isinstance(value, int | float) and _COUNTED.search(name) is not None
+    return not is_count and _SECRET.search(_HARMLESS.sub("", name)) is not None
+
+
+def _secrets(table: Mapping[str, object]) -> Iterator[str]:
+    for shown, value in zip(_scalars(mask_table(table)), _scalars(table), strict=True):
+        if shown == HIDDEN and len(text := str(value)) >= _MIN_SECRET_CHARS:
+            yield text
+
+
+def _scalars(value: object) -> Iterator[object]:
+    if (table := as_table(value)) is not None:
+        for item in table.values():
+            yield from _scalars(item)
+    elif (items := as_list(value)) is not None:
+        for item in items:
+            yield from _scalars(item)
+    else:
+        yield value

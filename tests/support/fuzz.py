@@ -1,0 +1,339 @@
+"""Generated input for the commands, and what each may do with it: end with a known exit code, in time, without a traceback.
+
+`tests/unit/test_fuzz.py` tries some hundred cases, `scripts/fuzz_inputs.py` thousands. A seed and a number of cases say which.
+"""
+
+import io
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import hypothesis
+import msgspec
+from hypothesis import strategies as st
+
+from support.big_run import write_run
+from support.histories import RunMaker
+from trivet.config.base import Section
+from trivet.config.command import run_command
+from trivet.config.evaluation import EvalConfig
+from trivet.config.inference import InferenceConfig
+from trivet.config.keys import all_keys, dotted
+from trivet.config.layout import RunLayout
+from trivet.config.load import COMMANDS
+from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.rl import RLConfig
+from trivet.config.trainer import TrainerConfig
+from trivet.conversations.rows import read_row
+from trivet.conversations.sources import open_source
+from trivet.errors import ConfigError
+from trivet.tools.cli import main as run_tool
+from trivet.view.api import Api
+from trivet.view.run import ViewedRun
+
+KINDS = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, EvalConfig)
+_HANG_S = 20
+"""A case that takes longer is broken off."""
+_KEYS = {kind: [dotted(path) for path, _ in all_keys(kind)] for kind in COMMANDS}
+
+_ODD_TEXTS = (
+    *(
+        "",
+        "None",
+        "true",
+        "inf",
+        "-inf",
+        "nan",
+        "1e400",
+        "0x10",
+        "-1",
+        "٣",
+        "step_٣",
+        "@",
+        "--",
+        "~",
+        "~nouser-here/x",
+        "..",
+        "/",
+    ),
+    *("a\0b", "\x1b[2J", "\ud800", "http://", "[" * 3000, "{" * 3000, '{"a":' * 200 + "1" + "}" * 200, "9" * 5000, "x" * 5000),
+)
+odd_texts = st.one_of(
+    st.sampled_from(_ODD_TEXTS), st.text(max_size=30), st.integers(-(2**70), 2**70).map(str), st.floats().map(str)
+)
+plausible_texts = st.sampled_from(
+    ["1", "2", "8", "0.5", "1e-6", "true", "false", "None", "auto", "a,b", "[1, 2]", "/tmp", "linear"]
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+flag_values = st.one_of(plausible_texts, plausible_texts, odd_texts, json_values.map(json.dumps))
+nests = st.builds(lambda depth, opening: (opening * depth, depth), st.integers(1, 3000), st.sampled_from(["[", '{"a":']))
+
+_NEEDED: dict[type[Section], list[str]] = {
+    RLConfig: ["--orchestrator.rollouts-per-example", "2"],
+    OrchestratorConfig: ["--rollouts-per-example", "2"],
+}
+"""Flags without which nothing is valid."""
+
+
+def key_of(kind: type[Section]) -> st.SearchStrategy[str]:
+    """A key of `kind`, or one that only looks like it."""
+    known = st.sampled_from(_KEYS[kind])
+    alike = st.one_of(known.map(lambda key: key[:-1]), known.map(lambda key: f"{key}.0.x"), odd_texts)
+    return st.one_of(known, known, known, known, known, alike)
+
+
+def toml_value(value: object) -> str:
+    """`value` as TOML on one line, with integers and texts that TOML does not promise too."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(name))} = {toml_value(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, float):
+        return str(value)
+    return '"None"' if value is None else json.dumps(value)
+
+
+toml_values = st.one_of(plausible_texts, plausible_texts, json_values.map(toml_value), odd_texts, odd_texts.map(json.dumps))
+
+
+@st.composite
+def toml_texts(draw: st.DrawFn, kind: type[Section]) -> str:
+    lines = [f"{draw(key_of(kind))} = {draw(toml_values)}" for _ in range(draw(st.integers(0, 5)))]
+    if draw(st.booleans()):
+        lines.append(f"[{draw(key_of(kind))}]\nx = 1")
+    if draw(st.integers(0, 9)) == 0:
+        opening, depth = draw(nests)
+        lines.append(f"x = {opening}" + ("]" if opening[0] == "[" else "}") * depth)
+    return "\n".join(lines)
+
+
+@dataclass(kw_only=True)
+class Tried:
+    """What one kind of input came to."""
+
+    cases: int = 0
+    worst_s: float = 0.0
+    exit_codes: dict[str, int] = field(default_factory=dict)
+
+
+class Fuzzer:
+    """
+    >>> fuzzer = Fuzzer(directory, seed=1)
+    >>> fuzzer.run("flags", cases=100)
+    """
+
+    def __init__(self, directory: Path, *, seed: int) -> None:
+        """
+        Args:
+            directory: empty; the commands' files go there.
+        """
+        self._directory = directory
+        self._seed = seed
+        self._run = write_run(directory / "run", num_steps=5).root
+        self.tried = {name: Tried() for name in self.kinds()}
+
+    def kinds(self) -> dict[str, Callable[[st.DataObject], None]]:
+        return {
+            "toml": self._try_toml,
+            "flags": self._try_flags,
+            "variables": self._try_variables,
+            "data": self._try_data,
+            "events": self._try_events,
+            "metrics": self._try_metrics,
+            "paths": self._try_path,
+        }
+
+    def run(self, name: str, *, cases: int) -> None:
+        """Try `cases` inputs of one kind; fails with the smallest input that a command does not bear."""
+        attempt = self.kinds()[name]
+        tried = self.tried[name]
+
+        def case(data: st.DataObject) -> None:
+            started = time.perf_counter()
+            with breaking_off():
+                attempt(data)
+            tried.cases += 1
+            tried.worst_s = max(tried.worst_s, time.perf_counter() - started)
+
+        limits = hypothesis.settings(
+            max_examples=cases, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+        )
+        hypothesis.seed(self._seed)(limits(hypothesis.given(st.data())(case)))()
+
+    def _try_toml(self, data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(KINDS))
+        text = data.draw(st.one_of(toml_texts(kind), odd_texts))
+        file = self._directory / "fuzz.toml"
+        file.write_bytes(text.encode(errors="surrogatepass"))
+        self._run_kind("toml", kind, ["@", str(file)])
+
+    def _try_flags(self, data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(KINDS))
+        words: list[str] = []
+        for _ in range(data.draw(st.integers(1, 5))):
+            key = data.draw(key_of(kind)).replace("_", "-")
+            words += [f"--{key}", data.draw(flag_values)]
+        self._run_kind("flags", kind, [word for word in words if word not in ("--help", "-h")])
+
+    def _try_variables(self, data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(KINDS))
+        given: dict[str, str] = {}
+        for _ in range(data.draw(st.integers(1, 5))):
+            name = data.draw(key_of(kind)).replace(".", "__").upper().replace("\0", "").replace("=", "")
+            value = data.draw(flag_values).replace("\0", "")
+            given[f"TRIVET_{name}"] = value
+        try:
+            os.environ.update(given)
+        except UnicodeEncodeError:
+            return  # the kernel has no such variable either
+        try:
+            self._run_kind("variables", kind, [])
+        finally:
+            for name in given:
+                os.environ.pop(name, None)
+
+    def _try_data(self, data: st.DataObject) -> None:
+        values = st.one_of(
+            json_values, st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "x"]), "content": json_values}))
+        )
+        columns = st.sampled_from(["messages", "prompt", "completion", "tools", "x"])
+        rows = st.dictionaries(columns, values, max_size=4).map(json.dumps)
+        deep = nests.map(lambda nest: nest[0] + ("]" if nest[0][0] == "[" else "}") * nest[1])
+        lines = data.draw(st.lists(st.one_of(rows, rows, odd_texts, deep), max_size=4))
+        file = self._directory / data.draw(st.sampled_from(["rows.jsonl", "rows.json"]))
+        joined = "\n".join(lines) if file.suffix == ".jsonl" else f"[{','.join(lines)}]"
+        file.write_bytes(joined.encode(errors="surrogatepass"))
+
+        def read() -> int:
+            try:
+                for row in open_source(str(file)):
+                    read_row(row)
+            except ConfigError as exc:
+                str(exc).encode(errors="backslashreplace")
+                return 2
+            return 0
+
+        self._count("data", read)
+
+    def _try_events(self, data: st.DataObject) -> None:
+        made = RunMaker(Random(data.draw(st.integers(0, 50))), max_steps=3).run()
+        lines = [msgspec.json.encode(event) for event in made]
+        path = RunLayout(self._run).events
+        path.write_bytes(b"\n".join(self._mutate(data, lines)) + b"\n")
+        self._run_tool("events", ["check", str(self._run)])
+        self._ask("events", "timeline", {})
+
+    def _try_metrics(self, data: st.DataObject) -> None:
+        role = data.draw(st.sampled_from(["trainer", "orchestrator"]))
+        made = [json.dumps({"step": step, "time": step, "loss/mean": 0.5, "time/step": 1.0}).encode() for step in range(1, 6)]
+        path = RunLayout(self._run).metrics / f"{role}.jsonl"
+        path.write_bytes(b"\n".join(self._mutate(data, made)) + b"\n")
+        self._ask("metrics", "series", {"names": f"{role}:loss/mean"})
+        self._ask("metrics", "metrics", {})
+        self._ask("metrics", "timeline", {})
+        self._run_tool("metrics", ["top", "--once", str(self._run)])
+
+    def _mutate(self, data: st.DataObject, lines: list[bytes]) -> list[bytes]:
+        for _ in range(data.draw(st.integers(1, 4))):
+            at = data.draw(st.integers(0, len(lines) - 1))
+            line = lines[at]
+            how = data.draw(st.integers(0, 5))
+            if how == 0:
+                lines[at] = data.draw(st.one_of(odd_texts, json_values.map(json.dumps))).encode(errors="surrogatepass")
+            elif how == 1:
+                lines[at] = line[: data.draw(st.integers(0, len(line)))]
+            elif how == 2:
+                lines.insert(at, line)
+            elif how == 3:
+                opening, depth = data.draw(nests)
+                closing = ("]" if opening[0] == "[" else "}") * depth
+                lines[at] = line.rstrip(b"}") + f', "x": {opening}1{closing}}}'.encode()
+            elif how == 4:
+                number = data.draw(st.sampled_from([b"9" * 5000, b"-1", b"1e308", b"null", b'"x"', b"1e999"]))
+                lines[at] = line.replace(b":1", b":" + number, 1).replace(b": 1", b": " + number, 1)
+            else:
+                lines[at] = line + data.draw(st.binary(max_size=4))
+        return lines
+
+    def _try_path(self, data: st.DataObject) -> None:
+        path = data.draw(odd_texts.filter(lambda text: not text.startswith("-")))
+        tool = data.draw(st.sampled_from(["status", "check", "top", "@", "output-dir", "model", "replay", "data", "weights"]))
+        flags: dict[str, tuple[type[Section], list[str]]] = {
+            "@": (TrainerConfig, ["@", path]),
+            "output-dir": (TrainerConfig, [f"--output-dir={path}"]),
+            "model": (TrainerConfig, [f"--model.name={path}", "--model.lora.rank=8"]),
+            "replay": (TrainerConfig, [f"--data.replay={path}"]),
+            "data": (COMMANDS[4], [f"--data.name={path}"]),
+            "weights": (EvalConfig, [f"--weights-dir={path}"]),
+        }
+        if tool in flags:
+            self._run_kind("paths", *flags[tool])
+        else:
+            self._run_tool("paths", [tool, path])
+
+    def _run_kind(self, name: str, kind: type[Section], words: list[str]) -> None:
+        self._count(name, lambda: run_command(kind, lambda _: 0, [*_NEEDED.get(kind, []), *words, "--dry-run"]))
+
+    def _run_tool(self, name: str, words: list[str]) -> None:
+        self._count(name, lambda: run_tool(words))
+
+    def _ask(self, name: str, route: str, query: dict[str, str]) -> None:
+        api = Api([ViewedRun(RunLayout(self._run), name="run")])
+        self._count(name, lambda: 0 if api.answer(f"/api/{route}", query, known="").body else 1)
+
+    def _count(self, name: str, command: Callable[[], int]) -> None:
+        with redirect_stdout(utf8()) as out, redirect_stderr(utf8()) as err:
+            try:
+                code = command()
+            except SystemExit as exc:  # argparse
+                code = exc.code if isinstance(exc.code, int) else -1
+        said = written(err)
+        assert code in (0, 1, 2), code
+        assert "Traceback" not in said
+        assert "\x1b" not in said + (written(out) if name != "metrics" else "")  # rich draws
+        assert code != 2 or said.startswith(("error: ", "usage: ")) or not said, said
+        codes = self.tried[name].exit_codes
+        codes[str(code)] = codes.get(str(code), 0) + 1
+
+
+def utf8() -> io.TextIOWrapper:
+    """Takes what a command prints, and refuses what no output could take."""
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+
+
+def written(stream: io.TextIOWrapper) -> str:
+    buffer = stream.buffer
+    assert isinstance(buffer, io.BytesIO)
+    return buffer.getvalue().decode()
+
+
+@contextmanager
+def breaking_off() -> Iterator[None]:
+    """A case that hangs fails after a while."""
+
+    def stop(number: int, _: object) -> None:
+        raise AssertionError(f"no end after {_HANG_S} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(_HANG_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def peak_rss_mib() -> float:
+    """The most memory that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
