@@ -2,8 +2,8 @@
 
 A mutation counts when it changes what the run says of itself. It does not count, and `judge` returns None, when the bytes stay the
 same; when a bit of a file of JSON flips and its values stay the same; or when all that would change is what run.json says of the
-launcher's process: its id and when it started. Nothing else is left out: whatever the checker misses is a miss. Files are those that a run is
-proven from (`EXAMINED` and run.json). No file is added outside these directories, where anyone may keep notes.
+launcher's process: its id and when it started. Nothing else is left out: whatever the checker misses is a miss. Files are those
+that a run is proven from (`EXAMINED` and run.json). No file is added outside these directories, where anyone may keep notes.
 """
 
 import json
