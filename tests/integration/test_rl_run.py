@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.histories import assert_proven
+from support.mutations import judge_many
 from support.processes import assert_all_gone, assert_port_free, descendants_of
 from support.rl_run import CONFIG, Run
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
@@ -61,6 +62,8 @@ def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_g
     assert run.output.count("SUCCESS Step 12") == 2
     assert_nobody_else_may_write(run.layout)
     assert_evaluated(run.layout)
+    missed = [outcome for outcome in judge_many([run.layout.root], count=70, seed=2) if not outcome.is_found]
+    assert len(missed) <= 1, missed
 
 
 def assert_nobody_else_may_write(layout: RunLayout) -> None:

@@ -1,7 +1,9 @@
 """Damages a copy of a run in one place, at random, and says whether the checker notices.
 
-A mutation counts when it changes what the run says of itself. It does not count (`applied` is None) when the bytes stay the same
-or, for a file of JSON, when the values stay the same. Nothing else is left out: a mutation that the checker misses is a miss.
+A mutation counts when it changes what the run says of itself. It does not count, and `judge` returns None, when the bytes stay the
+same; when a bit of a file of JSON flips and its values stay the same; or when all that would change is what run.json says of the
+launcher's process: its id and when it started. Nothing else is left out: whatever the checker misses is a miss. Files are those
+that a run is proven from (`EXAMINED` and run.json). No file is added outside these directories, where anyone may keep notes.
 """
 
 import json
@@ -143,6 +145,8 @@ def _mutate_files(layout: RunLayout, rng: random.Random, kind: str) -> str | Non
         case "drop":
             path.unlink()
         case "duplicate":
+            if path == layout.run_file:
+                return None
             _copy(path, rng)
         case "swap":
             if content == other.read_bytes():

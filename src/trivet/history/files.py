@@ -290,7 +290,7 @@ class Files:
                 f"{directory} has digest {manifest.digest[:12]}; published under {version} is {(published or 'nothing')[:12]}",
             )
             ledger.require(
-                manifest.run_id in ("", replay.run_id),
+                manifest.run_id == replay.run_id,
                 _RECORD,
                 f"{directory / MANIFEST} is of run {manifest.run_id!r}, the history of {replay.run_id!r}",
             )
@@ -305,17 +305,19 @@ class Files:
             later = {line.event.version for line in self._lines_since(extent) if isinstance(line.event, Retire)}
             missing = [version for version in missing if version not in later]
         # A removal comes before its event: of each attempt that was cut short it may have happened to one policy older than
-        # the step that the next attempt went back to. A publication's event comes before its directory.
+        # the step that the next attempt went back to, which then removed what was left of it. A publication's event comes
+        # before its directory.
         cuts = sorted(replay.roles.starts_after_cut.get(replay.trainer_role, []))
         newest = max(published, default=0)
-        if replay.roles.is_cut_short(replay.trainer_role):
+        is_cut_short = replay.roles.is_cut_short(replay.trainer_role)
+        if is_cut_short:
             cuts.append(newest)
             missing = [version for version in missing if version != newest]
         for version in reversed(missing):
-            if cuts and version < cuts[-1]:
+            directory = self.layout.weights_step(version)
+            if cuts and version < cuts[-1] and (is_cut_short or not directory.exists()):
                 cuts.pop()
                 continue
-            directory = self.layout.weights_step(version)
             replay.ledger.require(
                 False, _READERS, f"policy {version} was published and not removed; {directory} is not there, or not complete"
             )
