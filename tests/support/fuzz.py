@@ -10,7 +10,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -104,13 +104,16 @@ def toml_value(value: object) -> str:
     return '"None"' if value is None else json.dumps(value)
 
 
-toml_values = st.one_of(plausible_texts, plausible_texts, json_values.map(toml_value), odd_texts, odd_texts.map(json.dumps))
+plausible_values = st.sampled_from(["1", "2", "8", "0.5", "1e-6", "true", "false", '"None"', '"auto"', '["a", "b"]', "[1, 2]"])
+toml_values = st.one_of(
+    *(plausible_values, plausible_values, plausible_values, json_values.map(toml_value), odd_texts, odd_texts.map(json.dumps))
+)
 
 
 @st.composite
 def toml_texts(draw: st.DrawFn, kind: type[Section]) -> str:
     lines = [f"{draw(key_of(kind))} = {draw(toml_values)}" for _ in range(draw(st.integers(0, 5)))]
-    if draw(st.booleans()):
+    if draw(st.integers(0, 4)) == 0:
         lines.append(f"[{draw(key_of(kind))}]\nx = 1")
     if draw(st.integers(0, 9)) == 0:
         opening, depth = draw(nests)
@@ -181,7 +184,7 @@ class Fuzzer:
     def _try_flags(self, data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from(KINDS))
         words: list[str] = []
-        for _ in range(data.draw(st.integers(1, 5))):
+        for _ in range(data.draw(st.integers(1, 3))):
             key = data.draw(key_of(kind)).replace("_", "-")
             words += [f"--{key}", data.draw(flag_values)]
         self._run_kind("flags", kind, [word for word in words if word not in ("--help", "-h")])
@@ -193,15 +196,15 @@ class Fuzzer:
             name = data.draw(key_of(kind)).replace(".", "__").upper().replace("\0", "").replace("=", "")
             value = data.draw(flag_values).replace("\0", "")
             given[f"TRIVET_{name}"] = value
+        before = dict(os.environ)
         try:
-            os.environ.update(given)
-        except UnicodeEncodeError:
-            return  # the kernel has no such variable either
-        try:
+            for name, value in given.items():
+                with suppress(UnicodeEncodeError):  # the kernel has no such variable either
+                    os.environ[name] = value
             self._run_kind("variables", kind, [])
         finally:
-            for name in given:
-                os.environ.pop(name, None)
+            os.environ.clear()
+            os.environ.update(before)
 
     def _try_data(self, data: st.DataObject) -> None:
         values = st.one_of(
@@ -209,8 +212,9 @@ class Fuzzer:
         )
         columns = st.sampled_from(["messages", "prompt", "completion", "tools", "x"])
         rows = st.dictionaries(columns, values, max_size=4).map(json.dumps)
+        good = st.just('{"messages": [{"role": "user", "content": "a"}]}')
         deep = nests.map(lambda nest: nest[0] + ("]" if nest[0][0] == "[" else "}") * nest[1])
-        lines = data.draw(st.lists(st.one_of(rows, rows, odd_texts, deep), max_size=4))
+        lines = data.draw(st.lists(st.one_of(good, good, good, rows, odd_texts, deep), max_size=3))
         file = self._directory / data.draw(st.sampled_from(["rows.jsonl", "rows.json"]))
         joined = "\n".join(lines) if file.suffix == ".jsonl" else f"[{','.join(lines)}]"
         file.write_bytes(joined.encode(errors="surrogatepass"))

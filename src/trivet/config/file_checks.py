@@ -14,7 +14,7 @@ from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig
 from trivet.config.sft_checks import data_problems
 from trivet.config.trainer import TrainerConfig, TrainingConfig
-from trivet.config.user_values import usable_path
+from trivet.config.user_paths import usable_path
 from trivet.errors import ConfigError
 
 LOCAL_ROOTS = ("models", "outputs")

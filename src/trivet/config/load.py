@@ -30,7 +30,8 @@ from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig
 from trivet.config.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
 from trivet.config.trainer import TrainerConfig
-from trivet.config.user_values import MAX_INTEGER, describe_integer, usable_path
+from trivet.config.user_paths import usable_path
+from trivet.config.user_values import MAX_INTEGER, describe_integer
 from trivet.config.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
 from trivet.shown_text import shorten

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trivet.config.dump import literal
 from trivet.config.sft import ConversationsConfig, FakeDataConfig, SftConfig
-from trivet.config.user_values import usable_path
+from trivet.config.user_paths import usable_path
 from trivet.errors import ConfigError
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")

@@ -20,7 +20,8 @@ from trivet.config.findings import Findings
 from trivet.config.keys import Key, Shape, as_list, as_table, find_key
 from trivet.config.layout import SECRET_FILE
 from trivet.config.origins import Draft, Node, Tree, annotate
-from trivet.config.user_values import MAX_DEPTH, parse_json, read_toml_file, require_limits, usable_path
+from trivet.config.user_paths import usable_path
+from trivet.config.user_values import MAX_DEPTH, parse_json, read_toml_file, require_limits
 from trivet.errors import ConfigError
 from trivet.shown_text import shorten
 

@@ -1,16 +1,13 @@
-"""Reads what a user wrote (TOML, JSON, paths) within limits, so that no input ends a command in a traceback or takes its memory.
+"""Reads TOML and JSON that a user wrote within limits, so that no input ends a command in a traceback or takes its memory.
 
-Called by whoever reads configurations, flags, variables and data. A text that breaks a limit is a ValueError, a path a ConfigError.
+Called by whoever reads configurations, flags, variables and data. A text that breaks a limit is a ValueError.
 """
 
-import errno
 import json
 import tomllib
 from pathlib import Path
 
 from trivet.config.keys import as_list, as_table
-from trivet.errors import ConfigError
-from trivet.shown_text import shorten
 
 MAX_DEPTH = 64
 """Tables and lists inside each other, and parts of a dotted key. Definitions of tools, the deepest that is known, have about 15."""
@@ -68,40 +65,6 @@ def require_limits(value: object) -> None:
 def describe_integer(value: int) -> str:
     """`value`, or its length where it would fill the screen or Python refuses to write it."""
     return str(value) if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"
-
-
-def usable_path(path: str | Path, *, key: str) -> Path:
-    """Return `path` with its `~` expanded; it need not exist.
-
-    Args:
-        key: names the path in the error.
-
-    Raises:
-        ConfigError: no file can have this path.
-    """
-    expanded = Path(path)
-    try:
-        if str(path).startswith("~"):
-            expanded = expanded.expanduser()
-        expanded.stat()
-    except FileNotFoundError:
-        return expanded
-    except RuntimeError:  # pathlib's error for a home directory that is not known
-        problem = "names the home directory of a user who does not exist"
-    except ValueError:
-        problem = "holds a character that no path can have"
-    except OSError as exc:
-        if not is_hopeless(exc):
-            return expanded
-        problem = f"cannot be a path: {exc.strerror}"
-    else:
-        return expanded
-    raise ConfigError(f"{key} ({shorten(str(path))}) {problem}; give another path")
-
-
-def is_hopeless(error: OSError) -> bool:
-    """Whether nothing can exist under the path that `error` is about: its name is too long, or links lead in a circle."""
-    return error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def _require_depth(value: object) -> list[object]:

@@ -71,8 +71,9 @@ class VfConsole:
         """The lines of steps that both roles have finished since the last call."""
         damaged: list[str] = []
         rows = read_steps(self._layout, on_damaged=lambda path, count: damaged.append(f"{path}: {count} damaged lines skipped"))
-        yield from (line for line in damaged if line not in self._said)
-        self._said.update(damaged)
+        new = [line for line in damaged if line not in self._said]
+        self._said.update(new)
+        yield from new
         for step in sorted(step for step in rows if step > self._shown and rows[step]["time"] >= self._since):
             self._shown = step
             if step % self._every == 0 or step == self._max_steps:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from trivet.closed_output import run_until_output_closes
+from trivet.config.user_paths import usable_path
 from trivet.errors import TrivetError
 from trivet.shown_text import print_error
 
@@ -96,12 +97,8 @@ def _require_usable_paths(parsed: argparse.Namespace) -> None:
     """
     paths = [(name, value) for name, given in vars(parsed).items() for value in (given if isinstance(given, list) else [given])]
     paths = [(name, value) for name, value in paths if isinstance(value, Path)]
-    if paths:
-        # Not at the top: `init` makes a workspace before any package is installed.
-        from trivet.config.user_values import usable_path
-
-        for name, path in paths:
-            usable_path(path, key=name.upper())
+    for name, path in paths:
+        usable_path(path, key=name.upper())
 
 
 def _import(tool: Tool) -> ToolModule:

@@ -70,6 +70,9 @@ def make_report() -> Report:
         voided_steps=0,
         num_loads=1,
         commits=[12],
+        num_signatures=0,
+        remarks=[],
+        not_examined=[],
     )
 
 

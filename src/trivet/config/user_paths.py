@@ -1,0 +1,41 @@
+"""Reads paths that a user typed. Imports nothing that is installed: `trivet init` works before any package is there."""
+
+import errno
+from pathlib import Path
+
+from trivet.errors import ConfigError
+from trivet.shown_text import shorten
+
+
+def usable_path(path: str | Path, *, key: str) -> Path:
+    """Return `path` with its `~` expanded; it need not exist.
+
+    Args:
+        key: names the path in the error.
+
+    Raises:
+        ConfigError: no file can have this path.
+    """
+    expanded = Path(path)
+    try:
+        if str(path).startswith("~"):
+            expanded = expanded.expanduser()
+        expanded.stat()
+    except FileNotFoundError:
+        return expanded
+    except RuntimeError:  # pathlib's error for a home directory that is not known
+        problem = "names the home directory of a user who does not exist"
+    except ValueError:
+        problem = "holds a character that no path can have"
+    except OSError as exc:
+        if not is_hopeless(exc):
+            return expanded
+        problem = f"cannot be a path: {exc.strerror}"
+    else:
+        return expanded
+    raise ConfigError(f"{key} ({shorten(str(path))}) {problem}; give another path")
+
+
+def is_hopeless(error: OSError) -> bool:
+    """Whether nothing can exist under the path that `error` is about: its name is too long, or links lead in a circle."""
+    return error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
