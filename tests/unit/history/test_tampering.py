@@ -200,7 +200,7 @@ def test_tampering_with_events_is_found_without_their_chain(layout, capsys, name
 
 
 ONLY_BY_THE_CHAIN: list[tuple[str, Callable[[Lines], None]]] = [
-    ("a restart is missing", drop(event="dispatch")),
+    ("the last try of a group is missing", drop(event="dispatch")),
     ("a stop between attempts is missing", drop(event="stop")),
     ("a commit is missing", drop_first(event="commit")),
     ("two finishes are swapped", lambda lines: _swap_finishes(lines)),
