@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not JSON of a type. Text that is no UTF-8 and deep nesting have errors of their own."""
+"""The errors that msgspec raises for bytes that are not JSON of a type: text that is no UTF-8 and deep nesting have their own."""
 
 _CHUNK_BYTES = 8 << 20
 PRIVATE_MODE = 0o600

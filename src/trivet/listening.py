@@ -1,4 +1,4 @@
-"""How a role listens on a port that its launcher holds for it, so that no other user of the machine gets it in between.
+"""Lets a role listen on a port that its launcher holds for it, so that no other user of the machine gets it in between.
 
 The launcher's socket is bound and allows sharing (SO_REUSEPORT), which the kernel grants to sockets of the same user alone.
 """
@@ -10,7 +10,7 @@ _ANSWER_S = 1.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Return a socket that listens.
 
     Raises:
         OSError: the port is another's, or `host` is no address of this machine.

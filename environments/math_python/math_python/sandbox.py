@@ -85,10 +85,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """How code is confined on this machine."""
+    """The way in which code is confined on this machine."""
 
     has_namespaces: bool
-    """Of its own, for files, network, processes and users."""
+    """The code has namespaces of its own for files, network, processes and users."""
     changes_user: bool
     """The code runs as nobody. Needs root."""
 

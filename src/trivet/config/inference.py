@@ -19,7 +19,7 @@ class ServerConfig(Section):
     port: int = Field(default=8000, ge=1, le=65535)
     """TCP port; the launcher replaces it by a free one if it is taken."""
     api_key: str | None = Field(default=None, min_length=1)
-    """What requests for completions must carry as their bearer token; unset: anyone who reaches the server may ask. A run's own
+    """Bearer token that requests for completions must carry; unset: anyone who reaches the server may ask. A run's own
     orchestrator gets it; others read it from the variable that `client.api_key_var` names."""
     weight_dirs: list[Path] = []
     """Directories below which weights and adapters may be loaded from, besides `weights/` in output_dir."""

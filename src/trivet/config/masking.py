@@ -24,7 +24,7 @@ _PATH_OF_ADDRESS = re.compile(r"(?<=[^/:]/)[^/].*", re.DOTALL)
 _HEADERS = "headers"
 """Each may carry a secret, whatever it is called."""
 _HEARTBEAT = ("heartbeat", "url")
-"""Whoever knows the path of this address can send beats."""
+"""The path of this address is a secret: whoever knows it can send beats."""
 _MIN_SECRET_CHARS = 4
 """Shorter values are not looked for in texts: too many words contain them."""
 

@@ -1,4 +1,4 @@
-"""From the configuration to what the host of one environment is told, and which variables its process gets."""
+"""Derives from the configuration what the host of one environment is told, and which variables its process gets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal

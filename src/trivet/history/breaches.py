@@ -37,9 +37,9 @@ class Ledger:
         self.checks = 0
         """Statements that were examined."""
         self.remarks: list[str] = []
-        """What is unusual and breaks nothing."""
+        """Observations that are unusual and break nothing."""
         self.not_examined: list[str] = []
-        """What a statement was not made about, and why."""
+        """Things about which no statement was made, with the reason."""
 
     def require(self, holds: bool, invariant: Invariant, reason: str) -> bool:
         """Record a breach unless `holds`; returns `holds`."""

@@ -48,9 +48,9 @@ class Report:
     num_signatures: int
     """Lines whose signature was verified."""
     remarks: list[str]
-    """What is unusual and breaks nothing."""
+    """Observations that are unusual and break nothing."""
     not_examined: list[str]
-    """What no statement was made about, and why."""
+    """Things about which no statement was made, with the reason."""
 
 
 def check_run(layout: RunLayout) -> Report:
@@ -127,7 +127,7 @@ def _must_be_signed(files: Files) -> bool:
 
 
 def _key(layout: RunLayout) -> bytes | None:
-    """What the run's events are signed with; None when the secret is not at hand.
+    """Return the key that signs the run's events; None when the secret is not at hand.
 
     Raises:
         ConfigError: the named file is missing, is not a secret, or other users may read it.

@@ -41,7 +41,7 @@ _SFT = "sft"
 
 
 class _RunFile(msgspec.Struct):
-    """What of run.json is compared."""
+    """The fields of run.json that are compared."""
 
     id: str
     attempt: int
@@ -61,7 +61,7 @@ class Files:
         self.status = _read_status(layout)
         self.has_launcher = layout.run_file.exists()
         self.problems: list[str] = []
-        """What could not be read of the configurations."""
+        """The problems met while configurations were read."""
         self.is_live = any(
             holder_of(lock) is not None
             for lock in (layout.lock, *(layout.role_lock(role) for role in (TRAINER, ORCHESTRATOR, _SFT)))
@@ -130,7 +130,7 @@ class Files:
                 )
 
     def _compare_length(self, replay: Replay, extent: Extent) -> None:
-        """What the end of the history lacks, as the launcher's last word tells."""
+        """Compare the end of the history with the launcher's last status."""
         ledger, status = replay.ledger, self.status
         if extent.num_torn and not self.is_live:
             ledger.remarks.append(

@@ -33,7 +33,7 @@ class LiveGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     oldest: PolicyVersion = _NO_TOKENS
     newest: PolicyVersion = _NO_TOKENS
     reward_mean: float = 0.0
-    """Of its finish."""
+    """Mean reward, from the group's finish."""
 
 
 _READY_ELSEWHERE = LiveGroup(env="", example_id=-1, version=PolicyVersion(0), is_finished=True)

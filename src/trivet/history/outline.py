@@ -26,9 +26,9 @@ class Extent:
 @dataclass(frozen=True, slots=True)
 class Line:
     number: int
-    """From 1."""
+    """Line number; the first is 1."""
     place: int
-    """Where it begins in the file."""
+    """Byte offset at which the line begins."""
     text: bytes
     event: AnyEvent
 

@@ -40,7 +40,7 @@ class Outline:
     has_orchestrator: bool
     """False for supervised fine-tuning and for batches that are fed again from disk."""
     first_step: int = 0
-    """What the first attempt started from; above 0 for a fork of another run."""
+    """The step that the first attempt started from; above 0 for a fork of another run."""
     does_count_attempts: bool = False
     """A launcher started the roles: each start of a role is a later attempt."""
 

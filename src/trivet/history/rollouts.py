@@ -19,7 +19,7 @@ _MEAN_TOLERANCE = 1e-9
 
 
 class _Row(msgspec.Struct):
-    """What is compared of a line of rollouts.jsonl."""
+    """The fields of a line of rollouts.jsonl that are compared."""
 
     group_id: int
     env: str
@@ -72,7 +72,7 @@ def _compare_bytes(ledger: Ledger, directory: Path, written: RolloutsWritten) ->
 
 
 def _read_rows(ledger: Ledger, path: Path) -> dict[int, list[_Row]] | None:
-    """By group; None when a line is no rollout."""
+    """Group the lines by group; None when a line is no rollout."""
     decoder = msgspec.json.Decoder(_Row)
     rows: dict[int, list[_Row]] = {}
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Who may ask the server for what: anyone for answers, whoever has the run's secret for changes.
+"""Decides who may ask the server for what: anyone for answers, whoever has the run's secret for changes.
 
 Routes that are not listed here want the secret: a new version of vLLM may bring others. With `server.api_key` vLLM itself asks for
 the key where completions are made, and takes the secret as well.
@@ -22,7 +22,7 @@ _OPEN = frozenset(
 _OPEN_BELOW_V1 = frozenset(
     {"models", "completions", "chat", "responses", "messages", "embeddings", "score", "rerank", "audio", "realtime"}
 )
-"""What may follow `/v1/`."""
+"""The open routes below `/v1/`."""
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""From where a server loads weights: what may name a directory to it need not be able to have it read any file."""
+"""Limits the directories that a server loads weights from: whoever names a directory to it cannot have it read any file."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -170,7 +170,7 @@ class RunDirectory:
         write_json_atomically(self.layout.run_file, record)
 
     def _foreign_entries(self) -> list[str]:
-        """What is there that no run writes. Hidden files, such as locks or notes of a file system, say nothing."""
+        """Return the entries that no run writes. Hidden files, such as locks or notes of a file system, do not count."""
         return sorted(path.name for path in self.layout.root.iterdir() if not path.name.startswith("."))
 
     def _entries(self) -> list[str]:

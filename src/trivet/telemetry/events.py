@@ -33,7 +33,7 @@ _END = b'"}\n'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a line hands on to the next line of its role."""
+    """The state that a line hands on to the next line of its role."""
 
     chain: bytes = b""
     mac: bytes = b""
@@ -143,7 +143,7 @@ def take_apart(line: bytes) -> SealedLine | None:
 
 
 def _last_link(path: Path, role: str) -> Link:
-    """What the last line of `role` in the file handed on."""
+    """Return the state that the last line of `role` in the file handed on."""
     if not path.stat().st_size:
         return Link()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -85,7 +85,7 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
 
 
 def _open_store(num_ranks: int) -> "dist.HashStore | dist.FileStore":  # type: ignore[reportPrivateImportUsage]  # as below
-    """Where the ranks of this machine find each other's addresses: nothing listens for it."""
+    """Return the store in which the ranks of this machine find each other's addresses. Nothing listens for it."""
     if num_ranks == 1:
         return dist.HashStore()  # type: ignore[reportPrivateImportUsage]  # public, only not declared
     return dist.FileStore(os.environ[RENDEZVOUS_FILE], num_ranks)  # type: ignore[reportPrivateImportUsage]  # as above
@@ -118,7 +118,7 @@ def broadcast_bytes(world: World, data: bytes | None) -> bytes:
 
 
 def gather_bytes(world: World, data: bytes) -> list[bytes]:
-    """What each rank passes as `data`, by rank, on every rank."""
+    """Return on every rank what each rank passes as `data`, by rank."""
     if world.size == 1:
         return [data]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]

@@ -41,7 +41,7 @@ _ADMITTED = frozenset(
         ("pathlib._local", "PosixPath"),  # its name in Python 3.13
     }
 )
-"""What torch 2.11 to 2.13 write into `.metadata`, besides dtypes."""
+"""The classes that torch 2.11 to 2.13 write into `.metadata`, besides dtypes."""
 
 
 class _RestrictedUnpickler(pickle.Unpickler):

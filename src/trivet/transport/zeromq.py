@@ -52,7 +52,7 @@ _LAST_WORDS_MS = 1_000
 _HEARTBEAT_MS = 10_000
 """A peer whose machine vanished is noticed and the connection made anew."""
 _MAX_CURVE_BYTES = 64
-"""What encryption adds to a frame: its command's name, a nonce and a code that shows damage."""
+"""The bytes that encryption adds to a frame: its command's name, a nonce and a code that shows damage."""
 _HANDSHAKE_MS = 10_000
 """A connection that has not shown the secret by then is closed; a loaded machine needs a fraction of a second."""
 _MAX_QUEUED = 4
@@ -81,7 +81,7 @@ class _Handshakes:
         self.num_failed_in_a_row = 0
 
     def read(self) -> int:
-        """How many failed since the last call."""
+        """Return how many handshakes failed since the last call."""
         num_failed = 0
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())["event"]
@@ -187,7 +187,7 @@ class ZmqSender:
                 await self._socket.send(make_alive(self._key, acknowledged=acknowledged), zmq.NOBLOCK)
 
     def _find_stranger(self) -> str | None:
-        """What is said of whoever listens in the trainer's place without the run's secret; None when nobody does."""
+        """Describe whoever listens in the trainer's place without the run's secret; None when nobody does."""
         self._handshakes.read()
         if self._handshakes.num_failed_in_a_row < _SAID_FROM:
             return None

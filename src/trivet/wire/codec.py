@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 """Raised whenever a struct in `wire` changes in a way that an older reader would misread."""
 
 DAMAGED = (msgspec.DecodeError, RecursionError)
-"""What msgspec raises of a text that is not what was asked for: a few bytes can ask for nesting without end."""
+"""The errors that msgspec raises for a text of another form. A few bytes can ask for nesting without end."""
 
 _ALLOWED_DTYPES = frozenset({"|b1", "|u1", "<i4", "<i8", "<f4", "<f8"})
 _RAW = 1
