@@ -20,6 +20,7 @@ TrivetError                  exit code 1 unless said otherwise
 ├── WorkerLost               an environment worker ended while it ran a group; the group may be run again
 ├── BatchError               no batch can be made: every rollout fails or carries no signal
 ├── WaitTimeout              a bounded wait ran out; says who waited for whom
+├── UnknownRank              another program connected in the place of a rank of the trainer
 ├── RoleFailed               a process of the run ended early
 └── Diverged                 3: NaN or infinite loss, or a stop rule fired
 """
@@ -108,6 +109,10 @@ class BatchError(TrivetError):
 
 
 class WaitTimeout(TrivetError):
+    pass
+
+
+class UnknownRank(TrivetError):
     pass
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from trivet.durable import DECODE_ERRORS
 from trivet.errors import ConfigError
 
 POINTS = frozenset(
@@ -197,7 +198,7 @@ def read_schedule(path: Path) -> Schedule:
     """
     try:
         schedule = msgspec.json.decode(path.read_bytes(), type=Schedule)
-    except (OSError, msgspec.DecodeError) as exc:
+    except (OSError, *DECODE_ERRORS) as exc:
         raise ConfigError(f"faults.schedule = {str(path)!r} cannot be read: {exc}") from exc
     for fault in schedule.faults:
         if fault.point not in POINTS:

@@ -1,7 +1,6 @@
 """Faults happen where and when a schedule says, once per run; without one nothing does."""
 
 import errno
-import json
 import signal
 import subprocess
 import sys
@@ -111,9 +110,12 @@ def test_a_point_that_does_not_exist_is_refused_with_those_that_do(write):
         Injector(write(fault(Action.KILL, point="commit.never")))
 
 
-def test_a_schedule_that_cannot_be_read_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "content", [b'{"seed": 1}', b'{"seed": 1, "faults": [{"name": "\xff"}]}', b'{"faults": ' + b"[" * 100_000]
+)
+def test_a_schedule_that_cannot_be_read_is_refused(content, tmp_path):
     path = tmp_path / "faults.json"
-    path.write_text(json.dumps({"seed": 1}))
+    path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"faults\.schedule = .*cannot be read"):
         faults.arm(path)
 

@@ -15,6 +15,7 @@ import msgspec
 
 from trivet.client.load import ServerLoad, read_load
 from trivet.config.client import server_root
+from trivet.durable import DECODE_ERRORS
 from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused
 from trivet.wire.versions import PolicyVersion, VersionRun
 
@@ -162,7 +163,7 @@ class InferenceClient:
             raise InferenceError(f"GET {self.base_url}/policy was answered with {response.status_code}: {_reason(response)}")
         try:
             msgspec.json.decode(response.content, type=PolicyStatus)
-        except msgspec.DecodeError:
+        except DECODE_ERRORS:
             return False
         return response.is_success
 
@@ -262,7 +263,7 @@ class InferenceClient:
         response = await self._request(method, path, body=body, timeout_s=limit_s, token=token)
         try:
             return msgspec.json.decode(response.content, type=kind)
-        except msgspec.DecodeError as exc:
+        except DECODE_ERRORS as exc:
             raise InferenceError(
                 f"{method} {self.base_url}{path} answered what is not a {kind.__name__.lstrip('_')} ({exc}): "
                 f"{response.text[:_REASON_CHARS]}; is it `uv run inference`?"

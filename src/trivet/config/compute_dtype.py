@@ -20,7 +20,7 @@ from trivet.config.model import Dtype
 from trivet.config.rl import RLConfig
 from trivet.config.sft import SftConfig
 from trivet.config.trainer import TrainerConfig, TrainingConfig
-from trivet.durable import write_json_atomically
+from trivet.durable import DECODE_ERRORS, write_json_atomically
 from trivet.errors import ConfigError
 from trivet.machine import Machine
 
@@ -117,7 +117,7 @@ def read_choice(file: Path) -> ChosenDtype | None:
         return msgspec.json.decode(file.read_bytes(), type=ChosenDtype)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as exc:
+    except (OSError, *DECODE_ERRORS) as exc:
         raise ConfigError(f"{file} does not say which dtype the run computes in ({exc}); remove it") from exc
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from trivet.config.masking import mask_table
-from trivet.durable import write_atomically, write_json_atomically
+from trivet.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.errors import ConfigError
 from trivet.evaluation.scores import Summary
 from trivet.telemetry.events import drop_torn_line
@@ -143,14 +143,14 @@ def read_summary(directory: Path) -> Summary | None:
         return msgspec.json.decode((directory / _SUMMARY).read_bytes(), type=Summary)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as exc:
+    except DECODE_ERRORS as exc:
         raise ConfigError(f"{directory / _SUMMARY} cannot be read: {exc}; move the directory away to evaluate anew") from exc
 
 
 def _require_same(path: Path, task: TaskRecord, *, unknown: Collection[str] = ()) -> None:
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=TaskRecord)
-    except msgspec.DecodeError as exc:
+    except DECODE_ERRORS as exc:
         raise ConfigError(f"{path} cannot be read: {exc}; move the directory away to evaluate anew") from exc
     for name in (name for name in task.__struct_fields__ if name not in unknown):
         before, now = getattr(earlier, name), getattr(task, name)

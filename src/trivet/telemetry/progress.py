@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.durable import open_regular, replace_file
+from trivet.durable import DECODE_ERRORS, open_regular, replace_file
 from trivet.stacks import show_stacks_on_signal
 from trivet.wire.status import Report, WorkerStatus
 
@@ -173,8 +173,8 @@ def read_report(path: Path) -> Report | None:
             return msgspec.json.decode(file.read(), type=Report)
     except FileNotFoundError:
         return None
-    except RecursionError as exc:
-        raise msgspec.DecodeError("nested too deep") from exc
+    except DECODE_ERRORS as exc:
+        raise msgspec.DecodeError(str(exc)) from exc
 
 
 def _touch(path: Path) -> None:

@@ -60,7 +60,7 @@ def choose_installer(python: str = sys.executable) -> Installer:
         return Installer(
             install=(uv, "pip", "install", "--python", python), uninstall=(uv, "pip", "uninstall", "--python", python)
         )
-    pip = (python, "-m", "pip")
+    pip = (python, "-P", "-m", "pip")
     found = subprocess.run([*pip, "--version"], capture_output=True, check=False, stdin=subprocess.DEVNULL)
     if found.returncode != 0:
         raise ConfigError(f"neither uv on PATH nor pip in {python} was found, one of which installs packages; install uv")

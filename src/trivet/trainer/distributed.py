@@ -1,15 +1,20 @@
 """The ranks of the trainer: how they find each other and how they agree. Nothing else reads the environment of ranks.
 
-What they exchange is tensors and bytes of msgpack: objects would be pickled, and unpickling runs what a stranger may have sent.
+What this module exchanges is tensors and bytes of msgpack. DCP, which writes checkpoints, pickles its plans, and unpickling runs
+what a stranger may have sent; gloo lets whoever connects first take a rank's place. So the ranks of one machine prove to each
+other, in every group before it is used, that all of them have the secret that `rank_starter` left in its private directory.
 
 Legend: rank 0 is the main rank: it alone talks to the orchestrator and writes files, except sharded checkpoints.
 """
 
+import hmac
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -18,9 +23,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from trivet.errors import ConfigError
-from trivet.trainer.rank_starter import RENDEZVOUS_FILE
+from trivet.errors import ConfigError, UnknownRank
+from trivet.secret import RunSecret, read_secret
+from trivet.trainer.rank_starter import RANKS_SECRET, RENDEZVOUS_FILE
 from trivet.wire.codec import decode, encode
+
+_NONCE_BYTES = 32
+"""Long enough that none is ever drawn twice."""
 
 
 class _Values(msgspec.Struct, frozen=True):
@@ -36,6 +45,8 @@ class World:
     """One dimension, over which the model is sharded; or two, copies and shards."""
     control: dist.ProcessGroup
     """Gloo, on host memory; waits longer than a collective may, because rank 0 waits for batches."""
+    secret: RunSecret | None
+    """Of the ranks of one machine. None for a rank alone, and for ranks over several machines, whose network is the run's own."""
 
     @property
     def num_replicas(self) -> int:
@@ -59,6 +70,7 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
 
     Raises:
         ConfigError: `cuda` without a CUDA device; or the copies do not divide the ranks.
+        UnknownRank: what connected in the place of a rank is none.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     require_replicas(num_replicas, num_ranks=size)
@@ -68,20 +80,77 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ and RENDEZVOUS_FILE not in os.environ:
+    is_local = RENDEZVOUS_FILE in os.environ
+    if "RANK" in os.environ and not is_local:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=_open_store(size), rank=rank, world_size=size)
     try:
-        control = dist.new_group(backend="gloo", timeout=timeout + timedelta(seconds=wait_timeout_s))
-        assert isinstance(control, dist.ProcessGroup)
+        secret = read_secret(Path(os.environ[RENDEZVOUS_FILE]).with_name(RANKS_SECRET)) if size > 1 and is_local else None
+        prove_ranks(None, secret)
+        control = _open_gloo_group(timeout + timedelta(seconds=wait_timeout_s), secret)
         if num_replicas == 1:
             mesh = init_device_mesh(chosen.type, (size,), mesh_dim_names=("shard",))
         else:
             mesh = init_device_mesh(chosen.type, (num_replicas, size // num_replicas), mesh_dim_names=("replicate", "shard"))
-        yield World(rank=rank, size=size, device=chosen, mesh=mesh, control=control)
+        for group in mesh.get_all_groups():
+            prove_ranks(group, secret)
+        yield World(rank=rank, size=size, device=chosen, mesh=mesh, control=control, secret=secret)
     finally:
         dist.destroy_process_group()
+
+
+def open_group(world: World, *, timeout_s: float) -> dist.ProcessGroup:
+    """Return a further group of all ranks, over gloo. Collective.
+
+    Raises:
+        UnknownRank: what connected in the place of a rank is none.
+    """
+    return _open_gloo_group(timedelta(seconds=timeout_s), world.secret)
+
+
+def _open_gloo_group(timeout: timedelta, secret: RunSecret | None) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    prove_ranks(group, secret)
+    return group
+
+
+def prove_ranks(group: dist.ProcessGroup | None, secret: RunSecret | None) -> None:
+    """Have every rank of `group` show that it knows `secret`: HMAC-SHA256 over its rank and a nonce of each rank.
+
+    The connections of a group stay what they are once it is made, so one proof is enough. Collective.
+
+    Args:
+        group: None for the group of all ranks.
+        secret: None when there is nobody to prove it to (`World.secret`).
+
+    Raises:
+        UnknownRank: a proof is wrong.
+    """
+    if secret is None:
+        return
+    key = secret.derive("trainer/ranks")
+    nonces = b"".join(_gather_fixed(secrets.token_bytes(_NONCE_BYTES), group))
+    proofs = _gather_fixed(_proof(key, dist.get_rank(group), nonces), group)
+    for rank, proof in enumerate(proofs):
+        if not hmac.compare_digest(proof, _proof(key, rank, nonces)):
+            raise UnknownRank(
+                f"what connected as rank {rank} of {len(proofs)} of the trainer does not have the ranks' secret: another "
+                "program of this machine took its place. Start the run again; if that repeats itself, see who else uses the machine"
+            )
+
+
+def _proof(key: bytes, rank: int, nonces: bytes) -> bytes:
+    return hmac.digest(key, b"%d " % rank + nonces, "sha256")
+
+
+def _gather_fixed(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """What every rank passes, by rank; all pass the same number of bytes. Over host memory."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    return [part.numpy().tobytes() for part in parts]
 
 
 def _open_store(num_ranks: int) -> "dist.HashStore | dist.FileStore":  # type: ignore[reportPrivateImportUsage]  # as below

@@ -8,17 +8,15 @@ unblocked by: the disk; the ranks' group gives up after `timeout_s`
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trivet.durable import FileRecord
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint import State, write_state
-from trivet.trainer.distributed import World
+from trivet.trainer.distributed import World, open_group
 from trivet.trainer.snapshot import Key, Snapshot
 
 Then = Callable[[Mapping[str, FileRecord]], None]
@@ -43,9 +41,7 @@ class HalfWriter:
             timeout_s: longest wait of one rank's thread for another's.
         """
         # The steps' own group must not carry a second conversation at the same time.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
+        self._group = open_group(world, timeout_s=timeout_s)
         self._is_async = is_async
         self._stager = _gpu_stager() if world.device.type == "cuda" else None
         self.work = Background("checkpoint-writer", is_async=is_async)

@@ -17,10 +17,13 @@ from pathlib import Path
 
 from trivet.imports import without_collections
 from trivet.lifetime import die_with_parent, module_command, tied_command
+from trivet.secret import make_secret
 from trivet.stacks import ignore_until_listening
 
 RENDEZVOUS_FILE = "RANK_RENDEZVOUS_FILE"
 """The variable that names the file at which ranks of one machine meet (trainer.distributed)."""
+RANKS_SECRET = "secret"
+"""A file beside it with what the ranks prove to each other that they have."""
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", RENDEZVOUS_FILE)
 """A rank that finds them joins others."""
 _END_TIMEOUT_S = 30.0
@@ -37,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if num_ranks == "1":
         return run_rank(module, arguments)
     with tempfile.TemporaryDirectory(prefix="trivet-ranks-", ignore_cleanup_errors=True) as scratch:
+        make_secret(Path(scratch) / RANKS_SECRET)
         common = os.environ | {"WORLD_SIZE": num_ranks, RENDEZVOUS_FILE: str(Path(scratch) / "rendezvous")}
         command = tied_command(module_command(module, *arguments))
         return await_ranks(

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from trivet.config.shared import TransportConfig
+from trivet.durable import DECODE_ERRORS
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.wire.batches import Batch
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
@@ -117,7 +118,7 @@ def is_acknowledged(frame: Buffer, *, message: Message) -> bool:
     """
     try:
         reply = msgspec.msgpack.decode(frame, type=Reply)
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         return False
     if (reply.step, reply.checksum) != (message.header.step, message.header.checksum):
         return False

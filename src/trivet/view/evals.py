@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import RunLayout, parse_step
+from trivet.durable import DECODE_ERRORS
 from trivet.evaluation.scores import Summary
 from trivet.view.files import FileStamp, NotServed, read_inside, stamp_of
-from trivet.wire.codec import DAMAGED
 
 _SUMMARY, _RESULTS = "summary.json", "results.jsonl"
 _MAX_DEPTH = 4
@@ -77,7 +77,7 @@ class RunEvals:
         if stamp is not None:
             try:
                 summary = msgspec.json.decode(read_inside(self._layout.root, path), type=Summary)
-            except (NotServed, *DAMAGED) as exc:
+            except (NotServed, *DECODE_ERRORS) as exc:
                 fault = f"{_SUMMARY} cannot be read: {exc}"
         self._read[path] = (stamp, summary, fault)
         return self._read[path]

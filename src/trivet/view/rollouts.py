@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RunLayout, parse_step
+from trivet.durable import DECODE_ERRORS
 from trivet.errors import MessageRefused
 from trivet.telemetry.console import conversation_text
 from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, stamp_of
-from trivet.wire.codec import DAMAGED
 from trivet.wire.rollout_tokens import TOKENS_FILE, Tokens, unpack_tokens
 
 _KEPT_FILES = 4
@@ -177,7 +177,7 @@ class RolloutFiles:
 def _decode(line: bytes) -> RolloutRow | None:
     try:
         return _decoder.decode(line)
-    except DAMAGED:
+    except DECODE_ERRORS:
         return None
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from trivet.durable import DECODE_ERRORS
 from trivet.view.files import GrowingLines, NotServed
-from trivet.wire.codec import DAMAGED
 
 KEYS = ("step", "time")
 _MAX_STEP = 2**53
@@ -156,7 +156,7 @@ def _rounded(values: np.ndarray) -> list[float]:
 def _append(group: _Columns, line: bytes) -> None:
     try:
         found = msgspec.structs.astuple(group.decoder.decode(line))
-    except DAMAGED:
+    except DECODE_ERRORS:
         group.num_damaged += 1
         return
     if not abs(found[0]) <= _MAX_STEP:
@@ -185,6 +185,6 @@ _END_BYTES = 1 << 18
 def _names_in(line: bytes) -> Iterable[str]:
     try:
         found = msgspec.json.decode(line)
-    except DAMAGED:
+    except DECODE_ERRORS:
         return ()
     return (name for name in found if name not in KEYS) if isinstance(found, dict) else ()

@@ -8,11 +8,10 @@ import msgspec
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
-from trivet.durable import open_regular
+from trivet.durable import DECODE_ERRORS, open_regular
 from trivet.errors import ConfigError
 from trivet.launcher.words import describe_restart
 from trivet.telemetry.progress import read_report
-from trivet.wire.codec import DAMAGED
 from trivet.wire.status import Report, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
 _OLD_S = 15.0
@@ -34,7 +33,7 @@ def read_status(layout: RunLayout) -> RunStatus:
             return msgspec.json.decode(file.read(), type=RunStatus)
     except FileNotFoundError:
         reports = read_reports(layout)
-    except (OSError, *DAMAGED) as exc:
+    except (OSError, *DECODE_ERRORS) as exc:
         raise ConfigError(f"{layout.status} cannot be read: {exc}; it may be of another version of trivet") from exc
     if not reports:
         raise ConfigError(

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from trivet.config.layout import RunLayout
+from trivet.durable import DECODE_ERRORS
 from trivet.view.files import GrowingLines
 from trivet.view.metrics import PHASES, RunMetrics
-from trivet.wire.codec import DAMAGED
 
 _STEP_S = "time/step"
 _TRAINER_PHASES = {
@@ -101,7 +101,7 @@ class NoteReader:
     def _add(self, line: bytes) -> None:
         try:
             self.notes.append(self._decoder.decode(line))
-        except DAMAGED:
+        except DECODE_ERRORS:
             self.num_damaged += 1
 
 

@@ -13,9 +13,6 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 SCHEMA_VERSION = 1
 """Raised whenever a struct in `wire` changes in a way that an older reader would misread."""
 
-DAMAGED = (msgspec.DecodeError, RecursionError)
-"""The errors that msgspec raises for a text of another form. A few bytes can ask for nesting without end."""
-
 _ALLOWED_DTYPES = frozenset({"|b1", "|u1", "<i4", "<i8", "<f4", "<f8"})
 _RAW = 1
 """MessagePack extension type of an array's bytes: unlike a plain byte string it is handed over as a view."""

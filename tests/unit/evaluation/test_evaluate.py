@@ -120,3 +120,12 @@ def test_examples_come_from_the_evaluation_data_or_else_from_the_training_data()
 def test_nothing_left_to_evaluate_is_refused_with_the_numbers():
     with pytest.raises(ConfigError, match="'letters' has nothing to evaluate on: 6 examples, skip_first = 6"):
         task(skip_first=6)
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b'{"avg": 1.0, "env": "\xff"}', b'{"scores": ' + b"[" * 100_000], ids=["torn", "no-text", "deep"]
+)
+def test_a_summary_that_cannot_be_read_is_refused(content, tmp_path):
+    (tmp_path / "summary.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="move the directory away to evaluate anew"):
+        read_summary(tmp_path)

@@ -130,6 +130,15 @@ def test_a_status_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.
     assert "cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [b"{", b'{"role": "\xff"}', b"[" * 100_000], ids=["torn", "no-text", "deep"])
+def test_a_report_that_cannot_be_read_is_refused(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = RunLayout(tmp_path).report_file("trainer")
+    path.parent.mkdir()
+    path.write_bytes(content)
+    assert main(["status", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
 def test_roles_started_by_hand_are_told_from_their_own_reports(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     layout.reports.mkdir()

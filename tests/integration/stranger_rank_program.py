@@ -1,0 +1,28 @@
+"""One rank of tests/integration/test_stranger_ranks.py: rank 1 found the file of the other rank, not its secret.
+
+Each rank writes to `rank_RANK.said` in the working directory how its world was opened.
+"""
+
+import os
+from pathlib import Path
+
+from trivet.errors import UnknownRank
+from trivet.secret import RunSecret
+from trivet.trainer import distributed
+
+
+def main() -> int:
+    rank = os.environ["RANK"]
+    if rank == "1":
+        distributed.read_secret = lambda path: RunSecret(bytes(32))
+    try:
+        with distributed.open_world(device="cpu", timeout_s=60):
+            said = "opened"
+    except UnknownRank as exc:
+        said = str(exc)
+    Path(f"rank_{rank}.said").write_text(said)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

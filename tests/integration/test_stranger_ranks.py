@@ -1,0 +1,26 @@
+"""A process that takes the place of a rank is found before anything of it is read."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from trivet.launcher.plan import rank_command, rank_environment
+
+STARTED_WITHIN_S = 240.0
+
+
+def test_a_rank_without_the_secret_is_refused_by_the_other(tmp_path: Path) -> None:
+    environment = rank_environment(2, num_cpus=2, is_on_cpu=True) | {"PYTHONPATH": str(Path(__file__).parent)}
+    command = rank_command(sys.executable, "stranger_rank_program", [], num_ranks=2)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=STARTED_WITHIN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "what connected as rank 1 of 2 of the trainer does not have" in (tmp_path / "rank_0.said").read_text()
