@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from trivet.config.reference import configuration_page
+from trivet.config.loading.reference import configuration_page
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 

@@ -27,8 +27,8 @@ from support.fuzz import Fuzzer, peak_rss_mib
 MAX_S, MAX_RSS_MIB = 2.0, 300.0 * 1e6 / 2**20
 SHARES = {"toml": 5, "flags": 5, "variables": 3, "data": 3, "paths": 3, "events": 1, "metrics": 1}
 PROCESSES = (
-    ["trivet.launcher.trainer", "--dry-run", "@"],
-    ["trivet.orchestrator.command", "--dry-run", "--output-dir"],
+    ["trivet.launcher.commands.trainer", "--dry-run", "@"],
+    ["trivet.orchestrator.main", "--dry-run", "--output-dir"],
     ["trivet.tools.cli", "status"],
     ["trivet.tools.cli", "check"],
 )

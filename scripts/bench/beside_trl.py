@@ -30,7 +30,7 @@ from training import WARM_UP, hardware, make_items
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trivet.launcher.plan import rank_environment
-from trivet.trainer.performance import peak_memory_gib
+from trivet.trainer.measurement.performance import peak_memory_gib
 
 AT_ONCE = 32
 """Samples of a device batch of TRL's."""

@@ -81,7 +81,7 @@ def train(model: Path, replay: Path, output_dir: Path, *flags: str) -> list[dict
     words = ["--model.name", str(model), "--data.replay", str(replay), "--output-dir", str(output_dir), *flags]
     with (output_dir.parent / f"{output_dir.name}.log").open("wb") as log:
         subprocess.run(
-            [sys.executable, "-m", "trivet.launcher.trainer", *words], stdout=log, stderr=subprocess.STDOUT, check=True
+            [sys.executable, "-m", "trivet.launcher.commands.trainer", *words], stdout=log, stderr=subprocess.STDOUT, check=True
         )
     return [json.loads(line) for line in (RunLayout(output_dir).metrics / "trainer.jsonl").read_text().splitlines()]
 

@@ -35,8 +35,8 @@ import trivet.orchestrator.loop as loop_module
 import trivet.transport.zeromq as zeromq_module
 from trivet.algorithms.advantages import mean_baseline
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.shared import CkptConfig, TransportConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.shared import CkptConfig, TransportConfig
 from trivet.environments.host import EnvironmentHost
 from trivet.environments.local_pool import LocalPool
 from trivet.environments.runner import GroupRunner

@@ -25,8 +25,8 @@ import numpy as np
 from orchestrator import EXAMPLES, POLICIES, free_port, make_loop
 
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.shared import TransportConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.shared import TransportConfig
 from trivet.lifetime import die_with_parent
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw

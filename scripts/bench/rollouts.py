@@ -24,15 +24,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trivet.config.client import ClientConfig
-from trivet.config.dump import to_toml
-from trivet.config.environment import EnvConfig
-from trivet.config.inference import InferenceConfig, InferenceModelConfig, ServerConfig
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig, PolicyModelConfig, SamplingConfig
-from trivet.config.shared import CkptConfig, TransportConfig
-from trivet.environments.load import load_environment
+from trivet.config.loading.dump import to_toml
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.environment import EnvConfig
+from trivet.config.sections.inference import InferenceConfig, InferenceModelConfig, ServerConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig, PolicyModelConfig, SamplingConfig
+from trivet.config.sections.shared import CkptConfig, TransportConfig
 from trivet.environments.model_client import make_model_client
+from trivet.environments.packages.load import load_environment
 from trivet.environments.sampling import request_arguments, sampling_arguments
 from trivet.orchestrator.start import open_environments, run
 from trivet.secret import find_secret
@@ -57,7 +57,7 @@ def start_server(args: argparse.Namespace, directory: Path, port: int) -> subpro
     path.write_text(to_toml(config))
     with (directory / "inference.stdout").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "trivet.inference.server", "@", str(path)], stdout=log, stderr=log, start_new_session=True
+            [sys.executable, "-m", "trivet.inference.main", "@", str(path)], stdout=log, stderr=log, start_new_session=True
         )
 
 

@@ -36,17 +36,17 @@ from transformers import AutoModelForCausalLM
 
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.compute_dtype import choose_dtype
-from trivet.config.losses import DefaultLossConfig
-from trivet.config.model import TrainerModelConfig
-from trivet.config.optimizer import AdamWConfig
-from trivet.config.trainer import ConstantSchedule
+from trivet.config.sections.losses import DefaultLossConfig
+from trivet.config.sections.model import TrainerModelConfig
+from trivet.config.sections.optimizer import AdamWConfig
+from trivet.config.sections.trainer import ConstantSchedule
 from trivet.launcher.plan import rank_environment
 from trivet.machine import inspect_machine
-from trivet.trainer.distributed import World, open_world
 from trivet.trainer.losses.select import make_policy_loss
-from trivet.trainer.model import load_policy
-from trivet.trainer.optimizer import LearningRate, make_optimizer
-from trivet.trainer.performance import model_cost, peak_memory_gib
+from trivet.trainer.measurement.performance import model_cost, peak_memory_gib
+from trivet.trainer.model.policy_model import load_policy
+from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
+from trivet.trainer.ranks.world import World, open_world
 from trivet.trainer.step import Learner, train_step
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import Step

@@ -32,7 +32,7 @@ import numpy as np
 import zmq
 
 from trivet.algorithms.packing import PackItem, pack
-from trivet.config.shared import TransportConfig
+from trivet.config.sections.shared import TransportConfig
 from trivet.lifetime import die_with_parent
 from trivet.secret import RunSecret
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender

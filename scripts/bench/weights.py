@@ -95,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="trivet-bench-") as scratch:
         model = args.model or make_tiny_model(Path(scratch) / "tiny")
         directory = Path(scratch) / "outputs"
-        command = [sys.executable, "-m", "trivet.inference.server", "--model.name", str(model), "--server.port", str(args.port)]
+        command = [sys.executable, "-m", "trivet.inference.main", "--model.name", str(model), "--server.port", str(args.port)]
         command += ["--output-dir", str(directory)]
         with (Path(scratch) / "inference.stdout").open("wb") as log:
             server = subprocess.Popen([*command, "--model.enforce-eager", "true"], stdout=log, stderr=subprocess.STDOUT)

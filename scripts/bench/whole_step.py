@@ -125,7 +125,7 @@ def measure_ours(args: argparse.Namespace) -> dict[str, Any]:
         }
         metrics = layout.metrics / "trainer.jsonl"
         words = [str(word) for pair in flags.items() for word in pair]
-        command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(CONFIG), *words]
+        command = [sys.executable, "-m", "trivet.launcher.commands.rl", "@", str(CONFIG), *words]
         run = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         usage = _watch(run, metrics)
         if run.returncode:

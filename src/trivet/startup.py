@@ -12,7 +12,7 @@ from trivet.shown_text import print_error
 
 
 def rl() -> int:
-    return run_command("trivet.launcher.rl")
+    return run_command("trivet.launcher.commands.rl")
 
 
 def vf_rl() -> int:
@@ -20,19 +20,19 @@ def vf_rl() -> int:
 
 
 def sft() -> int:
-    return run_command("trivet.launcher.sft")
+    return run_command("trivet.launcher.commands.sft")
 
 
 def trainer() -> int:
-    return run_command("trivet.launcher.trainer")
+    return run_command("trivet.launcher.commands.trainer")
 
 
 def orchestrator() -> int:
-    return run_command("trivet.orchestrator.command")
+    return run_command("trivet.orchestrator.main")
 
 
 def inference() -> int:
-    return run_command("trivet.inference.server")
+    return run_command("trivet.inference.main")
 
 
 def run_command(module: str) -> int:

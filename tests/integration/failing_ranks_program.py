@@ -15,12 +15,12 @@ import torch
 from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.halves import TRAINER
 from trivet.config.layout import RunLayout
-from trivet.config.sft import SftConfig
+from trivet.config.sections.sft import SftConfig
 from trivet.errors import BatchError
-from trivet.trainer.distributed import open_world
-from trivet.trainer.export import Exporter
 from trivet.trainer.losses.select import cross_entropy
+from trivet.trainer.model.export import Exporter
 from trivet.trainer.open_session import open_session
+from trivet.trainer.ranks.world import open_world
 from trivet.trainer.session import Session
 from trivet.weights.catalog import published_versions
 from trivet.wire.versions import Step

@@ -17,13 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from trainer_rank_program import LOSSES, load_oracle, make_learner
 
-from trivet.config.optimizer import AdamWConfig
+from trivet.config.sections.optimizer import AdamWConfig
 from trivet.durable import FileRecord, hash_file, list_files
 from trivet.errors import CheckpointError
-from trivet.trainer import half_writer
-from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
-from trivet.trainer.distributed import World, barrier, open_world
-from trivet.trainer.half_writer import HalfWriter
+from trivet.trainer.checkpoint import part_writer
+from trivet.trainer.checkpoint.part_writer import HalfWriter
+from trivet.trainer.checkpoint.state import Progress, load_half, state_of, write_state
+from trivet.trainer.ranks.world import World, barrier, open_world
 from trivet.trainer.step import Learner, train_step
 from trivet.wire.versions import Step
 
@@ -73,7 +73,7 @@ def write_slowly(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = parts_of(case.learner)
     with monkeypatch.context() as patch:
         if not case.world.is_main:
-            patch.setattr(half_writer, "write_state", slow)
+            patch.setattr(part_writer, "write_state", slow)
         half = case.start("slow", 1)
         case.train(2)
         case.train(3)

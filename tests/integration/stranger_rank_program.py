@@ -8,15 +8,15 @@ from pathlib import Path
 
 from trivet.errors import UnknownRank
 from trivet.secret import RunSecret
-from trivet.trainer import distributed
+from trivet.trainer.ranks import world
 
 
 def main() -> int:
     rank = os.environ["RANK"]
     if rank == "1":
-        distributed.read_secret = lambda path: RunSecret(bytes(32))
+        world.read_secret = lambda path: RunSecret(bytes(32))
     try:
-        with distributed.open_world(device="cpu", timeout_s=60):
+        with world.open_world(device="cpu", timeout_s=60):
             said = "opened"
     except UnknownRank as exc:
         said = str(exc)

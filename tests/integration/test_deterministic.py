@@ -138,7 +138,7 @@ def assert_equal_runs(ours: RunLayout, theirs: RunLayout, *, max_steps: int) -> 
 def replay(layout: RunLayout, into: Path) -> RunLayout:
     words = ["@", str(layout.configs / "trainer.toml"), "--data.replay", str(layout.root), "--output-dir", str(into)]
     environment = os.environ | {"OMP_NUM_THREADS": trainer_threads(layout)}
-    command = [sys.executable, "-m", "trivet.launcher.trainer", *words, "--ckpt.resume-step", "None"]
+    command = [sys.executable, "-m", "trivet.launcher.commands.trainer", *words, "--ckpt.resume-step", "None"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=960, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return RunLayout(into)

@@ -16,12 +16,12 @@ from support.environments.unruly import WAYS
 from support.fake_inference import FakeInference
 from support.http_fake import serve_fake
 from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive, wait_until
-from trivet.config.client import ClientConfig
-from trivet.config.environment import CREDENTIALS, Credential, EnvConfig
-from trivet.environments.probe import Wanted, require_loadable
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.environment import CREDENTIALS, Credential, EnvConfig
+from trivet.environments.packages.probe import Wanted, require_loadable
 from trivet.environments.settings import host_settings
-from trivet.environments.worker_pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.environments.worker_process import WorkerProcess
+from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
+from trivet.environments.workers.process import WorkerProcess
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.secret import SECRET_FILE
 from trivet.wire.events import EnvRestart, Event
@@ -201,7 +201,7 @@ _OWNER = """
 import asyncio, sys
 from pathlib import Path
 from test_env_workers import settings, request
-from trivet.environments.worker_pool import PoolLimits, open_worker_pool
+from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 
 async def main(directory, url):
     limits = PoolLimits(workers_per_env=2)
@@ -222,7 +222,7 @@ def test_workers_end_with_the_process_that_owns_them(tmp_path: Path, url: str) -
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
         workers = descendants_of(owner.pid)
-        assert len(descendants_with("trivet.environments.worker", owner.pid)) == 2
+        assert len(descendants_with("trivet.environments.workers.main", owner.pid)) == 2
     finally:
         owner.kill()
         owner.communicate()
@@ -283,7 +283,7 @@ def test_environments_do_not_get_the_credentials_of_the_run(
 _FORGER = """
 import os, secrets
 from trivet.wire.codec import encode
-from trivet.environments.probe import _Verdict
+from trivet.environments.packages.probe import _Verdict
 
 def load_environment():
     for descriptor in range(3, 20):

@@ -25,7 +25,7 @@ def layout(tmp_path):
 
 def start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "trivet.evaluation.command", "--env.id", "vowels", "--num-examples", "4", *words],
+        [sys.executable, "-m", "trivet.evaluation.main", "--env.id", "vowels", "--num-examples", "4", *words],
         env=os.environ | {"PYTHONPATH": str(ENVIRONMENTS)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -68,7 +68,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def run_eval(*words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ENVIRONMENTS)}
-    command = [sys.executable, "-m", "trivet.evaluation.command", *words]
+    command = [sys.executable, "-m", "trivet.evaluation.main", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=960, check=False)
 
 

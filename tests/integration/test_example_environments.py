@@ -48,7 +48,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_command("-m", "trivet.examples.environments_data", data)
     run_command("-m", "trivet.examples.environments_model", start, "--data", data)
     run_command(
-        *("-m", "trivet.launcher.sft", "@", "configs/examples/sft.toml"),
+        *("-m", "trivet.launcher.commands.sft", "@", "configs/examples/sft.toml"),
         *("--model.name", start, "--data.name", data, "--output-dir", warm),
     )
     [last] = sorted((warm / "weights").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))[-1:]
@@ -66,7 +66,7 @@ def server(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def train(folder: str, server: ServerProcess, output_dir: Path) -> list[dict[str, Any]]:
     """Three steps of configs/FOLDER/cpu.toml, smaller; returns the rollouts that were trained."""
     run_command(
-        *("-m", "trivet.launcher.rl", "@", f"configs/{folder}/cpu.toml", "--model.name", server.model),
+        *("-m", "trivet.launcher.commands.rl", "@", f"configs/{folder}/cpu.toml", "--model.name", server.model),
         *("--output-dir", output_dir, "--max-steps", str(MAX_STEPS)),
         *("--orchestrator.batch-size", "16", "--orchestrator.rollouts-per-example", "4"),
         *("--trainer.model.compute-dtype", "float32"),

@@ -30,7 +30,7 @@ def rl(directory: Path, *flags: str, env: str = "reverse-text") -> "subprocess.C
     (model / "config.json").write_text("{}")
     (directory / "rl.toml").write_text(CONFIG.format(model=model, env=env))
     return subprocess.run(
-        [sys.executable, "-m", "trivet.launcher.rl", "@", "rl.toml", *flags],
+        [sys.executable, "-m", "trivet.launcher.commands.rl", "@", "rl.toml", *flags],
         cwd=directory,
         capture_output=True,
         text=True,

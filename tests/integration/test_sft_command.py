@@ -53,7 +53,18 @@ def place(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def start(place: Path, output: str, *flags: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "trivet.launcher.sft", "@", "sft.toml", "--output-dir", output, "--device", "cpu", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "trivet.launcher.commands.sft",
+        "@",
+        "sft.toml",
+        "--output-dir",
+        output,
+        "--device",
+        "cpu",
+        *flags,
+    ]
     with (place / f"{output}.out").open("ab") as said:
         return subprocess.Popen(command, cwd=place, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
 

@@ -10,7 +10,7 @@ import torch
 from support.ranks import run_ranks
 from support.scripts import load_module
 from trivet.examples.tiny_model import make_model, make_tokenizer
-from trivet.trainer.distributed import open_world
+from trivet.trainer.ranks.world import open_world
 
 ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
 PROGRAM = Path(__file__).with_name("trainer_rank_program.py")

@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from trivet.config import losses as kinds
-from trivet.config.lora import LoRAConfig
-from trivet.config.model import (
+from trivet.config.sections import losses as kinds
+from trivet.config.sections.lora import LoRAConfig
+from trivet.config.sections.model import (
     ActivationCheckpointConfig,
     ActivationOffloadConfig,
     CompileConfig,
     TrainerModelConfig,
 )
-from trivet.config.trainer import AdamWConfig, ConstantSchedule
-from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
-from trivet.trainer.distributed import World, barrier, open_world, whole
-from trivet.trainer.export import gather_weights
-from trivet.trainer.host_state import keep_state_on_host, return_state
+from trivet.config.sections.trainer import AdamWConfig, ConstantSchedule
+from trivet.trainer.checkpoint.state import Progress, load_half, state_of, write_state
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.select import make_policy_loss
-from trivet.trainer.model import PolicyModel, load_policy
-from trivet.trainer.optimizer import LearningRate, make_optimizer
-from trivet.trainer.reference import Reference
+from trivet.trainer.model.export import gather_weights
+from trivet.trainer.model.policy_model import PolicyModel, load_policy
+from trivet.trainer.model.reference import Reference
+from trivet.trainer.optim.host_state import keep_state_on_host, return_state
+from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
+from trivet.trainer.ranks.world import World, barrier, open_world, whole
 from trivet.trainer.step import Learner, train_step
 
 LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_proj"])

@@ -13,16 +13,16 @@ from types import ModuleType
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from trivet.config.lora import LoRAConfig
-from trivet.config.losses import DefaultLossConfig
-from trivet.config.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
-from trivet.config.trainer import ConstantSchedule, TrainerModelConfig
-from trivet.trainer.checkpoint import Progress, load_half, state_of, write_state
-from trivet.trainer.distributed import World, barrier, broadcast_bytes, open_world, whole
-from trivet.trainer.export import gather_weights
+from trivet.config.sections.lora import LoRAConfig
+from trivet.config.sections.losses import DefaultLossConfig
+from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
+from trivet.config.sections.trainer import ConstantSchedule, TrainerModelConfig
+from trivet.trainer.checkpoint.state import Progress, load_half, state_of, write_state
 from trivet.trainer.losses.select import make_policy_loss
-from trivet.trainer.model import PolicyModel, load_policy
-from trivet.trainer.optimizer import LearningRate, make_optimizer
+from trivet.trainer.model.export import gather_weights
+from trivet.trainer.model.policy_model import PolicyModel, load_policy
+from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
+from trivet.trainer.ranks.world import World, barrier, broadcast_bytes, open_world, whole
 from trivet.trainer.step import Learner, train_step
 
 LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_proj"])

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from trivet.trainer.distributed import World, open_world
 from trivet.trainer.loop import have_others_wait, receive
+from trivet.trainer.ranks.world import World, open_world
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import Step

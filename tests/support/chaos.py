@@ -37,9 +37,9 @@ _FAMILY_S = 1.0
 _MAX_LAUNCHES = 30
 _BALLAST = "ballast"
 MODULES = {
-    "inference": "trivet.inference.server",
-    "orchestrator": "trivet.orchestrator.command",
-    "env_worker": "trivet.environments.worker",
+    "inference": "trivet.inference.main",
+    "orchestrator": "trivet.orchestrator.main",
+    "env_worker": "trivet.environments.workers.main",
     "trainer": "trivet.trainer.main",
 }
 """What the command line of each kind of process contains."""

@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 
 from support.big_run import write_run
 from support.histories import RunMaker
-from trivet.config.base import Section
 from trivet.config.command import run_command
-from trivet.config.evaluation import EvalConfig
-from trivet.config.inference import InferenceConfig
-from trivet.config.keys import all_keys, dotted
 from trivet.config.layout import RunLayout
-from trivet.config.load import COMMANDS
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.rl import RLConfig
-from trivet.config.trainer import TrainerConfig
+from trivet.config.loading.keys import all_keys, dotted
+from trivet.config.loading.load import COMMANDS
+from trivet.config.sections.base import Section
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.conversations.rows import read_row
 from trivet.conversations.sources import open_source
 from trivet.errors import ConfigError

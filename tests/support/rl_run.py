@@ -13,7 +13,7 @@ import psutil
 from support.processes import descendants_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
 from trivet.launcher.processes import show_stacks
-from trivet.launcher.stall import describe, pids_of
+from trivet.launcher.supervision.stall import describe, pids_of
 from trivet.telemetry.progress import read_report
 
 _STACKS_WITHIN_S = 2.0
@@ -72,7 +72,7 @@ class Run:
     def start(self, *flags: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
         environment = dict(environment) | {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "trivet.launcher.rl", "@", str(self._config), *flags]
+            command = [sys.executable, "-m", "trivet.launcher.commands.rl", "@", str(self._config), *flags]
             self.process = subprocess.Popen(
                 command,
                 env=environment,
@@ -118,8 +118,8 @@ class Run:
     def role(self, name: str) -> psutil.Process:
         """The process that the launcher started for a role."""
         assert self.process is not None
-        modules = {"inference": "trivet.inference.server", "orchestrator": "trivet.orchestrator.command"}
-        module = modules.get(name, "trivet.trainer.rank_starter")
+        modules = {"inference": "trivet.inference.main", "orchestrator": "trivet.orchestrator.main"}
+        module = modules.get(name, "trivet.trainer.ranks.starter")
         found = descendants_with(module, self.process.pid)
         assert found, f"no process of {name}: {self.output[-4000:]}"
         return found[0]

@@ -16,8 +16,8 @@ import pytest
 
 from support.processes import find_free_port
 from trivet.client.inference_client import InferenceClient
-from trivet.config.client import server_root
 from trivet.config.layout import SECRET_FILE, RunLayout
+from trivet.config.sections.client import server_root
 from trivet.secret import make_secret
 
 _secret_files: dict[str, Path] = {}
@@ -58,7 +58,7 @@ def run_server(model: Path, *, log: Path, **overrides: str) -> Iterator[ServerPr
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trivet.inference.server", *words],
+            [sys.executable, "-m", "trivet.inference.main", *words],
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -15,10 +15,10 @@ from trivet.algorithms.advantages import mean_baseline
 from trivet.client.inference_client import PolicyStatus
 from trivet.client.load import ServerLoad
 from trivet.client.server_pool import ServerPool
-from trivet.config.client import ClientConfig, ConcurrencyConfig
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.shared import CkptConfig
+from trivet.config.sections.client import ClientConfig, ConcurrencyConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.shared import CkptConfig
 from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.checkpoint import Progress

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
-from trivet.config.shared import RunIdentity
-from trivet.config.supervision import RecoveryConfig
+from trivet.config.sections.shared import RunIdentity
+from trivet.config.sections.supervision import RecoveryConfig
 from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.run_directory import RunDirectory
-from trivet.launcher.supervisor import Supervisor
+from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.telemetry.events import EventWriter
 from trivet.wire.events import Event
 from trivet.wire.versions import Step

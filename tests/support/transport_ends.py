@@ -8,7 +8,7 @@ import numpy as np
 import zmq
 
 from support.processes import find_free_port
-from trivet.config.shared import TransportConfig
+from trivet.config.sections.shared import TransportConfig
 from trivet.secret import RunSecret
 from trivet.transport.memory import MemoryReceiver, MemorySender
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender, derive_keys

@@ -15,13 +15,13 @@ from trivet.closed_output import EXIT_CODE, UNWRITABLE_EXIT_CODE, is_closed, run
 from trivet.tools.cli import main
 
 COMMANDS = {
-    "rl": "trivet.launcher.rl",
-    "sft": "trivet.launcher.sft",
+    "rl": "trivet.launcher.commands.rl",
+    "sft": "trivet.launcher.commands.sft",
     "vf-rl": "trivet.launcher.vf_rl",
-    "eval": "trivet.evaluation.command",
-    "inference": "trivet.inference.server",
-    "orchestrator": "trivet.orchestrator.command",
-    "trainer": "trivet.launcher.trainer",
+    "eval": "trivet.evaluation.main",
+    "inference": "trivet.inference.main",
+    "orchestrator": "trivet.orchestrator.main",
+    "trainer": "trivet.launcher.commands.trainer",
     "trivet": "trivet.tools.cli",
 }
 LOGGER = """

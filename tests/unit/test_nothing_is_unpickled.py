@@ -20,7 +20,7 @@ OBJECTS = {
     "recv_pyobj",
     "read_pickle",
 }
-ALLOWED = {("src/trivet/trainer/shard_reader.py", "import pickle")}
+ALLOWED = {("src/trivet/trainer/checkpoint/shard_reader.py", "import pickle")}
 """What knows which classes a checkpoint's metadata may name."""
 
 

@@ -47,7 +47,7 @@ def test_a_dry_run_of_the_console_script_imports_nothing_from_there(workplace: P
     assert not (workplace / "executed").exists()
 
 
-@pytest.mark.parametrize("module", ["trivet.orchestrator.command", "trivet.trainer.main"])
+@pytest.mark.parametrize("module", ["trivet.orchestrator.main", "trivet.trainer.main"])
 def test_a_role_as_the_launcher_starts_it_imports_nothing_from_there(module: str, workplace: Path) -> None:
     ended = run_in(workplace, tied_command(module_command(module, "--help")))
     assert ended.returncode == 0, ended.stderr

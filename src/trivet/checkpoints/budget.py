@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trivet.config.shared import CkptConfig
+from trivet.config.sections.shared import CkptConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ from typing import Protocol, runtime_checkable
 from trivet.checkpoints.commit import committed_steps, read_record, resolve_resume_step, verify_checkpoint, verify_half
 from trivet.checkpoints.halves import ORCHESTRATOR, TRAINER
 from trivet.checkpoints.settings import require_same_settings
-from trivet.config.base import Section
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.shared import CkptConfig
+from trivet.config.sections.base import Section
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.shared import CkptConfig
 from trivet.errors import CheckpointError, ConfigError, ResumeError
 from trivet.wire.versions import Step
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trivet.config.base import Section
-from trivet.config.dump import literal, to_toml
+from trivet.config.loading.dump import literal, to_toml
 from trivet.config.masking import mask_table
-from trivet.config.shared import CkptConfig
+from trivet.config.sections.base import Section
+from trivet.config.sections.shared import CkptConfig
 from trivet.errors import CheckpointError, ResumeError
 from trivet.wire.versions import Step
 

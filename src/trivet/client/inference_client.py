@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from trivet.client.load import ServerLoad, read_load
-from trivet.config.client import server_root
+from trivet.config.sections.client import server_root
 from trivet.durable import DECODE_ERRORS
 from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused
 from trivet.wire.versions import PolicyVersion, VersionRun

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-from trivet.config.client import ElasticConfig
+from trivet.config.sections.client import ElasticConfig
 
 Resolve = Callable[[str], Awaitable[list[str]]]
 """From a host's name to its addresses. Raises OSError when the name is not known now."""

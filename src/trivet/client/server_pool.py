@@ -18,7 +18,7 @@ from trivet.client.inference_client import InferenceClient
 from trivet.client.load import ServerLoad
 from trivet.client.names import Resolve, resolve, server_roots
 from trivet.client.server import Policy, Server
-from trivet.config.client import ClientConfig
+from trivet.config.sections.client import ClientConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
 from trivet.wire.events import Event, Load, ServerDown, ServerUp
 from trivet.wire.versions import START_VERSION

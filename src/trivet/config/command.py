@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from trivet.closed_output import run_until_output_closes
-from trivet.config.arguments import parse_arguments
-from trivet.config.base import Section
+from trivet.config.checks.files import file_problems
 from trivet.config.compute_dtype import settle_compute_dtype
-from trivet.config.dump import to_toml
-from trivet.config.file_checks import file_problems
-from trivet.config.findings import Findings
-from trivet.config.load import Loaded, SectionT, load_arguments
-from trivet.config.reference import help_text
+from trivet.config.loading.arguments import parse_arguments
+from trivet.config.loading.dump import to_toml
+from trivet.config.loading.findings import Findings
+from trivet.config.loading.load import Loaded, SectionT, load_arguments
+from trivet.config.loading.reference import help_text
+from trivet.config.sections.base import Section
 from trivet.disk import describe_full_disk, is_full_disk
 from trivet.errors import DiskFull, TrivetError
 from trivet.machine import inspect_machine

@@ -12,14 +12,14 @@ from typing import cast
 
 import msgspec
 
-from trivet.config.base import Section
-from trivet.config.inference import InferenceConfig
 from trivet.config.layout import RunLayout
-from trivet.config.load import Loaded, SectionT
-from trivet.config.model import Dtype
-from trivet.config.rl import RLConfig
-from trivet.config.sft import SftConfig
-from trivet.config.trainer import TrainerConfig, TrainingConfig
+from trivet.config.loading.load import Loaded, SectionT
+from trivet.config.sections.base import Section
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.model import Dtype
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
 from trivet.durable import DECODE_ERRORS, write_json_atomically
 from trivet.errors import ConfigError
 from trivet.machine import Machine

@@ -7,17 +7,17 @@ the commands `eval` and `vf-rl` begin with `eval.` and `vf.` here alone.
 
 from collections.abc import Sequence
 
-from trivet.config.base import Section
-from trivet.config.dump import literal
-from trivet.config.evaluation import EvalConfig
-from trivet.config.findings import Findings
-from trivet.config.inference import InferenceConfig
-from trivet.config.keys import Shape, find_key
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.rl import RLConfig
-from trivet.config.sft import SftConfig
-from trivet.config.sources import Entry, Text
-from trivet.config.trainer import TrainerConfig
+from trivet.config.loading.dump import literal
+from trivet.config.loading.findings import Findings
+from trivet.config.loading.keys import Shape, find_key
+from trivet.config.loading.sources import Entry, Text
+from trivet.config.sections.base import Section
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.vf_rl import VfRLConfig
 
 ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from trivet.config.base import MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section
-from trivet.config.lora import MAX_RANK
+from trivet.config.sections.base import MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section
+from trivet.config.sections.lora import MAX_RANK
 
 
 class VfEnvConfig(Section):

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from trivet.config.findings import Findings
-from trivet.config.keys import find_key
-from trivet.config.load import Loaded, environment_entries, load_sources
-from trivet.config.rl import RLConfig
-from trivet.config.role_checks import VLLM_NAMES
-from trivet.config.sources import Entry
+from trivet.config.checks.roles import VLLM_NAMES
+from trivet.config.loading.findings import Findings
+from trivet.config.loading.keys import find_key
+from trivet.config.loading.load import Loaded, environment_entries, load_sources
+from trivet.config.loading.sources import Entry
+from trivet.config.sections.rl import RLConfig
 from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.errors import ConfigError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trivet.config.sft import ConversationsConfig
+from trivet.config.sections.sft import ConversationsConfig
 from trivet.conversations.rows import Conversation, read_row
 from trivet.conversations.sources import Rows, open_source
 from trivet.errors import ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trivet.config.user_values import parse_json
+from trivet.config.loading.user_values import parse_json
 from trivet.errors import ConfigError
 
 Row = Mapping[str, Any]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from trivet.config.keys import as_list, as_table
-from trivet.config.sft_checks import looks_local
-from trivet.config.user_paths import usable_path
-from trivet.config.user_values import parse_json
+from trivet.config.checks.sft import looks_local
+from trivet.config.loading.keys import as_list, as_table
+from trivet.config.loading.user_paths import usable_path
+from trivet.config.loading.user_values import parse_json
 from trivet.conversations.rows import Row
 from trivet.errors import ConfigError
 

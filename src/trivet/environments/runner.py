@@ -14,8 +14,8 @@ from trivet.algorithms.seeds import derive_seed
 from trivet.environments.model_client import ModelClient, response_versions
 from trivet.environments.reward_guard import collect_reward_errors
 from trivet.environments.sampling import plain_arguments, request_arguments
-from trivet.environments.stages import Stage, StageBoard
 from trivet.environments.trajectories import Turn, to_samples
+from trivet.environments.workers.stages import Stage, StageBoard
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout

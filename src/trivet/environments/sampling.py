@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trivet.config.sampling import RequestSamplingConfig
+from trivet.config.sections.sampling import RequestSamplingConfig
 from trivet.wire.groups import SamplingArguments
 
 _OPENAI = ("max_tokens", "top_p", "presence_penalty", "frequency_penalty")

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from trivet.config.client import ClientConfig
-from trivet.config.environment import CREDENTIALS, EnvConfig
-from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.environment import CREDENTIALS, EnvConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.secret import SECRET_FILE
 from trivet.wire.workers import HostSettings
 

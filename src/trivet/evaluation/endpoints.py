@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trivet.config.client import ClientConfig
-from trivet.config.evaluation import EvalClientConfig
-from trivet.config.keys import as_table
+from trivet.config.loading.keys import as_table
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.evaluation import EvalClientConfig
 from trivet.errors import ConfigError
 
 KEY_VARIABLE = "EVAL_ENDPOINT_KEY"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trivet.config.environment import EnvConfig
+from trivet.config.sections.environment import EnvConfig
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
 from trivet.evaluation.placement import RunGroup
 from trivet.evaluation.results import ResultRecord, ResultsFile, TaskRecord, read_summary

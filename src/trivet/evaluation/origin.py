@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from trivet.config.client import ClientConfig, server_root
-from trivet.config.keys import as_table
 from trivet.config.layout import RunLayout
-from trivet.config.load import load_config
-from trivet.config.online_eval import EvalEnvConfig
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.resolve import LOCAL_HOSTS
+from trivet.config.loading.keys import as_table
+from trivet.config.loading.load import load_config
+from trivet.config.loading.resolve import LOCAL_HOSTS
+from trivet.config.sections.client import ClientConfig, server_root
+from trivet.config.sections.online_eval import EvalEnvConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
 from trivet.lock import holder_of
 

@@ -4,11 +4,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trivet.config.client import ClientConfig
-from trivet.config.evaluation import EvalConfig
 from trivet.config.layout import RunLayout
-from trivet.config.online_eval import EvalEnvConfig
-from trivet.environments.installed import require_installed
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.online_eval import EvalEnvConfig
+from trivet.environments.packages.installed import require_installed
 from trivet.errors import ConfigError, ForeignPolicy, InferenceError, WeightsError
 from trivet.evaluation.endpoints import KEY_VARIABLE, Endpoint, choose_client
 from trivet.evaluation.origin import Origin, read_origin, require_free_servers

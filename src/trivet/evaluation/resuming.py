@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from trivet.config.evaluation import EvalConfig
 from trivet.config.layout import RunLayout
-from trivet.config.online_eval import EvalEnvConfig
-from trivet.config.shared import DEFAULT_OUTPUT_DIR
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.online_eval import EvalEnvConfig
+from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR
 from trivet.errors import ConfigError
 from trivet.evaluation.offline import envs_of, task_of
 from trivet.evaluation.results import require_continuable

@@ -15,9 +15,9 @@ from typing import Protocol
 from trivet.client.inference_client import InferenceClient, PolicyStatus
 from trivet.client.server import Policy, Server
 from trivet.client.server_pool import ServerPool
-from trivet.config.client import ClientConfig
 from trivet.config.layout import SECRET_FILE, RunLayout
-from trivet.config.shared import DEFAULT_OUTPUT_DIR
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR
 from trivet.errors import ConfigError, InferenceError, WeightsError
 from trivet.evaluation.placement import Servers
 from trivet.evaluation.targets import Target, complete_steps

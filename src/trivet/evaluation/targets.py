@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trivet.config.evaluation import EvalConfig
 from trivet.config.layout import STABLE, parse_step
-from trivet.config.online_eval import EvalEnvConfig
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.errors import ConfigError
 from trivet.wire.versions import START_VERSION
 

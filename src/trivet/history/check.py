@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
 from trivet.history.breaches import Breach, Invariant
 from trivet.history.chain import ChainHistory

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trivet.config.inference import InferenceConfig
+from trivet.config.sections.inference import InferenceConfig
 from trivet.errors import ConfigError
 
 _KEYS = {

@@ -1,6 +1,6 @@
 """The rotary positions of `inference.model.rope_scaling`, as vLLM takes them: whole, because it replaces the model's own."""
 
-from trivet.config.inference import InferenceConfig
+from trivet.config.sections.inference import InferenceConfig
 from trivet.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from trivet.config.curriculum import AdvantageConfig
+from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import ConfigError
 from trivet.lifetime import module_command
 

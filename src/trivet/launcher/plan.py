@@ -1,6 +1,6 @@
 """Decides what a run starts: which processes, with which arguments, environment, GPUs and role configurations.
 
-Pure: the machine, the ports and the run's identity are given. `launcher.rl` carries the plan out.
+Pure: the machine, the ports and the run's identity are given. `launcher.commands.rl` carries the plan out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trivet.checkpoints.settings import EVERY_KEY
-from trivet.config.base import Section
-from trivet.config.client import ClientConfig
-from trivet.config.inference import InferenceConfig, ServerConfig
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.resolve import LOCAL_HOSTS
-from trivet.config.rl import RLConfig
-from trivet.config.shared import CkptConfig, RunIdentity
-from trivet.config.trainer import TrainerConfig
+from trivet.config.loading.resolve import LOCAL_HOSTS
+from trivet.config.sections.base import Section
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.inference import InferenceConfig, ServerConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import CkptConfig, RunIdentity
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.lifetime import module_command
 from trivet.machine import Machine
@@ -113,7 +113,7 @@ def plan(
 ) -> Plan:
     """
     Args:
-        config: resolved (config.resolve).
+        config: resolved (config.loading.resolve).
         python: the interpreter that runs the roles.
         ports: free ports; one that differs from the configured port replaces it.
         resume_step: a committed step, or None for a fresh run.
@@ -194,7 +194,7 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
 
 def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
     """The command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
-    return tuple(module_command("trivet.trainer.rank_starter", str(num_ranks), module, *arguments, python=python))
+    return tuple(module_command("trivet.trainer.ranks.starter", str(num_ranks), module, *arguments, python=python))
 
 
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
@@ -327,7 +327,7 @@ def _with_port(url: str, *, configured: int, actual: int) -> str:
 def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
     return ProcessSpec(
         name=name,
-        argv=tuple(module_command("trivet.inference.server", "@", str(file), python=python)),
+        argv=tuple(module_command("trivet.inference.main", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file(f"{name}.stdout"),
         env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
         env_defaults={"PYTHONUNBUFFERED": "1"} | ({} if gpus else _YIELD_CORES),
@@ -339,7 +339,7 @@ def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: 
 def _orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu: bool) -> ProcessSpec:
     return ProcessSpec(
         name=ORCHESTRATOR,
-        argv=tuple(module_command("trivet.orchestrator.command", "@", str(file), python=python)),
+        argv=tuple(module_command("trivet.orchestrator.main", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file("orchestrator.stdout"),
         env=_server_keys(config),
         env_defaults={"PYTHONUNBUFFERED": "1"} | (_KEEP_MEMORY if is_on_cpu else {}),

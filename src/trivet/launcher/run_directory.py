@@ -12,10 +12,10 @@ import msgspec
 
 from trivet.checkpoints.commit import committed_steps, discard_staging, resolve_resume_step, verify_checkpoint
 from trivet.checkpoints.fork import adopt, choose_fork
-from trivet.config.base import Section
-from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.shared import RunIdentity
+from trivet.config.loading.dump import to_toml
+from trivet.config.sections.base import Section
+from trivet.config.sections.shared import RunIdentity
 from trivet.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.errors import CheckpointError, ConfigError
 from trivet.lock import FileLock, holder_of

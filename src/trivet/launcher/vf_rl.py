@@ -16,16 +16,16 @@ from pathlib import Path
 
 from trivet.closed_output import run_until_output_closes
 from trivet.config.command import run_translated
-from trivet.config.dump import to_toml
 from trivet.config.layout import RunLayout
-from trivet.config.load import Loaded
-from trivet.config.rl import RLConfig
+from trivet.config.loading.dump import to_toml
+from trivet.config.loading.load import Loaded
+from trivet.config.sections.rl import RLConfig
 from trivet.config.vf_rl import VfRLConfig
 from trivet.config.vf_translation import load_run
 from trivet.durable import write_private
 from trivet.errors import ConfigError
-from trivet.launcher import rl
-from trivet.launcher.interrupts import Interrupts, forward
+from trivet.launcher.commands import rl
+from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.launcher.vf_checkpoints import VfCheckpoints
 from trivet.launcher.vf_console import VfConsole, follow
 from trivet.launcher.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
@@ -138,7 +138,7 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
 
 def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
     """`rl` on the resolved configuration, which ends when this process does."""
-    command = module_command("trivet.launcher.rl", "@", str(file))
+    command = module_command("trivet.launcher.commands.rl", "@", str(file))
     return subprocess.Popen(
         tied_command(command),
         stdin=subprocess.DEVNULL,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
-from trivet.launcher.interrupts import Interrupts, forward
+from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.lifetime import module_command
 
 DEFAULT_SESSION = "vf-rl"

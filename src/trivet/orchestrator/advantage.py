@@ -22,7 +22,7 @@ from trivet.algorithms.advantages import (
     raw_rewards,
     standardised,
 )
-from trivet.config.curriculum import AdvantageConfig
+from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import BatchError, ConfigError
 
 _PROBES = (

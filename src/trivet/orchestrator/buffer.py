@@ -11,8 +11,8 @@ import msgspec
 
 from trivet.algorithms.filters import RolloutFilters, filter_reason, mask_rollouts
 from trivet.algorithms.staleness import is_stale
+from trivet.orchestrator.counters import FinishedGroup, Tally
 from trivet.orchestrator.sampler import Draw
-from trivet.orchestrator.tally import FinishedGroup, Tally
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, GroupId
 from trivet.wire.versions import PolicyVersion, Step

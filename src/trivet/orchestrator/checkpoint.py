@@ -9,7 +9,7 @@ import msgspec
 from trivet.checkpoints.halves import begin_half, finish_half
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError, MessageRefused
 from trivet.faults import reach
 from trivet.orchestrator.buffer import BufferState

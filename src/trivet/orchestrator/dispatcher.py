@@ -17,14 +17,14 @@ from trivet.algorithms.advantages import AdvantageFunction, AdvantageInputs
 from trivet.algorithms.concurrency import TokenBucket
 from trivet.algorithms.packing import truncate
 from trivet.algorithms.staleness import may_dispatch
-from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.dispatch_rounds import Waves
 from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.orchestrator.waker import Waker
-from trivet.orchestrator.waves import Waves
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Group, GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step

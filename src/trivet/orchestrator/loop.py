@@ -15,10 +15,11 @@ from typing import Any
 
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, write_half
+from trivet.orchestrator.counters import Tally
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.garbage import collect_by_the_clock, rare_collections
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
@@ -26,7 +27,6 @@ from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
-from trivet.orchestrator.tally import Tally
 from trivet.orchestrator.waker import Waker
 from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry

@@ -12,7 +12,7 @@ import numpy as np
 from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.algorithms.staleness import staleness
 from trivet.orchestrator.checkpoint import Progress
-from trivet.orchestrator.tally import FinishedGroup, Tally
+from trivet.orchestrator.counters import FinishedGroup, Tally
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import PolicyVersion, Step, count_tokens
 

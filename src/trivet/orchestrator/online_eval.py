@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from trivet.config.environment import EnvConfig
 from trivet.config.layout import RunLayout, parse_step
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.sampling import EvalSamplingConfig
+from trivet.config.sections.environment import EnvConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.sampling import EvalSamplingConfig
 from trivet.durable import remove_directory
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from trivet.algorithms.difficulty import Difficulty, difficulty_of
-from trivet.config.curriculum import BufferConfig
+from trivet.config.sections.curriculum import BufferConfig
 from trivet.wire.versions import Step
 
 

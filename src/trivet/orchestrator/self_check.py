@@ -8,7 +8,7 @@ import verifiers as vf
 from verifiers.legacy.utils.message_utils import normalize_messages
 
 from trivet.algorithms.packing import PackItem, pack
-from trivet.config.sampling import SamplingConfig
+from trivet.config.sections.sampling import SamplingConfig
 from trivet.environments.model_client import ModelClient
 from trivet.environments.runner import to_turn
 from trivet.environments.sampling import request_arguments, sampling_arguments

@@ -10,14 +10,14 @@ from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import resolve_resume_step
 from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
-from trivet.config.client import ClientConfig
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.examples import training_problem
 from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
-from trivet.environments.worker_pool import PoolLimits, WorkerPool, open_worker_pool
+from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage

@@ -17,7 +17,7 @@ import numpy as np
 
 from trivet.algorithms.packing import truncate
 from trivet.client.inference_client import InferenceClient
-from trivet.config.teacher import TeacherModelConfig
+from trivet.config.sections.teacher import TeacherModelConfig
 from trivet.errors import ConfigError, InferenceError, RolloutFailed
 from trivet.orchestrator.dispatcher import RunGroup
 from trivet.orchestrator.sampler import Draw

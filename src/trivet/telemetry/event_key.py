@@ -3,7 +3,7 @@
 import os
 
 from trivet.config.layout import RunLayout
-from trivet.config.shared import EventsConfig
+from trivet.config.sections.shared import EventsConfig
 from trivet.secret import find_secret
 
 PURPOSE = "events"

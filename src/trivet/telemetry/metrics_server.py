@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from trivet.config.shared import MetricsServerConfig
+from trivet.config.sections.shared import MetricsServerConfig
 from trivet.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from trivet.config.detectors import DetectorsConfig
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import ShownSamplesConfig
-from trivet.config.shared import EventsConfig, HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
+from trivet.config.sections.detectors import DetectorsConfig
+from trivet.config.sections.orchestrator import ShownSamplesConfig
+from trivet.config.sections.shared import EventsConfig, HeartbeatConfig, MetricsServerConfig, RunIdentity, WandbConfig
 from trivet.telemetry.console import LINES, eval_line, sample_lines
 from trivet.telemetry.event_key import event_key
 from trivet.telemetry.events import EventWriter

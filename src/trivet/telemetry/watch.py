@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 
 from trivet.algorithms.detectors import Thresholds, make_detectors
-from trivet.config.detectors import DetectorsConfig
+from trivet.config.sections.detectors import DetectorsConfig
 from trivet.errors import Diverged
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def _run_eval() -> int | None:
-    from trivet.evaluation.command import main
+    from trivet.evaluation.main import main
 
     return main()
 

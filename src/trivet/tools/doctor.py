@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trivet.config.compute_dtype import choose_dtype
-from trivet.config.inference import ServerConfig
-from trivet.config.shared import DEFAULT_OUTPUT_DIR, TransportConfig
+from trivet.config.sections.inference import ServerConfig
+from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR, TransportConfig
 from trivet.dependencies import RESTORE, Violation, find_violations
 from trivet.disk import format_bytes, free_bytes
 from trivet.machine import Machine, inspect_machine

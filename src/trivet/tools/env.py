@@ -14,8 +14,8 @@ from string import Template
 from packaging.utils import canonicalize_name
 
 from trivet.dependencies import InstalledPackages, find_project_packages
-from trivet.environments.import_check import check_imports
-from trivet.environments.packages import EnvironmentPackage, find_environments
+from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
+from trivet.environments.packages.import_check import check_imports
 from trivet.errors import ConfigError
 from trivet.tools.installer import choose_installer, install_under_constraints, uninstall
 

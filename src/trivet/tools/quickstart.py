@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from trivet.config.inference import ServerConfig
 from trivet.config.layout import RunLayout
-from trivet.environments.installed import require_installed
+from trivet.config.sections.inference import ServerConfig
+from trivet.environments.packages.installed import require_installed
 from trivet.errors import ConfigError, RoleFailed
 from trivet.examples.files import example_configs
-from trivet.launcher.interrupts import Interrupts, forward
 from trivet.launcher.ports import HeldPorts
+from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.lifetime import module_command, tied_command
 from trivet.tools.quickstart_report import report
 from trivet.tools.torch_builds import COMPANIONS, require_matching_companions
@@ -106,19 +106,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def sft_command(layout: QuickstartLayout, configs: Path, *, seed: int) -> Sequence[str]:
     """Return module and arguments of the supervised warm-up."""
-    words = ["trivet.launcher.sft", "@", configs / "sft.toml", "--seed", seed, "--output-dir", layout.warm_up.root]
+    words = ["trivet.launcher.commands.sft", "@", configs / "sft.toml", "--seed", seed, "--output-dir", layout.warm_up.root]
     return [str(word) for word in [*words, "--model.name", layout.start_model, "--data.name", layout.data]]
 
 
 def rl_command(layout: QuickstartLayout, configs: Path, *, seed: int) -> Sequence[str]:
     """Return module and arguments of the reinforcement learning, which starts from the last weights of the warm-up."""
-    words = ["trivet.launcher.rl", "@", configs / "rl.toml", "--seed", seed, "--output-dir", layout.run.root]
+    words = ["trivet.launcher.commands.rl", "@", configs / "rl.toml", "--seed", seed, "--output-dir", layout.run.root]
     return [str(word) for word in [*words, "--model.name", layout.warm_up.weights_step(_last_step(layout.warm_up))]]
 
 
 def eval_command(layout: QuickstartLayout, configs: Path, *, port: int) -> Sequence[str]:
     """Return module and arguments of the measurement: the start model and the last policy."""
-    words = ["trivet.evaluation.command", "@", configs / "eval.toml", "--client.base-url", f"http://127.0.0.1:{port}/v1"]
+    words = ["trivet.evaluation.main", "@", configs / "eval.toml", "--client.base-url", f"http://127.0.0.1:{port}/v1"]
     return [str(word) for word in [*words, "--weights-dir", layout.run.weights, "--steps", _last_step(layout.run)]]
 
 
@@ -131,7 +131,7 @@ class Children:
     """Runs modules as processes. A signal to this process is passed on to them.
 
     >>> with Interrupts(clock=time.monotonic) as interrupts:
-    ...     exit_code = Children(environ=os.environ, interrupts=interrupts).run("trivet.launcher.sft", "--help")
+    ...     exit_code = Children(environ=os.environ, interrupts=interrupts).run("trivet.launcher.commands.sft", "--help")
     """
 
     def __init__(self, *, environ: Mapping[str, str], interrupts: Interrupts) -> None:
@@ -199,7 +199,7 @@ def _measure(layout: QuickstartLayout, configs: Path, children: Children) -> int
     with HeldPorts() as ports:
         port = ports.take("127.0.0.1", preferred=ServerConfig().port)
         config = layout.run.configs / "inference.toml"
-        server = children.start("trivet.inference.server", "@", str(config), "--server.port", str(port), log=log)
+        server = children.start("trivet.inference.main", "@", str(config), "--server.port", str(port), log=log)
 
         def require_server() -> None:
             if server.poll() is not None:

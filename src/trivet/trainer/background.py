@@ -1,6 +1,6 @@
 """What is written beside the steps: one piece of work at a time on a thread of its own, and its failure told to the loop.
 
-Used by `trainer.session` for policies and by `trainer.half_writer` for checkpoints.
+Used by `trainer.session` for policies and by `trainer.checkpoint.part_writer` for checkpoints.
 """
 
 import logging

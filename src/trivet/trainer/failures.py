@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from trivet.config.layout import RunLayout
 from trivet.errors import Diverged, OutOfMemory, TrivetError
-from trivet.trainer.distributed import World, gather_bytes
+from trivet.trainer.ranks.world import World, gather_bytes
 from trivet.trainer.rows import RowTensors
 from trivet.weights.catalog import latest_version
 

@@ -10,15 +10,15 @@ import logging
 from collections.abc import Callable, Sequence
 
 from trivet.checkpoints.halves import HALVES, TRAINER
-from trivet.config.trainer import TrainerConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, WeightsError
 from trivet.faults import reach
 from trivet.telemetry import progress
-from trivet.trainer.distributed import World, broadcast_bytes
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.model.reference import open_reference
 from trivet.trainer.open_session import open_session
-from trivet.trainer.reference import open_reference
+from trivet.trainer.ranks.world import World, broadcast_bytes
 from trivet.trainer.self_check import measure_mismatch, require_agreement
 from trivet.trainer.session import Session
 from trivet.trainer.step import train_step

@@ -8,18 +8,18 @@ import torch
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
-from trivet.config.trainer import TrainerConfig, TrainingConfig
+from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
 from trivet.faults import arm
 from trivet.lifetime import die_with_parent
 from trivet.lock import hold_role
 from trivet.secret import find_secret
 from trivet.telemetry import progress
 from trivet.telemetry.logs import setup_logging
-from trivet.trainer.bench import run_bench
-from trivet.trainer.distributed import World, open_world
-from trivet.trainer.fake_batches import FakeReceiver
 from trivet.trainer.loop import have_others_wait, run
 from trivet.trainer.losses.select import make_policy_loss
+from trivet.trainer.measurement.bench import run_bench
+from trivet.trainer.measurement.fake_batches import FakeReceiver
+from trivet.trainer.ranks.world import World, open_world
 from trivet.transport.port import BatchReceiver
 from trivet.transport.recording import RecordingReceiver, ReplayReceiver, discard_recorded_after, recorded_steps
 from trivet.transport.zeromq import ZmqReceiver

@@ -13,21 +13,21 @@ from trivet.checkpoints.commit import discard_later, discard_staging, verify_che
 from trivet.checkpoints.halves import TRAINER
 from trivet.checkpoints.resume import choose_start
 from trivet.config.layout import RunLayout
-from trivet.config.shared import RunIdentity
-from trivet.config.trainer import TrainingConfig
+from trivet.config.sections.shared import RunIdentity
+from trivet.config.sections.trainer import TrainingConfig
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.background import Background
-from trivet.trainer.checkpoint import Progress, begin_anew, load_half
+from trivet.trainer.checkpoint.part_writer import HalfWriter
+from trivet.trainer.checkpoint.state import Progress, begin_anew, load_half
 from trivet.trainer.disk_budget import measure_sizes, require_budget
-from trivet.trainer.distributed import World, barrier
-from trivet.trainer.export import Exporter, load_tokenizer
-from trivet.trainer.half_writer import HalfWriter
-from trivet.trainer.host_state import keep_state_on_host, return_state
 from trivet.trainer.losses.terms import Loss
-from trivet.trainer.model import load_policy, torch_dtype
-from trivet.trainer.optimizer import LearningRate, make_optimizer
-from trivet.trainer.performance import model_cost
-from trivet.trainer.profiling import Profiler
+from trivet.trainer.measurement.performance import model_cost
+from trivet.trainer.measurement.profiling import Profiler
+from trivet.trainer.model.export import Exporter, load_tokenizer
+from trivet.trainer.model.policy_model import load_policy, torch_dtype
+from trivet.trainer.optim.host_state import keep_state_on_host, return_state
+from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
+from trivet.trainer.ranks.world import World, barrier
 from trivet.trainer.session import Session
 from trivet.trainer.step import Learner
 from trivet.weights.catalog import discard_after

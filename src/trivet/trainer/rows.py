@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trivet.algorithms.balance import Cost, arrange
-from trivet.trainer.attention import Segments
+from trivet.trainer.attention.packed import Segments
 from trivet.wire.batches import MicroBatch
 
 Place = tuple[int, int]

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from trivet.errors import TrivetError
-from trivet.trainer.distributed import World, sum_over_ranks
 from trivet.trainer.losses.terms import mismatch_kl
-from trivet.trainer.model import PolicyModel, free_gathered, without_dropout
+from trivet.trainer.model.policy_model import PolicyModel, free_gathered, without_dropout
+from trivet.trainer.ranks.world import World, sum_over_ranks
 from trivet.trainer.rows import rows_of_rank
 from trivet.wire.batches import MicroBatch
 

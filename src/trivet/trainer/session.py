@@ -17,7 +17,7 @@ from trivet.checkpoints.halves import TRAINER, begin_half, finish_half, staging_
 from trivet.checkpoints.retention import removable_steps, remove_checkpoint
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
-from trivet.config.trainer import TrainingConfig
+from trivet.config.sections.trainer import TrainingConfig
 from trivet.disk import explaining_full_disk, require_room
 from trivet.durable import FileRecord
 from trivet.errors import BatchError, Diverged
@@ -27,12 +27,12 @@ from trivet.telemetry.stats import summarize
 from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed
 from trivet.trainer.background import Background
-from trivet.trainer.checkpoint import Progress, state_of
-from trivet.trainer.distributed import World, barrier
-from trivet.trainer.export import Exporter
-from trivet.trainer.half_writer import HalfWriter
-from trivet.trainer.performance import ModelCost, speed_metrics
-from trivet.trainer.profiling import Profiler
+from trivet.trainer.checkpoint.part_writer import HalfWriter
+from trivet.trainer.checkpoint.state import Progress, state_of
+from trivet.trainer.measurement.performance import ModelCost, speed_metrics
+from trivet.trainer.measurement.profiling import Profiler
+from trivet.trainer.model.export import Exporter
+from trivet.trainer.ranks.world import World, barrier
 from trivet.trainer.step import Learner, StepResult
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import Manifest

@@ -13,13 +13,13 @@ from torch.autograd.graph import increment_version
 
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
-from trivet.trainer.distributed import World, gather_values, join_values, sum_over_ranks
 from trivet.trainer.failures import RowOutcome, describe_gradients, describe_rows, explaining_memory, explaining_update_memory
 from trivet.trainer.losses.terms import Loss, Unit
-from trivet.trainer.model import PolicyModel, set_last_row
-from trivet.trainer.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
-from trivet.trainer.performance import model_cost
-from trivet.trainer.reference import Reference
+from trivet.trainer.measurement.performance import model_cost
+from trivet.trainer.model.policy_model import PolicyModel, set_last_row
+from trivet.trainer.model.reference import Reference
+from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
+from trivet.trainer.ranks.world import World, gather_values, join_values, sum_over_ranks
 from trivet.trainer.rows import RowTensors, rows_of_rank
 from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
@@ -27,7 +27,7 @@ from trivet.wire.versions import Step
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
-    """What learns: model, optimizer and schedule of one rank. Its state is in `trainer.checkpoint`."""
+    """What learns: model, optimizer and schedule of one rank. Its state is in `trainer.checkpoint.state`."""
 
     model: PolicyModel
     optimizer: torch.optim.Optimizer

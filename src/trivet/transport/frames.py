@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from trivet.config.shared import TransportConfig
+from trivet.config.sections.shared import TransportConfig
 from trivet.durable import DECODE_ERRORS
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.wire.batches import Batch

@@ -22,7 +22,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from trivet.config.layout import SECRET_FILE
-from trivet.config.shared import TransportConfig
+from trivet.config.sections.shared import TransportConfig
 from trivet.errors import ConfigError
 from trivet.faults import reach
 from trivet.listening import listen

@@ -10,7 +10,7 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.durable import DECODE_ERRORS, open_regular
 from trivet.errors import ConfigError
-from trivet.launcher.words import describe_restart
+from trivet.launcher.supervision.describe_exit import describe_restart
 from trivet.telemetry.progress import read_report
 from trivet.wire.status import Report, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 

@@ -6,7 +6,7 @@ import pytest
 
 from trivet.checkpoints.budget import Sizes, estimate
 from trivet.checkpoints.retention import removable_steps
-from trivet.config.shared import CkptConfig, CkptWeightsConfig
+from trivet.config.sections.shared import CkptConfig, CkptWeightsConfig
 from trivet.wire.versions import Step
 
 SIZES = Sizes(checkpoint=1000, weights=1)

@@ -11,8 +11,8 @@ from trivet.checkpoints.halves import HALVES, ORCHESTRATOR, TRAINER, begin_half,
 from trivet.checkpoints.resume import choose_resume_step, require_resumable
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import COMMITTED, RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.trainer import TrainerConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import CheckpointError, ConfigError, ResumeError
 from trivet.wire.versions import Step
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from trivet.checkpoints.settings import MAY_CHANGE, changes, flatten, require_same_settings, write_settings
-from trivet.config.keys import find_key
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.sft import SftConfig
-from trivet.config.shared import CkptConfig
-from trivet.config.trainer import TrainerConfig
+from trivet.config.loading.keys import find_key
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.shared import CkptConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import CheckpointError, ResumeError
 from trivet.wire.versions import Step
 

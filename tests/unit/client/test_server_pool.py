@@ -10,8 +10,8 @@ from support.virtual_time import run_virtually
 from trivet.client.inference_client import PolicyStatus
 from trivet.client.server import Policy
 from trivet.client.server_pool import ServerPool
-from trivet.config.client import ClientConfig, ElasticConfig
 from trivet.config.layout import RunLayout
+from trivet.config.sections.client import ClientConfig, ElasticConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
 from trivet.weights.manifest import read_manifest
 from trivet.wire.events import Event, Load, ServerDown, ServerUp

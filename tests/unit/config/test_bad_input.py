@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.base import Section
 from trivet.config.command import run_command
-from trivet.config.evaluation import EvalConfig
-from trivet.config.inference import InferenceConfig
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.sft import SftConfig
-from trivet.config.trainer import TrainerConfig
-from trivet.config.user_values import MAX_DEPTH
+from trivet.config.loading.user_values import MAX_DEPTH
+from trivet.config.sections.base import Section
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.conversations.sources import open_source
 from trivet.errors import ConfigError
 

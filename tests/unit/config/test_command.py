@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from trivet.config.command import run_command
-from trivet.config.evaluation import EvalConfig
-from trivet.config.load import load_config
-from trivet.config.rl import RLConfig
-from trivet.config.trainer import TrainerConfig
+from trivet.config.loading.load import load_config
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import ConfigError, Diverged, EnvironmentLoadError
 
 

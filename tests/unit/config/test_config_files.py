@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.base import Section
-from trivet.config.evaluation import EvalConfig
-from trivet.config.inference import InferenceConfig
-from trivet.config.load import load_config
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.rl import RLConfig
-from trivet.config.sft import SftConfig
-from trivet.config.trainer import TrainerConfig
+from trivet.config.loading.load import load_config
+from trivet.config.sections.base import Section
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.vf_rl import VfRLConfig
 from trivet.config.vf_translation import load_run
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from trivet.config.dialects import GPU_COUNTS, IGNORED, REFUSED, RENAMED, SINGLE_VALUES
-from trivet.config.evaluation import EvalConfig
-from trivet.config.inference import InferenceConfig
-from trivet.config.keys import find_key
-from trivet.config.load import Loaded, load_config
-from trivet.config.model import ActivationCheckpointConfig, CompileConfig
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.rl import RLConfig
-from trivet.config.trainer import TrainerConfig
+from trivet.config.loading.keys import find_key
+from trivet.config.loading.load import Loaded, load_config
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.model import ActivationCheckpointConfig, CompileConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trivet.config.file_checks import file_problems
-from trivet.config.load import load_config
+from trivet.config.checks.files import file_problems
+from trivet.config.loading.load import load_config
 from trivet.config.model_files import find_linear_modules
-from trivet.config.rl import RLConfig
-from trivet.config.trainer import TrainerConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import ConfigError
 
 

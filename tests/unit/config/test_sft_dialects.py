@@ -2,8 +2,8 @@
 
 import pytest
 
-from trivet.config.load import load_config
-from trivet.config.sft import SftConfig
+from trivet.config.loading.load import load_config
+from trivet.config.sections.sft import SftConfig
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.dump import to_toml
-from trivet.config.load import load_config
-from trivet.config.losses import DefaultLossConfig
-from trivet.config.rl import RLConfig
-from trivet.config.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
+from trivet.config.loading.dump import to_toml
+from trivet.config.loading.load import load_config
+from trivet.config.sections.losses import DefaultLossConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
 from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.config.vf_translation import in_dialect, load_run
 from trivet.errors import ConfigError

@@ -8,7 +8,7 @@ from datasets import Dataset
 from openai.types.chat import ChatCompletion
 
 from support.scripted_model import ScriptedModel
-from trivet.config.sampling import EvalSamplingConfig
+from trivet.config.sections.sampling import EvalSamplingConfig
 from trivet.environments import runner as runner_module
 from trivet.environments.model_client import make_model_client
 from trivet.environments.reward_guard import guard_rewards

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from trivet.config.client import ClientConfig
-from trivet.config.environment import CREDENTIALS, EnvConfig
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.environment import CREDENTIALS, EnvConfig
 from trivet.environments.settings import host_settings, worker_environment
 from trivet.secret import SECRET_FILE
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from support.fake_inference import FakeInference
 from support.http_fake import serve_fake
-from trivet.config.evaluation import EvalConfig, EvalRetryConfig
 from trivet.config.layout import RunLayout
-from trivet.config.online_eval import EvalEnvConfig
+from trivet.config.sections.evaluation import EvalConfig, EvalRetryConfig
+from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.errors import ConfigError, RolloutFailed
 from trivet.evaluation.offline import OfflineEval
 from trivet.evaluation.plan import make_plan, prove

@@ -4,12 +4,12 @@ import fcntl
 
 import pytest
 
-from trivet.config.client import ClientConfig
-from trivet.config.dump import to_toml
-from trivet.config.environment import EnvConfig
 from trivet.config.layout import RunLayout
-from trivet.config.online_eval import EvalEnvConfig, OnlineEvalConfig
-from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.loading.dump import to_toml
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.environment import EnvConfig
+from trivet.config.sections.online_eval import EvalEnvConfig, OnlineEvalConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
 from trivet.evaluation.origin import Origin, read_origin, require_free_servers
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from trivet.config.evaluation import EvalConfig
 from trivet.config.layout import STABLE
-from trivet.config.online_eval import EvalEnvConfig
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.errors import ConfigError
 from trivet.evaluation.targets import BASE, follow, present_targets
 

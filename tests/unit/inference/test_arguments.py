@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trivet.config.inference import InferenceConfig
+from trivet.config.sections.inference import InferenceConfig
 from trivet.errors import ConfigError
 from trivet.inference.arguments import cpu_environment, refuse_unknown, vllm_arguments
 
@@ -113,8 +113,8 @@ def test_the_engine_computes_on_every_core_and_does_not_spin_for_it() -> None:
     assert environment["LD_PRELOAD"] == "/lib/libgomp.so"
 
 
-def test_arguments_ledger_loader_and_server_import_without_torch_or_vllm() -> None:
-    modules = ("arguments", "engine_process", "policy_ledger", "policy_loader", "routes", "server")
+def test_arguments_ledger_loader_and_entry_point_import_without_torch_or_vllm() -> None:
+    modules = ("arguments", "engine_process", "policy_ledger", "policy_loader", "routes", "main")
     program = "import sys\n" + "".join(f"import trivet.inference.{module}\n" for module in modules)
     program += "assert not {'torch', 'vllm'} & set(sys.modules), 'heavy import'"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.curriculum import AdvantageConfig
+from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import ConfigError
 from trivet.launcher.custom_advantage import require_advantage
 

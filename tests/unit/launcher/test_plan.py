@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from trivet.config.dump import to_toml
-from trivet.config.inference import InferenceConfig
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.rl import RLConfig
-from trivet.config.shared import RunIdentity
-from trivet.config.trainer import TrainerConfig
+from trivet.config.loading.dump import to_toml
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import RunIdentity
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import ConfigError
 from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan, share_gpus
 from trivet.machine import Machine
@@ -59,12 +59,12 @@ def test_three_roles_are_started_from_their_resolved_files() -> None:
         "python",
         "-P",
         "-m",
-        "trivet.inference.server",
+        "trivet.inference.main",
         "@",
         "outputs/configs/inference.toml",
     )
     assert process(planned, "trainer").argv[3:] == (
-        "trivet.trainer.rank_starter",
+        "trivet.trainer.ranks.starter",
         "1",
         "trivet.trainer.main",
         "@",

@@ -6,10 +6,10 @@ import pytest
 
 from trivet.checkpoints.commit import commit, committed_steps
 from trivet.checkpoints.halves import HALVES, begin_half, finish_half
-from trivet.config.inference import InferenceConfig
 from trivet.config.layout import RunLayout
-from trivet.config.load import load_config
-from trivet.config.shared import RunIdentity
+from trivet.config.loading.load import load_config
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError, RunDirectoryBusy
 from trivet.launcher.run_directory import RunDirectory, read_run, write_configs
 from trivet.lock import FileLock

@@ -8,9 +8,9 @@ import pytest
 from support.groups import make_draw, make_examples, make_group
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.halves import TRAINER, begin_half, finish_half
-from trivet.config.curriculum import BufferConfig
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
+from trivet.config.sections.curriculum import BufferConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half, read_owed, write_half

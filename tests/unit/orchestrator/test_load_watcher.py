@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 
 from support.virtual_time import run_virtually
 from trivet.client.load import ServerLoad
-from trivet.config.client import ConcurrencyConfig
+from trivet.config.sections.client import ConcurrencyConfig
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.waker import Waker
 

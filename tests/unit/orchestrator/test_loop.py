@@ -13,10 +13,10 @@ from support.groups import make_sample
 from trivet.algorithms.advantages import mean_baseline
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.halves import TRAINER, begin_half, finish_half
-from trivet.config.curriculum import BufferConfig
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import OrchestratorConfig
-from trivet.config.shared import CkptConfig, RunIdentity
+from trivet.config.sections.curriculum import BufferConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half

@@ -6,8 +6,8 @@ import pytest
 
 from support.groups import make_group, make_sample
 from trivet.algorithms.filters import FilterReason, RolloutFilter
+from trivet.orchestrator.counters import FinishedGroup, Tally
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics
-from trivet.orchestrator.tally import FinishedGroup, Tally
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import PolicyVersion, Step
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.processes import find_free_port
 from trivet.config.layout import RunLayout
-from trivet.config.shared import MetricsServerConfig, RunIdentity
+from trivet.config.sections.shared import MetricsServerConfig, RunIdentity
 from trivet.errors import ConfigError
 from trivet.telemetry.metrics_server import MetricsServer
 from trivet.telemetry.telemetry import Telemetry

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.config.orchestrator import ShownSamplesConfig
-from trivet.config.shared import EventsConfig, RunIdentity, WandbConfig
+from trivet.config.sections.orchestrator import ShownSamplesConfig
+from trivet.config.sections.shared import EventsConfig, RunIdentity, WandbConfig
 from trivet.secret import SECRET_FILE, read_secret
 from trivet.telemetry.console import conversation_text
 from trivet.telemetry.event_key import PURPOSE

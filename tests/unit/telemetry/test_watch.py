@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from trivet.config.detectors import DetectorsConfig
+from trivet.config.sections.detectors import DetectorsConfig
 from trivet.errors import Diverged
 from trivet.telemetry.watch import Watch
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from support.documents import ROOT
-from trivet.config.evaluation import EvalConfig
-from trivet.config.load import load_config
-from trivet.config.rl import RLConfig
-from trivet.config.sft import SftConfig
+from trivet.config.loading.load import load_config
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig
 from trivet.config.vf_rl import VfRLConfig
 from trivet.config.vf_translation import load_run
 from trivet.tools.cli import main

@@ -13,7 +13,7 @@ import pytest
 
 from support.packages import write_installed, write_source
 from trivet.dependencies import InstalledPackages, find_project_packages
-from trivet.environments.packages import find_environments
+from trivet.environments.packages.discovery import find_environments
 from trivet.errors import ConfigError, DependencyError
 from trivet.tools.installer import (
     Conflict,

@@ -11,7 +11,7 @@ import pytest
 from support.processes import descendants_of, still_alive
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import ConfigError, RoleFailed
-from trivet.launcher.interrupts import Interrupts
+from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.tools.quickstart import Children, QuickstartLayout, child_environment, eval_command, rl_command, sft_command
 
 CONFIGS = Path("configs/quickstart")

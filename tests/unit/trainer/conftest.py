@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from support.scripts import load_module
-from trivet.config.lora import LoRAConfig
-from trivet.config.losses import DefaultLossConfig
-from trivet.config.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
+from trivet.config.sections.lora import LoRAConfig
+from trivet.config.sections.losses import DefaultLossConfig
+from trivet.config.sections.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
 from trivet.examples.tiny_model import make_model, make_tokenizer
-from trivet.trainer.distributed import World, open_world
 from trivet.trainer.losses.select import cross_entropy, make_policy_loss
-from trivet.trainer.model import load_policy
-from trivet.trainer.optimizer import LearningRate, make_optimizer
+from trivet.trainer.model.policy_model import load_policy
+from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
+from trivet.trainer.ranks.world import World, open_world
 from trivet.trainer.step import Learner
 
 MakeLearner = Callable[..., Learner]

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from trivet.config.losses import DefaultLossConfig
+from trivet.config.sections.losses import DefaultLossConfig
 from trivet.wire.batches import MicroBatch
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trivet.config.layout import RunLayout
-from trivet.config.losses import DefaultLossConfig
+from trivet.config.sections.losses import DefaultLossConfig
 from trivet.errors import DiskFull, Diverged, OutOfMemory
 from trivet.trainer.failures import explaining_memory, explaining_update_memory, naming_last_weights
 from trivet.trainer.losses.terms import RowLoss, Unit

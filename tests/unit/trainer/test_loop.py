@@ -16,7 +16,7 @@ from support.processes import wait_until
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
 from trivet.checkpoints.halves import ORCHESTRATOR, begin_half, finish_half
 from trivet.config.layout import RunLayout
-from trivet.config.trainer import TrainerConfig
+from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, ConfigError, DiskFull, Diverged, ResumeError, TrivetError
 from trivet.telemetry.events import read_events
 from trivet.trainer import loop, session

@@ -7,13 +7,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from trivet.config.losses import LossConfig
+from trivet.config.sections.losses import LossConfig
 from trivet.errors import ConfigError
-from trivet.trainer.attention import Segments
-from trivet.trainer.logprobs import TokenScores
+from trivet.trainer.attention.packed import Segments
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.losses.terms import Unit
+from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 CPU = torch.device("cpu")

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from trivet.config.losses import DefaultLossConfig
-from trivet.trainer.attention import Segments
-from trivet.trainer.logprobs import TokenScores
+from trivet.config.sections.losses import DefaultLossConfig
+from trivet.trainer.attention.packed import Segments
 from trivet.trainer.losses.default import default_loss
 from trivet.trainer.losses.terms import mismatch_kl
+from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 CPU = torch.device("cpu")

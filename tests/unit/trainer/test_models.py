@@ -8,12 +8,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from trivet.config.losses import DefaultLossConfig
-from trivet.config.trainer import TrainerModelConfig
+from trivet.config.sections.losses import DefaultLossConfig
+from trivet.config.sections.trainer import TrainerModelConfig
 from trivet.errors import ConfigError
-from trivet.trainer.distributed import whole
-from trivet.trainer.export import Exporter
-from trivet.trainer.model import load_policy
+from trivet.trainer.model.export import Exporter
+from trivet.trainer.model.policy_model import load_policy
+from trivet.trainer.ranks.world import whole
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 

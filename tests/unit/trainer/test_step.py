@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from trivet.config.losses import DefaultLossConfig
+from trivet.config.sections.losses import DefaultLossConfig
 from trivet.errors import BatchError, Diverged
-from trivet.trainer.distributed import whole
+from trivet.trainer.ranks.world import whole
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from trivet.config.losses import GrpoLossConfig, GspoLossConfig
-from trivet.trainer.logprobs import TokenScores
+from trivet.config.sections.losses import GrpoLossConfig, GspoLossConfig
 from trivet.trainer.losses.terms import RowLoss, Unit, common_values, make_ratios, sum_by_sample
+from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 _MAX_LOG_RATIO = 20.0

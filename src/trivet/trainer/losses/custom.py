@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from trivet.config.losses import CustomLossConfig
+from trivet.config.sections.losses import CustomLossConfig
 from trivet.errors import ConfigError
-from trivet.trainer.logprobs import TokenScores
 from trivet.trainer.losses.terms import Loss, RowLoss, Unit, common_values, make_ratios
+from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from trivet.config.losses import DefaultLossConfig
-from trivet.trainer.logprobs import TokenScores
+from trivet.config.sections.losses import DefaultLossConfig
 from trivet.trainer.losses.terms import (
     RowLoss,
     Unit,
@@ -13,6 +12,7 @@ from trivet.trainer.losses.terms import (
     min_by_sample,
     sum_by_sample,
 )
+from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 _MAX_LOG_RATIO = 10.0

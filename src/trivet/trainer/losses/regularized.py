@@ -2,9 +2,9 @@
 
 import torch
 
-from trivet.config.losses import PolicyLossConfig
-from trivet.trainer.logprobs import TokenScores
+from trivet.config.sections.losses import PolicyLossConfig
 from trivet.trainer.losses.terms import Loss, RowLoss, Unit
+from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 

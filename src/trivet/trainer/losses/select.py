@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from trivet.config.losses import (
+from trivet.config.sections.losses import (
     AipoLossConfig,
     CispoLossConfig,
     CustomLossConfig,
@@ -13,7 +13,6 @@ from trivet.config.losses import (
     IpoLossConfig,
     LossConfig,
 )
-from trivet.trainer.logprobs import TokenScores
 from trivet.trainer.losses.clipped import grpo_loss, gspo_loss
 from trivet.trainer.losses.custom import load_custom_loss
 from trivet.trainer.losses.default import default_loss
@@ -21,6 +20,7 @@ from trivet.trainer.losses.regularized import regularized
 from trivet.trainer.losses.terms import Loss, RowLoss, Unit
 from trivet.trainer.losses.trust_region import dppo_loss, ipo_loss
 from trivet.trainer.losses.weighted import aipo_loss, cispo_loss
+from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 

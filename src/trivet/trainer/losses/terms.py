@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from trivet.trainer.logprobs import TokenScores
+from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 

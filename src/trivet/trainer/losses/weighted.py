@@ -2,9 +2,9 @@
 
 import torch
 
-from trivet.config.losses import AipoLossConfig, CispoLossConfig
-from trivet.trainer.logprobs import TokenScores
+from trivet.config.sections.losses import AipoLossConfig, CispoLossConfig
 from trivet.trainer.losses.terms import Ratios, RowLoss, Unit, common_values, make_ratios
+from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 

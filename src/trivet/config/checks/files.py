@@ -1,0 +1,103 @@
+"""What a configuration names and this machine does not have. Apart from the other checks, because a configuration can be read
+where the model is not."""
+
+from collections.abc import Iterator
+
+from trivet.config.chat_template import read_chat_template
+from trivet.config.checks.sft import data_problems
+from trivet.config.layout import RunLayout
+from trivet.config.loading.keys import Shape, all_keys, dotted
+from trivet.config.loading.user_paths import usable_path
+from trivet.config.model_files import choose_targets, find_linear_modules
+from trivet.config.sections.base import Section
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.model import TrainerModelConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
+from trivet.errors import ConfigError
+
+LOCAL_ROOTS = ("models", "outputs")
+"""First parts of a name that mean a directory of this project, even before it exists."""
+
+MADE_BY = {
+    "models/smollm2": "uv run python -m trivet.examples.smollm2",
+    "models/examples": "the three commands at the top of configs/examples/sft.toml",
+    "outputs/quickstart": "uv run trivet quickstart",
+}
+"""What makes the models that our own configurations start from."""
+
+
+def file_problems(config: Section) -> Iterator[str]:
+    """Yield a problem for each file that `config` names and this machine does not have."""
+    if isinstance(config, EvalConfig):
+        if config.weights_dir is not None and not config.weights_dir.is_dir() and not config.watcher:
+            yield f"weights_dir ({config.weights_dir}) is not a directory"
+        return
+    if isinstance(config, TrainerConfig) and (replay := config.data.replay) is not None:
+        if not RunLayout(replay).batches.is_dir():
+            yield f"data.replay ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
+        elif replay.resolve() == config.output_dir.resolve():
+            yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
+    if isinstance(config, SftConfig) and config.bench is None:
+        yield from data_problems(config)
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    if isinstance(trainer, TrainingConfig):
+        yield from _target_problems(trainer.model, "trainer." if trainer is not config else "")
+    yield from _template_problems(config)
+    seen: set[str] = set()
+    for path, key in all_keys(type(config)):
+        if key.shape is Shape.VALUE and path[-1] == "name" and path[-2:-1] in (("model",), ("tokenizer",)):
+            name = _value_at(config, path)
+            if isinstance(name, str) and name not in seen:
+                seen.add(name)
+                yield from _model_problems(name, ".".join(str(part) for part in path), is_model=path[-2] == "model")
+
+
+def _target_problems(model: TrainerModelConfig, prefix: str) -> Iterator[str]:
+    """Modules that the files of the model show not to exist; files that are not here are looked at when the model is built."""
+    if model.lora is None:
+        return
+    names = find_linear_modules(model.name)
+    if names:
+        try:
+            choose_targets(model.lora.target_modules, names=names)
+        except ConfigError as exc:
+            yield f"{prefix}{exc}"
+
+
+def _template_problems(config: Section) -> Iterator[str]:
+    seen: set[str] = set()
+    for path, _ in all_keys(type(config)):
+        template = _value_at(config, path) if path[-1] == "chat_template" else None
+        if isinstance(template, str) and template not in seen:
+            seen.add(template)
+            try:
+                read_chat_template(template)
+            except ConfigError as exc:
+                yield f"{dotted(path[:-1])}.{exc}"
+
+
+def _value_at(config: Section, path: tuple[str | int, ...]) -> object:
+    value: object = config
+    for part in path:
+        value = getattr(value, str(part), None)
+    return value
+
+
+def _model_problems(name: str, key: str, *, is_model: bool) -> Iterator[str]:
+    try:
+        path = usable_path(name, key=key)
+    except ConfigError as exc:
+        yield str(exc)
+        return
+    parts = name.split("/")
+    looks_local = name.startswith((".", "/", "~")) or len(parts) > 2 or parts[0] in LOCAL_ROOTS or path.exists()
+    if not looks_local:
+        return
+    if not path.is_dir():
+        maker = next((command for directory, command in MADE_BY.items() if path.is_relative_to(directory)), None)
+        remedy = f"it is made by {maker}" if maker else "give a model directory, or a Hugging Face name such as Qwen/Qwen3-0.6B"
+        yield f"{key} ({name}) is not a directory; {remedy}"
+    elif is_model and not (path / "config.json").is_file():
+        yield f"{key} ({name}) has no config.json: it is not a model directory"

@@ -1,0 +1,167 @@
+"""Checks within one role's configuration; `prefix` is where it stands in a run's, for the names in messages."""
+
+from collections.abc import Iterator, Sequence
+
+from trivet.config.checks.sampling import eval_sampling_problems, run_sampling_problems, sampling_notices
+from trivet.config.loading.dump import literal
+from trivet.config.sections.environment import EnvConfig
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.losses import DefaultLossConfig
+from trivet.config.sections.online_eval import OnlineEvalConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.shared import RunIdentity
+from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
+
+VLLM_NAMES = {
+    "model": "model.name",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "enforce_eager": "model.enforce_eager",
+    "trust_remote_code": "model.trust_remote_code",
+    "enable_auto_tool_choice": "model.enable_auto_tool_choice",
+    "tool_call_parser": "model.tool_call_parser",
+    "reasoning_parser": "model.reasoning_parser",
+    "chat_template": "model.chat_template",
+    "tensor_parallel_size": "parallel.tp",
+    "data_parallel_size": "parallel.dp",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "max_num_seqs": "max_num_seqs",
+    "enable_lora": "enable_lora",
+    "max_loras": "max_loras",
+    "max_cpu_loras": "max_cpu_loras",
+    "max_lora_rank": "max_lora_rank",
+    "seed": "seed",
+    "host": "server.host",
+    "port": "server.port",
+}
+"""vLLM engine arguments that have a key of ours."""
+
+
+def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]:
+    schedule = config.scheduler
+    if schedule.type != "constant":
+        if config.max_steps is None and not isinstance(config, SftConfig):
+            yield f'{prefix}scheduler.type "{schedule.type}" decays until the last step: set {_shared(prefix)}max_steps'
+        if schedule.min_lr > config.optim.lr:
+            yield f"{prefix}scheduler.min_lr ({schedule.min_lr}) must be <= {prefix}optim.lr ({config.optim.lr})"
+    if config.trace_path is not None and config.max_steps is not None and config.max_steps < 3:
+        yield f"{prefix}trace_path traces the third and fourth step, and {_shared(prefix)}max_steps is {config.max_steps}; raise it"
+    if isinstance(config, TrainerConfig) and config.data.fake is not None and config.data.replay is not None:
+        yield f"{prefix}data.fake and {prefix}data.replay are two sources of batches; remove one"
+    if isinstance(config, TrainerConfig) and isinstance(config.loss, DefaultLossConfig):
+        loss = config.loss
+        for name in ("token_mask", "geo_mask", "sequence_mask"):
+            low, high = getattr(loss, f"{name}_low"), getattr(loss, f"{name}_high")
+            if low >= high:
+                yield (
+                    f"{prefix}loss.{name}_low ({low}) must be < {prefix}loss.{name}_high ({high}): no token would be trained on"
+                )
+
+
+def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Iterator[str]:
+    batch, group = config.batch_size, config.rollouts_per_example
+    if batch % group:
+        below = batch - batch % group
+        tries = f"{below} or {below + group}" if below else f"{group}"
+        yield (
+            f"{prefix}batch_size ({batch}) must be divisible by {prefix}rollouts_per_example ({group}):"
+            f" {batch} % {group} = {batch % group}; try {tries}"
+        )
+    if config.max_concurrent is not None and config.max_concurrent < group:
+        yield (
+            f"{prefix}max_concurrent ({config.max_concurrent}) must be >= {prefix}rollouts_per_example ({group}):"
+            f" a group is in flight as a whole; try {group}"
+        )
+    if group < 2 and config.advantage.needs_a_group:
+        yield (
+            f'{prefix}rollouts_per_example must be >= 2 for advantage "{config.advantage.type}", got {group};'
+            f' raise it (one rollout has no others to be compared with) or set {prefix}advantage = "None"'
+        )
+    if config.max_async_level > config.max_off_policy_steps:
+        yield (
+            f"{prefix}max_async_level ({config.max_async_level}) must be <= {prefix}max_off_policy_steps"
+            f" ({config.max_off_policy_steps}): a rollout that lags as far as allowed would be dropped as stale"
+        )
+    if config.deterministic:
+        needs = {
+            "strict_async_level": (config.strict_async_level, True),
+            "oversampling_factor": (config.oversampling_factor, 1.0),
+        }
+        for key, (value, needed) in needs.items():
+            if value != needed:
+                yield f"{prefix}deterministic = true needs {prefix}{key} = {literal(needed)}, got {literal(value)}; set it"
+        if config.sampling.seed is None:
+            yield f"{prefix}deterministic = true needs {prefix}sampling.seed, which is not set; set it to any whole number"
+    yield from name_problems(config.env, f"{prefix}env")
+    yield from _ratio_problems(config, prefix)
+    yield from run_sampling_problems(config, prefix)
+    if config.eval is not None:
+        yield from _eval_problems(config, config.eval, f"{prefix}eval")
+
+
+def _eval_problems(config: OrchestratorConfig, evals: OnlineEvalConfig, name: str) -> Iterator[str]:
+    yield from name_problems(evals.env, f"{name}.env")
+    yield from eval_sampling_problems(evals.sampling, evals.env, name)
+    trained = {env.label: env for env in config.env}
+    for index, env in enumerate(evals.env):
+        taken = trained.get(config.pool_name(env))
+        if taken is not None and taken.program != env.program:
+            yield (
+                f'the workers of {name}.env.{index} would be called "{taken.label}" like an environment that is trained on;'
+                f" set another name in {name}.env.{index}"
+            )
+
+
+def _ratio_problems(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
+    ratios = config.buffer.env_ratios
+    if ratios is not None and len(ratios) != len(config.env):
+        labels = ", ".join(env.label for env in config.env)
+        yield (
+            f"{prefix}buffer.env_ratios has {len(ratios)} numbers for {len(config.env)} environments ({labels}):"
+            f" {len(ratios)} != {len(config.env)}; give one number per [[{prefix}env]], in their order"
+        )
+
+
+def orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
+    if config.run.id != RunIdentity().id:
+        return  # started by the launcher, which has said it
+    if config.max_steps is None:
+        yield "max_steps is not set: the orchestrator goes on until it is stopped"
+    yield from sampling_notices(config, "")
+
+
+def offline_problems(config: EvalConfig) -> Iterator[str]:
+    if config.steps is not None and (not config.steps or min(config.steps) < 1):
+        yield f"steps must name steps >= 1, got {literal(config.steps)}; the start model is eval_base"
+    if config.resume_path is not None and config.output_dir is not None:
+        yield (
+            f"resume_path ({config.resume_path}) says where results are, and output_dir ({config.output_dir}) too;"
+            f" remove output_dir"
+        )
+    if config.retry.wait_min > config.retry.wait_max:
+        yield f"retry.wait_min ({config.retry.wait_min}) must be <= retry.wait_max ({config.retry.wait_max})"
+
+
+def inference_problems(config: InferenceConfig, prefix: str = "") -> Iterator[str]:
+    for name, value in config.vllm_args.items():
+        if key := VLLM_NAMES.get(name.replace("-", "_")):
+            yield f"{prefix}vllm_args.{name} ({value}) has a key of its own: set {prefix}{key} instead"
+    if config.enable_lora and config.max_cpu_loras < config.max_loras:
+        yield (
+            f"{prefix}max_cpu_loras ({config.max_cpu_loras}) must be >= {prefix}max_loras ({config.max_loras}): what is in use"
+            f" stays loaded; raise the first or lower the second"
+        )
+
+
+def name_problems(envs: Sequence[EnvConfig], name: str) -> Iterator[str]:
+    labels = [env.label for env in envs]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        places = " and ".join(f"{name}.{index}" for index, env in enumerate(envs) if env.label == label)
+        yield f'{places} are both called "{label}", which names them in logs and metrics; set a different name in each'
+
+
+def _shared(prefix: str) -> str:
+    """Prefix of a value that a whole run sets once for all roles."""
+    return "" if prefix == "trainer." else prefix

@@ -1,0 +1,92 @@
+"""Checks several keys of supervised fine-tuning against each other. Called by `config.checks.all_checks`.
+
+Only `data_problems` looks at files.
+"""
+
+from collections.abc import Iterator
+from math import isclose
+from pathlib import Path
+
+from trivet.config.loading.dump import literal
+from trivet.config.loading.user_paths import usable_path
+from trivet.config.sections.sft import ConversationsConfig, FakeDataConfig, SftConfig
+from trivet.errors import ConfigError
+
+FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
+
+
+def sft_problems(config: SftConfig) -> Iterator[str]:
+    if isinstance(config.data, FakeDataConfig):
+        if config.max_steps is None:
+            yield 'data.type "fake" has no end: set max_steps'
+    else:
+        yield from _mixture_problems(config.data, "data")
+    if config.val is not None:
+        yield from _mixture_problems(config.val.data, "val.data")
+
+
+def data_problems(config: SftConfig) -> Iterator[str]:
+    """What `config` names and this machine does not have. A name of the hub is left to the command."""
+    if config.bench is not None:
+        return  # made-up rows
+    if not isinstance(config.data, FakeDataConfig):
+        yield from _place_problems(config.data, "data")
+    if config.val is not None:
+        yield from _place_problems(config.val.data, "val.data")
+
+
+def looks_local(name: str) -> bool:
+    """Whether a data set's name means a file or a directory, even before it exists, and not one of the hub."""
+    return name.startswith((".", "/", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or _exists(name)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # no path: too long, or with a NUL
+        return False
+
+
+def _mixture_problems(config: ConversationsConfig, prefix: str) -> Iterator[str]:
+    subsets, splits = config.subsets, config.splits
+    for key, names in (("subsets", subsets), ("splits", splits)):
+        if names is not None and (not names or "" in names):
+            yield f"{prefix}.{key} must name at least one, and each by a name, got {literal(names)}; remove it for all in one"
+            return
+    if subsets is not None and splits is not None and len(subsets) != len(splits):
+        yield (
+            f"{prefix}.splits has {len(splits)} names for {len(subsets)} {prefix}.subsets: {len(splits)} != {len(subsets)};"
+            f" give one split for each subset, in their order"
+        )
+        return
+    num_sources = max(len(subsets or ()), len(splits or ()), 1)
+    chances = config.probabilities
+    if chances is None:
+        return
+    if len(chances) != num_sources:
+        yield (
+            f"{prefix}.probabilities has {len(chances)} numbers for {num_sources} sources: {len(chances)} != {num_sources};"
+            f" give one for each of {prefix}.subsets or {prefix}.splits, in their order"
+        )
+    elif min(chances) <= 0:
+        yield f"{prefix}.probabilities must be > 0, got {literal(chances)}; leave out a source that is not wanted"
+    elif not isclose(sum(chances), 1.0, abs_tol=1e-6):
+        scaled = ", ".join(f"{chance / sum(chances):.4g}" for chance in chances)
+        yield f"{prefix}.probabilities must sum to 1, got {' + '.join(map(str, chances))} = {sum(chances):g}; try [{scaled}]"
+
+
+def _place_problems(config: ConversationsConfig, prefix: str) -> Iterator[str]:
+    if not looks_local(config.name):
+        return
+    try:
+        path = usable_path(config.name, key=f"{prefix}.name")
+    except ConfigError as exc:
+        yield str(exc)
+        return
+    if not path.exists():
+        yield (
+            f"{prefix}.name ({config.name}) does not exist: give a file (JSONL, parquet, arrow or CSV), a data set directory or a"
+            f" name of the hub"
+        )
+    elif path.is_file() and config.subsets is not None:
+        yield f"{prefix}.subsets ({literal(config.subsets)}) are of a directory or of the hub, and {prefix}.name is a file"

@@ -1,0 +1,261 @@
+"""One command line to one validated configuration. Called by config.command; starts nothing and changes nothing.
+
+The way of a value: read from its source (sources), today's spelling (dashes, dialects), merged by precedence (flags > files,
+later wins > environment > defaults), unknown keys refused, a run's shared values filled in (resolve), validated, checked (checks).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from trivet.config.checks.all_checks import check
+from trivet.config.dialects import translate
+from trivet.config.loading.arguments import Arguments, parse_arguments
+from trivet.config.loading.dashes import replace_dashes
+from trivet.config.loading.findings import Findings
+from trivet.config.loading.keys import KeyPath, Shape, as_list, dotted, find_key, nearest_key
+from trivet.config.loading.origins import Draft, Node, Sourced, Tree, leaves, plain
+from trivet.config.loading.resolve import resolve
+from trivet.config.loading.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
+from trivet.config.loading.user_paths import usable_path
+from trivet.config.loading.user_values import MAX_INTEGER, describe_integer
+from trivet.config.masking import mask
+from trivet.config.sections.base import Section
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.vf_rl import VfRLConfig
+from trivet.errors import ConfigError
+from trivet.shown_text import shorten
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+COMMANDS: tuple[type[Section], ...] = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig)
+"""A variable for one command does not disturb another."""
+
+_MAX_SUGGESTIONS = 10
+"""A nearest key is looked for in so many problems; each takes some 20 ms."""
+
+_EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "int_parsing_size": "a whole number of at most 64 bits",
+    "string_unicode": "text in UTF-8",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table of keys",
+    "model_attributes_type": "a table of keys",
+    "literal_error": "one of {expected}",
+    "greater_than": "> {gt}",
+    "greater_than_equal": ">= {ge}",
+    "less_than": "< {lt}",
+    "less_than_equal": "<= {le}",
+    "too_short": "of at least {min_length} entries",
+}
+"""What is allowed, by pydantic's type of error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded(Generic[SectionT]):
+    """A configuration, where each of its values came from, and what the user should be told once."""
+
+    config: SectionT
+    origins: Mapping[str, str]
+    """By dotted key; a key that is not here has its default."""
+    notices: Sequence[str]
+
+
+def load_config(
+    kind: type[SectionT], argv: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+) -> Loaded[SectionT]:
+    """Load a `kind` from the words after the command's name.
+
+    Args:
+        environ: variables; None takes those of this process.
+
+    Raises:
+        ConfigError: lists every problem found.
+    """
+    findings = Findings()
+    arguments = parse_arguments(kind, argv, findings)
+    return load_arguments(kind, arguments, findings, environ=os.environ if environ is None else environ)
+
+
+def load_arguments(
+    kind: type[SectionT], arguments: Arguments, findings: Findings, *, environ: Mapping[str, str]
+) -> Loaded[SectionT]:
+    """Like `load_config`, from arguments already parsed, whose problems `findings` holds."""
+    sources = [environment_entries(kind, environ)]
+    is_whole = not findings.problems
+    for file in arguments.files:
+        try:
+            sources.extend(read_toml(file.path, under=file.under))
+        except ConfigError as exc:
+            is_whole = False
+            findings.refuse(str(exc))
+    sources.append(read_flags(arguments.flags))
+    return load_sources(kind, sources, findings, is_whole=is_whole)
+
+
+def load_sources(
+    kind: type[SectionT], sources: Sequence[Sequence[Entry]], findings: Findings, *, is_whole: bool = True
+) -> Loaded[SectionT]:
+    """Like `load_config`, from values already read.
+
+    Args:
+        sources: later ones win.
+        is_whole: false when one could not be read, so that keys seem missing which it sets.
+    """
+    layers: list[Tree] = []
+    for entries in sources:
+        layers.append(build_layer(kind, _spell_as_today(kind, entries, findings), findings, below=layers))
+    draft = Draft(merge_layers(layers))
+    _refuse_unknown(kind, draft.tree, findings)
+    if kind is RLConfig:
+        resolve(draft, findings)
+    config = _validate(kind, draft, findings, is_whole=is_whole)
+    if config is not None:
+        _refuse_unusable(config, findings)
+    if config is not None and not findings.problems:
+        check(config, findings)
+    findings.raise_problems()
+    assert config is not None
+    return Loaded(config=config, origins=draft.origins(), notices=tuple(findings.notices))
+
+
+def _spell_as_today(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
+    return translate(kind, replace_dashes(kind, entries, findings), findings)
+
+
+def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:
+    """Variables with our prefix, apart from those that only other commands know; of `vf-rl` those of its dialect alone."""
+    return [entry for entry in read_environment(environ) if not _is_for_another_command(kind, entry)]
+
+
+def _is_for_another_command(kind: type[Section], entry: Entry) -> bool:
+    is_of_dialect = find_key(VfRLConfig, entry.path) is not None
+    if kind is VfRLConfig:
+        return not is_of_dialect
+    known = [command for command in COMMANDS if find_key(command, entry.path[:1])]
+    return (bool(known) and kind not in known) or (is_of_dialect and find_key(kind, entry.path) is None)
+
+
+def _refuse_unknown(kind: type[Section], node: Node, findings: Findings, path: KeyPath = ()) -> None:
+    """Say which keys below `node` do not exist and take them out, so that what remains is still validated."""
+    key = find_key(kind, path)
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            _refuse_unknown(kind, item, findings, (*path, index))
+    elif isinstance(node, dict) and key and key.shape in (Shape.SECTION, Shape.SECTION_LIST):
+        for name in list(node):
+            here = (*path, name)
+            if find_key(kind, here):
+                _refuse_unknown(kind, node[name], findings, here)
+            else:
+                unknown = node.pop(name)
+                inner = next((path for path, _ in leaves(unknown, here)), here)
+                does_suggest = len(findings.problems) < _MAX_SUGGESTIONS
+                nearest = (nearest_key(kind, here) or nearest_key(kind, inner)) if does_suggest else None
+                hint = f"; did you mean {nearest}?" if nearest else "; --help lists the keys"
+                findings.refuse(f"unknown key {shorten(dotted(here))} ({_first_origin(unknown)}){hint}")
+
+
+def _first_origin(node: Node) -> str:
+    while not isinstance(node, Sourced):
+        items = list(node.values()) if isinstance(node, dict) else node
+        if not items:
+            return "an empty table"
+        node = items[0]
+    return node.origin
+
+
+def _validate(kind: type[SectionT], draft: Draft, findings: Findings, *, is_whole: bool) -> SectionT | None:
+    try:
+        return kind.model_validate(plain(draft.tree))
+    except ValidationError as exc:
+        errors = exc.errors(include_url=False)
+        first_hand = [error for error in errors if not _is_derived(kind, error, draft)]
+        for error in first_hand or errors:
+            if error["type"] == "missing" and not is_whole:
+                continue
+            findings.refuse(_describe(kind, error, draft))
+    return None
+
+
+def _refuse_unusable(config: Section, findings: Findings, path: KeyPath = ()) -> None:
+    """Say which values of the right type no machine can work with: paths that cannot be, integers beyond 64 bits."""
+    for name, value in config:
+        items = as_list(value) or [value]
+        for index, item in enumerate(items):
+            key = (*path, name, index) if len(items) > 1 else (*path, name)
+            if isinstance(item, Section):
+                _refuse_unusable(item, findings, key)
+            elif isinstance(item, Path):
+                try:
+                    usable_path(item, key=dotted(key))
+                except ConfigError as exc:
+                    findings.refuse(str(exc))
+            elif isinstance(item, int) and abs(item) > MAX_INTEGER:
+                findings.refuse(f"{dotted(key)} must be a whole number of at most 64 bits, got {describe_integer(item)}")
+
+
+def _is_derived(kind: type[Section], error: ErrorDetails, draft: Draft) -> bool:
+    leaf = draft.leaf(dotted(_without_tags(kind, error["loc"])))
+    return leaf is not None and leaf.is_derived
+
+
+def _describe(kind: type[Section], error: ErrorDetails, draft: Draft) -> str:
+    path = _without_tags(kind, error["loc"])
+    key = dotted(path)
+    node = draft.find(key)
+    origin = f" ({_first_origin(node)})" if node is not None else ""
+    if error["type"] == "extra_forbidden":
+        parent = dotted(path[:-1])
+        return f'{key} does not apply to {parent}.type "{_tag(draft, parent)}"; remove it or change the type{origin}'
+    if error["type"] == "missing":
+        return f"{key} is missing: it has no default"
+    if error["type"] == "union_tag_not_found":
+        return f"{key}.type is missing; {key} has keys that depend on it{origin}"
+    context: dict[str, Any] = error.get("ctx", {})
+    if error["type"] == "union_tag_invalid":
+        return f'{key}.type must be one of {context["expected_tags"]}, got "{context["tag"]}"{origin}'
+    expected = _EXPECTED.get(error["type"])
+    said = f"must be {expected.format(**context)}" if expected else f"is not valid: {error['msg']}"
+    return f"{key} {said}, got {_shown(mask(path, error['input']))}{origin}"
+
+
+def _tag(draft: Draft, section: str) -> object:
+    leaf = draft.leaf(f"{section}.type")
+    return leaf.value if leaf else None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int):
+        return describe_integer(value) if not isinstance(value, bool) else str(value)
+    return f'"{shorten(value)}"' if isinstance(value, str) else shorten(str(value))
+
+
+def _without_tags(kind: type[Section], location: tuple[str | int, ...]) -> KeyPath:
+    """pydantic puts the chosen type of a section into the location of an error; the user's key has no such part."""
+    path: KeyPath = ()
+    for part in location:
+        key = find_key(kind, path)
+        if not (key and len(key.sections) > 1 and part in {section.model_fields["type"].default for section in key.sections}):
+            path = (*path, part)
+    return path

@@ -1,0 +1,206 @@
+"""The keys of a configuration for people: `--help` of a command, and the page docs/configuration.md."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+
+from trivet.config.loading.dump import literal
+from trivet.config.loading.keys import KeyPath, Shape, dotted, key_of, members
+from trivet.config.sections.base import Section
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.vf_rl import VfRLConfig
+
+USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run]"
+EXAMPLES: dict[type[Section], tuple[str, str]] = {
+    RLConfig: ("rl", "rl @ config.toml --trainer.optim.lr 1e-5"),
+    TrainerConfig: ("trainer", "trainer @ trainer.toml"),
+    OrchestratorConfig: ("orchestrator", "orchestrator @ orchestrator.toml"),
+    InferenceConfig: ("inference", "inference @ inference.toml"),
+    SftConfig: ("sft", "sft @ sft.toml --data.name data.jsonl"),
+    EvalConfig: (
+        "eval",
+        "eval --client.base-url http://127.0.0.1:8000/v1 --weights-dir outputs/weights --env.id ID --steps 10,50",
+    ),
+    VfRLConfig: ("vf-rl", "vf-rl @ configs/vf-rl/reverse-text.toml --trainer.args.max-steps 20"),
+}
+"""The command that reads each kind, and a line of it that works."""
+
+INTRODUCTION = """\
+# Configuration
+
+Written by `scripts/docs_configuration.py` from the models in `src/trivet/config/`. Do not edit.
+
+## How values are given
+
+```
+uv run rl @ base.toml @ mine.toml --trainer.optim.lr 1e-5 --orchestrator.env.id my-env
+```
+
+- **Files** follow `@`. With several, the later wins. `toml_files = ["base.toml"]` at the top of a file inherits from others,
+  named relative to it. `--trainer @ t.toml` reads a file into the section `trainer`.
+  Keys may have dashes, `micro-batch-size = 8`; names of your own, such as those in `env.args`, are taken as they are.
+- **Flags** are keys in kebab-case: `trainer.optim.max_norm` is `--trainer.optim.max-norm`. `--clean` and `--no-clean` set a
+  boolean. Lists are written `10,50,100` or as JSON. `--orchestrator.env.id X` sets the id of the only environment,
+  `--orchestrator.env.1.id X` that of the second.
+- **Environment variables** have the prefix `TRIVET_` and two underscores between levels: `TRIVET_TRAINER__OPTIM__LR=1e-5`.
+- **Precedence**: flags > files > environment variables > defaults. Tables are merged key by key; lists are replaced.
+- The text `"None"` is null, and takes an optional value or section away: `--trainer.optim.max-norm None`.
+- An unknown key is an error that names the nearest known one. Keys of older and newer prime-rl versions are accepted with a
+  line that says what they are called here, or refused with what replaced them.
+- `--dry-run` validates everything, prints the resolved configuration with the origin of every value, and starts nothing.
+  `--help` lists the keys.
+- A bad configuration ends with exit code 2 and a message that lists all its problems; nothing was started.
+
+## What a run shares
+
+`uv run rl` fills the sections of its roles from shared keys. An explicit value of a role wins where the roles may differ, and
+is an error that names both values where they may not.
+
+| shared key | fills | roles may differ |
+|---|---|---|
+| `model.name` | `trainer.model.name`, `orchestrator.model.name`, `inference.model.name` | no |
+| `seq_len` | `trainer.model.seq_len`, `orchestrator.seq_len` | yes, with trainer >= orchestrator |
+| `max_model_len` | `inference.model.max_model_len` | |
+| `max_steps`, `max_async_level` | the same key of trainer and orchestrator | no |
+| `seed` | the same key of every role | yes |
+| `output_dir` | the same key of every role | no |
+| `[wandb]` | the section of trainer and orchestrator | yes |
+| `[log]` | the section of every role | yes |
+| `[ckpt]`, `[trainer.ckpt]` or `[orchestrator.ckpt]` | the other two | no |
+| `[trainer.rollout_transport]` or `[orchestrator.rollout_transport]` | the other | timeouts only |
+| `inference.main` | `orchestrator.client.base_url` | only with `inference = "None"` |
+| `trainer.model.compute_dtype` | `inference.model.dtype` | yes |
+"""
+
+
+PAGE: tuple[tuple[type[Section], str], ...] = (
+    (
+        RLConfig,
+        "`uv run trainer`, `uv run orchestrator` and `uv run inference` start one role alone and take the keys of its sections"
+        " without the first part: `trainer.optim.lr` is `optim.lr`.",
+    ),
+    (SftConfig, "Shares model, optimizer, schedule and checkpoints with the trainer."),
+    (EvalConfig, "Measures the start weights and every published step on a running server."),
+    (VfRLConfig, "The dialect of verifiers' trainer, translated to the keys of `rl`: `--dry-run` prints what each becomes."),
+)
+"""What the page lists, with a remark."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRow:
+    name: str
+    type: str
+    default: str | None
+    """None: the key has to be given."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionRows:
+    header: str
+    """As in TOML, with brackets; empty for the top level."""
+    text: str
+    rows: Sequence[KeyRow]
+
+
+def help_text(kind: type[Section]) -> str:
+    """Usage and every key of `kind`."""
+    command, example = EXAMPLES[kind]
+    lines = [f"usage: {command} {USAGE}", f" e.g.: uv run {example}"]
+    for section in _sections(kind):
+        lines += ["", f"{section.header}  {section.text}".strip()]
+        for row in section.rows:
+            text = f". {row.text}" if row.text else ""
+            default = "needed" if row.default is None else f"default {row.default}"
+            lines.append(f"  {row.name:<26} {row.type}, {default}{text}")
+    return "\n".join(lines)
+
+
+def configuration_page() -> str:
+    """The whole of docs/configuration.md. A role's sections are listed once, under the run that holds them."""
+    parts = [INTRODUCTION]
+    for kind, remark in PAGE:
+        command, example = EXAMPLES[kind]
+        parts.append(f"## `{command}`\n\n```\nuv run {example}\n```\n\n{remark}\n")
+        parts += [_table(section) for section in _sections(kind)]
+    return "\n".join(parts)
+
+
+def _table(section: SectionRows) -> str:
+    title = f"### `{section.header}`\n\n" if section.header else "### Top level\n\n"
+    table = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *(_line(row) for row in section.rows)])
+    return f"{title}{section.text + chr(10) * 2 if section.text else ''}{table}\n"
+
+
+def _line(row: KeyRow) -> str:
+    default = "needed" if row.default is None else f"`{_cell(row.default)}`"
+    return f"| `{row.name}` | {_cell(row.type)} | {default} | {_cell(row.text)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _sections(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionRows]:
+    """Each section of `kind` with the keys that it holds itself, in the order of the models."""
+    fields = [(name, field, key_of(field)) for name, field in kind.model_fields.items()]
+    rows = [_row(name, field) for name, field, key in fields if not key.sections]
+    if rows:
+        yield SectionRows(header=header, text=text, rows=rows)
+    for name, field, key in fields:
+        inner = (*path, name)
+        brackets = f"[[{dotted(inner)}]]" if key.shape is Shape.SECTION_LIST else f"[{dotted(inner)}]"
+        default = field.get_default(call_default_factory=True)
+        remarks = [field.description or "", "Off unless it is given." if default is None else ""]
+        if default is not None and type(None) in members(field.annotation):
+            remarks.append(f'`{name} = "None"` takes it away.')
+        for section in key.sections:
+            variant = f' type = "{section.model_fields["type"].default}"' if len(key.sections) > 1 else ""
+            said = " ".join(remark for remark in (*remarks, section.__doc__ or "") if remark)
+            yield from _sections(section, inner, brackets + variant, said.strip())
+
+
+def _row(name: str, field: FieldInfo) -> KeyRow:
+    default = field.get_default(call_default_factory=True)
+    return KeyRow(
+        name=name,
+        type=f"{_type_name(field.annotation)}{_bounds(field)}",
+        default=None if field.is_required() else "None" if default is None else literal(default),
+        text=(field.description or "").replace("\n", " "),
+    )
+
+
+def _type_name(annotation: Any) -> str:
+    names = [_member_name(member) for member in members(annotation)]
+    return " | ".join(names)
+
+
+def _member_name(member: Any) -> str:
+    if member is type(None):
+        return "None"
+    if get_origin(member) is Literal:
+        return " | ".join(f'"{choice}"' for choice in get_args(member))
+    if get_origin(member) is list:
+        return f"list of {_type_name(get_args(member)[0])}"
+    if get_origin(member) is dict:
+        return "table"
+    return {"str": "text", "Path": "path"}.get(str(member.__name__), str(member.__name__))
+
+
+def _bounds(field: FieldInfo) -> str:
+    signs = {Ge: "≥ {ge}", Gt: "> {gt}", Le: "≤ {le}", Lt: "< {lt}", MinLen: "at least {min_length}"}
+    said = [
+        sign.format(**{name: getattr(bound, name) for name in bound.__slots__ or vars(bound)})
+        for bound in field.metadata
+        for kind, sign in signs.items()
+        if isinstance(bound, kind)
+    ]
+    return f", {', '.join(said)}" if said else ""

@@ -1,0 +1,250 @@
+"""Where values come from: files, flags and the environment, each read into a layer; pydantic-settings merges the layers.
+
+A layer is a tree of values with their origins. Reading knows the keys' types (to decode text, to find lists) but
+validates nothing: that is one step for all layers together, in config.loading.load.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from trivet.config.layout import SECRET_FILE
+from trivet.config.loading.arguments import FlagArgument
+from trivet.config.loading.findings import Findings
+from trivet.config.loading.keys import Key, Shape, as_list, as_table, find_key
+from trivet.config.loading.origins import Draft, Node, Tree, annotate
+from trivet.config.loading.user_paths import usable_path
+from trivet.config.loading.user_values import MAX_DEPTH, parse_json, read_toml_file, require_limits
+from trivet.config.sections.base import Section
+from trivet.errors import ConfigError
+from trivet.shown_text import shorten
+
+ENVIRONMENT_PREFIX = "TRIVET_"
+INHERIT_KEY = "toml_files"
+_MAX_INHERITED = 16
+"""Files that inherit from each other; doubling lists of such files would otherwise take hours to read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One value of one source, before spelling and type are known to be right."""
+
+    path: tuple[str, ...]
+    value: object
+    origin: str
+
+
+def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, ...] = ()) -> list[list[Entry]]:
+    """Entries of `path` and of the files that it inherits from, one list per file, in order of rising precedence.
+
+    Raises:
+        ConfigError: a file is missing, is not TOML, or inherits from itself; names file and line.
+    """
+    resolved = usable_path(path, key=INHERIT_KEY if _readers else "@").resolve()
+    if resolved in _readers:
+        raise ConfigError(f"{path} inherits from itself through {INHERIT_KEY}: {' -> '.join(str(p) for p in _readers)}")
+    try:
+        content = read_toml_file(path)
+    except OSError as exc:
+        heir = f" ({INHERIT_KEY} of {_readers[-1]} names it, counted from that file's folder)" if _readers else ""
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}{heir}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path} is not valid TOML: {exc}") from exc
+    spellings = [name for name in content if name.replace("-", "_") == INHERIT_KEY]
+    if len(spellings) > 1:
+        raise ConfigError(f"{' and '.join(spellings)} are two spellings of one key ({path}); remove one")
+    bases: object = content.pop(spellings[0]) if spellings else []
+    names = [base for base in as_list(bases) or [] if isinstance(base, str)]
+    if len(_readers) >= _MAX_INHERITED:
+        raise ConfigError(f"{path} inherits through more than {_MAX_INHERITED} files; {INHERIT_KEY} is nested too deep")
+    if names != bases:
+        raise ConfigError(f'{INHERIT_KEY} in {path} must be a list of file names, e.g. {INHERIT_KEY} = ["base.toml"]')
+    inherited = [
+        layer for base in names for layer in read_toml(path.parent / base, under=under, _readers=(*_readers, resolved))
+    ]
+    return [*inherited, list(_flatten(content, under, origin=str(path)))]
+
+
+def read_environment(environ: Mapping[str, str]) -> list[Entry]:
+    """`TRIVET_A__B=value` sets `a.b`."""
+    return [
+        Entry(
+            path=tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")),
+            value=Text(text),
+            origin=f"variable {shorten(name)}",
+        )
+        for name, text in sorted(environ.items())
+        if name.startswith(ENVIRONMENT_PREFIX) and name != SECRET_FILE
+    ]
+
+
+def read_flags(flags: Sequence[FlagArgument]) -> list[Entry]:
+    return [
+        Entry(
+            path=flag.path,
+            value=Text(flag.value) if isinstance(flag.value, str) else flag.value,
+            origin=f"flag {shorten(flag.name)}",
+        )
+        for flag in flags
+    ]
+
+
+class Text(str):
+    """A value that was typed as text whatever its type, and is still to be decoded."""
+
+    __slots__ = ()
+
+
+def build_layer(kind: type[Section], entries: Sequence[Entry], findings: Findings, *, below: Sequence[Tree]) -> Tree:
+    """Decode `entries` into one tree. An entry that reaches into a list of sections edits the list of the layers below.
+
+    Args:
+        below: the layers that this one will be laid over, lowest first.
+    """
+    tree: Tree = {}
+    for entry in entries:
+        if problem := _path_problem(entry.path):
+            findings.refuse(f"{shorten('.'.join(entry.path))}: {problem} ({entry.origin})")
+            continue
+        try:
+            key = find_key(kind, entry.path)
+            value = decode(key, entry.value) if isinstance(entry.value, Text) and key else entry.value
+            for part in _flatten(value, entry.path, origin=entry.origin):
+                _insert(kind, tree, part, below=below)
+        except ValueError as exc:
+            findings.refuse(f"{shorten('.'.join(entry.path))}: {exc} ({entry.origin})")
+    return tree
+
+
+def _path_problem(path: Sequence[str]) -> str | None:
+    if len(path) > MAX_DEPTH:
+        return f"a key has at most {MAX_DEPTH} parts"
+    try:
+        ".".join(path).encode()
+    except UnicodeEncodeError:
+        return "a key must be text in UTF-8"
+    return None
+
+
+def merge_layers(layers: Sequence[Tree]) -> Tree:
+    """Lay each layer over those before it: tables are merged key by key, anything else is replaced."""
+
+    class Layers(BaseSettings):
+        model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
+
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *_args: Any, **_sources: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return tuple(_LayerSource(settings_cls, layer) for layer in reversed(layers))
+
+    return dict(Layers().model_extra or {})
+
+
+class _LayerSource(PydanticBaseSettingsSource):
+    def __init__(self, settings_cls: type[BaseSettings], layer: Tree) -> None:
+        super().__init__(settings_cls)
+        self._layer = layer
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self._layer.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return dict(self._layer)
+
+
+def decode(key: Key, text: str) -> object:
+    """Text of a flag or variable as a value for `key`; a scalar stays text, which validation converts.
+
+    Raises:
+        ValueError: the text is no JSON where only JSON can say what is meant.
+    """
+    if text == "None" or key.shape is Shape.BOOL:
+        return str(text)
+    if key.shape is Shape.BOOL_OR_VALUE:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if key.shape is Shape.LIST and not text.startswith("["):
+        return [item.strip() for item in text.split(",") if item.strip()]
+    if key.shape is Shape.VALUE:
+        return str(text) if key.field else _json_or_text(text)
+    try:
+        return _read_limited(text)
+    except json.JSONDecodeError as exc:
+        raise ValueError(f"must be JSON on a command line, or set key by key, and is not: {exc}") from exc
+
+
+def _json_or_text(text: str) -> object:
+    try:
+        return _read_limited(text)
+    except json.JSONDecodeError:
+        return str(text)
+
+
+def _read_limited(text: str) -> object:
+    value = parse_json(text)
+    require_limits(value)
+    return value
+
+
+def _flatten(value: object, path: tuple[str, ...], *, origin: str) -> Iterator[Entry]:
+    if table := as_table(value):
+        for name, item in table.items():
+            yield from _flatten(item, (*path, name), origin=origin)
+    elif path:
+        yield Entry(path=path, value=value, origin=origin)
+
+
+def _insert(kind: type[Section], tree: Tree, entry: Entry, *, below: Sequence[Tree]) -> None:
+    table, at = tree, 0
+    *parents, last = entry.path
+    while at < len(parents):
+        here = entry.path[: at + 1]
+        key = find_key(kind, here)
+        if key and key.shape is Shape.SECTION_LIST:
+            items = _editable_list(key, table, here, below=below)
+            index = entry.path[at + 1]
+            at += 2 if index.isdecimal() else 1
+            table = _element(items, index, name=".".join(here))
+            continue
+        inner = table.get(parents[at])
+        if not isinstance(inner, dict):
+            inner = table[parents[at]] = {}
+        table, at = inner, at + 1
+    if at > len(parents):
+        raise ValueError("names an element; set one of its keys")
+    if entry.value == {}:
+        if not isinstance(table.get(last), dict):
+            table[last] = {}
+    else:
+        table[last] = annotate(entry.value, entry.origin)
+
+
+def _editable_list(key: Key, table: Tree, path: tuple[str, ...], *, below: Sequence[Tree]) -> list[Node]:
+    present = table.get(path[-1])
+    if not isinstance(present, list):
+        lower = next((node for layer in reversed(below) if (node := Draft(layer).find(".".join(path))) is not None), None)
+        default = as_list(key.field.get_default(call_default_factory=True)) if key.field else None
+        present = copy.deepcopy(lower) if isinstance(lower, list) else cast("list[Node]", [{} for _ in default or ()])
+        table[path[-1]] = present
+    return present
+
+
+def _element(items: list[Node], index: str, *, name: str) -> Tree:
+    if not index.isdecimal():
+        if len(items) > 1:
+            raise ValueError(f"{name} has {len(items)} entries; say which, e.g. {name}.0.{index}")
+        index = "0"
+    if int(index) > len(items):
+        raise ValueError(f"{name} has {len(items)} entries; the next index is {len(items)}")
+    if int(index) == len(items):
+        items.append({})
+    element = items[int(index)]
+    if not isinstance(element, dict):
+        raise ValueError(f"entry {index} of {name} is no table")
+    return element

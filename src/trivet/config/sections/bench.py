@@ -1,0 +1,19 @@
+"""`[bench]`: measure the trainer on made-up rows instead of training."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from trivet.config.sections.base import Section
+
+
+class BenchConfig(Section):
+    """`--bench`: a few optimizer steps on made-up rows of model.seq_len tokens, a table of what they cost, and nothing else. No
+    orchestrator, servers, data or tokenizer; nothing is published and nothing is kept."""
+
+    output_json: Path | None = None
+    """File that gets the figures, with the configuration, versions and hardware they are of."""
+    num_steps: int = Field(default=4, ge=2)
+    """Optimizer steps. The first warms up and does not count."""
+    rows_per_rank: int = Field(default=2, ge=1)
+    """Rows of model.seq_len tokens per rank and step; the published figures of prime-rl have 2."""

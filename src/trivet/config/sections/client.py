@@ -1,0 +1,79 @@
+"""How inference servers are reached: sections of the orchestrator and of `eval`."""
+
+from collections.abc import Mapping
+
+from pydantic import Field, model_validator
+
+from trivet.config.sections.addresses import Host, ServerAddress
+from trivet.config.sections.base import MAX_WAIT_S, Section
+
+
+class ElasticConfig(Section):
+    """Servers found by name: every address that `hostname` resolves to is a server."""
+
+    hostname: Host
+    """DNS name, asked again and again; a new address joins once it holds the current policy, one that is gone is let go."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """Port of every server."""
+    sync_interval: float = Field(default=5.0, gt=0, le=MAX_WAIT_S)
+    """Time between two look-ups, seconds."""
+
+
+class ClientConfig(Section):
+    """How inference servers are reached."""
+
+    base_url: list[ServerAddress] = Field(default=["http://127.0.0.1:8000/v1"], min_length=1)
+    """One or more servers. All of them must be up when the run starts; later, one that fails is set aside until it is back."""
+    elastic: ElasticConfig | None = None
+    """Find the servers by DNS name instead of `base_url`; they may come and go."""
+    api_key_var: list[str] = Field(default=["OPENAI_API_KEY"], min_length=1)
+    """Environment variable that holds the key: one for all servers, or one per `base_url`. A local server needs none."""
+    headers: dict[str, str] = {}
+    """Sent with every request, to every server."""
+    timeout: float = Field(default=1200.0, gt=0, le=MAX_WAIT_S)
+    """Longest time for one request, seconds."""
+    admin_timeout: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
+    """Longest time for loading weights and for a question about a server's state, seconds; then the server is set aside."""
+    wait_for_ready_timeout: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
+    """Longest wait for a server to become ready at start, and longest time without any server later, seconds."""
+
+    @model_validator(mode="after")
+    def _one_key_each(self) -> "ClientConfig":
+        if len(self.api_key_var) not in (1, len(self.base_url)):
+            raise ValueError(
+                f"api_key_var names {len(self.api_key_var)} variables for {len(self.base_url)} servers in base_url; name one "
+                "for all, or one per server"
+            )
+        if len({server_root(url) for url in self.base_url}) != len(self.base_url):
+            raise ValueError(f"base_url names a server twice: {', '.join(self.base_url)}; name each once")
+        return self
+
+    def api_key(self, base_url: str, environ: Mapping[str, str]) -> str | None:
+        """The key for the server at `base_url`, None when its variable is not set."""
+        roots = [server_root(url) for url in self.base_url]
+        root = server_root(base_url)
+        index = roots.index(root) if root in roots and len(self.api_key_var) > 1 else 0
+        return environ.get(self.api_key_var[index])
+
+
+class ConcurrencyConfig(Section):
+    """Rollouts in flight, adapted to the servers' load as their `/metrics` tell it.
+
+    The limit starts at everything that `oversampling_factor` and `max_concurrent` allow and comes down only when it costs
+    something: sequences evicted from the cache and computed again, or a queue longer than what is running. It never comes
+    below what the servers are running, so a run that fits is never slowed.
+    """
+
+    adaptive: bool = True
+    """Adapt; false keeps the limit where it starts. Servers without `/metrics` are left alone."""
+    initial_inflight: int | None = Field(default=None, ge=1)
+    """Rollouts in flight at the start; unset: as many as allowed."""
+    min_inflight: int = Field(default=16, ge=1)
+    """The limit never falls below this."""
+    interval: float = Field(default=5.0, gt=0)
+    """Time between two looks at the servers' load, seconds."""
+
+
+def server_root(base_url: str) -> str:
+    """A server's address without `/v1`, which names it in events and logs."""
+    return base_url.rstrip("/").removesuffix("/v1")

@@ -1,0 +1,52 @@
+"""Section of one environment: `[[orchestrator.env]]`, `[[env]]` of `eval`."""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator
+
+from trivet.config.sections.base import Section
+from trivet.config.sections.sampling import EnvSamplingConfig
+
+Credential = Literal["WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
+CREDENTIALS: tuple[str, ...] = get_args(Credential)
+"""Variables that the run itself needs, and an environment only on request."""
+
+
+_MAX_NAME_CHARS = 128
+
+
+def _require_name(name: str) -> str:
+    if not name.isprintable() or len(name) > _MAX_NAME_CHARS or "\\" in name or {"", ".", ".."} & set(name.split("/")):
+        raise ValueError(
+            f"names a directory of results: it must be printable, have at most {_MAX_NAME_CHARS} characters, and be no path "
+            "that starts with / or has .. in it"
+        )
+    return name
+
+
+EnvName = Annotated[str, AfterValidator(_require_name)]
+
+
+class EnvConfig(Section):
+    id: EnvName = "reverse-text"
+    """Package name of the environment."""
+    name: EnvName | None = None
+    """Name in logs and metrics; defaults to the id. Unique."""
+    args: dict[str, Any] = {}
+    """Passed to load_environment."""
+    on_reward_error: Literal["drop", "zero"] = "drop"
+    """A reward function that raises, or returns None: `drop` fails the group with that error, so that no bug is trained on;
+    `zero` takes 0 for it, as verifiers does."""
+    keep_variables: list[Credential] = []
+    """Credentials of the run that the environment's workers get too, e.g. `["HF_TOKEN"]` for a private data set. They always get
+    every other variable (`OPENAI_API_KEY` of a judge), and the keys that `client.api_key_var` names."""
+    sampling: EnvSamplingConfig = EnvSamplingConfig()
+
+    @property
+    def program(self) -> tuple[str, dict[str, Any], str, list[Credential]]:
+        """What workers are started with: those of one environment run any other of the same program."""
+        return self.id, self.args, self.on_reward_error, self.keep_variables
+
+    @property
+    def label(self) -> str:
+        return self.name or self.id

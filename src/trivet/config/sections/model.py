@@ -1,0 +1,126 @@
+"""`[trainer.model]`: the model, its dtypes, and what trades time for memory. `sft` has the same section."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from trivet.config.sections.base import MAX_PROCESSES, MAX_TOKENS, Section
+from trivet.config.sections.lora import LoRAConfig
+from trivet.config.sections.rope import RopeScalingConfig
+from trivet.config.sections.shared import DEFAULT_MODEL
+
+Dtype = Literal["bfloat16", "float32"]
+ComputeDtype = Literal["auto", "bfloat16", "float32"]
+
+
+class ActivationCheckpointConfig(Section):
+    """Compute a block again in the backward pass instead of keeping what it computed: more time, less memory."""
+
+    mode: Literal["full", "selective"] = "full"
+    """What of a block is computed again: all of it, or the parts that `targets` names."""
+    freq: int = Field(default=1, ge=1)
+    """Every so many blocks one is checkpointed; 1: all of them."""
+    targets: list[str] = ["norm"]
+    """Of mode `selective`: `norm`, `attn` and `mlp`, or the names of a block's modules. Norms keep the most for the least work."""
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> "ActivationCheckpointConfig":
+        if self.mode == "selective" and not self.targets:
+            raise ValueError('targets must name at least one part of a block, e.g. ["norm", "mlp"]')
+        if self.mode == "full" and "targets" in self.model_fields_set and self.targets != ["norm"]:
+            raise ValueError('targets are for mode = "selective": "full" computes whole blocks again')
+        return self
+
+
+class ActivationOffloadConfig(Section):
+    """Keep what checkpointed blocks start again from in main memory instead of on the GPU. Needs `ac`; on the CPU it does
+    nothing, because they are there already."""
+
+    pin_memory: bool = True
+    """Use page-locked memory, which is copied to and from while the GPU computes."""
+    max_inflight_activations: int = Field(default=5, ge=1)
+    """Activations whose copies may be under way; more hide more of the copying, and keep more on the GPU."""
+
+
+class CompileConfig(Section):
+    """Compile each block with torch.compile, for rows of any length."""
+
+    fullgraph: bool = False
+    """Only `false`: a block is two graphs, before and after its attention, which stays outside. What it does depends on the
+    samples of a row, so that inside a graph each new row would be compiled anew."""
+
+    @model_validator(mode="after")
+    def _leaves_attention_outside(self) -> "CompileConfig":
+        if self.fullgraph:
+            raise ValueError(
+                "fullgraph = true cannot be: attention depends on the samples of each row and stays outside of what is compiled,"
+                " so a block is never one graph; remove fullgraph, and the rest of each block is compiled"
+            )
+        return self
+
+
+class DebugModelConfig(Section):
+    """A model that is not the one of that name: for tests and measurements, with `sft` or a replay."""
+
+    num_layers: int | None = Field(default=None, ge=1)
+    """Keep only the first so many layers."""
+    random_init: bool = False
+    """Draw the weights from the seed instead of reading them."""
+
+
+class TrainerModelConfig(Section):
+    name: str = DEFAULT_MODEL
+    """Hugging Face name or a directory."""
+    seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
+    """Tokens of one packed row; longer samples are cut."""
+    attn: Literal["auto", "sdpa", "grouped", "flash_varlen", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention over packed rows. On CUDA `flash_varlen` (torch's own), or `flash_attention_2` and `flash_attention_3` where those
+    packages are installed; on the CPU `grouped` (samples of like length at once); `sdpa` (sample by sample) runs anywhere.
+    `auto` takes the fastest that can."""
+    compute_dtype: ComputeDtype = "auto"
+    """Dtype of forward and backward. `auto` takes bfloat16 on a GPU of compute capability 8.0 or higher and on a CPU with
+    instructions for bfloat16 products, float32 elsewhere. A run chooses once: servers and resumed attempts follow."""
+    optimization_dtype: Dtype = "float32"
+    """Dtype of the master weights and the optimizer state."""
+    reduce_dtype: Dtype = "float32"
+    """Dtype of gradient reduction over ranks."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between forward and backward: less memory, one more gather."""
+    fused_lm_head_chunk_size: int = Field(default=2048, ge=1, le=MAX_TOKENS)
+    """Tokens whose logits exist at one time."""
+    trust_remote_code: bool = False
+    """Run code that the model's repository ships."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Other rotary positions than the model's own, saved in the config.json of published weights. A run gives its server the same,
+    inference.model.rope_scaling."""
+    lora: LoRAConfig | None = None
+    """Train adapters instead of all weights."""
+    ac: ActivationCheckpointConfig | None = None
+    ac_offloading: ActivationOffloadConfig | None = None
+    fsdp_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in main memory; each block goes to the GPU while it computes. The
+    optimizer runs on the CPU."""
+    optim_cpu_offload: bool = False
+    """Keep the optimizer's state alone in main memory; it comes to the GPU part by part for the update."""
+    dp_replicate: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Copies of the model, each sharded over ranks / dp_replicate ranks: between nodes gradients are reduced, parameters are
+    not gathered."""
+    compile: CompileConfig | None = None
+    debug: DebugModelConfig = DebugModelConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TrainerModelConfig":
+        if self.lora is not None and self.rope_scaling is not None:
+            raise ValueError(
+                "rope_scaling is saved in config.json, which adapters do not have: whoever loads one would compute with the"
+                " base model's positions; change rope_parameters in config.json of the base model instead, or train all weights"
+            )
+        if self.ac_offloading is not None and self.ac is None:
+            raise ValueError(
+                "ac_offloading keeps what checkpointed blocks start from: add ac, e.g. [trainer.model.ac] freq = 1"
+            )
+        if self.fsdp_cpu_offload and self.optim_cpu_offload:
+            raise ValueError(
+                "fsdp_cpu_offload keeps the optimizer's state in main memory too: set it or optim_cpu_offload, not both"
+            )
+        return self

@@ -1,0 +1,147 @@
+"""Sections that more than one role has."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from trivet.config.sections.addresses import Host, WebAddress
+from trivet.config.sections.base import MAX_WAIT_S, Section
+
+
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest severity that is written."""
+    json_logging: bool = False
+    """Write each log line as one JSON object: level, time, role, logger, message and, after a failure, error. What libraries print
+    by themselves stays as it is."""
+
+
+class LogExtrasConfig(Section):
+    """What the orchestrator logs to W&B beside numbers."""
+
+    samples: bool = True
+    """A table of rollouts: prompt, completion, reward, advantage."""
+    distributions: bool = True
+    """Histograms of rewards, advantages and completion lengths."""
+    interval: int = Field(default=10, ge=1)
+    """Steps between them: tables are slow to draw."""
+    max_samples: int = Field(default=8, ge=1)
+    """Rollouts per table."""
+
+
+class WandbConfig(Section):
+    project: str = "trivet"
+    """W&B project."""
+    name: str | None = None
+    """Run name; W&B makes one up when unset. Both roles log to one shared run."""
+    offline: bool = False
+    """Write to disk only; `wandb sync` uploads it later."""
+    log_extras: LogExtrasConfig | None = LogExtrasConfig()
+    """None: numbers only."""
+
+
+class HeartbeatConfig(Section):
+    url: WebAddress
+    """Gets a GET request after every step, for a monitoring service that raises the alarm when they stop."""
+
+
+class EventsConfig(Section):
+    """events.jsonl, the run's history."""
+
+    sign: bool = False
+    """Sign each line with a key of the run's secret, so that `trivet check` also finds edits that are consistent in themselves. It
+    costs a few microseconds an event."""
+
+
+class MetricsServerConfig(Section):
+    """Gauges for Prometheus under /metrics, and /health, served by the main rank."""
+
+    port: int = Field(default=8010, ge=0, le=65535)
+    """TCP port; 0 takes a free one, which the log names. Not prime-rl's 8000, which is the inference server's here."""
+    host: Host = "127.0.0.1"
+    """Interface to listen on; `0.0.0.0` lets a Prometheus on another machine ask. Anyone who reaches it may read."""
+
+
+class CkptWeightsConfig(Section):
+    """The policies in weights/: one for each step that the servers need, and those that stay."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Keep weights/step_N of every multiple of this for ever, besides those that checkpoints and servers need."""
+    save_sharded: bool = True
+    """Split the weights into files of at most 5 GB; false: one file, whatever its size."""
+    save_format: Literal["safetensors"] = "safetensors"
+    """The only format: torch's own runs code when it is loaded."""
+
+    @field_validator("save_format", mode="before")
+    @classmethod
+    def _runs_no_code(cls, value: object) -> object:
+        if value == "torch":
+            raise ValueError(
+                'the format "torch" runs code when it is loaded, and servers load nothing of that kind; remove the key. For a'
+                " pytorch_model.bin load weights/step_N in transformers, and torch.save its state_dict()"
+            )
+        return value
+
+
+class CkptConfig(Section):
+    interval: int | None = Field(default=None, ge=1)
+    """Commit a checkpoint every this many steps; unset: only after the last step."""
+    resume_step: int | None = Field(default=None, ge=-1)
+    """Start from the checkpoint of this step; -1 takes the newest committed one."""
+    resume_from: Path | None = None
+    """Output directory of another run: start a new run from its checkpoint `resume_step` (unset: its newest) and leave it as it
+    is. Every key may differ from that run's."""
+    allow_changes: list[str] = []
+    """Keys that may differ from those of the checkpoint resumed from, as the role spells them, e.g. ["optim.lr"]; ["*"]: any.
+    What has no part in the results (paths, ports, limits on time, logs, max_steps) may always change."""
+    keep_last: int | None = Field(default=None, ge=1)
+    """Keep this many of the newest checkpoints; unset with keep_interval unset: keep all."""
+    keep_interval: int | None = Field(default=None, ge=1)
+    """Keep the checkpoints of every multiple of this for ever, besides keep_last."""
+    async_write: bool = True
+    """Write policies and checkpoints while the next step runs. For a policy the weights are copied; for a checkpoint a GPU's state,
+    and on a CPU what the disk has not taken when the parameters change; false: the step waits for the disk."""
+    weights: CkptWeightsConfig = CkptWeightsConfig()
+    skip_progress: bool = False
+    """On resume: totals of tokens, samples and problems start at 0 again. Steps go on."""
+    skip_scheduler: bool = False
+    """On resume: the learning-rate schedule starts anew, as if the first step were the next."""
+    skip_optimizer: bool = False
+    """On resume: the optimizer starts without moments of earlier steps."""
+    skip_dataloader: bool = False
+    """On resume: `sft` reads its data from the beginning. In a run with rollouts, skip_buffer is what starts the data anew."""
+    skip_buffer: bool = False
+    """On resume: finished groups that wait for a batch and groups that were in flight are dropped, with this reason."""
+
+    def is_due(self, step: int, *, max_steps: int | None) -> bool:
+        """Whether the run commits a checkpoint of `step`."""
+        return step == max_steps or (self.interval is not None and step % self.interval == 0)
+
+
+class TransportConfig(Section):
+    """ZeroMQ between orchestrator and trainer. The trainer listens, the orchestrator connects."""
+
+    host: Host = "127.0.0.1"
+    """Where the trainer listens. Another interface's address lets roles on other machines connect."""
+    port: int = Field(default=5555, ge=1, le=65535)
+    """TCP port; the launcher replaces it by a free one if it is taken."""
+    max_message_mib: int = Field(default=512, ge=1)
+    """A larger batch is refused before it is sent."""
+    resend_interval_s: float = Field(default=5.0, gt=0, le=MAX_WAIT_S)
+    """A batch is sent again after this long without an acknowledgement."""
+    timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
+    """Longest wait for the other role (for a batch in the trainer, for an acknowledgement in the orchestrator), seconds."""
+
+
+class RunIdentity(Section):
+    """Set by the launcher; roles started by hand on several machines need the same values."""
+
+    id: str = "local"
+    """Messages of another run are refused."""
+    attempt: int = Field(default=1, ge=1)
+    """Counts the starts of this run, resumes included."""
+
+
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+DEFAULT_OUTPUT_DIR = Path("outputs")

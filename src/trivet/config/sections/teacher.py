@@ -1,0 +1,27 @@
+"""`[orchestrator.teacher_model]`: a model that says how likely it finds what the policy sampled."""
+
+from pydantic import Field, model_validator
+
+from trivet.config.sections.base import MAX_ROLLOUTS, Section
+from trivet.config.sections.client import ClientConfig
+
+
+class TeacherNameConfig(Section):
+    name: str
+    """Name the teacher's server serves it under. Its tokenizer must be the policy's."""
+
+
+class TeacherModelConfig(Section):
+    """The teacher of on-policy distillation (trainer.loss.teacher_tau): every finished group is shown to it before it can be
+    trained on. A run with teacher_gpu_ids or [teacher_inference] starts its server and fills this section."""
+
+    model: TeacherNameConfig
+    client: ClientConfig = ClientConfig()
+    max_concurrent: int = Field(default=64, ge=1, le=MAX_ROLLOUTS)
+    """Samples that the teacher is asked about at one time, over all its servers."""
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> "TeacherModelConfig":
+        if self.client.elastic is not None:
+            raise ValueError("client.elastic is for the policy's servers: name the teacher's in client.base_url")
+        return self

@@ -1,0 +1,209 @@
+"""A worker process: one environment, many groups at a time on its own event loop.
+
+Started by `worker_process` as `python -m trivet.environments.workers.main --channel FD --pulse FD`, tied to the pool's process.
+Orders come in and answers go out over the channel; a thread sends pulses over another socket, which go on while the loop is
+blocked. It ends when the pool closes the channel.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
+from trivet.environments.workers.stages import StageBoard
+from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
+from trivet.imports import without_collections
+from trivet.lifetime import tie_forks
+from trivet.loop_lag import LoopLag
+from trivet.shown_text import printable
+from trivet.stacks import show_stacks_on_signal, show_tasks_on_signal
+from trivet.wire.codec import encode
+from trivet.wire.workers import (
+    PULSE_INTERVAL_S,
+    Answer,
+    AskPrompt,
+    CallFailed,
+    Cancel,
+    GroupDone,
+    HostSettings,
+    Load,
+    Loaded,
+    LoadFailed,
+    Order,
+    PromptFound,
+    Pulse,
+    RunGroup,
+)
+
+if TYPE_CHECKING:
+    from trivet.environments.host import EnvironmentHost
+
+logger = logging.getLogger(__name__)
+
+_MAX_PULSE_LAGS = 100
+
+
+class Worker:
+    """Answers orders until the channel ends."""
+
+    def __init__(self, host: "EnvironmentHost", *, lag: LoopLag) -> None:
+        self._host = host
+        self._lag = lag
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._pid = os.getpid()
+
+    async def serve(self, sock: socket.socket) -> None:
+        show_tasks_on_signal()
+        channel = await Channel.open(sock)
+        await channel.send(Answer(body=Loaded(info=self._host.info)))
+        async with asyncio.TaskGroup() as tasks:
+            measuring = tasks.create_task(self._lag.run(), name="loop-lag")
+            while (order := await channel.receive(Order)) is not None:
+                match order.body:
+                    case RunGroup() | AskPrompt() as asked:
+                        task = tasks.create_task(self._answer(asked, channel), name=f"call-{asked.call_id}")
+                        self._running[asked.call_id] = task
+                        task.add_done_callback(lambda _, call_id=asked.call_id: self._running.pop(call_id))
+                    case Cancel(call_id=call_id):
+                        if (task := self._running.get(call_id)) is not None:
+                            task.cancel()
+                    case Load():
+                        raise MessageRefused("a second environment was sent to a worker that has one")
+            self._leave_if_forked()
+            for task in [measuring, *self._running.values()]:
+                task.cancel()
+        await self._host.aclose()
+
+    async def _answer(self, asked: RunGroup | AskPrompt, channel: Channel) -> None:
+        try:
+            answer = await self._carry_out(asked)
+            self._leave_if_forked()
+            try:
+                await channel.send(answer)
+            except MessageRefused as exc:
+                await channel.send(_failure(asked.call_id, exc))
+        except OSError:
+            return  # the pool is gone, and `serve` is about to see it
+
+    def _leave_if_forked(self) -> None:
+        """A child that user code forked, and that came back from it, has nothing to do here."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+
+    async def _carry_out(self, asked: RunGroup | AskPrompt) -> Answer:
+        try:
+            if isinstance(asked, AskPrompt):
+                messages = self._host.prompt(split=asked.split, example_id=asked.example_id)
+                return Answer(body=PromptFound(call_id=asked.call_id, messages=messages))
+            return Answer(body=GroupDone(call_id=asked.call_id, rollouts=await self._host.run_group(asked.request)))
+        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # the user's code costs its own group alone
+            if not isinstance(exc, RolloutFailed):
+                logger.exception("call failed env=%s", self._host.name)
+            return _failure(asked.call_id, exc)
+
+
+def _failure(call_id: int, error: BaseException) -> Answer:
+    kind = error.kind if isinstance(error, RolloutFailed) else type(error).__name__
+    said = str(error) if isinstance(error, RolloutFailed) else f"{kind}: {error}"
+    return Answer(body=CallFailed(call_id=call_id, kind=printable(kind), message=printable(said)))
+
+
+def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
+    """Until the pool is gone. Runs in a thread of its own."""
+    while True:
+        counts = stages.counts()
+        pulse = Pulse(
+            loop_age_s=time.monotonic() - lag.last_turn,
+            num_generating=counts.num_generating,
+            num_scoring=counts.num_scoring,
+            scoring_for_s=counts.scoring_for_s,
+            lags_s=lag.take()[-_MAX_PULSE_LAGS:],
+        )
+        try:
+            sock.send(encode(pulse), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass  # the pool is behind; the next one says the same
+        except OSError:
+            return
+        time.sleep(PULSE_INTERVAL_S)
+
+
+def detach_on_fork(selector: selectors.BaseSelector, *descriptors: int) -> None:
+    """A child that the environment forks must not speak for the worker: in it, `descriptors` and all that the event loop
+    listens to lead nowhere.
+
+    They are replaced, not closed: closing them would take them out of the poll set, which both processes share.
+    """
+
+    def detach() -> None:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in {*descriptors, *(key.fd for key in selector.get_map().values())}:
+            os.dup2(nowhere, descriptor, inheritable=False)
+        os.close(nowhere)
+
+    os.register_at_fork(after_in_child=detach)
+
+
+def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
+    order = receive_blocking(sock, Order)
+    if order is None:
+        return 0
+    if not isinstance(order.body, Load):
+        raise MessageRefused(f"the first order to a worker is to load an environment, not {type(order.body).__name__}")
+    settings = order.body.settings
+    _set_up_logging(settings)
+    stages = StageBoard()
+    with without_collections():
+        from trivet.environments.packages.load import load_host, traceback_tail
+    try:
+        host = load_host(settings, environ=os.environ, stages=stages)
+    except EnvironmentLoadError as exc:
+        message = f"{exc}{traceback_tail(exc, settings.args)}"
+        print(message, file=sys.stderr)  # noqa: T201
+        sock.sendall(pack_message(Answer(body=LoadFailed(message=message))))
+        return exc.exit_code
+    logger.info("environment loaded env=%s examples=%s pid=%s", settings.name, host.info.num_examples, os.getpid())
+    lag = LoopLag()
+    threading.Thread(
+        target=send_pulses, args=(pulse_sock,), kwargs={"lag": lag, "stages": stages}, name="pulses", daemon=True
+    ).start()
+    selector = selectors.DefaultSelector()
+    detach_on_fork(selector, sock.fileno(), pulse_sock.fileno())
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        runner.run(Worker(host, lag=lag).serve(sock))
+    return 0
+
+
+def _set_up_logging(settings: HostSettings) -> None:
+    logging.basicConfig(
+        stream=sys.stdout,
+        level=settings.log_level.upper(),
+        format=f"%(asctime)s {settings.name.replace('%', '%%')} %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    for noisy in ("httpx", "httpx2", "httpcore", "openai", "asyncio", "datasets", "filelock", "fsspec", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--pulse", type=int, required=True)
+    descriptors = parser.parse_args()
+    show_stacks_on_signal()
+    tie_forks()  # a scoring pool that the environment forks must not outlive a worker that is killed
+    sock, pulse_sock = socket.socket(fileno=descriptors.channel), socket.socket(fileno=descriptors.pulse)
+    for each in (sock, pulse_sock):
+        each.set_inheritable(False)
+    return run(sock, pulse_sock)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

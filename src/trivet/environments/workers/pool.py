@@ -1,0 +1,324 @@
+"""Environments in worker processes: which worker runs a group, and what happens when one ends or hangs.
+
+Owned by the orchestrator (and `eval`), which asks through `environments.port`. User code never runs in their process.
+A worker that ends is started again; the groups it ran raise WorkerLost. A group that was lost for the third time raises
+RolloutFailed: it is taken for the cause. After the second loss a group runs with no other such group of its environment
+beside it, so that one which ends its worker does not take the innocent with it.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trivet.environments.workers.process import WorkerProcess
+from trivet.environments.workers.restarts import RestartBudget
+from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
+from trivet.loop_lag import lag_metrics
+from trivet.wire.events import EnvRestart, Event
+from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
+from trivet.wire.rollouts import Rollout
+from trivet.wire.status import WorkerStatus
+from trivet.wire.workers import HostSettings
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 3
+"""The group that is lost this often is the cause."""
+
+_WATCH_INTERVAL_S = 1.0
+_WARN_BLOCKED_S = 10.0
+_CLOSE_TIMEOUT_S = 5.0
+_TIMEOUT_GRACE_S = 30.0
+"""For a worker to say itself that a group has had its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLimits:
+    workers_per_env: int = 1
+    max_restarts: int = 5
+    """In a row, of one worker; -1: no limit."""
+    blocked_timeout_s: float = 600.0
+    start_timeout_s: float = 1800.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """One worker's place; workers come and go in it."""
+
+    name: str
+    settings: HostSettings
+    budget: RestartBudget
+    worker: WorkerProcess | None = None
+    """None while none is ready."""
+    starting: WorkerProcess | None = None
+    is_warned: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Environment:
+    info: EnvironmentInfo
+    slots: list[_Slot]
+    suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one group, lost twice, that may run now."""
+
+
+class WorkerPool:
+    """
+    >>> async with open_worker_pool(settings, log_of=layout.env_worker_log, limits=PoolLimits()) as pool:
+    ...     keeping = asyncio.create_task(pool.run())
+    ...     rollouts = await pool.run_group(request)
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[HostSettings],
+        *,
+        log_of: Callable[[str], Path],
+        limits: PoolLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._log_of = log_of
+        self._limits = limits
+        self._clock = clock
+        self._environments: dict[str, _Environment] = {}
+        self._losses: Counter[tuple[str, Split, int]] = Counter()
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._changed = asyncio.Condition()
+        self._write_event: Callable[[Event], None] = lambda event: None
+
+    @property
+    def infos(self) -> Mapping[str, EnvironmentInfo]:
+        return {name: environment.info for name, environment in self._environments.items()}
+
+    def report_to(self, write_event: Callable[[Event], None]) -> None:
+        """Tell of restarts from now on."""
+        self._write_event = write_event
+
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        environment = self._environments[request.env]
+        key = (request.env, request.split, request.group_id)
+        if self._losses[key] < MAX_LOSSES - 1:
+            return await self._run(environment, request, key)
+        async with environment.suspects:
+            return await self._run(environment, request, key)
+
+    async def _run(self, environment: _Environment, request: GroupRequest, key: tuple[str, Split, int]) -> list[Rollout]:
+        slot, worker = await self._choose(environment)
+        try:
+            rollouts = await _within(slot.settings.rollout_timeout_s, worker.run_group(request), request)
+        except WorkerLost as exc:
+            self._losses[key] += 1
+            if self._losses[key] < MAX_LOSSES:
+                raise
+            del self._losses[key]
+            self._failures[request.env, "WorkerLost"] += 1
+            raise RolloutFailed(
+                f"group {request.group_id} (example {request.example_id} of environment {request.env!r}) was lost with its "
+                f"worker {MAX_LOSSES} times, the last time because {exc}",
+                kind="WorkerLost",
+            ) from exc
+        except RolloutFailed as exc:
+            slot.budget.finished_a_group()
+            self._failures[request.env, exc.kind] += 1
+            del self._losses[key]
+            raise
+        slot.budget.finished_a_group()
+        del self._losses[key]
+        return rollouts
+
+    async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
+        _, worker = await self._choose(self._environments[env])
+        return await worker.prompt(split=split, example_id=example_id)
+
+    def status(self) -> list[WorkerStatus]:
+        return [
+            worker.status(num_restarts=slot.budget.num_restarts)
+            for slot in self._slots()
+            if (worker := slot.worker or slot.starting) is not None
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call."""
+        values: dict[str, float] = {}
+        for slot in self._slots():
+            values[f"worker/{slot.name}/pending"] = float(slot.worker.num_pending if slot.worker else 0)
+            values[f"worker/{slot.name}/restarts"] = float(slot.budget.num_restarts)
+            lags = slot.worker.take_lags() if slot.worker else []
+            values |= lag_metrics(f"worker_lag/{slot.name}", lags, ("mean", "max", "p90"))
+        values |= {f"failed_groups/{env}/{kind}": float(count) for (env, kind), count in self._failures.items()}
+        self._failures.clear()
+        return values
+
+    async def aclose(self) -> None:
+        workers = [worker for slot in self._slots() if (worker := slot.worker or slot.starting) is not None]
+        await asyncio.gather(*(worker.aclose(timeout_s=_CLOSE_TIMEOUT_S) for worker in workers))
+
+    async def start(self) -> None:
+        """Returns once every environment has a worker.
+
+        Raises:
+            EnvironmentLoadError: an environment cannot be loaded.
+            WorkerLost: a worker ended while it loaded.
+            WaitTimeout: one took too long.
+        """
+        self._environments = {settings.name: self._place(settings) for settings in self._settings}
+        try:
+            async with asyncio.TaskGroup() as starts:
+                for environment in self._environments.values():
+                    for slot in environment.slots:
+                        starts.create_task(self._fill(slot), name=f"start-{slot.name}")
+        except ExceptionGroup as failed:  # the first failure has ended the others
+            raise failed.exceptions[0] from None
+        for environment in self._environments.values():
+            first = environment.slots[0].worker
+            assert first is not None
+            environment.info = await first.loaded(timeout_s=0.0)
+
+    async def run(self) -> None:
+        """Keep workers alive, until cancelled.
+
+        Raises:
+            RoleFailed: a worker ended too often.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for slot in self._slots():
+                tasks.create_task(self._keep(slot), name=f"keep-{slot.name}")
+            tasks.create_task(self._watch(), name="watch-workers")
+
+    def _place(self, settings: HostSettings) -> _Environment:
+        slots = [
+            _Slot(
+                name=f"{settings.name}-{index}",
+                # The hashes of examples are the same in every worker.
+                settings=settings if index == 0 else msgspec.structs.replace(settings, hash_keys=[]),
+                budget=RestartBudget(limit=self._limits.max_restarts),
+            )
+            for index in range(self._limits.workers_per_env)
+        ]
+        return _Environment(info=EnvironmentInfo(num_examples=0), slots=slots)
+
+    def _slots(self) -> list[_Slot]:
+        return [slot for environment in self._environments.values() for slot in environment.slots]
+
+    async def _choose(self, environment: _Environment) -> tuple[_Slot, WorkerProcess]:
+        """The ready worker with the fewest pending groups; waits while all are being started, which `_keep` bounds."""
+        while True:
+            ready = [(slot, slot.worker) for slot in environment.slots if slot.worker is not None]
+            if ready:
+                return min(ready, key=lambda pair: pair[1].num_pending)
+            async with self._changed:
+                await self._changed.wait_for(lambda: any(slot.worker for slot in environment.slots))
+
+    async def _fill(self, slot: _Slot) -> None:
+        worker = await WorkerProcess.start(slot.settings, log=self._log_of(slot.settings.name), clock=self._clock)
+        slot.starting = worker
+        await worker.loaded(timeout_s=self._limits.start_timeout_s)
+        slot.worker, slot.starting, slot.is_warned = worker, None, False
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _keep(self, slot: _Slot) -> None:
+        while True:
+            assert slot.worker is not None
+            worker = slot.worker
+            cause = await worker.ended()
+            slot.worker = None
+            await self._restart(slot, worker, cause)
+
+    async def _restart(self, slot: _Slot, worker: WorkerProcess, cause: str) -> None:
+        while True:
+            delay_s = slot.budget.next_delay_s()
+            if delay_s is None:
+                raise RoleFailed(
+                    f"environment worker {slot.name} {cause}, {slot.budget.in_a_row + 1} times in a row without finishing a "
+                    f"group; max_env_worker_restarts is {slot.budget.limit}.{worker.last_lines()}"
+                )
+            logger.warning("environment worker %s %s; starting it again in %.1f s", slot.name, cause, delay_s)
+            self._write_event(EnvRestart(env=slot.settings.name, worker=slot.name, pid=worker.pid, cause=cause))
+            await asyncio.sleep(delay_s)
+            try:
+                await self._fill(slot)
+            except (WorkerLost, EnvironmentLoadError) as exc:
+                cause = str(exc)
+                assert slot.starting is not None
+                worker, slot.starting = slot.starting, None
+                await worker.aclose(timeout_s=0.0)
+            else:
+                return
+
+    async def _watch(self) -> None:
+        """Notice workers whose event loop is blocked."""
+        before = self._clock()
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            now = self._clock()
+            did_sleep_long, before = now - before > 3 * _WATCH_INTERVAL_S, now
+            for slot in self._slots():
+                if slot.worker is None:
+                    continue
+                if did_sleep_long:
+                    slot.worker.forgive()
+                await self._judge(slot, slot.worker)
+
+    async def _judge(self, slot: _Slot, worker: WorkerProcess) -> None:
+        blocked_s = worker.blocked_for_s()
+        if blocked_s > self._limits.blocked_timeout_s:
+            await worker.kill(
+                f"was ended because its event loop was blocked for {blocked_s:.0f} s "
+                "(env_worker_timeout_s); where it was is in its log"
+            )
+        elif blocked_s > _WARN_BLOCKED_S and not slot.is_warned:
+            slot.is_warned = True
+            logger.warning(
+                "environment worker %s (pid %s) has been blocked for %.0f s: synchronous code of the environment holds its "
+                "event loop; %s groups wait in it",
+                slot.name,
+                worker.pid,
+                blocked_s,
+                worker.num_pending,
+            )
+        elif blocked_s == 0.0:
+            slot.is_warned = False
+
+
+async def _within(timeout_s: float | None, running: Awaitable[list[Rollout]], request: GroupRequest) -> list[Rollout]:
+    """The worker keeps to the time by itself, unless the environment swallows the cancellation or blocks its event loop.
+
+    Raises:
+        RolloutFailed: nothing came in time.
+    """
+    try:
+        async with asyncio.timeout(None if timeout_s is None else timeout_s + _TIMEOUT_GRACE_S):
+            return await running
+    except TimeoutError as exc:
+        raise RolloutFailed(
+            f"group {request.group_id} (example {request.example_id} of environment {request.env!r}) did not end when its time "
+            f"was over (rollout_timeout_s, {timeout_s:g} s): its code must let asyncio.CancelledError pass",
+            kind="TimeoutError",
+        ) from exc
+
+
+@asynccontextmanager
+async def open_worker_pool(
+    settings: Sequence[HostSettings], *, log_of: Callable[[str], Path], limits: PoolLimits
+) -> AsyncIterator[WorkerPool]:
+    """A pool with every environment loaded; `WorkerPool.run` keeps it whole.
+
+    Args:
+        log_of: the file that the output of an environment's workers is appended to, by its name.
+    """
+    pool = WorkerPool(settings, log_of=log_of, limits=limits)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.aclose()

@@ -1,0 +1,166 @@
+"""The command `eval`: the start model and weight directories on running servers, one after the other, as a table and files."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from trivet.config.command import run_command
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.environments.settings import host_settings
+from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
+from trivet.errors import first_error
+from trivet.evaluation.offline import OfflineEval, ScoreSink
+from trivet.evaluation.plan import Plan, keep_key, make_plan, prove
+from trivet.evaluation.reading import WeightsReader
+from trivet.evaluation.report import make_table
+from trivet.evaluation.scores import Summary
+from trivet.evaluation.servers import EvalServers, connect
+from trivet.evaluation.targets import follow
+from trivet.telemetry.logs import setup_logging
+from trivet.wire.workers import HostSettings
+
+logger = logging.getLogger(__name__)
+
+_LOG_WIDTH = 120
+
+
+def main() -> int:
+    return run_command(EvalConfig, start, check=check)
+
+
+def check(config: EvalConfig) -> None:
+    """Refuse what cannot be evaluated, before anything is started."""
+    make_plan(config, environ=os.environ)
+
+
+def start(config: EvalConfig) -> int:
+    setup_logging("eval", level=config.log.level, as_json=config.log.json_logging)
+    return asyncio.run(_run_until_signalled(make_plan(config, environ=os.environ), _console()))
+
+
+async def _run_until_signalled(plan: Plan, console: Console) -> int:
+    """Exit code: 0 done, 1 when nothing of an evaluation could be scored, 130 or 143 when a signal ended it."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        if task is not None and len(received) == 1:  # the servers are being put back on what they held
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await run(plan, console)
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        logger.warning("interrupted; the same command with --resume-path %s goes on", plan.layout.root)
+        return 128 + received[0]
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
+
+
+async def run(plan: Plan, console: Console) -> int:
+    """Evaluate what is planned; returns the exit code."""
+    keep_key(plan.endpoint)
+    servers = await connect(plan.client, environ=os.environ, weights_dir=plan.config.weights_dir)
+    try:
+        model_name = await prove(plan, servers)
+        settings = _settings(plan, model_name=model_name, is_plain=servers.is_plain)
+        async with open_worker_pool(settings, log_of=plan.layout.eval_worker_log, limits=_limits(plan.config)) as pool:
+            return await _evaluate(plan, servers, pool, console)
+    finally:
+        await servers.aclose()
+
+
+async def _evaluate(plan: Plan, servers: EvalServers, pool: WorkerPool, console: Console) -> int:
+    config, reader = plan.config, WeightsReader(plan.config.weights_dir)
+    with _sink(plan) as sink:
+        evaluation = OfflineEval(
+            config,
+            envs=plan.envs,
+            servers=servers,
+            pool=pool,
+            layout=plan.layout,
+            reader=reader,
+            console=console,
+            sink=sink,
+        )
+        targets = follow(config, plan.targets, envs=plan.envs, max_steps=plan.origin.max_steps)
+        reader.need(min(target.step for target in plan.targets) if plan.targets else 0)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                kept = {"workers": pool.run, "servers": servers.run, "weights-reader": reader.run}
+                keepers = [tasks.create_task(keep(), name=name) for name, keep in kept.items()]
+                await evaluation.run(targets)
+                for keeper in keepers:
+                    keeper.cancel()
+        finally:
+            reader.close()
+            if evaluation.summaries:
+                console.print(make_table(evaluation.summaries))
+                console.print(f"results: {plan.layout.evals}")
+    return 1 if evaluation.num_gone or not evaluation.summaries or any(map(_has_no_score, evaluation.summaries)) else 0
+
+
+def _has_no_score(summary: Summary) -> bool:
+    return summary.num_failed == summary.num_examples
+
+
+def _settings(plan: Plan, *, model_name: str, is_plain: bool) -> list[HostSettings]:
+    return [
+        host_settings(
+            env,
+            model_name=model_name,
+            client=plan.client,
+            trajectory_strategy=plan.origin.trajectory_strategy,
+            rollout_timeout_s=plan.config.rollout_timeout_s,
+            log_level=plan.config.log.level,
+            is_plain=is_plain,
+        )
+        for env in plan.envs
+    ]
+
+
+def _limits(config: EvalConfig) -> PoolLimits:
+    return PoolLimits(
+        workers_per_env=config.workers_per_env,
+        max_restarts=config.max_env_worker_restarts,
+        blocked_timeout_s=config.env_worker_timeout_s,
+        start_timeout_s=config.env_start_timeout_s,
+    )
+
+
+@contextmanager
+def _sink(plan: Plan) -> Iterator[ScoreSink | None]:
+    wandb = plan.config.wandb
+    if wandb is None:
+        yield None
+        return
+    # Importing W&B costs a second that an evaluation without it need not pay.
+    from trivet.telemetry.wandb_sink import WandbSink
+
+    plan.layout.root.mkdir(parents=True, exist_ok=True)
+    run_id = f"eval-{time.time():.0f}-{os.getpid()}"
+    sink = WandbSink(wandb, role="eval", run_id=run_id, output_dir=plan.layout.root)
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+def _console() -> Console:
+    """A log file has no width of its own: the table is written whole."""
+    return Console() if sys.stdout.isatty() else Console(width=_LOG_WIDTH)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,283 @@
+"""The inference role: `uv run inference @ inference.toml`, or started by the launcher.
+
+vLLM's own server put together from its public parts, with an engine that knows its policies, and routes of ours. vLLM is
+imported late: a mistake in the configuration is told at once, and LD_PRELOAD and OpenMP are set before torch is loaded.
+"""
+
+import asyncio
+import importlib.metadata
+import json
+import logging
+import os
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trivet.config.command import run_command
+from trivet.config.layout import RunLayout
+from trivet.config.sections.inference import InferenceConfig
+from trivet.errors import ConfigError, InferenceError
+from trivet.faults import arm
+from trivet.imports import without_collections
+from trivet.inference.arguments import (
+    ADAPTER_ENVIRONMENT,
+    COMMON_ENVIRONMENT,
+    EAGER_CPU_ENVIRONMENT,
+    JSON_LOG_ENVIRONMENT,
+    LOOPBACK_ENVIRONMENT,
+    cpu_environment,
+    refuse_unknown,
+    vllm_arguments,
+)
+from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
+from trivet.inference.positions import position_overrides
+from trivet.lifetime import die_with_parent
+from trivet.listening import is_held
+from trivet.lock import holder_of
+from trivet.machine import compile_cache_directory
+from trivet.secret import RunSecret, find_secret
+from trivet.stacks import show_tasks_on_signal
+from trivet.telemetry import progress
+from trivet.telemetry.logs import setup_logging
+
+if TYPE_CHECKING:
+    from trivet.inference.versioned_engine import VersionedEngine
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5
+
+
+def main() -> int:
+    die_with_parent()
+    return run_command(InferenceConfig, serve)
+
+
+def serve(config: InferenceConfig) -> int:
+    """Serve until a signal ends it; returns the exit code."""
+    role = "teacher" if config.is_teacher else "inference"
+    setup_logging(role, level=config.log.level, as_json=config.log.json_logging)
+    if is_beside_a_run(config.output_dir, parent=os.getppid()):
+        logger.warning(
+            "a run is going on in %s that did not start this server; it is not in that run's status", config.output_dir
+        )
+    else:
+        progress.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
+    progress.doing("loading the model")
+    arm(config.faults.schedule)
+    is_cpu = not _has_cuda_build()
+    secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
+    arguments = vllm_arguments(config, is_cpu=is_cpu, token=secret.token)
+    is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1
+    for name, value in {**LOOPBACK_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory())}.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(
+        COMMON_ENVIRONMENT
+        | (ADAPTER_ENVIRONMENT if config.enable_lora else {})
+        | (JSON_LOG_ENVIRONMENT if config.log.json_logging else {})
+    )
+    if is_cpu and config.model.enforce_eager:
+        os.environ.update(EAGER_CPU_ENVIRONMENT)
+    if is_one_process:
+        preload = preloaded(find_openmp(), present=os.environ.get("LD_PRELOAD", ""))
+        restart_with(cpu_environment(num_threads=count_physical_cores(), preload=preload))
+        # vLLM takes this variable before the argument that we set.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+    import uvloop
+
+    args = _make_namespace({**arguments, **position_overrides(config)}, config.vllm_args)
+    roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs]
+    return uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process))
+
+
+def is_beside_a_run(output_dir: Path, *, parent: int) -> bool:
+    """Whether a run is going on there that is not this server's: its reports are not to be written over.
+
+    Args:
+        parent: process id of who started this server.
+    """
+    return holder_of(RunLayout(output_dir).lock) not in (None, parent)
+
+
+def _has_cuda_build() -> bool:
+    """The build of vLLM for GPUs is the distribution `vllm`, the one for the CPU is `vllm-cpu`."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]) -> Namespace:
+    """What vLLM's own command line would have made of `arguments`."""
+    with without_collections():
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        # It imports more of vLLM.
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args([]) or Namespace()
+    refuse_unknown(extra, known=vars(args))
+    for name, value in arguments.items():
+        setattr(args, name, value)
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"vLLM refuses the [inference] section: {exc}") from exc
+    return args
+
+
+async def _run(args: Namespace, *, secret: RunSecret, roots: Sequence[Path], is_one_process: bool) -> int:
+    signal.signal(signal.SIGTERM, _end_while_starting)
+    sock = _listen(args)
+    try:
+        engine = _start_engine(args, is_one_process=is_one_process)
+        try:
+            return await _serve_http(engine, args, sock, secret=secret, roots=roots)
+        finally:
+            engine.shutdown(timeout=0)
+    finally:
+        sock.close()
+
+
+def _end_while_starting(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _listen(args: Namespace) -> socket.socket:
+    """Take the port before the engine starts, so that a minute is not spent on a server that cannot listen."""
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    try:
+        _, sock = setup_server(args, reuse_port=is_held(args.host, args.port))
+    except OSError as exc:
+        raise ConfigError(
+            f"inference.server cannot listen on {args.host}:{args.port}: {exc.strerror}; choose another port"
+        ) from exc
+    except KeyError as exc:
+        raise ConfigError(f"vLLM refuses the [inference] section: {exc.args[0]}") from exc
+    return sock
+
+
+def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine":
+    with without_collections():
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.executor.abstract import Executor
+
+        from trivet.inference.executors import ManyProcessExecutor, OneProcessExecutor
+        from trivet.inference.versioned_engine import VersionedEngine
+
+        if is_one_process:
+            _inspect_here(Path(args.model))
+    try:
+        vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    except (ValueError, TypeError, OSError) as exc:
+        raise ConfigError(f"vLLM cannot serve inference.model.name {args.model!r} as configured: {exc}") from exc
+    if is_one_process:
+        # The CPU platform has just chosen an engine and a worker process, both started anew: see engine_process.
+        vllm_config.parallel_config.distributed_executor_backend = "uni"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    ours = {"UniProcExecutor": OneProcessExecutor, "MultiprocExecutor": ManyProcessExecutor}
+    executor = Executor.get_class(vllm_config)
+    try:
+        return VersionedEngine(
+            vllm_config, ours.get(executor.__name__, executor), log_stats=not args.disable_log_stats, log_requests=False
+        )
+    except RuntimeError as exc:
+        raise InferenceError(f"vLLM's engine did not start for {args.model}: {exc} (its own error is above)") from exc
+
+
+def _inspect_here(model: Path) -> None:
+    """Import the model's class now. vLLM looks at it in a process of its own the first time, to keep CUDA out of this one.
+
+    The engine is forked from this process and needs the class anyway; the other process would import all of vLLM once more.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    try:
+        architectures = json.loads((model / "config.json").read_bytes()).get("architectures") or []
+    except (OSError, ValueError):
+        # Not a local directory, or a broken one: vLLM says which.
+        return
+    for name in architectures:
+        if (known := ModelRegistry.models.get(name)) is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
+
+
+async def _serve_http(
+    engine: "VersionedEngine", args: Namespace, sock: socket.socket, *, secret: RunSecret, roots: Sequence[Path]
+) -> int:
+    with without_collections():
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.launcher import serve_http
+
+        from trivet.inference.answers import version_chat, version_tokens
+        from trivet.inference.continued_chats import continue_chats
+        from trivet.inference.gate import guard
+        from trivet.inference.named_adapters import NamedAdapters
+        from trivet.inference.policy_loader import PolicyLoader
+        from trivet.inference.routes import add_routes, make_router
+
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def end(exit_code: int) -> None:
+        if not ended.done():
+            ended.set_result(exit_code)
+
+    loader = PolicyLoader(
+        engine, model_name=args.model, start_directory=_model_directory(args.model), roots=roots, on_broken=lambda: end(1)
+    )
+    await loader.prepare()
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    version_chat(app.state.openai_serving_chat)
+    continue_chats(app.state.openai_serving_chat)
+    version_tokens(app.state.serving_tokens)
+    adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
+    add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters))
+    guard(app, token=secret.token, host=args.host)
+    serving = asyncio.create_task(
+        serve_http(
+            app,
+            sock=sock,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+            **({"log_config": args.log_config_file} if args.log_config_file else {}),
+        ),
+        name="serve-http",
+    )
+    # serve_http takes the signals in its first step; ours take them back, to know which one it was.
+    await asyncio.sleep(0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, end, 128 + number)
+    show_tasks_on_signal()
+    progress.doing("serving")
+    await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done():
+        logger.error("the engine died; its own error is above")
+        end(1)
+    await engine.stop()
+    serving.cancel()
+    await (await serving)
+    return await ended
+
+
+def _model_directory(name: str) -> Path:
+    """Where the start model's files lie; the engine has fetched them if they were not on this machine."""
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.safetensors"], local_files_only=True))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,23 @@
+"""`uv run rl --bench`: the trainer of a run by itself, measured on the devices that the run gives it."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from trivet.config.loading.dump import to_toml
+from trivet.config.sections.rl import RLConfig
+from trivet.durable import write_private
+from trivet.launcher.plan import share_gpus, trainer_process
+from trivet.machine import inspect_machine
+
+
+def measure_trainer(config: RLConfig) -> int:
+    """Run the trainer's ranks under `trainer.bench` to their end; returns their exit code."""
+    machine = inspect_machine()
+    with tempfile.TemporaryDirectory(prefix="trivet-bench-") as scratch:
+        file = Path(scratch) / "trainer.toml"
+        write_private(file, to_toml(config.trainer))
+        spec = trainer_process(config, sys.executable, file, share_gpus(config, machine.gpus), machine)
+        return subprocess.run(spec.argv, env={**spec.env_defaults, **os.environ, **spec.env}, check=False).returncode

@@ -1,0 +1,119 @@
+"""The command `rl`: checks, takes the output directory, starts the three roles and watches them to the end."""
+
+import os
+import sys
+from contextlib import ExitStack
+
+from trivet.config.command import run_command
+from trivet.config.compute_dtype import describe_dtype, record_choice
+from trivet.config.layout import RunLayout
+from trivet.config.sections.rl import RLConfig
+from trivet.environments.packages.installed import require_installed
+from trivet.environments.packages.probe import Wanted, require_loadable
+from trivet.environments.settings import run_settings
+from trivet.launcher.commands.bench import measure_trainer
+from trivet.launcher.custom_advantage import require_advantage
+from trivet.launcher.logs import RunLog
+from trivet.launcher.plan import Ports, share_gpus
+from trivet.launcher.ports import HeldPorts
+from trivet.launcher.run_directory import RunDirectory
+from trivet.launcher.scratch import Scratch
+from trivet.launcher.supervision.attempts import Attempts, role_environment
+from trivet.launcher.supervision.supervisor import Supervisor
+from trivet.machine import inspect_machine
+from trivet.secret import share_secret
+from trivet.stacks import show_stacks_on_signal
+
+
+def main() -> int:
+    return run_command(RLConfig, start, check=check)
+
+
+def check(config: RLConfig) -> None:
+    """Refuse what this machine cannot run; writes nothing, and starts nothing that lasts.
+
+    Raises:
+        EnvironmentLoadError: an environment is not installed, cannot be loaded, or has no data.
+        ConfigError: GPU ids that do not exist, or a custom advantage that does not work.
+    """
+    if config.trainer.bench is not None:
+        share_gpus(config, inspect_machine().gpus)
+        return
+    for env in config.orchestrator.environments.values():
+        require_installed(env.id)
+    share_gpus(config, inspect_machine().gpus)
+    require_advantage(config.orchestrator.advantage)
+    trained = {env.label for env in config.orchestrator.env}
+    wanted = [
+        Wanted(settings=settings, is_trained=name in trained) for name, settings in run_settings(config.orchestrator).items()
+    ]
+    require_loadable(wanted, timeout_s=config.orchestrator.env_start_timeout_s)
+
+
+def start(config: RLConfig) -> int:
+    """Run `config`, resolved and checked, to its end; returns the exit code."""
+    if config.trainer.bench is not None:
+        return measure_trainer(config)
+    show_stacks_on_signal()
+    layout = RunLayout(config.output_dir)
+    with ExitStack() as held:
+        directory = held.enter_context(RunDirectory(layout))
+        scratch = held.enter_context(Scratch(layout))
+        ckpt = config.trainer.ckpt
+        step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
+        attempts = Attempts(
+            config=config,
+            directory=directory,
+            run=directory.identify(is_resumed=step is not None and ckpt.resume_from is None),
+            from_step=step,
+            machine=inspect_machine(),
+            python=sys.executable,
+            ports=_take_ports(config, held.enter_context(HeldPorts())),
+            scratch=scratch,
+        )
+        attempts.begin()
+        record_choice(layout, config)
+        layout.logs.mkdir(parents=True, exist_ok=True)
+        file = held.enter_context(layout.log_file("rl.log").open("a"))
+        log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
+        _introduce(attempts, log)
+        supervisor = Supervisor(
+            attempts,
+            config=config.recovery,
+            python=sys.executable,
+            environ=role_environment(os.environ) | share_secret(layout, environ=os.environ),
+            log=log,
+            shutdown_timeout_s=config.shutdown_timeout_s,
+            patience_s=config.trainer.rollout_transport.timeout_s,
+        )
+        exit_code = supervisor.run()
+        if exit_code == 0:
+            log.say(f"weights: {layout.weights}  metrics: {layout.metrics}  rollouts: {layout.root / 'rollouts'}")
+        return exit_code
+
+
+def _take_ports(config: RLConfig, held: HeldPorts) -> Ports:
+    transport = config.trainer.rollout_transport
+    inference = 0
+    if config.inference is not None:
+        inference = held.take(config.inference.server.host, preferred=config.inference.server.port)
+    taught = config.teacher_inference
+    return Ports(
+        inference=inference,
+        transport=held.take(transport.host, preferred=transport.port),
+        teacher=held.take(taught.server.host, preferred=taught.server.port) if taught is not None else 0,
+    )
+
+
+def _introduce(attempts: Attempts, log: RunLog) -> None:
+    run, step, layout, trainer = attempts.run, attempts.from_step, attempts.layout, attempts.config.trainer
+    origin = "from the start model" if step is None else f"from the checkpoint of step {step}"
+    log.say(f"run {run.id} attempt {run.attempt} {origin}, output in {layout.root}, logs in {layout.logs}")
+    is_on_gpu = bool(attempts.machine.gpus) and trainer.device != "cpu"
+    log.say(f"computes in {describe_dtype(trainer.model.compute_dtype, attempts.machine, is_on_gpu=is_on_gpu)}")
+    for notice in attempts.planned.notices:
+        log.say(f"notice: {notice}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

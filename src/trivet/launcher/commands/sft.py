@@ -1,0 +1,69 @@
+"""The command `sft`: supervised fine-tuning, `num_ranks` ranks, else one for each GPU that is visible, one on the CPU."""
+
+import os
+import sys
+
+from trivet.checkpoints.commit import committed_steps
+from trivet.checkpoints.fork import adopt, choose_fork
+from trivet.checkpoints.resume import require_resumable
+from trivet.checkpoints.settings import EVERY_KEY
+from trivet.config.command import run_command
+from trivet.config.compute_dtype import record_choice
+from trivet.config.layout import RunLayout
+from trivet.config.sections.sft import FakeDataConfig, SftConfig
+from trivet.conversations.mixture import open_data
+from trivet.errors import ConfigError
+from trivet.launcher.commands.ranks import become_ranks
+from trivet.launcher.run_directory import RunDirectory, write_configs
+from trivet.secret import share_secret
+
+
+def main() -> int:
+    return run_command(SftConfig, start, check=check)
+
+
+def check(config: SftConfig) -> None:
+    """Refuse what cannot go on or be forked, and data that cannot be read, before anything is started or written."""
+    if config.bench is not None:
+        return  # made-up rows, and nothing is written
+    _require_start(config)
+    if not isinstance(config.data, FakeDataConfig):
+        open_data(config.data, seed=config.seed, key="data")
+    if config.val is not None:
+        open_data(config.val.data, seed=config.seed, key="val.data")
+
+
+def _require_start(config: SftConfig) -> None:
+    layout, ckpt = RunLayout(config.output_dir), config.ckpt
+    if ckpt.resume_from is None:
+        require_resumable(config)
+        return
+    choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
+    if committed_steps(layout):
+        raise ConfigError(
+            f"output_dir {str(layout.root)!r} has checkpoints: to go on with them leave ckpt.resume_from out and set "
+            "ckpt.resume_step = -1, for a new run choose another output_dir"
+        )
+
+
+def start(config: SftConfig) -> int:
+    if config.bench is not None:
+        return become_ranks("trivet.trainer.sft.main", sys.argv[1:], device=config.device, num_ranks=config.num_ranks)
+    layout, ckpt = RunLayout(config.output_dir), config.ckpt
+    directory = RunDirectory(layout)
+    directory.__enter__()
+    directory.keep_over_exec()
+    write_configs({layout.configs / "sft.toml": config})
+    record_choice(layout, config)
+    os.environ.update(share_secret(layout, environ=os.environ))
+    arguments = [*sys.argv[1:], "--model.compute-dtype", config.model.compute_dtype]
+    if ckpt.resume_from is not None:
+        step = choose_fork(layout, source=ckpt.resume_from, resume_step=ckpt.resume_step)
+        adopt(ckpt.resume_from, step, into=layout)
+        # From here on it is a run that resumes its own first checkpoint, under settings of its own.
+        arguments += ["--ckpt.resume-from", "None", "--ckpt.resume-step", str(step), "--ckpt.allow-changes", f'["{EVERY_KEY}"]']
+    return become_ranks("trivet.trainer.sft.main", arguments, device=config.device, num_ranks=config.num_ranks)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,193 @@
+"""The attempts of one run: what is started first, and what is started after a failure, from which checkpoint.
+
+Owned by `launcher.commands.rl`; the supervisor asks it.
+The run directory and the ports are held from the first attempt to the last.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from trivet.checkpoints.commit import committed_steps, verify_checkpoint
+from trivet.checkpoints.resume import Resumable, choose_resume_step
+from trivet.config.layout import RunLayout
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import CkptConfig, RunIdentity
+from trivet.errors import CheckpointError
+from trivet.launcher.logs import RunLog
+from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan
+from trivet.launcher.run_directory import RunDirectory, write_configs
+from trivet.launcher.scratch import Scratch
+from trivet.machine import Machine
+from trivet.telemetry.event_key import event_key
+from trivet.telemetry.events import EventWriter, read_events
+from trivet.weights.retention import needed_to_resume, reference_version
+from trivet.wire.events import Event, Stop
+from trivet.wire.versions import START_VERSION, Step
+
+_SERVERS = ("inference.toml", "teacher.toml")
+"""Files of roles that stay up while trainer and orchestrator go back."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempts:
+    """
+    >>> attempts = Attempts(config=config, directory=directory, run=run, from_step=None, ports=ports, ...)
+    >>> attempts.begin()
+    >>> attempts.go_back(log)  # after a failure of trainer or orchestrator
+    """
+
+    config: RLConfig
+    """Resolved."""
+    directory: RunDirectory
+    run: RunIdentity
+    """Of the current attempt."""
+    from_step: Step | None
+    """The step that the current attempt resumed from, None for a fresh start."""
+    machine: Machine
+    python: str
+    ports: Ports
+    scratch: Scratch
+    planned: Plan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.planned = self._plan()
+
+    @property
+    def layout(self) -> RunLayout:
+        return self.directory.layout
+
+    @property
+    def max_steps(self) -> int | None:
+        return self.config.trainer.max_steps
+
+    @property
+    def last_commit(self) -> Step | None:
+        return max(committed_steps(self.layout), default=None)
+
+    @property
+    def is_last_step_committed(self) -> bool:
+        last = self.last_commit
+        return last is not None and self.max_steps is not None and last >= self.max_steps
+
+    def specs(self) -> Sequence[ProcessSpec]:
+        """What the current attempt consists of."""
+        return self.planned.processes
+
+    def base_urls(self) -> Sequence[str]:
+        """Where the inference servers that this run starts answer."""
+        return self.planned.base_urls if self.config.inference is not None else ()
+
+    def teacher_urls(self) -> Sequence[str]:
+        """Where the teacher that this run starts answers."""
+        return self.planned.teacher_urls
+
+    def begin(self) -> None:
+        """Take the directory for the first attempt, and write the roles' configurations.
+
+        Raises:
+            ConfigError: the checkpoint to resume from is damaged; nothing was removed.
+            ResumeError: settings that a resumed run must keep did change.
+        """
+        resume_from = self.config.trainer.ckpt.resume_from
+        if resume_from is None:
+            for section in self.planned.configs.values():
+                if isinstance(section, Resumable):
+                    # `begin` reads every file of both halves, before anything is removed.
+                    choose_resume_step(section, is_whole_verified=True)
+        versions = _needed_by_fork(self.config, self.from_step) if self.from_step and resume_from is not None else ()
+        self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, versions=versions)
+        write_configs(self.planned.configs)
+
+    def go_back(self, log: RunLog) -> None:
+        """Make the next attempt, from the newest checkpoint that is whole, or from where the run began.
+
+        To be called when orchestrator and trainer have ended.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole.
+        """
+        newest = self._newest_whole(log)
+        if newest is not None and newest != self.from_step:
+            self.config = leave_nothing_behind(self.config)
+            self.from_step = newest
+        self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
+        self.directory.go_back(self.run)
+        self.planned = self._plan()
+        write_configs({path: config for path, config in self.planned.configs.items() if path.name not in _SERVERS})
+
+    def has_completed(self, role: str) -> bool:
+        """Whether `role` recorded in events.jsonl that this attempt reached the last step."""
+        return has_completed(self.layout, role, run=self.run, max_steps=self.max_steps)
+
+    def record(self, event: Event) -> None:
+        key = event_key(self.config.events, self.layout)
+        writer = EventWriter(self.layout.events, role="launcher", attempt=self.run.attempt, key=key)
+        try:
+            writer.write(event)
+        finally:
+            writer.close()
+
+    def _plan(self) -> Plan:
+        planned = plan(
+            self.config,
+            machine=self.machine,
+            python=self.python,
+            run=self.run,
+            ports=self.ports,
+            resume_step=self.from_step,
+        )
+        return replace(planned, processes=tuple(map(self.scratch.hold, planned.processes)))
+
+    def _newest_whole(self, log: RunLog) -> Step | None:
+        steps = committed_steps(self.layout)
+        for step in reversed(steps):
+            try:
+                verify_checkpoint(self.layout, step)
+            except CheckpointError as exc:
+                log.say(f"checkpoint of step {step} is passed over: {exc}")
+            else:
+                return step
+        if steps:
+            raise CheckpointError(
+                f"none of the checkpoints of steps {', '.join(map(str, steps))} is whole; see above. "
+                "Start anew with --clean, or from weights with --model.name"
+            )
+        return None
+
+
+def _needed_by_fork(config: RLConfig, step: Step) -> set[int]:
+    """Policies of the other run, older than `step`, that a run which starts from its checkpoint samples from or compares with."""
+    loss, lag = config.trainer.loss, config.trainer.max_async_level if config.deterministic else 0
+    needed = needed_to_resume([step], lag=lag)
+    if loss.beta:
+        needed.add(reference_version(step, interval=loss.reference_update_interval))
+    return needed - {step, START_VERSION}
+
+
+def leave_nothing_behind(config: RLConfig) -> RLConfig:
+    """Without ckpt.skip_*: what a user leaves out of one checkpoint is not left out of those that the run commits itself."""
+    nothing = {name: False for name in CkptConfig.model_fields if name.startswith("skip_")}
+    roles = {
+        name: role.model_copy(update={"ckpt": role.ckpt.model_copy(update=nothing)})
+        for name, role in (("trainer", config.trainer), ("orchestrator", config.orchestrator))
+    }
+    return config.model_copy(update=roles)
+
+
+def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: int | None) -> bool:
+    """Whether `role` recorded in events.jsonl that this attempt of `run` reached the last step."""
+    if max_steps is None or not layout.events.exists():
+        return False
+    try:
+        stops = [event for event in read_events(layout.events) if isinstance(event, Stop)]
+    except msgspec.DecodeError:
+        return False
+    mine = [stop for stop in stops if stop.role == role and stop.attempt == run.attempt and stop.reason == "done"]
+    return any(stop.step >= max_steps for stop in mine)
+
+
+def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What roles inherit: not the keys that the environment sets, which their configuration files already hold."""
+    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_")}

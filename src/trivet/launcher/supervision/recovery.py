@@ -1,0 +1,342 @@
+"""Decides what happens to a run: goes on, restarts a part of it, or is over, and why. Pure: states and a time in, actions out.
+
+A unit is what is restarted together: inference alone; a teacher alone; orchestrator and trainer. Its phases:
+
+    running --a role failed--> stopping --all have ended--> backing off --delay--> running
+       |                           (killed at the deadline)
+       +--the failure is final--> the run is over
+
+SIGTERM asks for a commit first: the roles finish their step, commit and end, within `preemption_grace_s`. Before the servers
+have answered for the first time there is no step, and nothing is waited for.
+"""
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from trivet.config.sections.supervision import RecoveryConfig
+from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TEACHER, TRAINER
+from trivet.launcher.supervision.describe_exit import describe_exit
+
+MAX_BACKOFF_S = 60.0
+_FINAL = frozenset({2, 3})
+"""Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
+
+
+class Unit(StrEnum):
+    INFERENCE = "inference"
+    TEACHER = "teacher"
+    TRAINING = "training"
+
+
+UNIT_OF = {INFERENCE: Unit.INFERENCE, TEACHER: Unit.TEACHER, ORCHESTRATOR: Unit.TRAINING, TRAINER: Unit.TRAINING}
+
+
+class Outcome(StrEnum):
+    DONE = "done"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSeen:
+    """What is known of a role at one moment, since it was started last. Times are of one monotonic clock."""
+
+    name: str
+    does_finish: bool
+    exit_code: int | None = None
+    ended_at: float = 0.0
+    is_complete: bool = False
+    """It recorded that it reached the last step."""
+    last_output_at: float = 0.0
+    has_progressed: bool = False
+    """A step was finished since the start of its unit, or the server has answered."""
+    stuck: str = ""
+    """Why the watchdog holds it for stuck."""
+    last_words: str = ""
+    """Of a role that ended: what tells its error from another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    now: float
+    roles: Mapping[str, RoleSeen]
+    interrupted_by: int | None = None
+    """The first signal that came."""
+    is_hurried: bool = False
+    """A second one came."""
+    is_last_step_committed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    outcome: Outcome
+    exit_code: int
+    role: str | None
+    """The role whose failure ended the run."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End these roles: by SIGTERM, or by SIGKILL."""
+
+    roles: tuple[str, ...]
+    by_kill: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announce:
+    """A unit failed and will be restarted after `delay_s`."""
+
+    unit: Unit
+    role: str
+    cause: str
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start a unit again; what it left has ended."""
+
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskForCommit:
+    """Have the roles finish the step, commit a checkpoint and end."""
+
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    verdict: Verdict
+
+
+Action = Stop | Announce | Start | AskForCommit | Finish
+
+
+class Phase(StrEnum):
+    RUNNING = "running"
+    STOPPING = "stopping"
+    BACKING_OFF = "backing off"
+
+
+@dataclass(slots=True)
+class _UnitState:
+    phase: Phase = Phase.RUNNING
+    deadline: float = 0.0
+    """While stopping: when what is left is killed."""
+    due: float = 0.0
+    """When it is started again."""
+    restarted_at: list[float] = field(default_factory=list[float])
+    fruitless: str = ""
+    """How its last attempt failed, if that was before any progress."""
+
+
+class Recovery:
+    """
+    >>> recovery = Recovery(config.recovery, stop_timeout_s=20.0, patience_s=1800.0)
+    >>> actions = recovery.decide(Seen(now=clock(), roles=roles))
+    """
+
+    def __init__(self, config: RecoveryConfig, *, stop_timeout_s: float, patience_s: float) -> None:
+        """
+        Args:
+            stop_timeout_s: between the request to stop and the kill.
+            patience_s: how long a role may write nothing after the other has finished.
+        """
+        self._config = config
+        self._stop_timeout_s = stop_timeout_s
+        self._patience_s = patience_s
+        self._units: dict[Unit, _UnitState] = {unit: _UnitState() for unit in Unit}
+        self._commit_deadline: float | None = None
+
+    def phase_of(self, role: str) -> Phase:
+        return self._units[UNIT_OF[role]].phase
+
+    def is_running(self, unit: Unit) -> bool:
+        return self._units[unit].phase is Phase.RUNNING
+
+    @property
+    def is_preempted(self) -> bool:
+        return self._commit_deadline is not None
+
+    def decide(self, seen: Seen) -> list[Action]:
+        """What to do now. Called again and again; an action is asked for once."""
+        finishing = [role for role in seen.roles.values() if role.does_finish]
+        if all(self._is_done(role, seen) for role in finishing):
+            return [_finish(Outcome.DONE, 0, "every step is done")]
+        if seen.interrupted_by is not None:
+            return list(self._make_room(seen, seen.interrupted_by))
+        if silent := self._silent_last(finishing, seen):
+            return [silent]
+        actions: list[Action] = []
+        for unit, state in self._units.items():
+            roles = [role for role in seen.roles.values() if UNIT_OF[role.name] is unit]
+            if state.phase is Phase.RUNNING:
+                actions += self._watch(unit, state, roles, seen)
+            elif state.phase is Phase.STOPPING:
+                actions += self._await_end(state, roles, seen)
+            elif seen.now >= state.due:
+                state.phase = Phase.RUNNING
+                actions.append(Start(unit=unit))
+        verdict = next((action for action in actions if isinstance(action, Finish)), None)
+        return actions if verdict is None else [verdict]
+
+    def _watch(self, unit: Unit, state: _UnitState, roles: Sequence[RoleSeen], seen: Seen) -> Iterator[Action]:
+        failed = [role for role in roles if role.exit_code is not None and not self._is_done(role, seen)]
+        failed = failed or [role for role in roles if self._is_stuck(role) and not self._is_done(role, seen)]
+        if not failed:
+            return
+        first = min(failed, key=lambda role: role.ended_at if role.exit_code is not None else seen.now)
+        cause = _cause(first)
+        final = self._why_final(state, first, seen)
+        if final is not None:
+            yield _finish(Outcome.FAILED, _exit_code(first), f"{cause}{final}", role=first.name)
+            return
+        recent = self._recent(state, seen.now)
+        state.fruitless = "" if first.has_progressed else _signature(first)
+        state.restarted_at = [*recent, seen.now]
+        delay_s = min(self._config.backoff_s * 2 ** len(recent), MAX_BACKOFF_S)
+        state.phase, state.deadline, state.due = Phase.STOPPING, seen.now + self._stop_timeout_s, seen.now + delay_s
+        yield Announce(unit=unit, role=first.name, cause=f"{first.name} {cause}", delay_s=delay_s)
+        running = [role for role in roles if role.exit_code is None]
+        for by_kill in (False, True):
+            # One that hangs would not heed a request.
+            if names := tuple(role.name for role in running if bool(role.stuck) is by_kill):
+                yield Stop(roles=names, by_kill=by_kill)
+
+    def _why_final(self, state: _UnitState, role: RoleSeen, seen: Seen) -> str | None:
+        """Why there is no restart, as the end of a sentence; None when there is one."""
+        config = self._config
+        if role.exit_code in _FINAL or config.max_restarts == 0:
+            return ""
+        if seen.is_last_step_committed and role.does_finish:
+            return " after the last step was committed"
+        if role.exit_code is None and config.on_stuck == "stop":
+            return ' (recovery.on_stuck = "stop")'
+        if not role.has_progressed:
+            what = "before it answered" if UNIT_OF[role.name] is not Unit.TRAINING else "before the first step"
+            if not state.restarted_at and role.exit_code is not None and not _is_signal(role.exit_code):
+                return f", {what}: a restart would meet the same"
+            if state.fruitless == _signature(role):
+                return f", again {what} and in the same way: a further restart would meet the same"
+        if len(self._recent(state, seen.now)) >= config.max_restarts:
+            return (
+                f", after {config.max_restarts} restarts within {config.restart_window_s:g} s "
+                "(recovery.max_restarts, recovery.restart_window_s)"
+            )
+        return None
+
+    def _recent(self, state: _UnitState, now: float) -> list[float]:
+        return [at for at in state.restarted_at if now - at <= self._config.restart_window_s]
+
+    def _await_end(self, state: _UnitState, roles: Sequence[RoleSeen], seen: Seen) -> Iterator[Action]:
+        for role in roles:
+            if role.exit_code in _FINAL:
+                yield _finish(Outcome.FAILED, _exit_code(role), describe_exit(role.exit_code), role=role.name)
+                return
+        running = tuple(role.name for role in roles if role.exit_code is None)
+        if not running:
+            state.phase = Phase.BACKING_OFF
+        elif seen.now >= state.deadline:
+            state.deadline = seen.now + self._stop_timeout_s
+            yield Stop(roles=running, by_kill=True)
+
+    def _make_room(self, seen: Seen, number: int) -> Iterator[Action]:
+        name = signal.Signals(number).name
+        training = [role for role in seen.roles.values() if UNIT_OF[role.name] is Unit.TRAINING]
+        if self._commit_deadline is None:
+            if _is_starting(seen):
+                yield _finish(
+                    Outcome.INTERRUPTED, 128 + number, f"interrupted by {name} during the start, with no step to commit"
+                )
+                return
+            can_commit = (
+                number == signal.SIGTERM
+                and self._config.preemption_grace_s > 0
+                and self._units[Unit.TRAINING].phase is Phase.RUNNING
+                and all((role.exit_code is None or self._is_done(role, seen)) and not role.stuck for role in training)
+            )
+            if not can_commit:
+                yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}")
+                return
+            self._commit_deadline = seen.now + self._config.preemption_grace_s
+            yield AskForCommit(grace_s=self._config.preemption_grace_s)
+            return
+        failed = [role for role in training if role.exit_code not in (None, 0)]
+        if failed:
+            why = f", and {failed[0].name} {describe_exit(failed[0].exit_code)} before the commit"
+        elif all(role.exit_code == 0 for role in training):
+            why = ""
+        elif seen.is_hurried:
+            why = ", twice: no wait for the commit"
+        elif seen.now >= self._commit_deadline:
+            why = f", and the step was not over within {self._config.preemption_grace_s:g} s (recovery.preemption_grace_s)"
+        else:
+            return
+        yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}{why}")
+
+    def _is_done(self, role: RoleSeen, seen: Seen) -> bool:
+        """It finished; or a signal ended it, or it hangs, when all that it was there for lay on disk."""
+        if not role.does_finish:
+            return False
+        if role.exit_code == 0:
+            return role.is_complete or seen.is_last_step_committed
+        if not seen.is_last_step_committed:
+            return False
+        return _is_signal(role.exit_code) if role.exit_code is not None else self._is_stuck(role)
+
+    def _is_stuck(self, role: RoleSeen) -> bool:
+        return role.exit_code is None and bool(role.stuck) and self._config.on_stuck != "warn"
+
+    def _silent_last(self, finishing: Sequence[RoleSeen], seen: Seen) -> Finish | None:
+        """One role may be later than the other, as long as it writes something every `patience_s`."""
+        done = [role for role in finishing if self._is_done(role, seen)]
+        if not done or any(role.exit_code is not None for role in finishing if role not in done):
+            return None
+        since = max(role.ended_at for role in done)
+        for role in finishing:
+            silent_s = seen.now - max(since, role.last_output_at)
+            if role not in done and silent_s > self._patience_s:
+                others = ", ".join(other.name for other in done)
+                reason = f"still running and silent for {silent_s:.0f} s after {others} finished"
+                return _finish(Outcome.FAILED, 1, reason, role=role.name)
+        return None
+
+
+def _is_starting(seen: Seen) -> bool:
+    """No step was finished, and none is under way: a server is not up yet."""
+    servers = [role for role in seen.roles.values() if UNIT_OF[role.name] is not Unit.TRAINING]
+    training = [role for role in seen.roles.values() if UNIT_OF[role.name] is Unit.TRAINING]
+    return not all(role.has_progressed for role in servers) and not any(role.has_progressed for role in training)
+
+
+def _is_signal(code: int) -> bool:
+    return code < 0 or code > 128
+
+
+def _cause(role: RoleSeen) -> str:
+    if role.exit_code is None:
+        return f"stuck: {role.stuck}"
+    return describe_exit(role.exit_code) + (" before its last step" if role.exit_code == 0 else "")
+
+
+def _signature(role: RoleSeen) -> str:
+    """Two failures with the same signature are taken for the same."""
+    if role.exit_code is None:
+        return f"{role.name} stuck"
+    if _is_signal(role.exit_code):
+        return f"{role.name} {role.exit_code}"
+    return f"{role.name} {role.exit_code} {role.last_words}"
+
+
+def _exit_code(role: RoleSeen) -> int:
+    return role.exit_code if role.exit_code is not None and role.exit_code in _FINAL else 1
+
+
+def _finish(outcome: Outcome, exit_code: int, reason: str, *, role: str | None = None) -> Finish:
+    return Finish(verdict=Verdict(outcome=outcome, exit_code=exit_code, role=role, reason=reason))

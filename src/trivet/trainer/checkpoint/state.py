@@ -1,0 +1,179 @@
+"""The trainer's half of a checkpoint: model, optimizer, random state and progress, in shards that fit any number of ranks.
+
+Of the model it holds what is trained: beside an adapter the frozen weights are those of model.name.
+
+Learning rates are a function of the step, so the schedule has no state but where it began.
+"""
+
+import logging
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from trivet.config.sections.shared import CkptConfig
+from trivet.durable import FileRecord
+from trivet.errors import CheckpointError
+from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, ShardPlanner, ShardReader, read_metadata
+from trivet.trainer.checkpoint.shard_writer import Hold, ShardWriter
+from trivet.trainer.model.policy_model import PolicyModel, has_adapter
+from trivet.trainer.step import Learner
+
+logger = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming the intent")
+
+State = dict[str, Any]
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """What the trainer has done since step 0, resumes included."""
+
+    step: int = 0
+    total_tokens: int = 0
+    total_samples: int = 0
+    schedule_start: int = 0
+    """The step after which the learning-rate schedule began."""
+    data_start: int = 0
+    """The step after which supervised data was read from its beginning."""
+
+
+def state_of(learner: Learner, progress: Progress) -> State:
+    """What makes the half of this moment. Tensors are the learner's own, not copies. Collective."""
+    model, optimizer = get_state_dict(learner.model, learner.optimizer)
+    return {"model": _own(learner.model, model), "optimizer": optimizer} | _state_beside(progress)
+
+
+def _state_without_optimizer(learner: Learner, progress: Progress) -> State:
+    """Asking for an optimizer's state makes one, which would count a step that was never taken."""
+    return {"model": _own(learner.model, get_model_state_dict(learner.model))} | _state_beside(progress)
+
+
+def _state_beside(progress: Progress) -> State:
+    # One random state for all ranks: they are seeded alike, and a resume may have another number of them.
+    return {"random": torch.get_rng_state(), "progress": msgspec.to_builtins(progress)}
+
+
+def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold: Hold = nullcontext) -> dict[str, FileRecord]:
+    """Collective over `group`: every rank writes its shards into `directory`, which exists.
+
+    Args:
+        hold: what is written of a tensor of `state` in host memory.
+
+    Returns:
+        On the group's first rank the record of each rank's file, by name; elsewhere nothing.
+
+    Raises:
+        CheckpointError: a rank could not write; says what each met.
+    """
+    writer = ShardWriter(directory, hold)
+    # Who writes what is the same at every step; agreeing on it anew takes as long as the digests.
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    try:
+        # A thread has gradients on of its own accord, and each shard of a DTensor would be a step of autograd.
+        with torch.no_grad():
+            # A rank alone would pickle what it has to tell for itself, and keep every other thread of Python waiting.
+            save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group.size() == 1)
+    except CheckpointException as exc:
+        causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in exc.failures.items())
+        raise CheckpointError(f"{directory} could not be written: {causes}") from exc
+    return writer.records
+
+
+def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> Progress:
+    """Collective: bring model, optimizer and random state to where `directory` was written.
+
+    Args:
+        skip_optimizer: the optimizer stays as it is.
+
+    Raises:
+        CheckpointError: it does not fit this model, a part is missing, or a file would run code.
+    """
+    state = (_state_without_optimizer if skip_optimizer else state_of)(learner, Progress())
+    try:
+        without_moments = [] if skip_optimizer else _drop_what_was_not_saved(state["optimizer"]["state"], directory)
+        load(state, storage_reader=ShardReader(directory), planner=ShardPlanner(), process_group=learner.world.control)
+        if without_moments:
+            _require_optimized(without_moments, state["optimizer"]["param_groups"])
+    except (CheckpointException, OSError, RuntimeError, ValueError) as exc:
+        raise CheckpointError(
+            f"{directory} does not fit model.name and optim of this run, or is damaged: {exc}; resume with the configuration "
+            "that wrote it, or from another step"
+        ) from exc
+    # All that was asked for is there; what is frozen was not, nor the moments of what never had a gradient.
+    options = StateDictOptions(strict=False)
+    if skip_optimizer:
+        set_model_state_dict(learner.model, state["model"], options=options)
+    else:
+        set_state_dict(
+            learner.model,
+            learner.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
+    torch.set_rng_state(state["random"])
+    return msgspec.convert(state["progress"], Progress)
+
+
+def _drop_what_was_not_saved(moments: State, directory: Path) -> list[str]:
+    """Leave out of `moments` the parameters of which `directory` has none, and return their names.
+
+    An optimizer makes them with a parameter's first gradient, and plain SGD makes none.
+    """
+    keys = read_metadata(directory / METADATA_FILE).state_dict_metadata
+    saved = {key.rpartition(".")[0] for key in keys}
+    dropped = [name for name in moments if f"optimizer.state.{name}" not in saved]
+    for name in dropped:
+        del moments[name]
+    return dropped
+
+
+def _require_optimized(names: Sequence[str], groups: Sequence[State]) -> None:
+    """
+    Args:
+        groups: of the optimizer that was saved.
+
+    Raises:
+        ValueError: it did not have these parameters.
+    """
+    known = {name for group in groups for name in group["params"]}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"the optimizer that was saved has no parameter {unknown[0]!r}")
+    logger.info("the optimizer had no state yet of parameters=%s", len(names))
+
+
+def _own(model: PolicyModel, tensors: State) -> State:
+    """Each tensor once, tied ones under their first name; with an adapter what is trained alone."""
+    if has_adapter(model.causal_lm):
+        names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    else:
+        names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+def begin_anew(progress: Progress, ckpt: CkptConfig) -> Progress:
+    """`progress` of the checkpoint resumed from without what `ckpt` says to leave behind."""
+    step = progress.step
+    return Progress(
+        step=step,
+        total_tokens=0 if ckpt.skip_progress else progress.total_tokens,
+        total_samples=0 if ckpt.skip_progress else progress.total_samples,
+        schedule_start=step if ckpt.skip_scheduler else progress.schedule_start,
+        data_start=step if ckpt.skip_dataloader else progress.data_start,
+    )

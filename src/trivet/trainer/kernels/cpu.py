@@ -1,0 +1,257 @@
+"""The parts of a model that a CPU computes slowly as they are written, with backward passes that do less.
+
+Called by `trainer.model` before sharding. A part is replaced only where it is seen to compute what the replacement does; every
+other model, and every other part, runs as transformers wrote it.
+
+Legend: T tokens, I features in, O features out.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from trivet.trainer.optim.master_weights import MasterWeights
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TOKENS, _PROBE_FEATURES = 3, 64
+
+
+def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> MasterWeights | None:
+    """Replace what can be replaced, names of parameters kept.
+
+    Args:
+        dtype: what the model computes in, whatever its parameters are in.
+
+    Returns:
+        The weights by which the model computes in `dtype` itself; None if a parameter is used by something that was not replaced.
+    """
+    masters = MasterWeights()
+    head = causal_lm.get_output_embeddings()
+    num_linears = num_norms = 0
+    others: list[str] = []
+    for name, module in causal_lm.named_modules():
+        if module is head:
+            continue
+        if type(module) is torch.nn.Linear:
+            setattr(module, "forward", _LinearForward(module, masters))  # noqa: B010  # on this module alone
+            num_linears += 1
+        elif _is_rms_norm(module):
+            setattr(module, "forward", _NormForward(module))  # noqa: B010
+            num_norms += 1
+        elif type(module) is torch.nn.Embedding and module is causal_lm.get_input_embeddings():
+            setattr(module, "forward", _EmbeddingForward(module, masters, dtype))  # noqa: B010
+        elif any(True for _ in module.parameters(recurse=False)):
+            others.append(name)
+    has_rotary = _replace_rotary(causal_lm)
+    logger.info("CPU kernels linears=%s norms=%s rotary=%s others=%s", num_linears, num_norms, has_rotary, len(others))
+    return None if others else masters
+
+
+class _EmbeddingForward:
+    def __init__(self, module: torch.nn.Embedding, masters: MasterWeights, dtype: torch.dtype) -> None:
+        self._module = module
+        self._masters = masters
+        self._dtype = dtype
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        weight = self._module.weight
+        dtype = weight.dtype if weight.dtype == torch.float64 else self._dtype
+        return _Embedding.apply(token_ids, weight, self._masters, self._module.padding_idx, dtype)  # type: ignore[no-any-return]
+
+
+class _Embedding(torch.autograd.Function):
+    """Its gradient touches the rows of the tokens that are there, where autograd's is a matrix of the whole vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token_ids: torch.Tensor,
+        weight_VH: torch.Tensor,
+        masters: MasterWeights,
+        padding_idx: int | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(token_ids)
+        ctx.master, ctx.masters, ctx.padding_idx = weight_VH, masters, padding_idx
+        return torch.nn.functional.embedding(token_ids, weight_VH).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (token_ids,) = ctx.saved_tensors
+        ids_N, grad_NH = token_ids.flatten(), grads[0].flatten(0, -2)
+        if ctx.padding_idx is not None:  # whose embedding is not trained
+            is_trained_N = ids_N != ctx.padding_idx
+            ids_N, grad_NH = ids_N[is_trained_N], grad_NH[is_trained_N]
+        return None, ctx.masters.add_to_rows(ctx.master, ids_N, grad_NH), None, None, None
+
+
+class _LinearForward:
+    def __init__(self, module: torch.nn.Linear, masters: MasterWeights) -> None:
+        self._module = module
+        self._masters = masters
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = _Linear.apply(inputs, self._module.weight, self._masters)
+        return outputs if self._module.bias is None else outputs + self._module.bias.to(outputs.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """The gradient of the weight is a product over tokens, whose first factor oneDNN wants to be contiguous: given a transposed
+    view it takes twice as long. The narrower of the two factors is copied, and a product that comes out transposed is turned."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, master_OI: torch.Tensor, masters: MasterWeights) -> torch.Tensor:
+        weight_OI = masters.of(master_OI, inputs.dtype)
+        ctx.save_for_backward(inputs, weight_OI)
+        ctx.dtype = master_OI.dtype
+        return torch.nn.functional.linear(inputs, weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        inputs, weight_OI = ctx.saved_tensors
+        grad_inputs = grads[0] @ weight_OI if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_inputs, None, None
+        return grad_inputs, weight_gradient(inputs.flatten(0, -2), grads[0].flatten(0, -2), dtype=ctx.dtype), None
+
+
+def weight_gradient(inputs_TI: torch.Tensor, grad_TO: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """grad.T @ inputs, [O, I], in `dtype` and contiguous: what adds it up would walk through a transposed one."""
+    if grad_TO.dtype != torch.bfloat16:
+        return (grad_TO.t() @ inputs_TI).to(dtype)
+    if grad_TO.shape[1] <= inputs_TI.shape[1]:
+        return (grad_TO.t().contiguous() @ inputs_TI).to(dtype)
+    turned_IO = inputs_TI.t().contiguous() @ grad_TO
+    return torch.empty(turned_IO.shape[::-1], dtype=dtype, device=turned_IO.device).copy_(turned_IO.t())
+
+
+class _NormForward:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._epsilon = _epsilon(module)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight = self._module.weight
+        assert isinstance(weight, torch.Tensor)
+        if inputs.dtype == torch.float64:
+            return type(self._module).forward(self._module, inputs)
+        return rms_norm(inputs, weight, epsilon=self._epsilon)
+
+
+def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
+    """Over the last dimension, in float32; the weight multiplies what was rounded to the dtype of the input."""
+    return _RMSNorm.apply(inputs, weight, epsilon)  # type: ignore[no-any-return]  # apply is untyped
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps its input and one number a token, where autograd keeps three float32 copies of the input.
+
+    With r = 1 / rms(x) and m = grad * x: dw = sum over tokens of r * m, dx = r * grad * w - x * r^3 * mean(m * w).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        wide = inputs.to(torch.float32, copy=True)
+        scales = wide.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(inputs, weight, scales)
+        return wide.mul_(scales).to(inputs.dtype).mul_(weight.to(inputs.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        inputs, weight, scales = ctx.saved_tensors
+        # A master weight takes part as it did in the forward pass, rounded.
+        wide, wide_weight = inputs.float().flatten(0, -2), weight.to(inputs.dtype).float()
+        grad = grads[0].to(torch.float32, copy=True).flatten(0, -2)
+        scales = scales.flatten()
+        products = grad * wide
+        grad_weight = scales @ products
+        means = (products @ wide_weight).div_(inputs.shape[-1])
+        grad.mul_(wide_weight).mul_(scales[:, None]).addcmul_(wide, (means * scales**3)[:, None], value=-1)
+        return grad.to(inputs.dtype).view(inputs.shape), grad_weight.to(weight.dtype), None
+
+
+def _epsilon(module: torch.nn.Module) -> float:
+    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return float(found) if isinstance(found, int | float) else -1.0
+
+
+def _is_rms_norm(module: torch.nn.Module) -> bool:
+    """Whether it gives, bit by bit, what `rms_norm` gives for an input and a weight made up here."""
+    if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return False
+    weight = torch.linspace(-1.5, 1.5, module.weight.numel())  # type: ignore[reportCallIssue, reportArgumentType]  # one tensor
+    inputs = torch.linspace(-3.0, 2.0, _PROBE_TOKENS * len(weight)).view(_PROBE_TOKENS, -1)
+    with torch.no_grad():
+        return all(
+            torch.equal(
+                functional_call(module, {"weight": weight.to(dtype)}, inputs.to(dtype)),
+                rms_norm(inputs.to(dtype), weight.to(dtype), epsilon=_epsilon(module)),
+            )
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+
+
+Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Rotary(torch.autograd.Function):
+    """Pairs of the two halves of a head, turned; the gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(values, cos, sin, sign=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _turn(grads[0], *ctx.saved_tensors, sign=-1), None, None
+
+
+def _turn(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sign: int) -> torch.Tensor:
+    half = values.shape[-1] // 2
+    turned = values * cos
+    turned[..., :half].addcmul_(values[..., half:], sin[..., :half], value=-sign)
+    turned[..., half:].addcmul_(values[..., :half], sin[..., half:], value=sign)
+    return turned
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+    """Rotary positions of queries and keys; the two halves of `cos` are equal, and those of `sin`.
+
+    The names of the arguments are those of transformers, whose function it stands for.
+    """
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return _Rotary.apply(q, cos, sin), _Rotary.apply(k, cos, sin)
+
+
+def _replace_rotary(causal_lm: PreTrainedModel) -> bool:
+    """In the module that defines the model, whose blocks call it by its name there."""
+    modeling: Any = sys.modules[type(causal_lm).__module__]
+    theirs: Rotary | None = getattr(modeling, "apply_rotary_pos_emb", None)
+    if theirs is rotate:
+        return True
+    if theirs is None or not _is_plain_rotary(theirs):
+        return False
+    modeling.apply_rotary_pos_emb = rotate
+    return True
+
+
+def _is_plain_rotary(theirs: Rotary) -> bool:
+    angles = torch.linspace(0.0, 2.0, _PROBE_TOKENS * _PROBE_FEATURES // 2, dtype=torch.float64).view(1, _PROBE_TOKENS, -1)
+    cos, sin = (torch.cat([half, half], dim=-1) for half in (angles.cos(), angles.sin()))
+    values = torch.linspace(-1.0, 1.0, 2 * _PROBE_TOKENS * _PROBE_FEATURES, dtype=torch.float64)
+    query = values.view(1, 2, _PROBE_TOKENS, _PROBE_FEATURES)
+    try:
+        found = theirs(query, query[:, :1], cos, sin)
+    except (TypeError, ValueError, RuntimeError):
+        # It takes something else, so it is something else.
+        return False
+    return all(
+        torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, rotate(query, query[:, :1], cos, sin), strict=True)
+    )

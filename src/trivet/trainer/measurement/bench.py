@@ -1,0 +1,247 @@
+"""What a step costs: `uv run trainer --bench`, `uv run sft --bench`, `uv run rl --bench`. Called by a rank's entry point.
+
+It takes the very steps that training takes, on made-up rows. Must never write into the output directory: a run may live there.
+"""
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
+from trivet.durable import replace_file
+from trivet.errors import ConfigError
+from trivet.telemetry.logs import setup_logging
+from trivet.trainer.losses.terms import Loss
+from trivet.trainer.measurement.fake_data import fake_rows
+from trivet.trainer.measurement.performance import (
+    ModelCost,
+    Stopwatch,
+    measured_flops,
+    model_cost,
+    peak_flops,
+    peak_memory_gib,
+    total_memory_gib,
+)
+from trivet.trainer.measurement.profiling import Profiler
+from trivet.trainer.model.policy_model import torch_dtype
+from trivet.trainer.model.reference import Reference
+from trivet.trainer.open_session import make_learner
+from trivet.trainer.ranks.world import World, barrier
+from trivet.trainer.step import train_step
+from trivet.wire.versions import Step
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["rl", "sft"]
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Over the steps that count."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        column = np.asarray(values, dtype=np.float64)
+        return cls(mean=float(column.mean()), std=float(column.std()), min=float(column.min()), max=float(column.max()))
+
+    @classmethod
+    def of_rate(cls, amount: float, seconds: Sequence[float]) -> "Spread":
+        """Of `amount` by each of `seconds`; its mean is all that was done over all the time it took."""
+        spread = cls.of([amount / taken for taken in seconds])
+        return msgspec.structs.replace(spread, mean=amount * len(seconds) / sum(seconds))
+
+
+class PeakMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the main rank: of its GPU's allocator, on the CPU of its process."""
+
+    gib: float
+    pct: float
+    """Of what the device has."""
+
+
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The file of bench.output_json."""
+
+    kind: Kind
+    mfu: Spread
+    """Percent of the peak, by the formula of prime-rl's figures."""
+    model_mfu: Spread
+    """Percent of the peak, by the operations that the model needs: causal attention, heads as wide as they are."""
+    throughput: Spread
+    """Tokens per second, all ranks together."""
+    step_time: Spread
+    """Seconds of an optimizer step, from its rows to its update."""
+    peak_memory: PeakMemory
+    step_times: list[float]
+    """Of every step, the first included, which does not count."""
+    tokens_per_step: int
+    num_ranks: int
+    num_parameters: int
+    num_trained_parameters: int
+    peak_flops: float
+    """Per second and rank."""
+    peak_flops_source: Literal["table", "measured"]
+    """`measured`: the rate of matrix products on this device in the dtype of the computation, not a data sheet's."""
+    device: str
+    versions: dict[str, str]
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the steps of one rank gave."""
+
+    seconds: list[float]
+    """Of each step."""
+    tokens_per_step: int
+    cost: ModelCost
+    num_parameters: int
+    num_trained_parameters: int
+
+
+def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -> BenchReport:
+    """Measure, and on rank 0 show a table and write `bench.output_json`. Collective.
+
+    Raises:
+        ConfigError: no such model, or one that cannot be trained; the report cannot be written.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    assert config.bench is not None
+    disable_progress_bar()
+    if world.is_main and config.bench.output_json is not None:
+        require_folder(config.bench.output_json)
+    level = config.log.level if world.is_main else "warning"
+    setup_logging(f"bench.{world.rank}", level=level, as_json=config.log.json_logging)
+    measured = measure(config, world, loss=loss)
+    report = make_report(config, world, measured, kind=kind)
+    if world.is_main:
+        Console().print(_table(config, report))
+        if config.bench.output_json is not None:
+            write_report(config.bench.output_json, report)
+    return report
+
+
+def require_folder(output_json: Path) -> None:
+    """Before anything is measured: the report's folder, made where it is missing.
+
+    Raises:
+        ConfigError: it cannot be made or written, or the report's name is a directory's.
+    """
+    folder = output_json.absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"bench.output_json ({output_json}) cannot be written: {exc.strerror}; choose another") from exc
+    if output_json.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"bench.output_json ({output_json}) is a directory or in one that cannot be written; choose another")
+
+
+def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
+    """The time of every step. Collective."""
+    assert config.bench is not None
+    torch.manual_seed(config.seed)
+    profiler = Profiler(config, world)
+    learner = make_learner(config, world, loss=loss, max_steps=config.bench.num_steps)
+    model = learner.model
+    if isinstance(config, TrainerConfig) and config.loss.beta:
+        learner.reference = Reference(model)
+    has_teacher = isinstance(config, TrainerConfig) and config.loss.needs_teacher
+    seconds: list[float] = []
+    num_tokens = 0
+    for step in range(1, config.bench.num_steps + 1):
+        rows = fake_rows(
+            step,
+            seed=config.seed,
+            seq_len=config.model.seq_len,
+            vocab_size=model.embedding.num_embeddings,
+            num_ranks=world.size,
+            rows_per_rank=config.bench.rows_per_rank,
+        )
+        for row in rows:
+            row.teacher_logprobs_T = row.logprobs_T if has_teacher else None
+        num_tokens = sum(row.num_tokens for row in rows)
+        barrier(world)
+        with Stopwatch(world.device) as watch:
+            train_step(learner, rows, step=Step(step))
+        seconds.append(watch.seconds)
+        profiler.finish_step(step)
+        logger.info("step=%s seconds=%.3f tokens=%s", step, watch.seconds, num_tokens)
+    profiler.close()
+    return Measured(
+        seconds=seconds,
+        tokens_per_step=num_tokens,
+        cost=model_cost(model),
+        num_parameters=model.num_parameters,
+        num_trained_parameters=sum(parameter.numel() for parameter in model.trained_parameters),
+    )
+
+
+def make_report(config: TrainingConfig, world: World, measured: Measured, *, kind: Kind) -> BenchReport:
+    known = peak_flops(world.device)
+    peak = known or measured_flops(world.device, torch_dtype(config.model.compute_dtype))
+    counted = measured.seconds[1:]
+    seq_len, num_tokens = config.model.seq_len, measured.tokens_per_step
+    by_formula = measured.cost.reference_flops(num_tokens=num_tokens, seq_len=seq_len)
+    by_model = measured.cost.flops([seq_len] * (num_tokens // seq_len))
+    gib, total_gib = peak_memory_gib(world.device), total_memory_gib(world.device)
+    is_cuda = world.device.type == "cuda"
+    return BenchReport(
+        kind=kind,
+        mfu=Spread.of_rate(100 * by_formula / (peak * world.size), counted),
+        model_mfu=Spread.of_rate(100 * by_model / (peak * world.size), counted),
+        throughput=Spread.of_rate(num_tokens, counted),
+        step_time=Spread.of(counted),
+        peak_memory=PeakMemory(gib=gib, pct=100 * gib / total_gib),
+        step_times=measured.seconds,
+        tokens_per_step=num_tokens,
+        num_ranks=world.size,
+        num_parameters=measured.num_parameters,
+        num_trained_parameters=measured.num_trained_parameters,
+        peak_flops=peak,
+        peak_flops_source="table" if known else "measured",
+        device=torch.cuda.get_device_name(world.device) if is_cuda else f"CPU, {torch.get_num_threads()} threads",
+        versions={name: importlib.metadata.version(name) for name in ("trivet", "torch", "transformers")},
+        config=config.model_dump(mode="json"),
+    )
+
+
+def write_report(path: Path, report: BenchReport) -> None:
+    replace_file(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+
+
+def _table(config: TrainingConfig, report: BenchReport) -> Table:
+    adapter = f"adapter of rank {config.model.lora.rank}" if config.model.lora is not None else "all weights"
+    title = f"{report.kind} {config.model.name}, {adapter}, {report.num_ranks} x {report.device}"
+    peak = f"{report.peak_flops / 1e12:.3g} TFLOP/s, {report.peak_flops_source}"
+    memory = report.peak_memory
+    table = Table(
+        title=title,
+        caption=f"{report.tokens_per_step} tokens a step in rows of {config.model.seq_len}, the first of "
+        f"{len(report.step_times)} steps left out; peak memory {memory.gib:.1f} GiB ({memory.pct:.0f} %); peak of a rank {peak}",
+    )
+    for column in ("", "mean", "std", "min", "max"):
+        table.add_column(column, justify="right" if column else "left")
+    lines: list[tuple[str, Spread, str]] = [
+        ("step time, s", report.step_time, ".3f"),
+        ("throughput, tokens/s", report.throughput, ",.0f"),
+        ("MFU as prime-rl counts, %", report.mfu, ".1f"),
+        ("MFU of the model's operations, %", report.model_mfu, ".1f"),
+    ]
+    for name, spread, how in lines:
+        table.add_row(name, *(format(value, how) for value in (spread.mean, spread.std, spread.min, spread.max)))
+    return table

@@ -1,0 +1,58 @@
+"""Batches that nobody sampled, for a run of the trainer by itself (`trainer.data.fake`). A `BatchReceiver`."""
+
+from transformers import AutoConfig
+
+from trivet.config.sections.trainer import TrainerConfig
+from trivet.errors import ConfigError
+from trivet.trainer.measurement.fake_data import fake_rows
+from trivet.trainer.model.policy_model import require_model
+from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.versions import Step
+
+
+class FakeReceiver:
+    """
+    >>> receiver = FakeReceiver(config, from_step=Step(0))
+    >>> receiver.receive(Step(1)).num_tokens
+    4096
+    """
+
+    def __init__(self, config: TrainerConfig, *, from_step: Step) -> None:
+        """
+        Raises:
+            ConfigError: there is no such model.
+        """
+        assert config.data.fake is not None
+        self._fake = config.data.fake
+        self._seq_len = config.model.seq_len
+        self._seed = config.seed
+        self._from_step = from_step
+        self._vocab_size = _vocab_size(config)
+
+    def receive(self, step: Step) -> Batch:
+        """Batch `step`, the same each time; for the step that the run starts from, an empty self-check."""
+        if step == self._from_step:
+            return Batch(step=step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
+        rows = fake_rows(
+            step,
+            seed=self._seed,
+            seq_len=self._seq_len,
+            vocab_size=self._vocab_size,
+            rows_per_rank=self._fake.batch_size,
+            length="variable" if self._fake.generate_samples else "fixed",
+        )
+        num_rollouts = sum(len(row.sequence_lengths_S) for row in rows)
+        return Batch(step=step, purpose=BatchPurpose.TRAIN, micro_batches=rows, group_ids=[], num_rollouts=num_rollouts)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _vocab_size(config: TrainerConfig) -> int:
+    name = config.model.name
+    require_model(name)
+    try:
+        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"model.name = {name!r} cannot be read: {exc}") from exc
+    return int(hf_config.get_text_config().vocab_size)

@@ -1,0 +1,91 @@
+"""Where time and memory of a few steps went: traces and memory snapshots, one file per rank. Owned by a session or a benchmark.
+
+Off unless it is asked for: then nothing here touches a step.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from trivet.config.sections.trainer import TrainingConfig
+from trivet.errors import ConfigError
+from trivet.trainer.ranks.world import World
+
+logger = logging.getLogger(__name__)
+
+_WAIT, _WARMUP, _ACTIVE = 1, 1, 2
+"""Steps: the first is slow for reasons of its own, the next pays for the profiler's own start, the two after it are kept."""
+_MAX_EVENTS = 100_000
+"""Allocations that a memory snapshot looks back on."""
+
+
+class Profiler:
+    """
+    >>> profiler = Profiler(config, world)
+    >>> profiler.finish_step(1)
+    >>> profiler.close()
+    """
+
+    def __init__(self, config: TrainingConfig, world: World) -> None:
+        """
+        Raises:
+            ConfigError: memory snapshots without a GPU.
+        """
+        self._rank = world.rank
+        self._snapshots = config.memory_profiler_path
+        self._traces = config.trace_path
+        self._trace: profile | None = None
+        is_cuda = world.device.type == "cuda"
+        if self._snapshots is not None:
+            if not is_cuda:
+                raise ConfigError(
+                    f"memory_profiler_path ({self._snapshots}) needs a CUDA device: snapshots are of its allocator, and this run "
+                    "is on the CPU; remove it, and set trace_path, whose trace shows allocations too"
+                )
+            self._snapshots.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS)
+        if self._traces is not None:
+            self._traces.mkdir(parents=True, exist_ok=True)
+            self._trace = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
+                schedule=schedule(wait=_WAIT, warmup=_WARMUP, active=_ACTIVE, repeat=1),
+                on_trace_ready=lambda trace: self._write(trace, self.trace_file(self._traces or Path())),
+                record_shapes=True,
+                profile_memory=True,
+                # Rows may be computed by threads that were there before.
+                experimental_config=_ExperimentalConfig(profile_all_threads=not is_cuda),
+            )
+            self._trace.start()
+        self._has_traced = False
+
+    def finish_step(self, step: int) -> None:
+        """After each optimizer step."""
+        if self._snapshots is not None:
+            torch.cuda.memory._dump_snapshot(str(self._snapshots / f"step_{step}.rank_{self._rank}.pickle"))
+        if self._trace is not None and not self._has_traced:
+            self._trace.step()
+
+    def close(self) -> None:
+        """A trace of fewer steps than planned is written too. May be called again."""
+        if self._trace is not None:
+            if not self._has_traced:
+                self._trace.stop()
+            if not self._has_traced:
+                logger.warning(
+                    "trace_path: the run ended before step %s of its start, no trace is written", _WAIT + _WARMUP + 1
+                )
+            self._trace = None
+        if self._snapshots is not None:
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._snapshots = None
+
+    def trace_file(self, directory: Path) -> Path:
+        return directory / f"trace.rank_{self._rank}.json.gz"
+
+    def _write(self, trace: profile, path: Path) -> None:
+        trace.export_chrome_trace(str(path))
+        self._has_traced = True
+        logger.info("trace written file=%s", path)

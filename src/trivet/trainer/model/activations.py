@@ -1,0 +1,162 @@
+"""Activations that wait for the backward pass in main memory instead of on the GPU. Called by `trainer.model.blocks`.
+
+Copies run on streams of their own, while the GPU computes. Forward: at most so many are under way, then computing waits for
+the oldest. Backward: while a block is computed again, what the block before it needs is on its way back.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+_MIN_BYTES = 1 << 20
+"""Smaller tensors cost more to move than to keep."""
+
+
+class Copy(Protocol):
+    """One that was started."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its destination, whole once `join` was called."""
+        ...
+
+    def join(self) -> None:
+        """What is computed from now on comes after the copy."""
+        ...
+
+
+class Transfers(Protocol):
+    def leave(self, tensor: torch.Tensor) -> Copy:
+        """Start to copy `tensor` to main memory; it must stay until the copy was joined."""
+        ...
+
+    def bring_back(self, tensor: torch.Tensor) -> Copy:
+        """Start to copy `tensor` from main memory."""
+        ...
+
+    def is_away(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is in main memory already."""
+        ...
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Kept:
+    leaving: Copy
+    here: torch.Tensor | None
+    """On the GPU as long as it is copied from there."""
+    before: "weakref.ref[_Kept] | None"
+    """What was kept before it, and is wanted after it."""
+    returning: Copy | None = None
+
+
+class ActivationOffload:
+    """
+    >>> offload = ActivationOffload(CudaTransfers(device, does_pin=True), max_inflight=5)
+    >>> block.forward = offload.around(block.forward)
+    """
+
+    def __init__(self, transfers: Transfers, *, max_inflight: int, min_bytes: int = _MIN_BYTES) -> None:
+        self._transfers = transfers
+        self._max_inflight = max_inflight
+        self._min_bytes = min_bytes
+        self._inflight: deque[_Kept] = deque()
+        self._last: weakref.ref[_Kept] | None = None
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward`, keeping what autograd saves in it in main memory."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        is_weight = isinstance(tensor, torch.nn.Parameter)
+        if is_weight or tensor.nbytes < self._min_bytes or self._transfers.is_away(tensor):
+            return tensor
+        kept = _Kept(leaving=self._transfers.leave(tensor.detach()), here=tensor.detach(), before=self._last)
+        self._last = weakref.ref(kept)
+        self._inflight.append(kept)
+        while len(self._inflight) > self._max_inflight:
+            self._let_go(self._inflight.popleft())
+        return kept
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Kept):
+            return packed
+        # The backward pass has begun: nothing more leaves, and what is still here needs no way back.
+        self._inflight.clear()
+        self._prefetch(packed.before)
+        if packed.here is not None:
+            packed.leaving.join()
+            return packed.here
+        returning = packed.returning or self._transfers.bring_back(packed.leaving.tensor)
+        packed.returning = None
+        returning.join()
+        return returning.tensor
+
+    def _prefetch(self, wanted: "weakref.ref[_Kept] | None") -> None:
+        kept = wanted() if wanted is not None else None
+        if kept is not None and kept.here is None and kept.returning is None:
+            kept.returning = self._transfers.bring_back(kept.leaving.tensor)
+
+    @staticmethod
+    def _let_go(kept: _Kept) -> None:
+        # Its memory is given to what is computed next, which must not overtake the copy.
+        kept.leaving.join()
+        kept.here = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CudaCopy:
+    tensor: torch.Tensor
+    done: torch.cuda.Event
+
+    def join(self) -> None:
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self.done)
+        if self.tensor.is_cuda:
+            # It was allocated for the copying stream, which must not give it away while computing uses it.
+            self.tensor.record_stream(stream)
+
+
+class CudaTransfers:
+    """Copies on two streams, one for each way."""
+
+    def __init__(self, device: torch.device, *, does_pin: bool) -> None:
+        """
+        Args:
+            does_pin: to page-locked memory; other memory is copied while computing waits.
+        """
+        self._device = device
+        self._does_pin = does_pin
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def is_away(self, tensor: torch.Tensor) -> bool:
+        return not tensor.is_cuda
+
+    def leave(self, tensor: torch.Tensor) -> Copy:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self._does_pin)
+        return self._copy(tensor, host, self._out)
+
+    def bring_back(self, tensor: torch.Tensor) -> Copy:
+        with torch.cuda.stream(self._back):
+            arriving = torch.empty_like(tensor, device=self._device, pin_memory=False)
+        return self._copy(tensor, arriving, self._back)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> Copy:
+        if stream is self._out:
+            stream.wait_stream(torch.cuda.current_stream())
+        else:
+            stream.wait_stream(self._out)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=self._does_pin)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return _CudaCopy(tensor=target, done=done)

@@ -1,0 +1,133 @@
+"""What is done to each block of a model before it is sharded: activation checkpointing, then compiling, then off-loading.
+
+Called by `trainer.model`. A block's `forward` is replaced, so FSDP's hooks stay outside, and names of parameters as they are.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trivet.config.sections.model import ActivationCheckpointConfig, TrainerModelConfig
+from trivet.errors import ConfigError
+from trivet.trainer.model.activations import ActivationOffload, CudaTransfers
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[..., Any]
+
+_PARTS = {"norm": ("norm",), "attn": ("attn", "attention"), "mlp": ("mlp", "feed_forward", "ffn")}
+"""Targets of selective checkpointing that stand for modules by a part of their name."""
+
+
+def blocks_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
+    """The repeated layers, in order."""
+    names = set(causal_lm._no_split_modules or ())
+    # FSDP gives a sharded module a class of its own, below the module's.
+    return [module for module in causal_lm.modules() if names.intersection(base.__name__ for base in type(module).__mro__)]
+
+
+def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, attention: str, device: torch.device) -> None:
+    """
+    Args:
+        attention: the name that transformers knows the attention by.
+
+    Raises:
+        ConfigError: a target that no block has; or compiling does not work on this machine.
+    """
+    blocks = blocks_of(causal_lm)
+    offload = _make_offload(config, device)
+    checkpointed = blocks[:: config.ac.freq] if config.ac else []
+    for block in checkpointed:
+        assert config.ac is not None
+        _checkpoint(block, config.ac)
+    if config.compile is not None:
+        _compile(blocks, attention=attention, device=device)
+    if offload is not None:
+        for block in checkpointed:
+            block.forward = offload.around(block.forward)
+    if config.ac is not None:
+        logger.info("activation checkpointing mode=%s blocks=%s of %s", config.ac.mode, len(checkpointed), len(blocks))
+
+
+def _make_offload(config: TrainerModelConfig, device: torch.device) -> ActivationOffload | None:
+    if config.ac_offloading is None:
+        return None
+    if device.type != "cuda":
+        logger.info("model.ac_offloading does nothing here: activations are in main memory already")
+        return None
+    transfers = CudaTransfers(device, does_pin=config.ac_offloading.pin_memory)
+    return ActivationOffload(transfers, max_inflight=config.ac_offloading.max_inflight_activations)
+
+
+def _checkpoint(block: torch.nn.Module, config: ActivationCheckpointConfig) -> None:
+    if config.mode == "full":
+        block.forward = _recomputing(block.forward)
+        return
+    modules = list(_targeted(block, config.targets))
+    for module in modules:
+        module.forward = _recomputing(module.forward)
+
+
+def _targeted(block: torch.nn.Module, targets: list[str]) -> Iterator[torch.nn.Module]:
+    """Modules of `block` that `targets` name, none inside another."""
+    names = [name for name, _ in block.named_modules() if name]
+    for target in targets:
+        if not any(_is_meant(name, target) for name in names):
+            raise ConfigError(
+                f"model.ac.targets: {target!r} is no part of a block of this model; there are {', '.join(_PARTS)}, and "
+                f"{', '.join(sorted({name.rpartition('.')[2] for name in names}))}"
+            )
+    chosen = [name for name in names if any(_is_meant(name, target) for target in targets)]
+    for name in chosen:
+        if not any(name.startswith(f"{other}.") for other in chosen):
+            yield block.get_submodule(name)
+
+
+def _is_meant(name: str, target: str) -> bool:
+    last = name.rpartition(".")[2]
+    if target in _PARTS:
+        # An attention's `q_norm` is a norm, a `post_attention_layernorm` is no attention.
+        kind = next((kind for kind, parts in _PARTS.items() if any(part in last for part in parts)), None)
+        return kind == target
+    return name == target or name.endswith(f".{target}")
+
+
+def _recomputing(forward: Forward) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.device) -> None:
+    require_compiler(device)
+    # What attention does depends on the samples of a row: traced, each new row would be compiled anew.
+    AttentionInterface.register(attention, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention]))
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=True)
+    logger.info("blocks are compiled when they first run blocks=%s", len(blocks))
+
+
+def require_compiler(device: torch.device) -> None:
+    """Compile something small: it needs a C++ compiler, on a GPU triton too.
+
+    Raises:
+        ConfigError: it does not work; says what was met.
+    """
+    try:
+        torch.compile(_small)(torch.ones(8, device=device))
+    except Exception as exc:  # whatever compilers, linkers and triton raise
+        reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+        raise ConfigError(
+            f"model.compile does not work on this machine ({device.type}): {reason}; install a C++ compiler (g++) and the headers "
+            "of this Python, or remove model.compile"
+        ) from exc
+
+
+def _small(values: torch.Tensor) -> torch.Tensor:
+    return values.sin() + 1

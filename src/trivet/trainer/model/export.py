@@ -1,0 +1,136 @@
+"""The policy as a plain Hugging Face directory, or PEFT's adapter files, in the dtype that is served.
+
+Publishing it is `weights.publish`'s part.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from trivet.config.chat_template import read_chat_template
+from trivet.config.sections.trainer import TrainingConfig
+from trivet.errors import ConfigError
+from trivet.trainer.model.policy_model import PolicyModel, has_adapter
+from trivet.trainer.ranks.world import whole
+
+_PREFIX = "causal_lm."
+
+
+def load_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that `config` names, with its chat template if it names one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = config.tokenizer.name or config.model.name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"no tokenizer can be loaded from {name!r}: {exc}; set tokenizer.name") from exc
+    if config.tokenizer.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.tokenizer.chat_template)
+    return tokenizer
+
+
+def gather_weights(
+    model: PolicyModel,
+    *,
+    dtype: torch.dtype,
+    keep: bool,
+    only_trained: bool = False,
+    into: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers by their Hugging Face names, on the CPU. Collective: every rank calls it.
+
+    A tied head is the embedding under a second name and is left out.
+
+    Args:
+        only_trained: leave out what is frozen.
+        keep: false on ranks that take part but need no result; they get an empty dict.
+        into: what an earlier call with the same arguments returned; its memory is used again.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen or (only_trained and not tensor.requires_grad):
+            continue
+        seen.add(id(tensor))
+        full = whole(tensor.detach())
+        if keep:
+            name = name.removeprefix(_PREFIX)
+            kept_dtype = dtype if full.is_floating_point() else full.dtype
+            copy = into[name] if into else torch.empty(full.shape, dtype=kept_dtype)
+            # In the dtype before it leaves a GPU: half the bytes, and the conversion is the GPU's.
+            weights[name] = copy.copy_(full if full.device.type == "cpu" else full.to(kept_dtype))
+    return weights
+
+
+@dataclass(slots=True, kw_only=True)
+class Exporter:
+    """Copies weights of one step, and writes them together with what a server needs beside them."""
+
+    model: PolicyModel
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    is_sharded: bool = True
+    """Split into files of at most 5 GB, what servers read in parallel."""
+    _weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Kept from step to step: new memory costs more than the copy into it."""
+    _twin: PreTrainedModel | None = None
+    _tokenizer_files: dict[str, bytes] = field(default_factory=dict)
+    """By name; they are the same at every step."""
+
+    def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
+        """The weights as they are now, by the names that `write` takes, in memory that the next call uses again. Collective.
+
+        What of it asks the model itself is done here: the model may compute while the weights are written.
+        """
+        is_adapter = has_adapter(self.model.causal_lm)
+        self._weights = gather_weights(self.model, dtype=self.dtype, keep=keep, only_trained=is_adapter, into=self._weights)
+        if not keep:
+            return {}
+        if is_adapter:
+            from trivet.trainer.model.lora import name_adapter
+
+            return name_adapter(self.model.causal_lm, self._weights)
+        if self._twin is None:
+            self._twin = self._make_twin()
+        return dict(self._weights)  # what writes them takes them out
+
+    def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
+        """Safetensors, their configuration (config.json, generation_config.json; adapter_config.json) and the tokenizer's files."""
+        causal_lm = self.model.causal_lm
+        if has_adapter(causal_lm):
+            from trivet.trainer.model.lora import write_adapter
+
+            write_adapter(directory, causal_lm, weights)
+        else:
+            self._write_whole(directory, weights)
+        if not self._tokenizer_files:
+            self._tokenizer_files = _files_of(self.tokenizer)
+        for name, content in self._tokenizer_files.items():
+            (directory / name).write_bytes(content)
+
+    def _write_whole(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
+        assert self._twin is not None, "gather comes first"
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        self._twin.save_pretrained(directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1)
+
+    def _make_twin(self) -> PreTrainedModel:
+        """An unsharded model without storage: it knows the saved dtype, and its names are not those of FSDP's classes."""
+        causal_lm = self.model.causal_lm
+        with torch.device("meta"):
+            twin = type(causal_lm)._from_config(causal_lm.config.__class__(**causal_lm.config.to_dict()), dtype=self.dtype)
+        twin.generation_config = causal_lm.generation_config
+        return twin
+
+
+def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    with TemporaryDirectory() as directory:
+        # Several templates would come as a directory of files, or all in the tokenizer's configuration.
+        tokenizer.save_pretrained(directory, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}

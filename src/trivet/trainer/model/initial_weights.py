@@ -1,0 +1,162 @@
+"""The start model without ever holding all of it: built without memory, sharded, then filled with what each rank needs.
+
+Called by `trainer.model`: `build` before sharding, `fill` after it.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from trivet.config.sections.model import TrainerModelConfig
+from trivet.errors import ConfigError
+from trivet.trainer.model.weight_files import (
+    BroadcastWeights,
+    RandomWeights,
+    SafetensorsWeights,
+    WeightSource,
+    draw_adapter,
+)
+from trivet.trainer.ranks.world import World
+
+logger = logging.getLogger(__name__)
+
+
+def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
+    """The model's own configuration, with the layers that are asked for.
+
+    Raises:
+        ConfigError: there is no such model, its weights are quantized, or it has fewer layers.
+    """
+    try:
+        hf_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as exc:
+        raise _not_loadable(config, exc) from exc
+    if getattr(hf_config, "quantization_config", None):
+        raise ConfigError(
+            f"model.name = {config.name!r} has quantized weights, which cannot be trained; give the model before that"
+        )
+    text_config = hf_config.get_text_config()
+    if config.rope_scaling is not None:
+        own = getattr(text_config, "rope_parameters", None)
+        text_config.rope_parameters = config.rope_scaling.over(own, model=config.name)
+    num_layers = config.debug.num_layers
+    if num_layers is not None:
+        if num_layers > text_config.num_hidden_layers:
+            raise ConfigError(
+                f"model.debug.num_layers ({num_layers}) must be <= {text_config.num_hidden_layers}, the layers of {config.name}"
+            )
+        text_config.num_hidden_layers = num_layers
+        if getattr(text_config, "layer_types", None):
+            text_config.layer_types = text_config.layer_types[:num_layers]
+    return hf_config
+
+
+def build(hf_config: PreTrainedConfig, config: TrainerModelConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with parameters on the meta device and buffers as they must be.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this kind.
+    """
+    try:
+        with no_init_weights(), init_empty_weights(include_buffers=False):
+            causal_lm = AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+            )
+    except (OSError, ValueError) as exc:
+        raise _not_loadable(config, exc) from exc
+    # Going to the meta device one by one, tied parameters became two.
+    causal_lm.tie_weights()
+    try:
+        causal_lm.generation_config = GenerationConfig.from_pretrained(config.name)
+    except OSError:
+        logger.info("the model has no generation_config.json; servers get one from its config.json")
+    return causal_lm
+
+
+def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerModelConfig, world: World) -> None:
+    """Give the sharded `model`, which holds `causal_lm`, memory and weights. Collective.
+
+    Raises:
+        ConfigError: the files lack weights, or have others.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=torch.device("cpu") if config.fsdp_cpu_offload else world.device)
+    if not isinstance(model, FSDPModule):
+        # Going from the meta device one by one, tied parameters became two.
+        causal_lm.tie_weights()
+    for name, buffer in buffers.items():
+        path, _, last = name.rpartition(".")
+        model.get_submodule(path)._buffers[last] = buffer.to(world.device)
+    wanted = {original for name, _ in causal_lm.named_parameters() if (original := original_name(name)) is not None}
+    source = _open(config, causal_lm, wanted, world)
+    with torch.no_grad():
+        for name, parameter in causal_lm.named_parameters():
+            _fill(parameter, original_name(name), name, source)
+        _fill_buffers(causal_lm, source)
+
+
+def original_name(name: str) -> str | None:
+    """What the model's own files call a parameter; None for the factors of an adapter."""
+    if ".lora_A." in name or ".lora_B." in name:
+        return None
+    parts = name.split(".")
+    kept: list[str] = []
+    for index, part in enumerate(parts):
+        if part in ("base_layer", "original_module", "modules_to_save") or parts[index - 1] == "modules_to_save":
+            continue
+        kept.append(part)
+    return ".".join(kept)
+
+
+def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, wanted: set[str], world: World) -> WeightSource:
+    if config.debug.random_init:
+        with torch.device("meta"), no_init_weights():
+            return RandomWeights(type(causal_lm)._from_config(causal_lm.config))
+    try:
+        files = SafetensorsWeights.find(config.name)
+        if files is not None and wanted <= set(files.names):
+            return files
+        logger.warning(
+            "names in the files of %s are not those of its parameters: rank 0 loads all of it into main memory", config.name
+        )
+        return BroadcastWeights(config, world)
+    except (OSError, ValueError) as exc:
+        if isinstance(exc, ConfigError):
+            raise
+        raise _not_loadable(config, exc) from exc
+
+
+def _fill(parameter: torch.Tensor, original: str | None, name: str, source: WeightSource) -> None:
+    shape = parameter.shape
+    local, first_row = parameter, 0
+    if isinstance(parameter, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+        local, first_row = parameter.to_local(), offsets[0] if offsets else 0
+    num_rows = local.shape[0] if shape else 1
+    first_row = min(first_row, shape[0] if shape else 0)
+    if original is None:
+        rows = draw_adapter(name, shape=shape, first_row=first_row, num_rows=num_rows)
+    else:
+        rows = source.read(original, shape=shape, first_row=first_row, num_rows=num_rows)
+    local.copy_(rows)
+
+
+def _fill_buffers(causal_lm: PreTrainedModel, source: WeightSource) -> None:
+    """Those that belong to the weights; the others are computed when the model is built."""
+    if not isinstance(source, SafetensorsWeights):
+        return
+    for name, buffer in causal_lm.named_buffers():
+        if name in source.names:
+            buffer.copy_(source.read(name, shape=buffer.shape, first_row=0, num_rows=buffer.shape[0] if buffer.shape else 1))
+
+
+def _not_loadable(config: TrainerModelConfig, exc: Exception) -> ConfigError:
+    where = "" if Path(config.name).is_dir() else " (not a directory here, so looked for as a Hugging Face name)"
+    return ConfigError(f"model.name = {config.name!r} cannot be loaded as a causal language model{where}: {exc}")

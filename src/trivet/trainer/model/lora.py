@@ -1,0 +1,122 @@
+"""Low-rank adapters by PEFT: put into the model before it is sharded, and written in PEFT's own format. Called by model and export.
+
+Weights outside the adapters are frozen and kept in the dtype of computation; the adapters' are master weights.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import PreTrainedModel
+
+from trivet.config.model_files import choose_targets, is_called, last_parts
+from trivet.config.sections.lora import LoRAConfig
+from trivet.errors import ConfigError
+from trivet.weights.adapters import ADAPTER_CONFIG
+
+ADAPTER = "default"
+"""PEFT's name of a model's only adapter; no file carries it."""
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""In front of every name in PEFT's files: what PEFT wraps around a model."""
+
+
+def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: str, dtype: torch.dtype) -> None:
+    """Freeze `causal_lm` and put trainable adapters of `dtype` into it, without memory: `start.fill` gives them their values.
+
+    Args:
+        base_name: what the adapter's files name as their base model.
+
+    Raises:
+        ConfigError: a target or a module to save is not in the model; lists those there are.
+    """
+    linear = _names(causal_lm, only_linear=True)
+    inject_adapter_in_model(
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base_name,
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]  declared an int, used as a number
+            lora_dropout=config.dropout,
+            target_modules=choose_targets(config.target_modules, names=linear),
+            modules_to_save=_choose_saved(config.modules_to_save, names=_names(causal_lm, only_linear=False)) or None,
+            use_rslora=config.rslora,
+        ),
+        causal_lm,
+        adapter_name=ADAPTER,
+        low_cpu_mem_usage=True,
+    )
+    for parameter in causal_lm.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def name_adapter(causal_lm: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`trained`, whole tensors by their names in `causal_lm`, by the names that PEFT and servers know.
+
+    PEFT asks modules of the model for it: not to be called while the model computes.
+    """
+    named = get_peft_model_state_dict(causal_lm, state_dict=dict(trained), adapter_name=ADAPTER, save_embedding_layers=False)
+    return {_PREFIX + name: tensor for name, tensor in named.items()}
+
+
+def write_adapter(directory: Path, causal_lm: PreTrainedModel, named: Mapping[str, torch.Tensor]) -> None:
+    """Write what PEFT and servers load. The same adapter gives the same bytes.
+
+    Args:
+        named: what `name_adapter` returned.
+    """
+    tensors = {name: tensor.contiguous() for name, tensor in named.items()}
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = _adapter_config(causal_lm).to_dict() | {"inference_mode": True}
+    described = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+
+
+def read_adapter(directory: Path, model: torch.nn.Module) -> None:
+    """Give the adapter in `model`, sharded or not, the weights in `directory`. Collective.
+
+    Args:
+        model: holds the model that the adapter was added to as `causal_lm`.
+    """
+    saved = load_file(directory / WEIGHTS_FILE)
+    trained: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            inner = name.removeprefix("causal_lm.").replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
+            trained[name] = saved[_PREFIX + inner].to(parameter.dtype)
+    set_model_state_dict(model, trained, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def _adapter_config(causal_lm: PreTrainedModel) -> LoraConfig:
+    config = causal_lm.peft_config[ADAPTER]  # type: ignore[attr-defined]  PEFT puts it there
+    assert isinstance(config, LoraConfig)
+    return config
+
+
+def _choose_saved(modules: Sequence[str], *, names: Sequence[str]) -> list[str]:
+    for module in modules:
+        if not any(is_called(name, module) for name in names):
+            raise ConfigError(
+                f"model.lora.modules_to_save: {module!r} is no module of this model that can be trained whole; there are "
+                f"{', '.join(last_parts(names))}"
+            )
+    return list(modules)
+
+
+def _names(causal_lm: PreTrainedModel, *, only_linear: bool) -> list[str]:
+    """Modules with parameters of their own, without embedding and head, whose weights the scoring of tokens reads directly."""
+    apart = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
+    return [
+        name
+        for name, module in causal_lm.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+        and not any(module is other for other in apart)
+        and (isinstance(module, torch.nn.Linear) or not only_linear)
+    ]

@@ -1,0 +1,250 @@
+"""The policy: a Hugging Face causal language model that is sharded over ranks and scores tokens instead of giving logits.
+
+Legend: T tokens of a row, N of them scored.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from trivet.config.sections.model import ComputeDtype, TrainerModelConfig
+from trivet.errors import ConfigError
+from trivet.trainer.attention.packed import register_attention, require_full_attention
+from trivet.trainer.kernels.cpu import speed_up_on_cpu
+from trivet.trainer.kernels.lanes import Lanes
+from trivet.trainer.model.blocks import blocks_of, prepare_blocks
+from trivet.trainer.model.initial_weights import build, fill, read_config
+from trivet.trainer.model.logprobs import TokenScores, score_tokens
+from trivet.trainer.model.supported import LogitRule, find_logit_rule, require_packable, require_text_decoder
+from trivet.trainer.optim.master_weights import MasterWeights
+from trivet.trainer.ranks.world import World
+from trivet.trainer.rows import RowTensors
+from trivet.weights.adapters import is_adapter
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyModel(torch.nn.Module):
+    """Rows in, log-probabilities and entropies of their loss tokens out."""
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        chunk_size: int,
+        logit_rule: LogitRule,
+        masters: MasterWeights | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """
+        Args:
+            masters: the model's weights, where it casts them and adds up their gradients itself.
+            lanes: where rows may be computed side by side.
+        """
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk_size = chunk_size
+        self.lanes = lanes or Lanes()
+        self._logit_rule = logit_rule
+        self._masters = masters
+
+    def forward(self, row: RowTensors) -> TokenScores:
+        outputs = self.causal_lm.base_model(
+            input_ids=row.token_ids_1T, position_ids=row.position_ids_1T, use_cache=False, segments=row.segments
+        )
+        hidden_NH, weight = outputs.last_hidden_state[0].index_select(0, row.predictors_N), self.head.weight
+        return score_tokens(
+            hidden_NH,
+            weight,
+            targets_N=row.targets_N,
+            temperatures_N=row.temperatures_N / self._logit_rule.scale,
+            chunk_size=self.chunk_size,
+            softcap=self._logit_rule.softcap,
+            masters=self._masters,
+        )
+
+    def renew_casts(self) -> None:
+        """Before rows are computed side by side."""
+        if self._masters is not None:
+            self._masters.renew()
+
+    @property
+    def embedding(self) -> torch.nn.Embedding:
+        embedding = self.causal_lm.get_input_embeddings()
+        assert isinstance(embedding, torch.nn.Embedding)
+        return embedding
+
+    @property
+    def head(self) -> torch.nn.Linear:
+        """Its weight is the embedding's when they are tied."""
+        head = self.causal_lm.get_output_embeddings()
+        assert isinstance(head, torch.nn.Linear)
+        return head
+
+    @property
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
+        """What the optimizer changes: everything, or what an adapter adds."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    @property
+    def hidden_matrices(self) -> list[torch.nn.Parameter]:
+        """Trained matrices of blocks: neither embedding, nor head, nor vectors, nor stacks of matrices."""
+        others = {id(self.embedding.weight), id(self.head.weight)}
+        return [parameter for parameter in self.trained_parameters if parameter.ndim == 2 and id(parameter) not in others]
+
+    @property
+    def num_parameters(self) -> int:
+        """Over all ranks; a tied head counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def torch_dtype(name: ComputeDtype) -> torch.dtype:
+    """The dtype of a configuration's name; `auto` was settled before (config.compute_dtype)."""
+    assert name != "auto", "compute_dtype is settled by config.command before a model is loaded"
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
+    """The start model, sharded, in training mode.
+
+    One rank alone on a CPU has nothing to share out: where its kernels cast master weights themselves, FSDP would only copy.
+
+    Raises:
+        ConfigError: there is no such model, or it is one that packed rows cannot be trained on.
+    """
+    require_model(config.name)
+    require_dtypes(config, world.device)
+    hf_config = read_config(config)
+    require_text_decoder(hf_config, name=config.name, seq_len=config.seq_len)
+    require_full_attention(hf_config, seq_len=config.seq_len)
+    has_softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
+    attention = register_attention(
+        config.attn, device=world.device, dtype=torch_dtype(config.compute_dtype), has_softcap=has_softcap
+    )
+    dtype = torch_dtype(config.compute_dtype if config.lora else config.optimization_dtype)
+    causal_lm = build(hf_config, config, attention=attention, dtype=dtype)
+    require_packable(causal_lm, name=config.name)
+    logit_rule = find_logit_rule(causal_lm, name=config.name)
+    if config.lora is not None:
+        from trivet.trainer.model.lora import add_adapter
+
+        add_adapter(causal_lm, config.lora, base_name=config.name, dtype=torch_dtype(config.optimization_dtype))
+    compute_dtype = torch_dtype(config.compute_dtype)
+    has_kernels = world.device.type == "cpu" and config.compile is None
+    masters = speed_up_on_cpu(causal_lm, dtype=compute_dtype) if has_kernels else None
+    prepare_blocks(causal_lm, config, attention=attention, device=world.device)
+    is_whole = world.size == 1 and config.lora is None and masters is not None
+    model = PolicyModel(
+        causal_lm.train(),
+        chunk_size=config.fused_lm_head_chunk_size,
+        logit_rule=logit_rule,
+        masters=masters if is_whole else None,
+        lanes=Lanes.of(seq_len=config.seq_len) if is_whole else None,
+    )
+    if masters is not None:
+        masters.sums_gradients = is_whole and dtype == torch.float32  # narrower ones would lose small parts
+    if not is_whole:
+        shard(model, config, world)
+    fill(model, causal_lm, config, world)
+    logger.info(
+        "model loaded name=%s parameters=%s ranks=%s lanes=%s", config.name, model.num_parameters, world.size, model.lanes.count
+    )
+    if config.lora is not None:
+        num_trained = sum(parameter.numel() for parameter in model.trained_parameters)
+        logger.info("adapter added rank=%s trained_parameters=%s", config.lora.rank, num_trained)
+    return model
+
+
+def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: the device, or the attention that was asked for, cannot compute in a dtype.
+    """
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        for key in ("compute_dtype", "optimization_dtype", "reduce_dtype"):
+            if getattr(config, key) == "bfloat16":
+                raise ConfigError(
+                    f'model.{key} = "bfloat16", which {torch.cuda.get_device_name(device)} cannot compute in; it can float32: set '
+                    f'model.{key} = "float32"'
+                )
+    if config.attn.startswith("flash") and config.compute_dtype == "float32":
+        raise ConfigError(
+            f'model.attn = "{config.attn}" computes in bfloat16 only, and model.compute_dtype is "float32"; set model.attn = '
+            '"sdpa", or model.compute_dtype = "bfloat16"'
+        )
+
+
+def has_adapter(causal_lm: PreTrainedModel) -> bool:
+    """Whether PEFT put one into it."""
+    return hasattr(causal_lm, "peft_config")
+
+
+def require_model(name: str) -> None:
+    """
+    Raises:
+        ConfigError: `name` is written as a path, or is one, and holds no model.
+    """
+    path = Path(name)
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_adapter(path):
+        raise ConfigError(
+            f"model.name = {name!r} is an adapter; put it into its base model first: uv run trivet merge {name} OUTPUT_DIR"
+        )
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ConfigError(f"model.name = {name!r} has no config.json: it is not a Hugging Face model directory")
+    if looks_like_path and not path.is_dir():
+        raise ConfigError(f"model.name = {name!r} is not a directory; give a model directory or a Hugging Face name")
+
+
+def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
+    """Shard each block, then the rest (embedding, final norm, head) with the root, so that a tied head is in one group."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch_dtype(config.compute_dtype),
+        reduce_dtype=torch_dtype(config.reduce_dtype),
+        # Inputs carry temperatures and log-probabilities, which must stay float32.
+        cast_forward_inputs=False,
+    )
+    # Alone, a rank's gathered parameters are its shards: freeing and copying them again would buy nothing.
+    reshard = config.reshard_after_forward and world.size > 1
+    # Pinned memory is what a GPU can copy from while it computes; without a GPU there is none.
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
+    if config.fsdp_cpu_offload and world.device.type != "cuda":
+        logger.info("model.fsdp_cpu_offload does nothing here: parameters are in main memory already")
+    for module in blocks_of(model.causal_lm):
+        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
+    if world.size > 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # The loss is divided by a count over all ranks already: gradients are summed, not averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
+    """Before each backward: one rank alone accumulates in place and goes through FSDP's reduction once per step."""
+    if world.size == 1 and isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+
+
+@contextmanager
+def without_dropout(model: PolicyModel) -> Iterator[None]:
+    """For a forward whose numbers are compared with those of others."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def free_gathered(model: PolicyModel) -> None:
+    """After a forward without a backward: back to shards, which is what optimizer, export and checkpoint work on."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,112 @@
+"""The frozen reference policy of `trainer.loss.beta`: this rank's trained shards in main memory, lent to the model for a forward.
+
+No second model exists: before a step the shards change places with the model's own, the rows are scored without gradient, and
+they change back. Published weights are the reference's durable form: a resume reads it from weights/step_N, or the start model.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trivet.config.layout import RunLayout
+from trivet.config.sections.losses import PolicyLossConfig
+from trivet.config.sections.model import TrainerModelConfig
+from trivet.errors import CheckpointError, WeightsError
+from trivet.trainer.model.policy_model import PolicyModel, free_gathered, load_policy, without_dropout
+from trivet.trainer.ranks.world import World
+from trivet.trainer.rows import RowTensors
+from trivet.weights.manifest import verify
+from trivet.weights.retention import reference_version
+from trivet.wire.versions import START_VERSION, Step
+
+logger = logging.getLogger(__name__)
+
+
+class Reference:
+    """
+    >>> reference = Reference(model)
+    >>> rows = reference.score(model, rows)
+    >>> reference.follow(model)
+    """
+
+    def __init__(self, model: PolicyModel) -> None:
+        """The reference is `model` as it is now."""
+        self._shards = [_local(parameter).to("cpu", copy=True) for parameter in model.trained_parameters]
+
+    def follow(self, model: PolicyModel) -> None:
+        """From now on the reference is `model` as it is now."""
+        for shard, parameter in zip(self._shards, model.trained_parameters, strict=True):
+            shard.copy_(_local(parameter))
+
+    @torch.no_grad()
+    def score(self, model: PolicyModel, rows: Sequence[RowTensors]) -> list[RowTensors]:
+        """`rows` with the reference's log-probabilities of their loss tokens. Collective."""
+        with self._lent_to(model), without_dropout(model):
+            return [replace(row, reference_logprobs_N=model(row).logprobs_N) for row in rows]
+
+    @contextmanager
+    def _lent_to(self, model: PolicyModel) -> Iterator[None]:
+        own = [_local(parameter).to("cpu", copy=True) for parameter in model.trained_parameters]
+        self._put(self._shards, model)
+        try:
+            yield
+        finally:
+            free_gathered(model)  # what was gathered is the reference's
+            self._put(own, model)
+
+    @staticmethod
+    def _put(shards: Sequence[torch.Tensor], model: PolicyModel) -> None:
+        for shard, parameter in zip(shards, model.trained_parameters, strict=True):
+            _local(parameter).copy_(shard)
+
+
+def open_reference(
+    loss: PolicyLossConfig,
+    model: PolicyModel,
+    *,
+    config: TrainerModelConfig,
+    layout: RunLayout,
+    from_step: Step,
+    world: World,
+) -> Reference | None:
+    """The reference that a run needs which starts from `from_step`; None when the loss has no use for one. Collective.
+
+    Args:
+        model: as it was resumed.
+
+    Raises:
+        CheckpointError: the reference is a policy that is not in weights/ any more.
+    """
+    if not loss.beta:
+        return None
+    version = reference_version(from_step, interval=loss.reference_update_interval)
+    logger.info("reference policy version=%s beta=%s", version, loss.beta)
+    if version == from_step:
+        return Reference(model)
+    if version == START_VERSION:
+        return Reference(load_policy(config, world))
+    directory = layout.weights_step(version)
+    try:
+        verify(directory)
+    except WeightsError as exc:
+        raise CheckpointError(
+            f"step {from_step} is compared with policy {version} (trainer.loss.reference_update_interval = "
+            f"{loss.reference_update_interval}), which cannot be read: {exc}; resume from a multiple of the interval"
+        ) from exc
+    if config.lora is None:
+        return Reference(load_policy(config.model_copy(update={"name": str(directory)}), world))
+    from trivet.trainer.model.lora import read_adapter
+
+    policy = load_policy(config, world)
+    read_adapter(directory, policy)
+    return Reference(policy)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing its memory."""
+    detached = parameter.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached

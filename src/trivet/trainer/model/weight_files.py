@@ -1,0 +1,157 @@
+"""Weights of a model by their names, a part of each at a time, so that no rank holds more than its shards. Called by `start`.
+
+Three origins: safetensors, of which the rows asked for are read; a model that only transformers can load, which rank 0 does
+and hands on; and random numbers.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from trivet.config.sections.model import TrainerModelConfig
+from trivet.errors import ConfigError
+from trivet.trainer.ranks.world import World, broadcast_bytes
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class WeightSource(Protocol):
+    def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+        """Rows of a tensor, on the CPU in any dtype. Every rank asks for the same names in the same order.
+
+        Args:
+            shape: of the whole tensor.
+
+        Raises:
+            ConfigError: the tensor has another shape.
+        """
+        ...
+
+
+class SafetensorsWeights:
+    """Files are mapped into memory: a rank reads the rows it asks for and nothing else."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        """
+        Args:
+            files: where each tensor is, by name.
+        """
+        self._files = files
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    @classmethod
+    def find(cls, name: str) -> "SafetensorsWeights | None":
+        """Of a directory or a Hugging Face name, which is downloaded when it is not there; None when it has no safetensors."""
+        directory = Path(name)
+        if not directory.is_dir():
+            directory = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        if (index := directory / _INDEX).is_file():
+            placed: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            return cls({tensor: directory / file for tensor, file in placed.items()})
+        if not (single := directory / _SINGLE).is_file():
+            return None
+        with safe_open(single, framework="pt") as file:
+            return cls(dict.fromkeys(file.keys(), single))
+
+    def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            saved = file.get_slice(name)
+            _require_shape(name, torch.Size(saved.get_shape()), shape)
+            return saved[first_row : first_row + num_rows] if shape else file.get_tensor(name)
+
+
+class BroadcastWeights:
+    """Rank 0 has the whole model in main memory, the others one tensor at a time."""
+
+    def __init__(self, config: TrainerModelConfig, world: World) -> None:
+        """Collective.
+
+        Raises:
+            ConfigError: the files do not hold all of the model.
+        """
+        self._world = world
+        self._weights: dict[str, torch.Tensor] = {}
+        if world.is_main:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                config.name, dtype="auto", trust_remote_code=config.trust_remote_code, output_loading_info=True
+            )
+            model, report = loaded
+            if missing := sorted(report["missing_keys"]):
+                raise ConfigError(
+                    f"model.name = {config.name!r} has no weights for {len(missing)} parameters, e.g. {missing[0]}: it is another "
+                    "model than its config.json says"
+                )
+            self._weights = dict(model.state_dict())
+
+    def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+        if self._world.is_main:
+            whole = self._weights[name].contiguous()
+            _require_shape(name, whole.shape, shape)
+            dtype = str(whole.dtype).removeprefix("torch.").encode()
+        else:
+            whole, dtype = torch.empty(0), None
+        if self._world.size > 1:
+            dtype = broadcast_bytes(self._world, dtype)
+            if not self._world.is_main:
+                whole = torch.empty(shape, dtype=getattr(torch, dtype.decode()))
+            dist.broadcast(whole, src=0, group=self._world.control)
+        return whole[first_row : first_row + num_rows] if shape else whole
+
+
+class RandomWeights:
+    """As the model's own initialisation draws them, from the process's seed and the name of the module alone."""
+
+    def __init__(self, blank: PreTrainedModel) -> None:
+        """
+        Args:
+            blank: a model of the kind on the meta device, which stays there.
+        """
+        self._blank = blank
+
+    def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+        path, _, last = name.rpartition(".")
+        module = self._blank.get_submodule(path)
+        buffers = dict(module._buffers)
+        module.to_empty(device=torch.device("cpu"), recurse=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(path))
+            self._blank._init_weights(module)
+        drawn: torch.Tensor = module._parameters[last].detach()  # type: ignore[union-attr]  it was asked for by its name
+        module.to_empty(device=torch.device("meta"), recurse=False)
+        module._buffers.update(buffers)
+        return drawn[first_row : first_row + num_rows] if shape else drawn
+
+
+def draw_adapter(name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+    """A low-rank factor at the start, as PEFT draws it: the first Kaiming-uniform, the second zero."""
+    if ".lora_B." in name:
+        return torch.zeros(num_rows, *shape[1:])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(name))
+        return torch.nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5))[first_row : first_row + num_rows]
+
+
+def seed_of(name: str) -> int:
+    """Another for each name, and for each seed of the run."""
+    return (torch.initial_seed() * 1_000_003 + zlib.crc32(name.encode())) % 2**63
+
+
+def _require_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
+    if found != expected:
+        raise ConfigError(
+            f"model.name: the tensor {name} has the shape {list(found)} in the files and {list(expected)} by config.json: the "
+            "directory mixes two models"
+        )

@@ -1,0 +1,128 @@
+"""Muon for the matrices of a sharded model, AdamW for the rest, as one optimizer. Made by `trainer.optimizer`.
+
+torch.optim.Muon is not used: it orthogonalizes each rank's rows on their own terms, and in bfloat16, whose rounding makes weights
+depend on the number of ranks by 1e-4 after six steps.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from trivet.trainer.ranks.world import whole
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_MIN_NORM = 1e-7
+
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Bring singular values near 1 (0.7 to 1.2) and leave those of 0 there, in the matrix' own dtype.
+
+    Source: the quintic Newton-Schulz iteration of K. Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
+    """
+    linear, cubic, quintic = _COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if is_tall else matrix
+    wide = wide / wide.norm().clamp(min=_MIN_NORM)
+    for _ in range(_ITERATIONS):
+        gram = wide @ wide.T
+        factor = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
+        wide = torch.addmm(wide, factor, wide, beta=linear)
+    return wide.T if is_tall else wide
+
+
+class WholeMatrixMuon(torch.optim.Optimizer):
+    """Muon with Nesterov momentum. A matrix is orthogonalized whole, by one of the ranks that it is sharded over.
+
+    Momentum stays sharded. Each rank gathers it matrix by matrix and keeps the directions of those that are its own to compute;
+    then each sends the others their rows.
+
+    Source: arXiv 2502.16982, section 2.2: updates as large as AdamW's, so that one learning rate serves both.
+    """
+
+    def __init__(self, matrices: Iterable[torch.nn.Parameter], *, lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here evaluates a loss again
+        assert closure is None, "an update does not compute its loss again"
+        for group in self.param_groups:
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            mine: dict[int, torch.Tensor] = {}
+            for turn, matrix in enumerate(matrices):
+                ahead = _gather(self._follow_gradient(matrix, group))
+                if _is_own_turn(matrix, turn):
+                    mine[turn] = orthogonalize(ahead)
+            for turn, matrix in enumerate(matrices):
+                direction = _share(mine.pop(turn, None), turn, like=matrix)
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(direction, alpha=-0.2 * math.sqrt(max(matrix.shape)) * group["lr"])
+
+    def _follow_gradient(self, matrix: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
+        """Take this step's gradient into the momentum; returns it one step ahead, sharded like the matrix."""
+        gradient = matrix.grad
+        assert gradient is not None
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"])
+
+
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    """On the device that computes, wherever the shards are kept. Collective."""
+    return whole(tensor.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor)
+
+
+def _is_own_turn(matrix: torch.Tensor, turn: int) -> bool:
+    """Copies of a model compute alike; within a copy ranks take turns."""
+    if not isinstance(matrix, DTensor):
+        return True
+    return matrix.device_mesh.get_local_rank(-1) == turn % matrix.device_mesh.size(-1)
+
+
+def _share(direction: torch.Tensor | None, turn: int, *, like: torch.Tensor) -> torch.Tensor:
+    """Each rank's rows of the direction that the rank whose turn it is computed, sharded like the matrix. Collective."""
+    if not isinstance(like, DTensor):
+        assert direction is not None
+        return direction
+    mesh = like.device_mesh
+    *_, shard = like.placements
+    assert isinstance(shard, Shard)
+    assert mesh.mesh_dim_names is not None
+    if direction is None:
+        direction = torch.empty(like.shape, dtype=like.dtype, device=mesh.device_type)
+    copy = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
+    rows = distribute_tensor(direction, copy, [shard], src_data_rank=turn % copy.size()).to_local()
+    return DTensor.from_local(
+        rows.to(like.to_local().device), mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+class JoinedOptimizers(torch.optim.Optimizer):
+    """Several optimizers, each of parameters of its own, with one state and one list of groups: saved and loaded like one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here evaluates a loss again
+        assert closure is None, "an update does not compute its loss again"
+        for part in self._parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        place = 0
+        for part in self._parts:
+            end = place + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[place:end], self.state
+            place = end

@@ -1,0 +1,101 @@
+"""Ranks on this machine: `python -m trivet.trainer.ranks.starter NUM_RANKS MODULE ARGUMENT…`. Started by the launcher.
+
+Not torchrun, whose store listens on every interface and whose agent unpickles what it finds there: ranks meet at a file in a
+directory of this user's. A rank ends with the process that started it, however that ends; when one fails, the others are ended; the
+exit code is that of the rank that failed first. A single rank runs in this process.
+"""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from trivet.imports import without_collections
+from trivet.lifetime import die_with_parent, module_command, tied_command
+from trivet.secret import make_secret
+from trivet.stacks import ignore_until_listening
+
+RENDEZVOUS_FILE = "RANK_RENDEZVOUS_FILE"
+"""The variable that names the file at which ranks of one machine meet (trainer.ranks.world)."""
+RANKS_SECRET = "secret"
+"""A file beside it with what the ranks prove to each other that they have."""
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", RENDEZVOUS_FILE)
+"""A rank that finds them joins others."""
+_END_TIMEOUT_S = 30.0
+"""How long ranks take to end when they are told to; then they are killed."""
+_STOPPING = {signal.SIGTERM, signal.SIGINT}
+
+Rank = subprocess.Popen[bytes]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the ranks to their end; 128 + N when signal N ended them."""
+    die_with_parent()
+    num_ranks, module, *arguments = argv
+    if num_ranks == "1":
+        return run_rank(module, arguments)
+    with tempfile.TemporaryDirectory(prefix="trivet-ranks-", ignore_cleanup_errors=True) as scratch:
+        make_secret(Path(scratch) / RANKS_SECRET)
+        common = os.environ | {"WORLD_SIZE": num_ranks, RENDEZVOUS_FILE: str(Path(scratch) / "rendezvous")}
+        command = tied_command(module_command(module, *arguments))
+        return await_ranks(
+            [
+                subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank in range(int(num_ranks))
+            ]
+        )
+
+
+def run_rank(module: str, arguments: Sequence[str]) -> int:
+    """Run `main` of `module` here, as the only rank; returns its exit code."""
+    for name in _RANK_VARIABLES:
+        os.environ.pop(name, None)
+    ignore_until_listening()
+    sys.argv = [module, *arguments]
+    with without_collections():
+        rank = importlib.import_module(module)
+    return rank.main()
+
+
+def await_ranks(ranks: Sequence[Rank]) -> int:
+    """Wait for all to end, and end the others when one fails or a signal arrives; returns the exit code.
+
+    Blocks the signals that it waits for, so the ranks must have been started before.
+    """
+    awaited = {signal.SIGCHLD, *_STOPPING}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    exit_code, kill_at = 0, float("inf")
+    while running := [rank for rank in ranks if rank.poll() is None]:
+        if not exit_code and (exit_code := _exit_code(ranks)):
+            kill_at = _end(running, signal.SIGTERM)
+        if time.monotonic() >= kill_at:
+            kill_at = _end(running, signal.SIGKILL)
+        left = min(max(kill_at - time.monotonic(), 0.0), _END_TIMEOUT_S)
+        received = signal.sigtimedwait(awaited, left)
+        if received is not None and received.si_signo in _STOPPING:
+            exit_code = exit_code or 128 + received.si_signo
+            kill_at = _end(running, received.si_signo)
+    return exit_code or _exit_code(ranks)
+
+
+def _exit_code(ranks: Sequence[Rank]) -> int:
+    """That of the ranks which ended by themselves; one that lost another ends with 1, so any other code says more."""
+    failed = [rank.returncode for rank in ranks if rank.returncode]
+    code = max(failed, key=lambda code: code != 1, default=0)
+    return code if code >= 0 else 128 - code
+
+
+def _end(ranks: Sequence[Rank], number: int) -> float:
+    """Send the signal; returns when, in monotonic seconds, those that are left are killed."""
+    for rank in ranks:
+        rank.send_signal(number)
+    return time.monotonic() + _END_TIMEOUT_S
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

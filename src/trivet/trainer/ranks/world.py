@@ -1,0 +1,236 @@
+"""The ranks of the trainer: how they find each other and how they agree. Nothing else reads the environment of ranks.
+
+What this module exchanges is tensors and bytes of msgpack. DCP, which writes checkpoints, pickles its plans, and unpickling runs
+what a stranger may have sent; gloo lets whoever connects first take a rank's place. So the ranks of one machine prove to each
+other, in every group before it is used, that all of them have the secret that `rank_starter` left in its private directory.
+
+Legend: rank 0 is the main rank: it alone talks to the orchestrator and writes files, except sharded checkpoints.
+"""
+
+import hmac
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from trivet.errors import ConfigError, UnknownRank
+from trivet.secret import RunSecret, read_secret
+from trivet.trainer.ranks.starter import RANKS_SECRET, RENDEZVOUS_FILE
+from trivet.wire.codec import decode, encode
+
+_NONCE_BYTES = 32
+"""Long enough that none is ever drawn twice."""
+
+
+class _Values(msgspec.Struct, frozen=True):
+    by_name: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    """One dimension, over which the model is sharded; or two, copies and shards."""
+    control: dist.ProcessGroup
+    """Gloo, on host memory; waits longer than a collective may, because rank 0 waits for batches."""
+    secret: RunSecret | None
+    """Of the ranks of one machine. None for a rank alone, and for ranks over several machines, whose network is the run's own."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the sharded model."""
+        return self.mesh.size(0) if self.mesh.ndim > 1 else 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, num_replicas: int = 1) -> Iterator[World]:
+    """Join the other ranks, which `rank_starter` started on this machine or torchrun on several; alone when there is none.
+
+    Args:
+        device: `auto`, `cpu` or `cuda`.
+        timeout_s: longest collective operation.
+        wait_timeout_s: how much longer the other ranks may wait while rank 0 waits for a batch.
+        num_replicas: copies of the model, each sharded over its part of the ranks.
+
+    Raises:
+        ConfigError: `cuda` without a CUDA device; or the copies do not divide the ranks.
+        UnknownRank: what connected in the place of a rank is none.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    require_replicas(num_replicas, num_ranks=size)
+    chosen = _choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    # On the CPU too, for what is kept there: parameters and optimizer state that are off-loaded.
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    timeout = timedelta(seconds=timeout_s)
+    is_local = RENDEZVOUS_FILE in os.environ
+    if "RANK" in os.environ and not is_local:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=_open_store(size), rank=rank, world_size=size)
+    try:
+        secret = read_secret(Path(os.environ[RENDEZVOUS_FILE]).with_name(RANKS_SECRET)) if size > 1 and is_local else None
+        prove_ranks(None, secret)
+        control = _open_gloo_group(timeout + timedelta(seconds=wait_timeout_s), secret)
+        if num_replicas == 1:
+            mesh = init_device_mesh(chosen.type, (size,), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh(chosen.type, (num_replicas, size // num_replicas), mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():
+            prove_ranks(group, secret)
+        yield World(rank=rank, size=size, device=chosen, mesh=mesh, control=control, secret=secret)
+    finally:
+        dist.destroy_process_group()
+
+
+def open_group(world: World, *, timeout_s: float) -> dist.ProcessGroup:
+    """Return a further group of all ranks, over gloo. Collective.
+
+    Raises:
+        UnknownRank: what connected in the place of a rank is none.
+    """
+    return _open_gloo_group(timedelta(seconds=timeout_s), world.secret)
+
+
+def _open_gloo_group(timeout: timedelta, secret: RunSecret | None) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    prove_ranks(group, secret)
+    return group
+
+
+def prove_ranks(group: dist.ProcessGroup | None, secret: RunSecret | None) -> None:
+    """Have every rank of `group` show that it knows `secret`: HMAC-SHA256 over its rank and a nonce of each rank.
+
+    The connections of a group stay what they are once it is made, so one proof is enough. Collective.
+
+    Args:
+        group: None for the group of all ranks.
+        secret: None when there is nobody to prove it to (`World.secret`).
+
+    Raises:
+        UnknownRank: a proof is wrong.
+    """
+    if secret is None:
+        return
+    key = secret.derive("trainer/ranks")
+    nonces = b"".join(_gather_fixed(secrets.token_bytes(_NONCE_BYTES), group))
+    proofs = _gather_fixed(_proof(key, dist.get_rank(group), nonces), group)
+    for rank, proof in enumerate(proofs):
+        if not hmac.compare_digest(proof, _proof(key, rank, nonces)):
+            raise UnknownRank(
+                f"what connected as rank {rank} of {len(proofs)} of the trainer does not have the ranks' secret: another "
+                "program of this machine took its place. Start the run again; if that repeats itself, see who else uses the machine"
+            )
+
+
+def _proof(key: bytes, rank: int, nonces: bytes) -> bytes:
+    return hmac.digest(key, b"%d " % rank + nonces, "sha256")
+
+
+def _gather_fixed(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """What every rank passes, by rank; all pass the same number of bytes. Over host memory."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    return [part.numpy().tobytes() for part in parts]
+
+
+def _open_store(num_ranks: int) -> "dist.HashStore | dist.FileStore":  # type: ignore[reportPrivateImportUsage]  # as below
+    """Return the store in which the ranks of this machine find each other's addresses. Nothing listens for it."""
+    if num_ranks == 1:
+        return dist.HashStore()  # type: ignore[reportPrivateImportUsage]  # public, only not declared
+    return dist.FileStore(os.environ[RENDEZVOUS_FILE], num_ranks)  # type: ignore[reportPrivateImportUsage]  # as above
+
+
+def require_replicas(num_replicas: int, *, num_ranks: int) -> None:
+    """
+    Raises:
+        ConfigError: they do not divide the ranks.
+    """
+    if num_ranks % num_replicas:
+        divisors = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
+        raise ConfigError(
+            f"model.dp_replicate ({num_replicas}) must divide the trainer's ranks ({num_ranks}): {num_ranks} % {num_replicas} = "
+            f"{num_ranks % num_replicas}; set it to one of {divisors}"
+        )
+
+
+def broadcast_bytes(world: World, data: bytes | None) -> bytes:
+    """What rank 0 passes as `data`, on every rank."""
+    if world.size == 1:
+        assert data is not None
+        return data
+    num_bytes = torch.tensor([len(data) if data is not None else 0])
+    dist.broadcast(num_bytes, src=0, group=world.control)
+    buffer = bytearray(data) if data is not None else bytearray(int(num_bytes))
+    if buffer:
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=0, group=world.control)
+    return bytes(buffer)
+
+
+def gather_bytes(world: World, data: bytes) -> list[bytes]:
+    """Return on every rank what each rank passes as `data`, by rank."""
+    if world.size == 1:
+        return [data]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=world.control)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(parts, padded, group=world.control)
+    return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that ranks share out, on each of them; others as they are. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sum_over_ranks(world: World, values: torch.Tensor) -> torch.Tensor:
+    if world.size > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def gather_values(world: World, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Each metric's values of all ranks, one behind the other."""
+    if world.size == 1:
+        return values
+    parts = gather_bytes(world, encode(_Values(values)))
+    return join_values([decode(part, _Values).by_name for part in parts])
+
+
+def join_values(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    names = {name: None for part in parts for name in part}
+    return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
+
+
+def barrier(world: World) -> None:
+    """Returns once every rank is here."""
+    if world.size > 1:
+        dist.barrier(group=world.control)
+
+
+def _choose_device(device: str, *, local_rank: int) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError('device = "cuda", but torch sees no CUDA device; install the CUDA build, or set device = "cpu"')
+    return torch.device("cuda", local_rank) if has_cuda and device != "cpu" else torch.device("cpu")

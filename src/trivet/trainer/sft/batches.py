@@ -1,0 +1,150 @@
+"""Which sequences each step of supervised fine-tuning trains on, and the rows they are packed into. Called by `trainer.sft`.
+
+A batch is a function of configuration, data and step: every rank makes the same, and so does a resumed run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from trivet.algorithms.packing import PackItem, pack, stack
+from trivet.config.sections.sft import ConversationsConfig, FakeDataConfig, LossMaskConfig, SftConfig, SftDataConfig
+from trivet.conversations.mixture import Mixture, open_data, step_indices
+from trivet.errors import BatchError
+from trivet.trainer.measurement.fake_data import fake_item
+from trivet.trainer.sft.data import to_sample
+from trivet.wire.batches import MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftBatch:
+    rows: Sequence[MicroBatch]
+    num_samples: int
+    num_truncated: int
+    """Longer than model.seq_len, of which the beginning is trained on."""
+    num_empty: int
+    """Left out: nothing in them is trained on, or nothing of it within model.seq_len."""
+
+
+class Batches(Protocol):
+    @property
+    def num_steps(self) -> int | None:
+        """Of one epoch; None: there is no end."""
+        ...
+
+    def items(self, step: int) -> list[PackItem]:
+        """The sequences of step `step`, from 1."""
+        ...
+
+    def epoch(self, step: int) -> int:
+        """Of the step's last sequence, from 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationBatches:
+    data: Mixture
+    config: SftDataConfig
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def num_steps(self) -> int | None:
+        return -(-len(self.data) // self.config.batch_size)
+
+    def items(self, step: int) -> list[PackItem]:
+        indices = step_indices(
+            step,
+            batch_size=self.config.batch_size,
+            num_rows=len(self.data),
+            seed=self.seed,
+            does_shuffle=self.config.shuffle,
+        )
+        return to_items(self.data, indices, self.tokenizer, loss_mask=self.config.loss_mask)
+
+    def epoch(self, step: int) -> int:
+        return (step * self.config.batch_size - 1) // len(self.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeBatches:
+    config: FakeDataConfig
+    seed: int
+    seq_len: int
+    vocab_size: int
+
+    @property
+    def num_steps(self) -> int | None:
+        return None
+
+    def items(self, step: int) -> list[PackItem]:
+        size = self.config.batch_size
+        return [
+            fake_item(
+                index,
+                seed=self.seed,
+                seq_len=self.seq_len,
+                vocab_size=self.vocab_size,
+                length=self.config.length,
+                token_ids=self.config.input_ids,
+            )
+            for index in range((step - 1) * size, step * size)
+        ]
+
+    def epoch(self, step: int) -> int:
+        return 0
+
+
+def open_batches(config: SftConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> Batches:
+    """
+    Raises:
+        ConfigError: the data cannot be read or reached, or its rows hold no conversations.
+    """
+    seed = config.seed if config.data.seed is None else config.data.seed
+    if isinstance(config.data, FakeDataConfig):
+        return FakeBatches(config=config.data, seed=seed, seq_len=config.model.seq_len, vocab_size=vocab_size)
+    data = open_data(config.data, seed=config.seed, key="data")
+    return ConversationBatches(data=data, config=config.data, seed=seed, tokenizer=tokenizer)
+
+
+def to_items(
+    data: Mixture, indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, loss_mask: LossMaskConfig
+) -> list[PackItem]:
+    samples = (to_sample(data.conversation(index), tokenizer, loss_mask=loss_mask) for index in indices)
+    return [PackItem(sample=sample, advantage=0.0) for sample in samples]
+
+
+def make_batch(items: Sequence[PackItem], config: SftConfig) -> SftBatch:
+    """Rows of one forward each, as `data.pack_function` and `data.micro_batch_size` say.
+
+    Raises:
+        BatchError: nothing in it is trained on.
+    """
+    seq_len, num_rows = config.model.seq_len, config.data.micro_batch_size
+    if config.data.pack_function == "stack":
+        rows = stack(items, seq_len=seq_len, samples_per_row=num_rows)
+    else:
+        rows = pack(items, seq_len=seq_len, row_len=num_rows * seq_len)
+    if not rows:
+        raise BatchError(
+            f"none of the {len(items)} conversations of this step has a token to train on within model.seq_len ({seq_len}): "
+            "raise it, or look at data.loss_mask and at the roles in the data"
+        )
+    return SftBatch(
+        rows=rows,
+        num_samples=len(items),
+        num_truncated=sum(item.sample.num_tokens > seq_len for item in items),
+        num_empty=len(items) - sum(len(row.sequence_lengths_S) for row in rows),
+    )
+
+
+def held_out_items(config: ConversationsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> list[PackItem]:
+    """All of `val.data`.
+
+    Raises:
+        ConfigError: the data cannot be read or reached, or its rows hold no conversations.
+    """
+    data = open_data(config, seed=seed, key="val.data")
+    return to_items(data, range(len(data)), tokenizer, loss_mask=config.loss_mask)

@@ -1,0 +1,108 @@
+"""Supervised fine-tuning, one rank of it: `python -m trivet.trainer.sft.main @ sft.toml`, alone or with others.
+
+Shares model, step, optimizer, checkpoints and publishing with the RL loop; data and loss are its own. Waits for nothing but
+the other ranks.
+"""
+
+import logging
+import sys
+
+from trivet.checkpoints.halves import TRAINER
+from trivet.config.command import run_command
+from trivet.config.sections.sft import SftConfig
+from trivet.faults import arm, reach
+from trivet.lifetime import die_with_parent
+from trivet.telemetry import progress
+from trivet.trainer.failures import naming_last_weights
+from trivet.trainer.losses.select import cross_entropy
+from trivet.trainer.main import set_up_rank
+from trivet.trainer.measurement.bench import run_bench
+from trivet.trainer.model.export import load_tokenizer
+from trivet.trainer.open_session import open_session
+from trivet.trainer.ranks.world import World, open_world
+from trivet.trainer.session import Session
+from trivet.trainer.sft.batches import Batches, make_batch, open_batches
+from trivet.trainer.sft.validation import Validation, open_validation
+from trivet.trainer.step import train_step
+from trivet.wire.events import Train
+from trivet.wire.versions import Step
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    die_with_parent()
+    return run_command(SftConfig, start)
+
+
+def start(config: SftConfig) -> int:
+    with open_world(
+        device=config.device, timeout_s=config.dist_timeout_seconds, num_replicas=config.model.dp_replicate
+    ) as world:
+        if config.bench is not None:
+            run_bench(config, world, loss=cross_entropy, kind="sft")
+            return 0
+        set_up_rank(config, world, role="sft")
+        arm(config.faults.schedule, rank=world.rank)
+        run(config, world)
+    return 0
+
+
+def run(config: SftConfig, world: World) -> None:
+    """Train to max_steps, by default once over the data; publish and commit at the interval and at the end."""
+    progress.doing("reading the data")
+    tokenizer = load_tokenizer(config)
+    batches = open_batches(config, tokenizer, vocab_size=len(tokenizer))
+    validation = open_validation(config, tokenizer)
+    if config.max_steps is None:
+        config = config.model_copy(update={"max_steps": batches.num_steps})
+    assert config.max_steps is not None
+    with open_session(config, world, loss=cross_entropy, role="sft", keep_recent=0) as session:
+        logger.info(
+            "data loaded steps=%s steps_per_epoch=%s batch_size=%s", config.max_steps, batches.num_steps, config.data.batch_size
+        )
+        if session.from_step == 0 and validation is not None and validation.is_due(0, is_last=False):
+            progress.doing("measuring the held-out loss")
+            values = validation.measure(session.learner.model, world, step=Step(0))
+            if session.telemetry is not None:
+                session.telemetry.write_step(0, values)
+        for step in range(session.from_step + 1, config.max_steps + 1):
+            with session.failing_together():
+                _take_step(session, config, batches, validation, Step(step))
+
+
+def _take_step(session: Session, config: SftConfig, batches: Batches, validation: Validation | None, step: Step) -> None:
+    data_step = step - session.progress.data_start
+    with session.timed("step"):
+        with session.timed("load_data"):
+            batch = make_batch(batches.items(data_step), config)
+        progress.doing(f"training step {step}")
+        reach("optimizer_step.before", step=step)
+        with naming_last_weights(session.layout, await_policy=session.await_policy):
+            result = train_step(session.learner, batch.rows, step=step)
+        reach("optimizer_step.after", step=step)
+        session.progress.step = step
+        session.progress.total_tokens += sum(row.num_tokens for row in batch.rows)
+        session.progress.total_samples += batch.num_samples
+        progress.note(step=step)
+        session.await_policy()  # the history tells one step after the other
+        if session.telemetry is not None:
+            session.telemetry.write_event(Train(step=step, group_ids=[]))
+        if config.ckpt.is_due(step, max_steps=config.max_steps):
+            session.publish(step)
+            session.save(step, halves=(TRAINER,))
+        session.settle()
+    extra = {
+        "data/epoch": batches.epoch(data_step),
+        "data/num_truncated": batch.num_truncated,
+        "data/num_empty": batch.num_empty,
+    }
+    if validation is not None and validation.is_due(step, is_last=step == config.max_steps):
+        progress.doing(f"measuring the held-out loss after step {step}")
+        with session.timed("val"):
+            extra |= validation.measure(session.learner.model, session.world, step=step)
+    session.report(step, result, batch.rows, extra=extra)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

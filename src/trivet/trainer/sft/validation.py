@@ -1,0 +1,86 @@
+"""The loss on conversations that are held out. Used by `trainer.sft`; never changes the model, nor what is random in training."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trivet.algorithms.packing import pack
+from trivet.config.sections.sft import SftConfig
+from trivet.errors import ConfigError, Diverged
+from trivet.trainer.model.policy_model import PolicyModel, free_gathered, without_dropout
+from trivet.trainer.ranks.world import World, sum_over_ranks
+from trivet.trainer.rows import rows_of_rank
+from trivet.trainer.sft.batches import held_out_items
+from trivet.wire.batches import MicroBatch
+from trivet.wire.versions import Step
+
+logger = logging.getLogger(__name__)
+
+ROWS_PER_RANK = 16
+"""Rows on the device at one time. A set may be larger than its memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """
+    >>> validation = open_validation(config, tokenizer)
+    >>> if validation is not None and validation.is_due(step, is_last=False):
+    ...     metrics = validation.measure(model, world, step=step)
+    """
+
+    rows: Sequence[MicroBatch]
+    interval: int
+    does_start: bool
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """After `step`; 0 is the start model."""
+        return self.does_start if step == 0 else is_last or step % self.interval == 0
+
+    def measure(self, model: PolicyModel, world: World, *, step: Step) -> dict[str, float]:
+        """Metrics: the mean loss over all loss tokens (`val/loss`, nats) and its exponential. Collective.
+
+        Raises:
+            Diverged: the loss is NaN or infinite.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+        size = ROWS_PER_RANK * world.size
+        with torch.no_grad(), without_dropout(model):
+            for start in range(0, len(self.rows), size):
+                part = self.rows[start : start + size]
+                for row in rows_of_rank(part, rank=world.rank, num_ranks=world.size, device=world.device):
+                    logprobs_N = model(row).logprobs_N
+                    if not row.is_dummy:
+                        totals[0] -= logprobs_N.double().sum()
+                        totals[1] += len(logprobs_N)
+        free_gathered(model)
+        total, count = sum_over_ranks(world, totals).tolist()
+        loss = total / count
+        if not math.isfinite(loss):
+            raise Diverged(f"the held-out loss after step {step} is {loss}; lower optim.lr, or look at val.data")
+        logger.info("held-out loss step=%s loss=%.4f tokens=%d", step, loss, count)
+        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), "val/num_tokens": count}
+
+
+def open_validation(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Validation | None:
+    """None when nothing is held out.
+
+    Raises:
+        ConfigError: val.data cannot be read, or nothing in it is measured.
+    """
+    if config.val is None:
+        return None
+    seq_len = config.model.seq_len
+    items = held_out_items(config.val.data, tokenizer, seed=config.seed)
+    rows = pack(items, seq_len=seq_len)
+    if not rows:
+        raise ConfigError(
+            f"val.data.name = {config.val.data.name!r} has no token to measure within model.seq_len ({seq_len}): look at "
+            "val.data.loss_mask and at the roles in the data"
+        )
+    num_cut = sum(item.sample.num_tokens > seq_len for item in items)
+    logger.info("held-out data loaded conversations=%s truncated=%s", len(items), num_cut)
+    return Validation(rows=rows, interval=config.val.interval, does_start=config.val.eval_on_start)

@@ -1,0 +1,281 @@
+"""Checks over several keys: each can fail, and says the arithmetic and what to change."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trivet.config.checks.files import file_problems
+from trivet.config.loading.load import load_config
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.inference import InferenceConfig, InferenceModelConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig, SftDataConfig
+from trivet.config.sections.trainer import TokenizerConfig, TrainerConfig, TrainerModelConfig
+from trivet.errors import ConfigError
+
+GROUPED = ("--orchestrator.rollouts-per-example", "2", "--max-steps", "10", "--max-model-len", "2048")
+
+
+def refusal(kind: type, *argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(kind, argv, environ={})
+    return str(caught.value)
+
+
+def notices(*argv: str) -> list[str]:
+    return list(load_config(RLConfig, [*GROUPED, *argv], environ={}).notices)
+
+
+@pytest.mark.parametrize(
+    ("batch", "group", "said"),
+    [
+        (100, 16, "batch_size (100) must be divisible by rollouts_per_example (16): 100 % 16 = 4; try 96 or 112"),
+        (8, 16, "batch_size (8) must be divisible by rollouts_per_example (16): 8 % 16 = 8; try 16"),
+    ],
+)
+def test_a_batch_that_does_not_divide_shows_the_arithmetic_and_what_would(batch: int, group: int, said: str) -> None:
+    argv = ("--batch-size", str(batch), "--rollouts-per-example", str(group))
+    assert refusal(OrchestratorConfig, *argv) == said
+
+
+def test_messages_of_a_run_name_keys_as_the_run_has_them() -> None:
+    argv = ("--orchestrator.batch-size", "100", "--orchestrator.rollouts-per-example", "16")
+    said = (
+        "orchestrator.batch_size (100) must be divisible by orchestrator.rollouts_per_example (16): 100 % 16 = 4; try 96 or 112"
+    )
+    assert refusal(RLConfig, *argv) == said
+
+
+def test_fewer_rollouts_in_flight_than_a_group_has_are_refused() -> None:
+    said = refusal(OrchestratorConfig, "--rollouts-per-example", "8", "--max-concurrent", "4")
+    assert said.startswith("max_concurrent (4) must be >= rollouts_per_example (8)")
+
+
+def test_a_lag_that_would_be_dropped_as_stale_is_refused() -> None:
+    said = refusal(OrchestratorConfig, "--rollouts-per-example", "2", "--max-async-level", "9")
+    assert said.startswith("max_async_level (9) must be <= max_off_policy_steps (8)")
+
+
+def test_more_tokens_demanded_than_allowed_are_refused() -> None:
+    said = refusal(EvalConfig, "--sampling.min-tokens", "9", "--sampling.max-tokens", "8")
+    assert said == "sampling.min_tokens (9) must be <= sampling.max_tokens (8)"
+
+
+def test_a_group_of_one_is_fine_without_a_baseline() -> None:
+    assert load_config(OrchestratorConfig, ["--advantage.type", "none"], environ={}).config.rollouts_per_example == 1
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_decaying_schedule_needs_an_end(schedule: str) -> None:
+    argv = ("--trainer.scheduler.type", schedule)
+    said = refusal(RLConfig, "--orchestrator.rollouts-per-example", "2", *argv)
+    assert said == f'trainer.scheduler.type "{schedule}" decays until the last step: set max_steps'
+    load_config(RLConfig, [*GROUPED, *argv], environ={})
+    # Its end is that of the data.
+    load_config(SftConfig, ["--scheduler.type", schedule, "--scheduler.min-lr", "0"], environ={})
+
+
+def test_a_schedule_that_ends_above_its_peak_is_refused() -> None:
+    argv = ("--scheduler.type", "cosine", "--scheduler.min-lr", "1", "--max-steps", "5")
+    assert "scheduler.min_lr (1.0) must be <= optim.lr (1e-06)" in refusal(TrainerConfig, *argv)
+
+
+def test_loss_bounds_that_leave_no_token_are_refused() -> None:
+    assert "loss.token_mask_low (9.0) must be < loss.token_mask_high (8.0)" in refusal(
+        TrainerConfig, "--loss.token-mask-low", "9"
+    )
+
+
+def test_the_trainers_rows_must_hold_the_orchestrators() -> None:
+    said = refusal(RLConfig, *GROUPED, "--orchestrator.seq-len", "4096")
+    assert said.startswith("trainer.model.seq_len (2048) must be >= orchestrator.seq_len (4096)")
+
+
+def test_both_orders_of_seq_len_and_max_model_len_are_accepted_and_said_once() -> None:
+    assert notices("--seq-len", "512", "--max-model-len", "512") == []
+    (longer,) = notices("--seq-len", "512", "--max-model-len", "1024")
+    assert "the first 512 are trained on" in longer
+    (shorter,) = notices("--seq-len", "1024", "--max-model-len", "512")
+    assert "ends a completion when it and its prompt reach 512 tokens" in shorter
+
+
+def test_completions_that_leave_no_room_for_a_prompt_are_refused() -> None:
+    argv = ("--orchestrator.sampling.max-tokens", "512", "--max-model-len", "512", "--seq-len", "512")
+    assert "must be < inference.model.max_model_len (512)" in refusal(RLConfig, *GROUPED, *argv)
+
+
+def test_what_an_evaluated_environment_samples_differently_is_checked_too() -> None:
+    said = refusal(EvalConfig, "--env.0.sampling.min-tokens", "9", "--sampling.max-tokens", "8")
+    assert said == "env.0.sampling.min_tokens (9) must be <= env.0.sampling.max_tokens (8)"
+    said = refusal(EvalConfig, "--env.0.sampling.temp-scheduler.end-temperature", "0.5")
+    assert said.startswith("env.0.sampling.temp_scheduler changes with the step")
+
+
+def test_sampling_that_the_trainer_cannot_reproduce_is_said_once_with_its_keys() -> None:
+    (notice,) = notices("--orchestrator.sampling.top-p", "0.9", "--orchestrator.sampling.min-p", "0.1")
+    assert "orchestrator.sampling.top_p (0.9), orchestrator.sampling.min_p (0.1)" in notice
+    assert "importance ratio is biased" in notice
+    assert notices("--orchestrator.sampling.temperature", "0.7", "--orchestrator.sampling.top-k", "0") == []
+
+
+def test_a_knob_in_extra_body_too_is_refused_with_both_places() -> None:
+    said = refusal(OrchestratorConfig, "--rollouts-per-example", "2", "--sampling.extra-body.top-p", "0.5")
+    assert said.startswith("sampling.extra_body.top_p (0.5) and sampling.top_p (1.0) are the same knob")
+    said = refusal(EvalConfig, "--sampling.extra-body.max-completion-tokens", "5")
+    assert "sampling.max_tokens" in said
+    load_config(OrchestratorConfig, ["--rollouts-per-example", "2", "--sampling.extra-body.stop", '["x"]'], environ={})
+
+
+def test_an_engine_argument_that_has_a_key_is_refused() -> None:
+    said = refusal(InferenceConfig, "--vllm-args.tensor-parallel-size", "2")
+    assert said == "vllm_args.tensor_parallel_size (2) has a key of its own: set parallel.tp instead"
+
+
+def test_environments_need_different_names() -> None:
+    environments = '[{"id": "a"}, {"id": "b"}, {"id": "a"}]'
+    said = refusal(EvalConfig, "--env", environments)
+    assert said.startswith('env.0 and env.2 are both called "a"')
+    load_config(EvalConfig, ["--env", environments, "--env.2.name", "again"], environ={})
+
+
+def test_gpu_lists_must_fit() -> None:
+    assert "inference_gpu_ids must name at least one GPU and each once, got [0, 0]" in refusal(
+        RLConfig, *GROUPED, "--inference-gpu-ids", "0,0"
+    )
+    said = refusal(RLConfig, *GROUPED, "--inference-gpu-ids", "0,1,2", "--inference.parallel.tp", "2")
+    assert said.endswith("must be divisible by inference.parallel.tp (2): 3 % 2 = 1")
+    load_config(RLConfig, [*GROUPED, "--inference-gpu-ids", "0", "--trainer-gpu-ids", "0"], environ={})
+
+
+def test_a_run_without_an_end_says_so_once() -> None:
+    loaded = load_config(RLConfig, [*GROUPED[:2], *GROUPED[4:]], environ={})
+    assert loaded.notices == ("max_steps is not set: the run goes on until it is stopped",)
+
+
+def test_a_role_that_the_launcher_started_repeats_none_of_its_notices() -> None:
+    argv = ["--rollouts-per-example", "2", "--sampling.top-p", "0.5"]
+    assert len(load_config(OrchestratorConfig, argv, environ={}).notices) == 2
+    assert load_config(OrchestratorConfig, [*argv, "--run.id", "r1"], environ={}).notices == ()
+
+
+def test_samples_that_nothing_but_the_model_bounds_are_said_to_be_cut() -> None:
+    (said,) = load_config(RLConfig, GROUPED[:-2], environ={}).notices
+    assert "max_model_len is the model's own limit: of longer samples the first orchestrator.seq_len (2048)" in said
+
+
+def test_a_different_tokenizer_is_said() -> None:
+    (notice,) = notices("--trainer.tokenizer.name", "org/other")
+    assert notice.startswith("trainer.tokenizer.name (org/other)")
+    assert notices("--trainer.tokenizer.name", "Qwen/Qwen3-0.6B") == []
+
+
+def test_a_name_that_means_a_directory_must_be_one_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def problems(name: str) -> list[str]:
+        return list(file_problems(TrainerConfig(model=TrainerModelConfig(name=name))))
+
+    for name in ("./nope", "/nope", "~/nope", "outputs/sft/weights/step_3", "models/nope"):
+        (problem,) = problems(name)
+        assert problem.startswith(f"model.name ({name}) is not a directory")
+    (problem,) = problems("models/smollm2")
+    assert problem.endswith("is not a directory; it is made by uv run python -m trivet.examples.smollm2")
+    assert problems("Qwen/Qwen3-0.6B") == []
+    assert problems("gpt2") == []
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    (problem,) = problems("org/model")
+    assert "has no config.json" in problem
+    (tmp_path / "org" / "model" / "config.json").write_text("{}")
+    assert problems("org/model") == []
+
+
+def test_a_missing_model_of_a_run_is_said_once() -> None:
+    config = load_config(RLConfig, [*GROUPED, "--model.name", "./nope"], environ={}).config
+    assert len(list(file_problems(config))) == 1
+
+
+def test_missing_data_and_weights_are_said(tmp_path: Path) -> None:
+    sft = SftConfig(data=SftDataConfig(name=str(tmp_path / "data.jsonl")))
+    assert any("data.name" in problem for problem in file_problems(sft))
+    (tmp_path / "data.jsonl").touch()
+    assert list(file_problems(sft)) == []
+    assert any("weights_dir" in problem for problem in file_problems(EvalConfig(weights_dir=tmp_path / "weights")))
+    assert list(file_problems(EvalConfig(weights_dir=tmp_path))) == []
+    assert len(list(file_problems(InferenceConfig(model=InferenceModelConfig(name="./nope"))))) == 1
+
+
+def test_two_servers_of_a_run_cannot_listen_on_one_port() -> None:
+    argv = (*GROUPED, "--trainer.metrics-server.port")
+    assert refusal(RLConfig, *argv, "8000").startswith("trainer.metrics_server.port (8000) is inference.server.port too")
+    assert refusal(RLConfig, *argv, "5555").startswith(
+        "trainer.metrics_server.port (5555) is trainer.rollout_transport.port too"
+    )
+    load_config(RLConfig, [*argv, "0"], environ={})
+
+
+def test_a_measurement_of_the_trainer_asks_for_nothing_that_it_does_not_use() -> None:
+    """Neither a group to compare rollouts in nor a GPU count that servers could share."""
+    config = load_config(RLConfig, ["--bench.output-json", "b.json", "--trainer.optim.lr", "1e-5"], environ={}).config
+    assert config.trainer.bench is not None
+    assert config.trainer.bench.output_json == Path("b.json")
+    assert load_config(RLConfig, ["--bench"], environ={}).notices == ()
+    assert not list(file_problems(SftConfig.model_validate({"bench": {}, "data": {"name": "nowhere.jsonl"}})))
+
+
+def test_made_up_batches_are_for_the_trainer_alone() -> None:
+    assert "give it to `uv run trainer` as data.fake" in refusal(RLConfig, *GROUPED, "--trainer.data.fake")
+    assert "two sources of batches" in refusal(TrainerConfig, "--data.fake", "--data.replay", "elsewhere")
+
+
+def test_a_trace_needs_the_steps_that_it_is_of() -> None:
+    said = refusal(TrainerConfig, "--trace-path", "traces", "--max-steps", "2")
+    assert said == "trace_path traces the third and fourth step, and max_steps is 2; raise it"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--weights-dir", "w", "--steps", "0,2"], r"steps must name steps >= 1, got \[0, 2\]"),
+        (["--env.id", "a", "--resume-path", "r", "--output-dir", "o"], r"resume_path \(r\) .* and output_dir \(o\) too"),
+        (["--env.id", "a", "--retry.wait-max", "0.5"], r"retry\.wait_min \(1\.0\) must be <= retry\.wait_max \(0\.5\)"),
+        (["--env.id", "a", "--client.endpoint", "e", "--client.base-url", "http://x"], r"endpoint \('e'\) and base_url"),
+        (["--env.id", "a", "--save.hf.dataset-name", "d"], r"save\.hf\.dataset_name .* does not exist here: results stay"),
+        (
+            ["--env.id", "a", "--per-rollout"],
+            "per_rollout .* does not exist here: the rollouts of an example are scored together",
+        ),
+    ],
+)
+def test_what_eval_cannot_evaluate_is_refused(words: list[str], message: str) -> None:
+    assert re.search(message, refusal(EvalConfig, *words))
+
+
+def test_keys_of_eval_that_say_what_is_so_anyway_are_accepted_with_a_notice() -> None:
+    words = [
+        "--env.id",
+        "a",
+        "--save.stream",
+        "true",
+        "--save.disk.path",
+        "o",
+        "--reasoning-field",
+        "r",
+        "--per-rollout",
+        "false",
+    ]
+    loaded = load_config(EvalConfig, words, environ={})
+    assert loaded.config.output_dir == Path("o")
+    assert len(loaded.notices) == 4
+
+
+def test_a_chat_template_is_text_or_a_file_that_is_there(tmp_path: Path) -> None:
+    def problems(template: str) -> list[str]:
+        return list(file_problems(TrainerConfig(tokenizer=TokenizerConfig(chat_template=template))))
+
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    assert problems(str(file)) == problems("{{ messages }}") == []
+    (problem,) = problems(str(tmp_path / "none.jinja"))
+    assert problem.startswith(f"tokenizer.chat_template ({tmp_path}/none.jinja) is neither a template nor a file")

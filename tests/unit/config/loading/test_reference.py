@@ -1,0 +1,48 @@
+"""The page of keys says everything that the models have, and is up to date."""
+
+from pathlib import Path
+
+import pytest
+
+from trivet.config.loading.keys import all_keys
+from trivet.config.loading.load import COMMANDS
+from trivet.config.loading.reference import configuration_page, help_text
+from trivet.config.sections.base import Section
+from trivet.config.vf_rl import VfRLConfig
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_the_page_is_what_the_models_say() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text()
+    assert written == configuration_page(), "run: uv run python scripts/docs_configuration.py"
+
+
+@pytest.mark.parametrize("kind", [*COMMANDS, VfRLConfig])
+def test_every_key_is_documented(kind: type[Section]) -> None:
+    undocumented = [
+        ".".join(str(part) for part in path)
+        for path, key in all_keys(kind)
+        if key.field and not key.field.description and not key.sections and path[-1] != "type"
+    ]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("kind", [*COMMANDS, VfRLConfig])
+def test_help_names_every_key(kind: type[Section]) -> None:
+    text = help_text(kind)
+    assert all(str(path[-1]) in text for path, _ in all_keys(kind))
+
+
+def test_bounds_and_choices_are_in_the_page() -> None:
+    page = configuration_page()
+    assert "| `batch_size` | int, ≥ 1, ≤ 1048576 | `128` | Rollouts per step. |" in page
+    assert '### `[trainer.scheduler] type = "cosine"`' in page
+    assert "| `gpu_memory_utilization` | float, > 0, ≤ 1 | `0.9` |" in page
+
+
+def test_a_key_without_a_default_is_said_to_be_needed() -> None:
+    assert "  model                      text, needed. " in help_text(VfRLConfig)
+    page = configuration_page()
+    assert "| `url` | text | needed | " in page
+    assert "Undefined" not in page

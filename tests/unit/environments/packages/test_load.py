@@ -1,0 +1,50 @@
+"""What becomes of environments that cannot be loaded."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trivet.environments.packages.load import load_environment, traceback_tail
+from trivet.errors import EnvironmentLoadError
+
+
+def write_module(directory: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(directory))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_a_package_without_load_environment_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, "tasks_of_v1", "taskset = 1\n", monkeypatch)
+    with pytest.raises(EnvironmentLoadError, match=r"has no load_environment.*v1 API"):
+        load_environment("tasks-of-v1", name="tasks", args={})
+
+
+def test_what_load_environment_raises_is_named_with_the_place_in_the_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "def load_environment(path):\n    raise FileNotFoundError(path)\n"
+    write_module(tmp_path, "data_is_gone", source, monkeypatch)
+    with pytest.raises(EnvironmentLoadError, match="FileNotFoundError: /nowhere") as failed:
+        load_environment("data-is-gone", name="gone", args={"path": "/nowhere"})
+    assert "environment 'gone'" in str(failed.value)
+    assert "raise FileNotFoundError(path)" in traceback_tail(failed.value, {})
+
+
+def test_a_load_environment_that_leaves_the_process_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, "leaves", "def load_environment():\n    raise SystemExit(5)\n", monkeypatch)
+    with pytest.raises(EnvironmentLoadError, match="SystemExit: 5"):
+        load_environment("leaves", name="leaves", args={})
+
+
+def test_an_error_shows_neither_secrets_nor_what_a_terminal_obeys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def load_environment(api_key):\n    raise ValueError(f'\\x1b[2J {api_key}')\n"
+    write_module(tmp_path, "spills", source, monkeypatch)
+    args = {"api_key": "planted"}
+    with pytest.raises(EnvironmentLoadError, match="raised ValueError") as failed:
+        load_environment("spills", name="spills", args=args)
+    said = f"{failed.value}{traceback_tail(failed.value, args)}"
+    assert "planted" not in said
+    assert said.replace("\n", "").isprintable()
+    assert r"\x1b[2J" in said

@@ -1,0 +1,50 @@
+"""What a pool decides about its workers; real ones: tests/integration/test_env_workers.py."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from support.virtual_time import run_virtually
+from trivet.environments.workers.pool import PoolLimits, WorkerPool, _Environment, _Slot
+from trivet.environments.workers.restarts import RestartBudget
+from trivet.errors import RolloutFailed
+from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments
+from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.workers import HostSettings
+
+
+class DeafWorker:
+    """Runs on whatever it is told, as an environment does that swallows its cancellation."""
+
+    num_pending = 0
+
+    async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def take_lags(self) -> list[float]:
+        return []
+
+
+def test_a_group_that_its_worker_does_not_end_in_time_fails():
+    async def scenario() -> None:
+        settings = HostSettings(env_id="deaf", name="deaf", args={}, client={}, model_name="tiny", rollout_timeout_s=60.0)
+        pool = WorkerPool([settings], log_of=Path, limits=PoolLimits())
+        slot = _Slot(name="deaf-0", settings=settings, budget=RestartBudget(limit=5))
+        slot.worker = DeafWorker()  # type: ignore[assignment]  # acts as one
+        pool._environments = {"deaf": _Environment(info=EnvironmentInfo(num_examples=1), slots=[slot])}
+        request = GroupRequest(
+            group_id=GroupId(7),
+            env="deaf",
+            example_id=0,
+            num_rollouts=2,
+            base_url="",
+            sampling=SamplingArguments(temperature=1.0),
+        )
+        with pytest.raises(RolloutFailed, match=r"group 7 .* did not end when its time was over") as caught:
+            await pool.run_group(request)
+        assert (caught.value.kind, asyncio.get_running_loop().time()) == ("TimeoutError", pytest.approx(90.0))
+        assert pool.metrics()["failed_groups/deaf/TimeoutError"] == 1
+
+    run_virtually(scenario(), limit_s=200)

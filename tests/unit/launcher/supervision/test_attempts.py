@@ -1,0 +1,143 @@
+"""Where a run goes back to after a failure, and what its next attempt is started with."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trivet.checkpoints.commit import commit
+from trivet.checkpoints.halves import HALVES, ORCHESTRATOR, begin_half, finish_half, staging_directory
+from trivet.config.layout import RunLayout
+from trivet.config.loading.load import load_config
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import RunIdentity
+from trivet.config.sections.trainer import TrainerConfig
+from trivet.errors import CheckpointError
+from trivet.launcher.logs import RunLog
+from trivet.launcher.plan import Ports
+from trivet.launcher.run_directory import RunDirectory, read_run
+from trivet.launcher.scratch import Scratch
+from trivet.launcher.supervision.attempts import Attempts
+from trivet.machine import Machine
+from trivet.telemetry.events import EventWriter, read_events
+from trivet.wire.events import Restart
+from trivet.wire.versions import Step
+
+MAX_STEPS = 9
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return RunLayout(tmp_path / "outputs")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[RunLog]:
+    with (tmp_path / "rl.log").open("a") as file:
+        yield RunLog(sys.stdout, file)
+
+
+@pytest.fixture
+def attempts(layout: RunLayout) -> Iterator[Attempts]:
+    """A fresh run whose first attempt has begun."""
+    output_dir = str(layout.root)
+    roles: dict[str, dict[str, object]] = {
+        role: {"output_dir": output_dir, "max_steps": MAX_STEPS} for role in ("trainer", "orchestrator")
+    }
+    roles["orchestrator"] |= {"batch_size": 8, "rollouts_per_example": 4}
+    config = RLConfig.model_validate({"output_dir": output_dir, "max_steps": MAX_STEPS, **roles})
+    with RunDirectory(layout) as directory, Scratch(layout) as scratch:
+        attempts = Attempts(
+            config=config,
+            directory=directory,
+            run=RunIdentity(id="r"),
+            from_step=None,
+            machine=Machine(gpus=(), num_cpus=2),
+            python=sys.executable,
+            ports=Ports(inference=8001, transport=5556),
+            scratch=scratch,
+        )
+        attempts.begin()
+        EventWriter(layout.events, role="trainer", attempt=1).close()
+        yield attempts
+
+
+def write_commit(layout: RunLayout, step: int) -> None:
+    for name in HALVES:
+        (begin_half(layout, Step(step), name) / "state").write_text(name)
+        finish_half(layout, Step(step), name)
+    commit(layout, Step(step))
+
+
+def read_configs(layout: RunLayout) -> tuple[OrchestratorConfig, TrainerConfig]:
+    orchestrator = load_config(OrchestratorConfig, ["@", str(layout.configs / "orchestrator.toml")], environ={}).config
+    trainer = load_config(TrainerConfig, ["@", str(layout.configs / "trainer.toml")], environ={}).config
+    return orchestrator, trainer
+
+
+def test_the_next_attempt_goes_back_to_the_newest_checkpoint(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
+    write_commit(layout, 3)
+    write_commit(layout, 6)
+    attempts.go_back(log)
+    assert attempts.from_step == 6
+    record = read_run(layout)
+    assert record is not None
+    assert (record.id, record.attempt) == ("r", 2)
+    for config in read_configs(layout):
+        assert (config.ckpt.resume_step, config.run.attempt, config.rollout_transport.port) == (6, 2, 5556)
+
+
+def test_without_a_checkpoint_the_run_starts_again_and_keeps_its_history(
+    attempts: Attempts, layout: RunLayout, log: RunLog
+) -> None:
+    attempts.record(Restart(roles=["trainer"], cause="test", from_step=Step(0)))
+    attempts.go_back(log)
+    assert attempts.from_step is None
+    assert [config.ckpt.resume_step for config in read_configs(layout)] == [None, None]
+    assert [type(event) for event in read_events(layout.events)] == [Restart]
+
+
+def test_what_the_failed_attempt_did_not_finish_is_cleared_away(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
+    write_commit(layout, 3)
+    (begin_half(layout, Step(6), ORCHESTRATOR) / "state").write_text("x")
+    with layout.events.open("a") as file:
+        file.write('{"event":"train","step":4')
+    attempts.go_back(log)
+    assert not staging_directory(layout, Step(6)).exists()
+    attempts.record(Restart(roles=["trainer"], cause="test", from_step=Step(3)))
+    (event,) = read_events(layout.events)
+    assert (event.role, event.attempt) == ("launcher", 2)
+
+
+def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts, layout: RunLayout, log: RunLog, tmp_path: Path) -> None:
+    write_commit(layout, 3)
+    write_commit(layout, 6)
+    (layout.checkpoint_step(6) / "trainer" / "state").write_text("altered")
+    attempts.go_back(log)
+    assert attempts.from_step == 3
+    assert "checkpoint of step 6 is passed over" in (tmp_path / "rl.log").read_text()
+
+
+def test_without_a_whole_checkpoint_nothing_is_removed(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
+    write_commit(layout, 3)
+    (layout.checkpoint_step(3) / "trainer" / "state").write_text("altered")
+    with pytest.raises(CheckpointError, match="none of the checkpoints of steps 3 is whole"):
+        attempts.go_back(log)
+    assert layout.checkpoint_step(3).exists()
+
+
+def test_inference_keeps_the_configuration_that_it_runs_with(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
+    before = (layout.configs / "inference.toml").read_text()
+    write_commit(layout, 3)
+    attempts.go_back(log)
+    assert (layout.configs / "inference.toml").read_text() == before
+
+
+def test_the_last_step_is_committed_once_its_checkpoint_is_there(attempts: Attempts, layout: RunLayout) -> None:
+    assert (attempts.last_commit, attempts.is_last_step_committed) == (None, False)
+    write_commit(layout, 3)
+    assert (attempts.last_commit, attempts.is_last_step_committed) == (3, False)
+    write_commit(layout, MAX_STEPS)
+    assert attempts.is_last_step_committed

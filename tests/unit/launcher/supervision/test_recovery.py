@@ -1,0 +1,389 @@
+"""Histories of exits, signals and reports, and what recovery makes of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from trivet.config.sections.supervision import RecoveryConfig
+from trivet.launcher.supervision.recovery import (
+    MAX_BACKOFF_S,
+    Action,
+    Announce,
+    AskForCommit,
+    Finish,
+    Outcome,
+    Recovery,
+    RoleSeen,
+    Seen,
+    Start,
+    Stop,
+    Unit,
+    Verdict,
+)
+
+PATIENCE_S = 60.0
+STOP_S = 20.0
+SIGINT, SIGTERM = 2, 15
+
+
+class History:
+    """A run told as events at times of a fake clock; every role has progressed unless it is said otherwise."""
+
+    def __init__(self, **recovery: object) -> None:
+        self.recovery = Recovery(RecoveryConfig.model_validate(recovery), stop_timeout_s=STOP_S, patience_s=PATIENCE_S)
+        self.roles = {name: self._fresh(name) for name in ("inference", "orchestrator", "trainer")}
+        self.interrupted_by: int | None = None
+        self.is_hurried = False
+        self.is_last_step_committed = False
+
+    def _fresh(self, name: str) -> RoleSeen:
+        return RoleSeen(name=name, does_finish=name != "inference", has_progressed=True)
+
+    def knows(self, name: str, **facts: object) -> "History":
+        self.roles[name] = replace(self.roles[name], **facts)  # type: ignore[arg-type]  # of several types
+        return self
+
+    def ends(self, name: str, code: int, *, at: float, **facts: object) -> "History":
+        return self.knows(name, exit_code=code, ended_at=at, last_output_at=at, **facts)
+
+    def starts(self, *names: str) -> "History":
+        for name in names:
+            self.roles[name] = self._fresh(name)
+        return self
+
+    def at(self, now: float) -> list[Action]:
+        return self.recovery.decide(
+            Seen(
+                now=now,
+                roles=self.roles,
+                interrupted_by=self.interrupted_by,
+                is_hurried=self.is_hurried,
+                is_last_step_committed=self.is_last_step_committed,
+            )
+        )
+
+    def verdict(self, *, at: float) -> Verdict:
+        (action,) = self.at(at)
+        assert isinstance(action, Finish), action
+        return action.verdict
+
+    def recovers_training(self, *, at: float) -> "History":
+        """The trainer is killed, both end and are started again."""
+        assert any(isinstance(action, Announce) for action in self.ends("trainer", -9, at=at).at(at))
+        self.ends("orchestrator", 143, at=at)
+        assert self.at(at) == []
+        assert self.at(at + MAX_BACKOFF_S) == [Start(unit=Unit.TRAINING)]
+        return self.starts("orchestrator", "trainer")
+
+
+def test_a_run_goes_on_while_all_roles_run() -> None:
+    assert History().at(1e6) == []
+
+
+@pytest.mark.parametrize("order", [("trainer", "orchestrator"), ("orchestrator", "trainer")])
+def test_a_run_is_done_when_both_finished_in_either_order(order: tuple[str, str]) -> None:
+    history = History().ends(order[0], 0, at=10, is_complete=True)
+    assert history.at(11) == []
+    verdict = history.ends(order[1], 0, at=40, is_complete=True).verdict(at=41)
+    assert (verdict.outcome, verdict.exit_code) == (Outcome.DONE, 0)
+
+
+def test_inference_is_restarted_alone_after_the_delay() -> None:
+    history = History(backoff_s=4).ends("inference", -9, at=10)
+    assert history.at(10) == [Announce(unit=Unit.INFERENCE, role="inference", cause="inference killed by SIGKILL", delay_s=4)]
+    assert history.at(10.2) == []
+    assert history.at(13.9) == []
+    assert history.at(14) == [Start(unit=Unit.INFERENCE)]
+    assert history.starts("inference").at(15) == []
+
+
+def test_a_teacher_is_restarted_alone_too() -> None:
+    history = History(backoff_s=4)
+    history.roles["teacher"] = RoleSeen(name="teacher", does_finish=False, has_progressed=True)
+    history.ends("teacher", -9, at=10)
+    assert history.at(10) == [Announce(unit=Unit.TEACHER, role="teacher", cause="teacher killed by SIGKILL", delay_s=4)]
+    assert history.at(10.2) == []
+    assert history.at(14) == [Start(unit=Unit.TEACHER)]
+
+
+@pytest.mark.parametrize(("dead", "partner"), [("trainer", "orchestrator"), ("orchestrator", "trainer")])
+def test_trainer_and_orchestrator_go_back_together(dead: str, partner: str) -> None:
+    history = History(backoff_s=1).ends(dead, 1, at=10)
+    announced, stop = history.at(10)
+    assert isinstance(announced, Announce)
+    assert (announced.unit, announced.cause) == (Unit.TRAINING, f"{dead} ended with exit code 1")
+    assert stop == Stop(roles=(partner,), by_kill=False)
+    assert history.at(12) == []  # the partner has not ended
+    history.ends(partner, 143, at=13)
+    assert history.at(13) == []
+    assert history.at(13.2) == [Start(unit=Unit.TRAINING)]
+
+
+def test_a_partner_that_ignores_the_request_is_killed_at_the_deadline() -> None:
+    history = History().ends("trainer", -9, at=10)
+    history.at(10)
+    assert history.at(10 + STOP_S - 1) == []
+    assert history.at(10 + STOP_S) == [Stop(roles=("orchestrator",), by_kill=True)]
+    assert history.at(10 + STOP_S + 1) == []
+
+
+def test_both_units_recover_at_the_same_time() -> None:
+    history = History(backoff_s=0).ends("inference", -9, at=10).ends("trainer", -9, at=10).ends("orchestrator", 1, at=11)
+    units = {action.unit for action in history.at(11) if isinstance(action, Announce)}
+    assert units == {Unit.INFERENCE, Unit.TRAINING}
+    history.at(11.2)
+    assert history.at(11.4) == [Start(unit=Unit.INFERENCE), Start(unit=Unit.TRAINING)]
+
+
+def test_a_role_that_ends_early_with_0_has_failed() -> None:
+    (announced,) = History().ends("inference", 0, at=10).at(10)
+    assert isinstance(announced, Announce)
+    assert announced.cause == "inference ended with exit code 0 before its last step"
+
+
+def test_the_wait_doubles_with_each_restart_in_the_window_up_to_a_minute() -> None:
+    history = History(max_restarts=8, restart_window_s=1e6, backoff_s=2)
+    delays: list[float] = []
+    for round_ in range(7):
+        announced, *_ = history.ends("inference", -9, at=round_ * 100).at(round_ * 100)
+        assert isinstance(announced, Announce)
+        delays.append(announced.delay_s)
+        history.at(round_ * 100 + 1)
+        assert history.at(round_ * 100 + MAX_BACKOFF_S) == [Start(unit=Unit.INFERENCE)]
+        history.starts("inference")
+    assert delays == [2, 4, 8, 16, 32, 60, 60]
+
+
+def test_restarts_are_bounded_within_the_window() -> None:
+    history = History(max_restarts=2, restart_window_s=1000).recovers_training(at=100).recovers_training(at=300)
+    verdict = history.ends("trainer", -9, at=500).verdict(at=500)
+    assert (verdict.outcome, verdict.exit_code, verdict.role) == (Outcome.FAILED, 1, "trainer")
+    assert "after 2 restarts within 1000 s (recovery.max_restarts" in verdict.reason
+
+
+def test_restarts_outside_the_window_do_not_count() -> None:
+    history = History(max_restarts=2, restart_window_s=1000).recovers_training(at=100).recovers_training(at=300)
+    assert isinstance(history.ends("trainer", -9, at=1200).at(1200)[0], Announce)
+
+
+def test_restarts_of_inference_do_not_use_up_those_of_training() -> None:
+    history = History(max_restarts=1, backoff_s=0).ends("inference", -9, at=1)
+    history.at(1)
+    history.at(2)
+    history.at(3)
+    history.starts("inference").recovers_training(at=10)
+
+
+def test_without_restarts_the_first_failure_ends_the_run() -> None:
+    verdict = History(max_restarts=0).ends("trainer", -9, at=5).verdict(at=5)
+    assert (verdict.exit_code, verdict.role, verdict.reason) == (1, "trainer", "killed by SIGKILL")
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_bad_configuration_and_divergence_are_never_restarted(code: int) -> None:
+    verdict = History().ends("trainer", code, at=5).verdict(at=5)
+    assert (verdict.outcome, verdict.exit_code, verdict.role) == (Outcome.FAILED, code, "trainer")
+
+
+def test_divergence_that_shows_while_the_partner_is_stopped_ends_the_run() -> None:
+    history = History().ends("orchestrator", 1, at=5)
+    history.at(5)
+    verdict = history.ends("trainer", 3, at=6).verdict(at=6)
+    assert (verdict.exit_code, verdict.role) == (3, "trainer")
+
+
+def test_the_first_failure_is_the_one_reported() -> None:
+    history = History(max_restarts=0).ends("orchestrator", 1, at=7.5).ends("trainer", 3, at=7.0)
+    verdict = history.verdict(at=8)
+    assert (verdict.role, verdict.exit_code) == ("trainer", 3)
+
+
+def test_an_error_before_the_first_step_of_a_run_is_not_tried_again() -> None:
+    verdict = History().ends("trainer", 1, at=5, has_progressed=False).verdict(at=5)
+    assert verdict.reason == "ended with exit code 1, before the first step: a restart would meet the same"
+
+
+def test_a_server_that_cannot_start_is_not_tried_again() -> None:
+    verdict = History().ends("inference", 1, at=5, has_progressed=False).verdict(at=5)
+    assert verdict.reason == "ended with exit code 1, before it answered: a restart would meet the same"
+
+
+def test_a_role_that_was_killed_while_it_started_is_tried_again_once() -> None:
+    history = History(max_restarts=9, backoff_s=0).ends("inference", -9, at=5, has_progressed=False)
+    assert isinstance(history.at(5)[0], Announce)
+    history.at(6)
+    history.at(7)
+    verdict = history.starts("inference").ends("inference", -9, at=9, has_progressed=False).verdict(at=9)
+    assert "again before it answered and in the same way" in verdict.reason
+
+
+def test_a_restart_that_fails_differently_is_tried_again() -> None:
+    history = History(max_restarts=9).recovers_training(at=10)
+    history.ends("trainer", 1, at=100, has_progressed=False, last_words="port taken")
+    assert isinstance(history.at(100)[0], Announce)
+    history.ends("orchestrator", 143, at=101).at(101)
+    assert history.at(200) == [Start(unit=Unit.TRAINING)]
+    history.starts("orchestrator", "trainer").ends("trainer", 1, at=210, has_progressed=False, last_words="no memory")
+    assert isinstance(history.at(210)[0], Announce)
+
+
+def test_progress_between_two_like_failures_makes_them_two() -> None:
+    history = History(max_restarts=9).recovers_training(at=10)
+    history.ends("trainer", -9, at=100, has_progressed=False)
+    assert isinstance(history.at(100)[0], Announce)
+    history.ends("orchestrator", 143, at=101).at(101)
+    history.at(200)
+    history.starts("orchestrator", "trainer").recovers_training(at=300)
+    assert isinstance(history.ends("trainer", -9, at=400, has_progressed=False).at(400)[0], Announce)
+
+
+def test_a_stuck_role_is_killed_and_its_partner_asked() -> None:
+    history = History().knows("trainer", stuck="no report for 120 s")
+    announced, *stops = history.at(10)
+    assert isinstance(announced, Announce)
+    assert announced.cause == "trainer stuck: no report for 120 s"
+    assert stops == [Stop(roles=("orchestrator",), by_kill=False), Stop(roles=("trainer",), by_kill=True)]
+
+
+def test_a_stuck_role_is_left_alone_when_only_a_warning_was_asked_for() -> None:
+    assert History(on_stuck="warn").knows("trainer", stuck="no report for 120 s").at(10) == []
+
+
+def test_a_stuck_role_ends_the_run_when_that_was_asked_for() -> None:
+    verdict = History(on_stuck="stop").knows("inference", stuck="no report for 120 s").verdict(at=10)
+    assert (verdict.exit_code, verdict.role) == (1, "inference")
+    assert verdict.reason == 'stuck: no report for 120 s (recovery.on_stuck = "stop")'
+
+
+@pytest.mark.parametrize("facts", [{"exit_code": -9}, {"exit_code": 137}, {"stuck": "no report for 120 s"}])
+def test_a_role_lost_after_the_last_commit_has_done_its_work(facts: dict[str, object]) -> None:
+    history = History().ends("orchestrator", 0, at=10, is_complete=True).knows("trainer", ended_at=11, **facts)
+    history.is_last_step_committed = True
+    assert history.verdict(at=12).outcome is Outcome.DONE
+
+
+def test_an_error_after_the_last_commit_is_an_error_but_not_repeated() -> None:
+    history = History().ends("orchestrator", 1, at=10)
+    history.is_last_step_committed = True
+    assert history.verdict(at=12).reason == "ended with exit code 1 after the last step was committed"
+
+
+def test_a_role_that_still_writes_is_waited_for_and_a_silent_one_is_not() -> None:
+    history = History().ends("orchestrator", 0, at=10, is_complete=True).knows("trainer", last_output_at=60.0)
+    assert history.at(60 + PATIENCE_S) == []
+    verdict = history.verdict(at=61 + PATIENCE_S)
+    assert (verdict.role, verdict.exit_code) == ("trainer", 1)
+    assert verdict.reason == "still running and silent for 61 s after orchestrator finished"
+
+
+def test_silence_before_the_other_finished_does_not_count() -> None:
+    history = History().ends("orchestrator", 0, at=1000, is_complete=True).knows("trainer", last_output_at=5.0)
+    assert history.at(1001) == []
+
+
+def interrupted(history: History, number: int, *, at: float) -> list[Action]:
+    history.interrupted_by = number
+    return history.at(at)
+
+
+def test_sigint_ends_the_run_at_once() -> None:
+    (action,) = interrupted(History(), SIGINT, at=10)
+    assert isinstance(action, Finish)
+    assert (action.verdict.outcome, action.verdict.exit_code) == (Outcome.INTERRUPTED, 130)
+
+
+def test_sigterm_asks_once_for_a_commit_and_ends_when_both_have_ended() -> None:
+    history = History(preemption_grace_s=60)
+    assert interrupted(history, SIGTERM, at=10) == [AskForCommit(grace_s=60)]
+    assert history.at(11) == []
+    assert history.ends("orchestrator", 0, at=12).at(12) == []
+    verdict = history.ends("trainer", 0, at=15).verdict(at=15)
+    assert (verdict.outcome, verdict.exit_code, verdict.reason) == (Outcome.INTERRUPTED, 143, "interrupted by SIGTERM")
+
+
+def test_sigterm_leaves_a_trainer_the_time_for_its_last_step_after_the_orchestrator_is_done() -> None:
+    history = History(preemption_grace_s=60).ends("orchestrator", 0, at=9, is_complete=True)
+    assert interrupted(history, SIGTERM, at=10) == [AskForCommit(grace_s=60)]
+    assert history.at(30) == []
+    verdict = history.ends("trainer", 0, at=31, is_complete=True).verdict(at=31)
+    assert (verdict.outcome, verdict.exit_code) == (Outcome.DONE, 0)
+
+
+def test_a_run_that_committed_its_last_step_while_it_made_room_is_done() -> None:
+    history = History()
+    interrupted(history, SIGTERM, at=10)
+    history.ends("orchestrator", 0, at=11).ends("trainer", 0, at=12, is_complete=True)
+    history.is_last_step_committed = True
+    assert history.verdict(at=12).outcome is Outcome.DONE
+
+
+@pytest.mark.parametrize("name", ["orchestrator", "trainer"])
+def test_a_failure_while_the_commit_is_awaited_ends_the_wait(name: str) -> None:
+    history = History()
+    interrupted(history, SIGTERM, at=10)
+    verdict = history.ends(name, -9, at=12).verdict(at=12)
+    assert (verdict.exit_code, verdict.reason) == (
+        143,
+        f"interrupted by SIGTERM, and {name} killed by SIGKILL before the commit",
+    )
+
+
+def test_the_grace_ends() -> None:
+    history = History(preemption_grace_s=60)
+    interrupted(history, SIGTERM, at=10)
+    assert history.at(69) == []
+    assert "not over within 60 s (recovery.preemption_grace_s)" in history.verdict(at=70).reason
+
+
+def test_a_second_signal_ends_the_wait() -> None:
+    history = History()
+    interrupted(history, SIGTERM, at=10)
+    history.is_hurried = True
+    assert history.verdict(at=12).exit_code == 143
+
+
+@pytest.mark.parametrize(
+    ("recovery", "facts"),
+    [({"preemption_grace_s": 0}, {}), ({}, {"stuck": "no report"})],
+    ids=["no grace", "stuck"],
+)
+def test_sigterm_ends_at_once_what_cannot_commit(recovery: dict[str, object], facts: dict[str, object]) -> None:
+    history = History(**recovery).knows("trainer", **facts)
+    (action,) = interrupted(history, SIGTERM, at=10)
+    assert isinstance(action, Finish)
+    assert action.verdict.exit_code == 143
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_signal_while_the_servers_start_finds_no_step_to_commit(number: int) -> None:
+    history = History()
+    for name in history.roles:
+        history.knows(name, has_progressed=False)
+    (action,) = interrupted(history, number, at=10)
+    assert isinstance(action, Finish)
+    verdict = action.verdict
+    assert (verdict.outcome, verdict.exit_code) == (Outcome.INTERRUPTED, 128 + number)
+    assert verdict.reason.endswith("during the start, with no step to commit")
+
+
+@pytest.mark.parametrize("done", ["inference", "trainer"], ids=["first step under way", "server restarted"])
+def test_sigterm_asks_for_a_commit_once_a_step_is_under_way(done: str) -> None:
+    history = History(preemption_grace_s=60)
+    for name in history.roles:
+        history.knows(name, has_progressed=name == done)
+    assert interrupted(history, SIGTERM, at=10) == [AskForCommit(grace_s=60)]
+
+
+def test_an_interrupt_during_a_restart_ends_the_run() -> None:
+    history = History().ends("trainer", -9, at=10)
+    history.at(10)
+    (action,) = interrupted(history, SIGTERM, at=11)
+    assert isinstance(action, Finish)
+    assert action.verdict.exit_code == 143
+
+
+def test_a_run_that_finishes_while_it_is_asked_to_stop_is_done() -> None:
+    history = History()
+    interrupted(history, SIGTERM, at=10)
+    history.ends("orchestrator", 0, at=11, is_complete=True).ends("trainer", 0, at=12, is_complete=True)
+    assert history.verdict(at=12).outcome is Outcome.DONE

@@ -1,0 +1,120 @@
+"""A deterministic run's groups: whatever ends first, batches, versions and the sampler's state are the same."""
+
+import asyncio
+import random
+
+import pytest
+
+from support.fake_servers import FakeServers
+from support.groups import make_examples, make_sample
+from support.virtual_time import run_virtually
+from trivet.algorithms.advantages import mean_baseline
+from trivet.config.sections.curriculum import BufferConfig
+from trivet.errors import WorkerLost
+from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.dispatch_rounds import Waves
+from trivet.orchestrator.dispatcher import Dispatcher, Limits
+from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
+from trivet.wire.events import Dispatch, Event
+from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.versions import PolicyVersion, Step
+
+GROUPS = 3
+STEPS = 6
+LAG = 1
+RULES = BufferConfig(easy_threshold=0.9, hard_threshold=0.1)
+
+
+def test_a_wave_is_what_the_batch_lacks_once_its_policy_is_held() -> None:
+    waves = Waves(num_groups=4, max_async_level=1)
+    assert waves.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 4
+    assert waves.num_to_draw(step=Step(2), version=PolicyVersion(0), num_ready=3) == 1
+    assert waves.num_to_draw(step=Step(3), version=PolicyVersion(0), num_ready=0) == 0
+    assert waves.num_to_draw(step=Step(3), version=PolicyVersion(1), num_ready=4) == 0
+
+
+def test_groups_are_handed_on_together_in_the_order_of_their_ids() -> None:
+    waves, ended = Waves(num_groups=3, max_async_level=1), list[int]()
+    for group_id in (7, 5, 6):
+        waves.hold(GroupId(group_id), lambda group_id=group_id: ended.append(group_id))
+    assert waves.num_held == 3
+    assert waves.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 0
+    waves.release()
+    assert ended == [5, 6, 7]
+    assert waves.num_held == 0
+
+
+class Runs:
+    """Groups whose reward is a function of their id, and whose duration is random: some are lost once, some always fail."""
+
+    def __init__(self, timing: random.Random) -> None:
+        self._timing = timing
+        self._lost: set[int] = set()
+        self.version = 0
+
+    async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]:
+        await asyncio.sleep(self._timing.uniform(0.1, 30.0))
+        if draw.group_id % 4 == 1 and draw.group_id not in self._lost and self._timing.random() < 0.5:
+            self._lost.add(draw.group_id)
+            raise WorkerLost("its worker ended")
+        if draw.group_id % 7 == 5:
+            raise ValueError("this example is broken")
+        rewards = (1.0, 1.0) if draw.group_id % 5 == 2 else (0.0, (draw.group_id % 3) / 2 + 0.5)
+        return [
+            Rollout(index=index, reward=reward, samples=[make_sample(version=self.version)])
+            for index, reward in enumerate(rewards)
+        ]
+
+
+async def play(timing: random.Random, *, from_step: int = 0, state: SamplerState | None = None) -> tuple[dict, dict]:
+    """Batches with the version of each of their groups, and the sampler's state after each, from `from_step` on."""
+    events: list[Event] = []
+    runs, changed = Runs(timing), asyncio.Event()
+    buffer = GroupBuffer(write_event=events.append, online_difficulty_filtering=True, max_off_policy_steps=8)
+    sampler = ExampleSampler(make_examples(toy=20), seed=3, rules=RULES, state=state)
+    dispatcher = Dispatcher(
+        sampler=sampler,
+        buffer=buffer,
+        run_group=runs,
+        servers=FakeServers(),
+        advantage=mean_baseline,
+        limits=Limits(
+            rollouts_per_example=2,
+            rollouts_per_step=2 * GROUPS,
+            max_rollouts_in_flight=timing.choice([2, 4, 2 * GROUPS]),
+            max_async_level=LAG,
+            seq_len=64,
+            groups_per_wave=GROUPS,
+        ),
+        on_change=changed.set,
+        clock=asyncio.get_running_loop().time,
+    )
+    dispatcher.step = Step(from_step + 1)
+    running = asyncio.create_task(dispatcher.run())
+    batches, states = {}, {}
+    for step in range(from_step + 1, STEPS + 1):
+        dispatcher.step = Step(step)
+        await asyncio.sleep(timing.uniform(0.0, 5.0))  # the policy comes later than the step begins
+        runs.version = max(step - 1 - LAG, 0)
+        dispatcher.version = PolicyVersion(runs.version)
+        dispatcher.waker.ring()
+        while (groups := buffer.take_batch(Step(step), num_groups=GROUPS)) is None:
+            changed.clear()
+            await changed.wait()
+        assert buffer.num_in_flight == buffer.num_ready == len(dispatcher.waiting_again) == 0
+        batches[step] = [(group.group_id, group.example_id, group.oldest_version) for group in groups]
+        states[step] = sampler.snapshot()
+    running.cancel()
+    assert {event.version for event in events if isinstance(event, Dispatch)} <= {0, 1, 2, 3, 4}
+    return batches, states
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_do_not_depend_on_what_ends_first_nor_on_a_resume(seed: int) -> None:
+    expected, states = run_virtually(play(random.Random(1000)), limit_s=100_000)
+    assert all(version == max(step - 1 - LAG, 0) for step, batch in expected.items() for _, _, version in batch)
+    timing = random.Random(seed)
+    assert run_virtually(play(timing), limit_s=100_000) == (expected, states)
+    from_step = 1 + seed % (STEPS - 1)
+    resumed, _ = run_virtually(play(timing, from_step=from_step, state=states[from_step]), limit_s=100_000)
+    assert resumed == {step: batch for step, batch in expected.items() if step > from_step}

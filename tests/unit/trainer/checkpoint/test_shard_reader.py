@@ -1,0 +1,93 @@
+"""Nothing in a checkpoint is executed: not in `.metadata`, not in what lies beside the tensors."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from trivet.errors import CheckpointError
+from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, read_metadata
+from trivet.trainer.checkpoint.state import Progress, load_half, state_of, write_state
+from trivet.trainer.step import Learner
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def learner(tiny_model: Path, make_learner) -> Learner:
+    return make_learner(tiny_model)
+
+
+@pytest.fixture
+def half(learner: Learner, tmp_path: Path) -> Path:
+    directory = tmp_path / "trainer"
+    directory.mkdir()
+    write_state(directory, state_of(learner, Progress(step=3)), learner.world.control)
+    return directory
+
+
+def test_metadata_that_would_run_code_is_refused_and_named(half: Path, learner: Learner, tmp_path: Path) -> None:
+    (half / METADATA_FILE).write_bytes(pickle.dumps(Payload(tmp_path / "mark")))
+    with pytest.raises(CheckpointError, match=r"\.metadata is not the metadata of a checkpoint: it names posix\.mkdir"):
+        load_half(half, learner)
+    with pytest.raises(CheckpointError, match=r"\.metadata is not the metadata of a checkpoint"):
+        load_half(half, learner, skip_optimizer=True)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_code_inside_otherwise_whole_metadata_is_refused(half: Path, tmp_path: Path) -> None:
+    metadata = FileSystemReader(half).read_metadata()
+    metadata.planner_data = Payload(tmp_path / "mark")
+    (half / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
+        read_metadata(half / METADATA_FILE)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "torch.storage._load_from_bytes", "torch.hub.load"])
+def test_only_the_classes_of_the_format_are_admitted(tmp_path: Path, name: str) -> None:
+    module, _, function = name.rpartition(".")
+    (tmp_path / METADATA_FILE).write_bytes(f"c{module}\n{function}\n.".encode())
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        read_metadata(tmp_path / METADATA_FILE)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"junk", pickle.dumps({"a": 1}), pickle.dumps([1] * 9)[:-3]])
+def test_what_is_no_metadata_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / METADATA_FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not the metadata of a checkpoint"):
+        read_metadata(tmp_path / METADATA_FILE)
+
+
+def test_a_shard_outside_the_directory_is_refused(half: Path) -> None:
+    metadata = FileSystemReader(half).read_metadata()
+    next(iter(metadata.storage_data.values())).relative_path = "../../secret"
+    (half / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"names '\.\./\.\./secret', which lies outside"):
+        read_metadata(half / METADATA_FILE)
+
+
+def test_an_object_beside_the_tensors_is_not_unpickled(half: Path, learner: Learner, tmp_path: Path) -> None:
+    state = state_of(learner, Progress(step=3))
+    state["progress"] = {**state["progress"], "step": Payload(tmp_path / "mark")}
+    shutil.rmtree(half)
+    save(state, checkpoint_id=half, process_group=learner.world.control)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_half(half, learner)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_checkpoint_of_our_own_is_read(half: Path, learner: Learner) -> None:
+    assert load_half(half, learner) == Progress(step=3)

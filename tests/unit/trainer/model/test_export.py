@@ -1,0 +1,147 @@
+"""What is exported loads in plain transformers and says what it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trivet.config.sections.rope import RopeScalingConfig
+from trivet.config.sections.trainer import TokenizerConfig, TrainerModelConfig, TrainingConfig
+from trivet.errors import ConfigError
+from trivet.trainer.model.export import Exporter, load_tokenizer
+from trivet.trainer.model.policy_model import load_policy
+from trivet.trainer.rows import to_tensors
+from trivet.trainer.step import Learner, train_step
+
+
+def make_exporter(learner: Learner, directory: Path, dtype: torch.dtype) -> Exporter:
+    config = TrainingConfig(model=TrainerModelConfig(name=str(directory)))
+    return Exporter(model=learner.model, tokenizer=load_tokenizer(config), dtype=dtype)
+
+
+def export(exporter: Exporter, directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    exporter.write(directory, exporter.gather(keep=True))
+    return directory
+
+
+def test_trained_weights_score_the_same_in_plain_transformers(any_model: Path, make_learner, oracle, tmp_path: Path) -> None:
+    examples = oracle.make_examples(count=4, vocab_size=100)
+    learner = make_learner(any_model, lr=1e-2)
+    train_step(learner, [oracle.make_row(examples)], step=1)
+    export(make_exporter(learner, any_model, torch.float32), tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert plain.dtype == torch.float32
+    example = examples[0]
+    with torch.no_grad():
+        row = to_tensors(oracle.make_row([example]), device=torch.device("cpu"))
+        ours = learner.model(row).logprobs_N
+        logits = plain(input_ids=row.token_ids_1T).logits[0] / example.temperature
+    theirs = torch.log_softmax(logits, dim=-1)[row.predictors_N, row.targets_N]
+    torch.testing.assert_close(ours, theirs)
+    start = AutoModelForCausalLM.from_pretrained(any_model)
+    assert not torch.equal(start.get_input_embeddings().weight, plain.get_input_embeddings().weight)
+
+
+def test_the_saved_dtype_is_in_the_files_and_in_the_config(any_model: Path, make_learner, tmp_path: Path) -> None:
+    export(make_exporter(make_learner(any_model), any_model, torch.bfloat16), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert "trivet" not in (tmp_path / "config.json").read_text()
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118  # not a mapping
+        assert ("lm_head.weight" in file.keys()) == ("untied" in any_model.name)  # noqa: SIM118
+
+
+def test_the_same_weights_give_the_same_names_as_the_model_they_came_from(any_model: Path, make_learner) -> None:
+    learner = make_learner(any_model)
+    weights = make_exporter(learner, any_model, torch.float32).gather(keep=True)
+    with safe_open(any_model / "model.safetensors", "pt") as file:
+        assert set(weights) == set(file.keys())
+        assert all(torch.equal(weights[name], file.get_tensor(name)) for name in weights)
+
+
+def test_export_is_flat_and_carries_tokenizer_and_generation_config(tiny_model: Path, make_learner, tmp_path: Path) -> None:
+    export(make_exporter(make_learner(tiny_model), tiny_model, torch.float32), tmp_path)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    assert (tmp_path / "generation_config.json").exists()
+    message = [{"role": "user", "content": "abc"}]
+    theirs, ours = (AutoTokenizer.from_pretrained(path) for path in (tiny_model, tmp_path))
+    assert ours.apply_chat_template(message, tokenize=False) == theirs.apply_chat_template(message, tokenize=False)
+
+
+def test_a_tokenizer_of_several_templates_is_flat_too(tiny_model: Path, make_learner, tmp_path: Path) -> None:
+    exporter = make_exporter(make_learner(tiny_model), tiny_model, torch.float32)
+    exporter.tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    export(exporter, tmp_path)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == exporter.tokenizer.chat_template
+
+
+def test_the_copies_of_a_step_are_made_in_the_memory_of_the_last(any_model: Path, make_learner, tmp_path: Path) -> None:
+    learner = make_learner(any_model)
+    exporter = make_exporter(learner, any_model, torch.float32)
+    first = exporter.gather(keep=True)
+    places = {name: tensor.data_ptr() for name, tensor in first.items()}
+    assert not {*places.values()} & {tensor.data_ptr() for tensor in learner.model.parameters()}
+    exporter.write(tmp_path, first)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(1)
+    second = exporter.gather(keep=True)
+    assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
+    assert torch.equal(second["model.norm.weight"], learner.model.get_parameter("causal_lm.model.norm.weight"))
+
+
+def test_other_ranks_take_part_and_keep_nothing(tiny_model: Path, make_learner) -> None:
+    assert make_exporter(make_learner(tiny_model), tiny_model, torch.float32).gather(keep=False) == {}
+
+
+def test_a_model_directory_that_does_not_exist_is_named(world, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        load_policy(TrainerModelConfig(name=str(tmp_path / "nothing")), world)
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_policy(TrainerModelConfig(name=str(tmp_path)), world)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_chat_template_of_the_configuration_is_used_and_saved(
+    tiny_model: Path, make_learner, tmp_path: Path, as_file: bool
+) -> None:
+    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    named = TokenizerConfig(chat_template=str(tmp_path / "chat.jinja") if as_file else template)
+    tokenizer = load_tokenizer(TrainingConfig(model=TrainerModelConfig(name=str(tiny_model)), tokenizer=named))
+    exporter = Exporter(model=make_learner(tiny_model).model, tokenizer=tokenizer, dtype=torch.float32)
+    saved = AutoTokenizer.from_pretrained(export(exporter, tmp_path / "weights"))
+    for each in (tokenizer, saved):
+        assert each.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<a>"
+
+
+def test_stretched_positions_are_trained_with_and_saved(tiny_model: Path, oracle, world, tmp_path: Path) -> None:
+    scaling = RopeScalingConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+    config = TrainerModelConfig(name=str(tiny_model), rope_scaling=scaling, compute_dtype="float32")
+    model = load_policy(config, world)
+    tokenizer = load_tokenizer(TrainingConfig(model=config))
+    plain = AutoModelForCausalLM.from_pretrained(
+        export(Exporter(model=model, tokenizer=tokenizer, dtype=torch.float32), tmp_path / "weights")
+    )
+    assert plain.config.rope_parameters["rope_type"] == "yarn"
+    assert plain.config.rope_parameters["factor"] == 4.0
+    (example,) = oracle.make_examples(count=1, vocab_size=100)
+    row = to_tensors(oracle.make_row([example]), device=torch.device("cpu"))
+    unscaled = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        ours = model(row).logprobs_N
+        theirs, others = (
+            torch.log_softmax(each(input_ids=row.token_ids_1T).logits[0] / example.temperature, dim=-1)[
+                row.predictors_N, row.targets_N
+            ]
+            for each in (plain, unscaled)
+        )
+    torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(ours, others, atol=1e-4)

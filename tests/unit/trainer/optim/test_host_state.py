@@ -1,0 +1,52 @@
+"""An optimizer that updates some parameters at a time does what one does that updates all at once."""
+
+import pytest
+import torch
+
+from trivet.trainer.optim.host_state import keep_state_on_host
+
+CPU = torch.device("cpu")
+
+
+def train(make: type[torch.optim.Optimizer], *, part_bytes: int | None, **options: float) -> tuple[list[torch.Tensor], dict]:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(4, size)) for size in (3, 5, 2)]
+    unused = torch.nn.Parameter(torch.ones(2))
+    optimizer = make([*parameters, unused], lr=0.1, **options)
+    if part_bytes is not None:
+        keep_state_on_host(optimizer, CPU, part_bytes=part_bytes)
+    for step in range(3):
+        for parameter in parameters:
+            parameter.grad = parameter.detach() * (step + 1)
+        optimizer.step()
+    assert all(parameter.grad is not None for parameter in parameters)
+    assert unused.grad is None
+    return [parameter.detach() for parameter in parameters], optimizer.state_dict()
+
+
+@pytest.mark.parametrize("part_bytes", [1, 100, 10_000])
+@pytest.mark.parametrize(("make", "options"), [(torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"momentum": 0.9})])
+def test_an_update_in_parts_is_the_update(make: type[torch.optim.Optimizer], options: dict, part_bytes: int) -> None:
+    found, state = train(make, part_bytes=part_bytes, **options)
+    expected, expected_state = train(make, part_bytes=None, **options)
+    for weight, other in zip(found, expected, strict=True):
+        assert torch.equal(weight, other)
+    assert state["state"].keys() == expected_state["state"].keys()
+    for index, values in state["state"].items():
+        for name, value in values.items():
+            assert torch.equal(value, expected_state["state"][index][name])
+
+
+@pytest.mark.gpu
+def test_state_is_in_main_memory_between_updates() -> None:
+    device = torch.device("cuda")
+    parameters = [torch.nn.Parameter(torch.ones(64, 64, device=device)) for _ in range(3)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    keep_state_on_host(optimizer, device, part_bytes=64 * 64 * 4)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        assert {moment.device.type for moment in moments} == {"cpu"}
+        assert all(moment.is_pinned() for moment in moments)

@@ -1,0 +1,35 @@
+"""A world of one rank, and metrics of several. Several real ranks are in tests/integration/test_trainer_ranks.py."""
+
+import numpy as np
+import pytest
+import torch
+
+from trivet.errors import ConfigError
+from trivet.trainer.ranks.world import World, barrier, broadcast_bytes, gather_values, join_values, open_world, sum_over_ranks
+
+
+def test_a_rank_alone_needs_no_others_and_agrees_with_itself(world: World) -> None:
+    assert (world.rank, world.size, world.is_main) == (0, 1, True)
+    assert broadcast_bytes(world, b"batch") == b"batch"
+    assert sum_over_ranks(world, torch.tensor(2.0)).item() == 2.0
+    values = {"loss": np.array([1.0])}
+    assert gather_values(world, values) is values
+    barrier(world)
+
+
+def test_a_world_can_be_opened_again_after_it_was_closed() -> None:
+    for _ in range(2):
+        with open_world(device="cpu", timeout_s=30):
+            assert torch.distributed.is_initialized()
+        assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match='set device = "cpu"'), open_world(device="cuda", timeout_s=30):
+        pass
+
+
+def test_values_of_ranks_that_measured_nothing_are_left_out() -> None:
+    joined = join_values([{"loss": np.array([1.0, 2.0])}, {}, {"loss": np.array([3.0]), "entropy": np.array([0.5])}])
+    assert {name: values.tolist() for name, values in joined.items()} == {"loss": [1.0, 2.0, 3.0], "entropy": [0.5]}

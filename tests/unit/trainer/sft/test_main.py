@@ -1,0 +1,195 @@
+"""Supervised fine-tuning from a file to published weights."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from trivet.checkpoints.commit import committed_steps
+from trivet.checkpoints.fork import adopt
+from trivet.config.layout import RunLayout
+from trivet.config.sections.sft import SftConfig
+from trivet.errors import BatchError, Diverged, ResumeError
+from trivet.trainer.sft.main import run
+from trivet.weights.catalog import published_versions
+from trivet.weights.manifest import verify
+from trivet.wire.versions import Step
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    words = ["abcd", "hello", "stone", "river", "tiny", "words", "every", "night", "green", "house"]
+    path.write_text("".join(json.dumps({"prompt": word, "completion": word[::-1]}) + "\n" for word in words))
+    return path
+
+
+def make_config(model_dir: Path, data_file: Path, output_dir: Path, **changes: object) -> SftConfig:
+    values = {
+        "output_dir": output_dir,
+        "model": {"name": str(model_dir), "compute_dtype": "float32", "seq_len": 64},
+        "optim": {"lr": 3e-3},
+        "data": {"name": str(data_file), "batch_size": 4},
+    }
+    return SftConfig.model_validate(values | changes)
+
+
+def metrics_of(layout: RunLayout) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (layout.metrics / "sft.jsonl").read_text().splitlines()]
+
+
+def test_loss_falls_and_the_last_weights_are_published(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "out")
+    run(make_config(tiny_model, data, layout.root, max_steps=20), world)
+    losses = [line["loss/mean"] for line in metrics_of(layout)]
+    assert losses[-1] < 0.6 * losses[0]
+    assert published_versions(layout) == committed_steps(layout) == [20]
+
+
+def test_without_max_steps_the_data_is_seen_once(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "out")
+    run(make_config(tiny_model, data, layout.root), world)
+    assert [line["step"] for line in metrics_of(layout)] == [1, 2, 3]
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    whole, broken = RunLayout(tmp_path / "whole"), RunLayout(tmp_path / "broken")
+    run(make_config(tiny_model, data, whole.root, max_steps=7), world)
+    run(make_config(tiny_model, data, broken.root, max_steps=4), world)
+    run(make_config(tiny_model, data, broken.root, max_steps=7, ckpt={"resume_step": 4}), world)
+    assert verify(broken.weights_step(7)).digest == verify(whole.weights_step(7)).digest
+    assert published_versions(broken) == [4, 7]
+
+
+def test_a_step_that_diverges_names_the_last_good_weights(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "out")
+    with pytest.raises(Diverged, match=r"of step 2 is nan .* Lower optim\.lr, .*the last good weights are .*step_1$"):
+        run(make_config(tiny_model, data, layout.root, max_steps=3, optim={"lr": 1e30}, ckpt={"interval": 1}), world)
+    assert published_versions(layout) == [1]
+
+
+def test_cut_conversations_are_counted(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "out")
+    short = {"name": str(tiny_model), "compute_dtype": "float32", "seq_len": 12}
+    run(make_config(tiny_model, data, layout.root, model=short, max_steps=1), world)
+    assert metrics_of(layout)[0]["data/num_truncated"] > 0
+
+
+def test_data_that_is_begun_anew_stays_so_over_further_resumes(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "out")
+    run(make_config(tiny_model, data, layout.root, max_steps=2, ckpt={"interval": 1}), world)
+    anew = {"resume_step": 1, "skip_dataloader": True, "skip_progress": True, "interval": 1}
+    run(make_config(tiny_model, data, layout.root, max_steps=4, ckpt=anew), world)
+    run(make_config(tiny_model, data, layout.root, max_steps=5, ckpt={"resume_step": -1}), world)
+    # 10 rows, 4 a step: after step 1 the first epoch begins again and ends within what is then its third step.
+    assert [line["data/epoch"] for line in metrics_of(layout)] == [0, 0, 0, 1, 1]
+    assert [line["progress/total_samples"] for line in metrics_of(layout)] == [4, 4, 8, 12, 16]
+
+
+def test_a_fork_may_have_other_settings_and_another_run_may_not(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    first, fork = RunLayout(tmp_path / "first"), RunLayout(tmp_path / "fork")
+    run(make_config(tiny_model, data, first.root, max_steps=2), world)
+    adopt(first.root, Step(2), into=fork)
+    changed = {"max_steps": 3, "optim": {"lr": 1e-4}}
+    with pytest.raises(ResumeError, match=r"optim\.lr was 0\.003 and is 0\.0001 now"):
+        run(make_config(tiny_model, data, fork.root, ckpt={"resume_step": 2}, **changed), world)
+    run(make_config(tiny_model, data, fork.root, ckpt={"resume_step": 2, "allow_changes": ["*"]}, **changed), world)
+    assert committed_steps(fork) == [2, 3]
+    assert committed_steps(first) == [2]
+
+
+def mixed_data(directory: Path) -> dict[str, object]:
+    """Two sources of unequal size, drawn by chance."""
+    for subset, words in (
+        ("short", ["ab", "cd", "ef"]),
+        ("long", ["stone", "river", "words", "every", "night", "green", "house"]),
+    ):
+        (directory / subset).mkdir(parents=True)
+        lines = (json.dumps({"prompt": word, "completion": word[::-1]}) + "\n" for word in words)
+        (directory / subset / "train.jsonl").write_text("".join(lines))
+    return {
+        "name": str(directory),
+        "subsets": ["short", "long"],
+        "probabilities": [0.3, 0.7],
+        "stopping_strategy": "all_exhausted",
+        "batch_size": 4,
+    }
+
+
+def test_a_resumed_run_of_a_mixture_sees_the_same_rows_over_epochs(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    whole, broken = RunLayout(tmp_path / "whole"), RunLayout(tmp_path / "broken")
+    changes = {"data": mixed_data(tmp_path / "mixture"), "ckpt": {"interval": 1}}
+    run(make_config(tiny_model, data, whole.root, max_steps=8, **changes), world)
+    run(make_config(tiny_model, data, broken.root, max_steps=3, **changes), world)
+    run(make_config(tiny_model, data, broken.root, max_steps=8, **changes | {"ckpt": {"resume_step": -1}}), world)
+    assert metrics_of(whole)[-1]["data/epoch"] > 0
+    assert [line["loss/mean"] for line in metrics_of(broken)] == [line["loss/mean"] for line in metrics_of(whole)]
+    assert verify(broken.weights_step(8)).digest == verify(whole.weights_step(8)).digest
+
+
+def test_the_held_out_loss_is_measured_at_the_start_at_the_interval_and_at_the_end(
+    tiny_model: Path, data: Path, world, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path / "out")
+    val = {"interval": 2, "eval_on_start": True, "data": {"name": str(data)}}
+    run(make_config(tiny_model, data, layout.root, max_steps=5, val=val), world)
+    measured = {line["step"]: line["val/loss"] for line in metrics_of(layout) if "val/loss" in line}
+    assert list(measured) == [0, 2, 4, 5]
+    assert measured[5] < measured[0]
+    last = metrics_of(layout)[-1]
+    assert last["val/perplexity"] == pytest.approx(math.exp(last["val/loss"]))
+    assert last["time/val"] > 0
+
+
+def test_measuring_changes_nothing_of_the_training(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    with_val, without = RunLayout(tmp_path / "with"), RunLayout(tmp_path / "without")
+    val = {"interval": 1, "eval_on_start": True, "data": {"name": str(data)}}
+    model = {"name": str(tiny_model), "compute_dtype": "float32", "seq_len": 64, "lora": {"rank": 4, "dropout": 0.3}}
+    for layout, changes in ((with_val, {"val": val}), (without, {})):
+        run(make_config(tiny_model, data, layout.root, max_steps=3, model=model, **changes), world)
+    assert verify(with_val.weights_step(3)).digest == verify(without.weights_step(3)).digest
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"pack_function": "stack", "micro_batch_size": 3},
+        {"pack_function": "cat", "micro_batch_size": 2},
+        {"pack_function": "stack"},
+    ],
+)
+def test_loss_and_gradient_do_not_depend_on_how_conversations_are_packed(
+    tiny_model: Path, data: Path, world, tmp_path: Path, packing: dict[str, object]
+) -> None:
+    plain, other = RunLayout(tmp_path / "plain"), RunLayout(tmp_path / "other")
+    run(make_config(tiny_model, data, plain.root, max_steps=1), world)
+    run(make_config(tiny_model, data, other.root, max_steps=1, data={"name": str(data), "batch_size": 4, **packing}), world)
+    (first,), (second,) = metrics_of(plain), metrics_of(other)
+    for name in ("loss/mean", "optim/grad_norm"):
+        assert second[name] == pytest.approx(first[name], rel=1e-5)  # float32 sums in another order
+
+
+def test_made_up_sequences_are_learned_without_any_data(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "out")
+    fake = {"type": "fake", "batch_size": 2, "length": "variable"}
+    run(make_config(tiny_model, data, layout.root, max_steps=10, data=fake), world)
+    losses = [line["loss/mean"] for line in metrics_of(layout)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_schedule_ends_with_the_data_when_nothing_else_says_where(
+    tiny_model: Path, data: Path, world, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path / "out")
+    schedule = {"type": "linear", "warmup_steps": 0, "decay_steps": 3}
+    run(make_config(tiny_model, data, layout.root, scheduler=schedule), world)
+    rates = [line["optim/lr"] for line in metrics_of(layout)]
+    assert len(rates) == 3
+    assert rates[0] > rates[1] > rates[2]
+
+
+def test_a_step_with_nothing_to_train_on_says_what_to_look_at(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
+    short = {"name": str(tiny_model), "compute_dtype": "float32", "seq_len": 2}
+    with pytest.raises(BatchError, match=r"none of the 4 conversations .* within model\.seq_len \(2\)"):
+        run(make_config(tiny_model, data, tmp_path / "out", model=short, max_steps=1), world)
