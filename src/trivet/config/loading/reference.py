@@ -76,7 +76,7 @@ is an error that names both values where they may not.
 | `[log]` | the section of every role | yes |
 | `[ckpt]`, `[trainer.ckpt]` or `[orchestrator.ckpt]` | the other two | no |
 | `[trainer.rollout_transport]` or `[orchestrator.rollout_transport]` | the other | timeouts only |
-| `inference.main` | `orchestrator.client.base_url` | only with `inference = "None"` |
+| `inference.server` | `orchestrator.client.base_url` | only with `inference = "None"` |
 | `trainer.model.compute_dtype` | `inference.model.dtype` | yes |
 """
 
