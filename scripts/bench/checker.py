@@ -31,9 +31,9 @@ from trivet.checkpoints.commit import commit
 from trivet.checkpoints.halves import ORCHESTRATOR, TRAINER, begin_half, finish_half
 from trivet.config.layout import RunLayout
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress
+from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals
 from trivet.orchestrator.sampler import SamplerState
-from trivet.telemetry.events import Link, decode_event, seal
+from trivet.telemetry.events import ChainLink, decode_event, seal
 from trivet.weights.publish import publish
 from trivet.wire.codec import encode
 from trivet.wire.events import (
@@ -96,7 +96,7 @@ def write_run(layout: RunLayout, *, num_groups: int) -> int:
         layout, version=PolicyVersion(num_steps), run_id="run", write=lambda directory: write_weights(directory, b"weights")
     )
     half = OrchestratorHalf(
-        progress=Progress(step=Step(num_steps)),
+        progress=RunTotals(step=Step(num_steps)),
         sampler=SamplerState(next_group_id=GroupId(num_steps * GROUPS_PER_BATCH)),
         buffer=BufferState(),
         rollouts_per_example=2,
@@ -105,7 +105,7 @@ def write_run(layout: RunLayout, *, num_groups: int) -> int:
         (begin_half(layout, Step(num_steps), name) / "state.msgpack").write_bytes(content)
         finish_half(layout, Step(num_steps), name)
     record = commit(layout, Step(num_steps), run_id="run")
-    last = {ORCHESTRATOR: Link(), TRAINER: Link()}
+    last = {ORCHESTRATOR: ChainLink(), TRAINER: ChainLink()}
     offset = count = 0
     with layout.events.open("wb") as file:
         for role, event in events_of(num_steps, digests={num_steps: manifest.digest}, record=record.digest):

@@ -44,8 +44,8 @@ from trivet.environments.sampling import request_arguments
 from trivet.environments.trajectories import Turn, to_samples
 from trivet.lifetime import die_with_parent
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.checkpoint import Progress
-from trivet.orchestrator.dispatcher import Dispatcher, Limits, RunGroup, group_runner
+from trivet.orchestrator.checkpoint import RunTotals
+from trivet.orchestrator.dispatcher import Dispatcher, Limits, RunDrawnGroup, group_runner
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
@@ -125,7 +125,7 @@ def draining(config: TransportConfig, num_steps: int) -> Iterator[None]:
             child.terminate()
 
 
-def costless(num_tokens: int) -> RunGroup:
+def costless(num_tokens: int) -> RunDrawnGroup:
     """An environment that costs nothing but what every environment costs: its turns become samples."""
     half = num_tokens // 2
     prompt, completion, logprobs = list(range(half)), list(range(half, num_tokens)), [-0.5] * (num_tokens - half)
@@ -154,7 +154,7 @@ def costless(num_tokens: int) -> RunGroup:
 
 
 def run_loop(
-    run_group: RunGroup, directory: Path, *, num_rollouts: int, in_flight: int, examples: list[str]
+    run_group: RunDrawnGroup, directory: Path, *, num_rollouts: int, in_flight: int, examples: list[str]
 ) -> tuple[float, Watched]:
     """Rollouts per second from the second batch on, and what was watched."""
     batch_size = int(in_flight / OVERSAMPLING) // GROUP_SIZE * GROUP_SIZE
@@ -202,7 +202,7 @@ def run_loop(
 
 
 def make_loop(
-    config: OrchestratorConfig, run_group: RunGroup, sender: ZmqSender, telemetry: Telemetry, examples: list[str]
+    config: OrchestratorConfig, run_group: RunDrawnGroup, sender: ZmqSender, telemetry: Telemetry, examples: list[str]
 ) -> Loop:
     changed = Waker()
     buffer = GroupBuffer(
@@ -225,7 +225,7 @@ def make_loop(
     return Loop(
         config=config,
         layout=RunLayout(config.output_dir),
-        progress=Progress(),
+        progress=RunTotals(),
         sampler=sampler,
         buffer=buffer,
         dispatcher=dispatcher,
@@ -306,7 +306,7 @@ def timed_parts(seconds: defaultdict[str, float]) -> Iterator[None]:
             setattr(owner, attribute, function)
 
 
-def where_the_time_goes(run_group: RunGroup, directory: Path, *, in_flight: int) -> dict[str, float]:
+def where_the_time_goes(run_group: RunDrawnGroup, directory: Path, *, in_flight: int) -> dict[str, float]:
     """Share of the process's CPU time by part."""
     seconds: defaultdict[str, float] = defaultdict(float)
     started = time.process_time()

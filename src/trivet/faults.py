@@ -51,7 +51,7 @@ POINTS = frozenset(
 _real_time, _real_time_ns = time.time, time.time_ns
 
 
-class Action(StrEnum):
+class FaultAction(StrEnum):
     KILL = "kill"
     """SIGKILL to this process."""
     STOP = "stop"
@@ -76,7 +76,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Unique in the schedule."""
     point: str
-    action: Action
+    action: FaultAction
     step: int = 0
     """It happens at the first arrival at the point in this step, or version, or a later one."""
     rank: int = 0
@@ -142,20 +142,20 @@ class Injector:
 
     def _happen(self, fault: Fault, path: Path | None, copies: int) -> int:
         match fault.action:
-            case Action.KILL | Action.STOP:
-                os.kill(os.getpid(), signal.SIGKILL if fault.action is Action.KILL else signal.SIGSTOP)
-            case Action.DELAY:
+            case FaultAction.KILL | FaultAction.STOP:
+                os.kill(os.getpid(), signal.SIGKILL if fault.action is FaultAction.KILL else signal.SIGSTOP)
+            case FaultAction.DELAY:
                 self._sleep(fault.seconds)
-            case Action.NO_SPACE:
+            case FaultAction.NO_SPACE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path or ""))
-            case Action.TRUNCATE | Action.FLIP:
+            case FaultAction.TRUNCATE | FaultAction.FLIP:
                 assert path is not None, f"no directory was just written at {fault.point}"
-                damage(_largest_file(path), is_truncated=fault.action is Action.TRUNCATE)
-            case Action.LOSE:
+                damage(_largest_file(path), is_truncated=fault.action is FaultAction.TRUNCATE)
+            case FaultAction.LOSE:
                 return 0
-            case Action.DUPLICATE:
+            case FaultAction.DUPLICATE:
                 return copies + 1
-            case Action.CLOCK_JUMP:
+            case FaultAction.CLOCK_JUMP:
                 shift_wall_clock(fault.seconds)
         return copies
 

@@ -22,7 +22,7 @@ from trivet.durable import FileRecord, hash_file, list_files
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint import part_writer
 from trivet.trainer.checkpoint.part_writer import HalfWriter
-from trivet.trainer.checkpoint.state import Progress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
 from trivet.trainer.ranks.world import World, barrier, open_world
 from trivet.trainer.step import Learner, train_step
 from trivet.wire.versions import Step
@@ -49,14 +49,14 @@ class Case:
         if self.world.is_main:
             half.mkdir()
         barrier(self.world)
-        state = state_of(self.learner, Progress(step=step))
+        state = state_of(self.learner, TrainerProgress(step=step))
         self.writer.start(half, state, then=lambda known: self.written.append(dict(known)))
         return half
 
 
 def parts_of(learner: Learner) -> list[torch.Tensor]:
     """This rank's parts of everything that is saved."""
-    state = state_of(learner, Progress())
+    state = state_of(learner, TrainerProgress())
     tensors = [*state["model"].values(), *(value for each in state["optimizer"]["state"].values() for value in each.values())]
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone() for tensor in tensors]
 

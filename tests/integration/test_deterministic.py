@@ -20,7 +20,7 @@ from support.rl_run import Run
 from support.servers import run_server, secret_shared
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
-from trivet.faults import Action, Fault, Schedule, happened_directory
+from trivet.faults import Fault, FaultAction, Schedule, happened_directory
 from trivet.transport.recording import recorded_steps
 from trivet.weights.manifest import verify
 
@@ -102,7 +102,7 @@ def break_and_finish(run: Run, kills: Sequence[Kill], *, schedule: Path) -> None
             name=f"{number}_{kill.victim}",
             point=kill.point,
             step=kill.step,
-            action=Action.STOP if kill.victim == "launcher" else Action.KILL,
+            action=FaultAction.STOP if kill.victim == "launcher" else FaultAction.KILL,
         )
         for number, kill in enumerate(kills)
     }

@@ -25,7 +25,7 @@ from trivet.config.sections.model import (
     TrainerModelConfig,
 )
 from trivet.config.sections.trainer import AdamWConfig, ConstantSchedule
-from trivet.trainer.checkpoint.state import Progress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.export import gather_weights
@@ -150,7 +150,7 @@ def resume(model_dir: str, oracle: ModuleType, world: World, half: Path, *, leve
     run_steps(unbroken, oracle, first=1, last=2)
     half.mkdir(parents=True, exist_ok=True)
     barrier(world)
-    write_state(half, state_of(unbroken, Progress(step=2)), world.control)
+    write_state(half, state_of(unbroken, TrainerProgress(step=2)), world.control)
     run_steps(unbroken, oracle, first=3, last=4)
     resumed = make_learner(model_dir, world, lr=1e-3, lever=lever)
     first = load_half(half, resumed).step + 1

@@ -17,7 +17,7 @@ from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.sections.trainer import ConstantSchedule, TrainerModelConfig
-from trivet.trainer.checkpoint.state import Progress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.export import gather_weights
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
@@ -115,7 +115,7 @@ def train(
         if step == 3:
             half.mkdir(exist_ok=True)
             barrier(world)
-            write_state(half, state_of(learner, Progress(step=3)), world.control)
+            write_state(half, state_of(learner, TrainerProgress(step=3)), world.control)
     weights = gather_weights(learner.model, dtype=torch.float32, keep=world.is_main)
     return {"losses": losses, "weights": weights}
 

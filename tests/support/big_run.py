@@ -11,7 +11,7 @@ import numpy as np
 from trivet.config.layout import RunLayout
 from trivet.wire.rollout_tokens import TOKENS_FILE, pack_tokens
 from trivet.wire.rollouts import Rollout, Sample
-from trivet.wire.status import Report, RoleState, RoleStatus, RunState, RunStatus
+from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 START = 1_780_000_000.0
@@ -191,8 +191,8 @@ def write_status(layout: RunLayout, *, num_steps: int, is_running: bool) -> None
     """While it runs: the trainer waits for the orchestrator."""
     now = time.time()
     reports = {
-        "inference": Report(role="inference", pid=2, time=now, since=now - 60, activity="serving"),
-        "orchestrator": Report(
+        "inference": ProcessReport(role="inference", pid=2, time=now, since=now - 60, activity="serving"),
+        "orchestrator": ProcessReport(
             role="orchestrator",
             pid=3,
             time=now,
@@ -203,7 +203,7 @@ def write_status(layout: RunLayout, *, num_steps: int, is_running: bool) -> None
             num_ready=2,
             num_in_flight=6,
         ),
-        "trainer": Report(
+        "trainer": ProcessReport(
             role="trainer",
             pid=4,
             time=now,

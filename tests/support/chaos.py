@@ -22,8 +22,8 @@ from support.processes import assert_all_gone, assert_port_free, descendants_of,
 from support.rl_run import Run
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
-from trivet.faults import POINTS, Action, Fault, Happened, Schedule, happened_directory
-from trivet.history.check import Report, check_run
+from trivet.faults import POINTS, Fault, FaultAction, Happened, Schedule, happened_directory
+from trivet.history.check import CheckReport, check_run
 from trivet.launcher.run_directory import RunDirectory
 from trivet.telemetry.events import decode_event
 from trivet.wire.events import AnyEvent, Load, Train
@@ -80,12 +80,12 @@ def _kills() -> Iterator[Planned]:
     }
     for point in sorted(POINTS):
         for rank in (0, 1) if point in ranks else (0,):
-            yield Planned(fault=Fault(name="", point=point, action=Action.KILL, rank=rank))
+            yield Planned(fault=Fault(name="", point=point, action=FaultAction.KILL, rank=rank))
 
 
 def _others() -> Iterator[Planned]:
     for point in ("optimizer_step.before", "commit.during", "batch_send.before", "reload.during"):
-        yield Planned(fault=Fault(name="", point=point, action=Action.STOP, seconds=4.0))
+        yield Planned(fault=Fault(name="", point=point, action=FaultAction.STOP, seconds=4.0))
     for point, victim in (
         ("dispatch.after", "env_worker"),
         ("batch_send.before", "env_worker"),
@@ -96,23 +96,23 @@ def _others() -> Iterator[Planned]:
         ("orchestrator_half.during", "launcher"),
         ("reload.during", "launcher"),
     ):
-        yield Planned(fault=Fault(name="", point=point, action=Action.STOP), victim=victim)
+        yield Planned(fault=Fault(name="", point=point, action=FaultAction.STOP), victim=victim)
     for point in ("weight_write.after", "stable.before"):
-        for action in (Action.TRUNCATE, Action.FLIP):
+        for action in (FaultAction.TRUNCATE, FaultAction.FLIP):
             yield Planned(fault=Fault(name="", point=point, action=action))
     for point in ("batch_acknowledge.before", "batch_acknowledge.after"):
-        for action in (Action.LOSE, Action.DUPLICATE):
+        for action in (FaultAction.LOSE, FaultAction.DUPLICATE):
             yield Planned(fault=Fault(name="", point=point, action=action))
-        yield Planned(fault=Fault(name="", point=point, action=Action.DELAY, seconds=2.5))
+        yield Planned(fault=Fault(name="", point=point, action=FaultAction.DELAY, seconds=2.5))
     for point in ("weight_write.during", "trainer_half.before", "orchestrator_half.during"):
-        yield Planned(fault=Fault(name="", point=point, action=Action.NO_SPACE))
+        yield Planned(fault=Fault(name="", point=point, action=FaultAction.NO_SPACE))
     for point, seconds in (("optimizer_step.before", 7200.0), ("dispatch.after", -7200.0)):
-        yield Planned(fault=Fault(name="", point=point, action=Action.CLOCK_JUMP, seconds=seconds))
+        yield Planned(fault=Fault(name="", point=point, action=FaultAction.CLOCK_JUMP, seconds=seconds))
 
 
 ALL_FAULTS = (*_kills(), *_others())
 FULL_DISK = tuple(
-    Planned(fault=Fault(name="", point=point, action=Action.STOP), victim=DISK)
+    Planned(fault=Fault(name="", point=point, action=FaultAction.STOP), victim=DISK)
     for point in ("weight_write.before", "orchestrator_half.before", "trainer_half.before")
 )
 """For a run whose directory is a small file system of its own: it is full for FULL_S, for every process."""
@@ -150,7 +150,7 @@ class Survived:
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     survived: list[Survived]
-    report: Report
+    report: CheckReport
     launches: int
     seconds: float
 
@@ -257,7 +257,7 @@ class ChaosRun:
     def _react(self, record: Happened, launcher: int) -> None:
         planned = next(planned for planned in self.schedule if planned.fault.name == record.name)
         self.survived.append(Survived(planned=planned, step=record.step, at=time.monotonic()))
-        if planned.fault.action is not Action.STOP:
+        if planned.fault.action is not FaultAction.STOP:
             return
         self._family.update(descendants_of(launcher))
         if planned.victim == "launcher":

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from trivet.client.server import Policy
+from trivet.client.server import TargetPolicy
 
 
 class FakeServers:
@@ -12,7 +12,7 @@ class FakeServers:
         self.in_flight: Counter[str] = Counter()
         self.at_fault: set[str] = set()
         """Servers that turn out not to answer."""
-        self.loaded: list[Policy] = []
+        self.loaded: list[TargetPolicy] = []
 
     def pick(self, *, num_rollouts: int) -> str | None:
         if not self.roots:
@@ -27,9 +27,9 @@ class FakeServers:
     async def is_at_fault(self, root: str) -> bool:
         return root in self.at_fault
 
-    async def bring(self, policy: Policy, *, reset: bool = True) -> Policy:
+    async def bring(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
         self.loaded.append(policy)
         return replace(policy, digest=policy.digest or "start")
 
-    async def load(self, policy: Policy) -> None:
+    async def load(self, policy: TargetPolicy) -> None:
         self.loaded.append(policy)

@@ -6,10 +6,10 @@ from random import Random
 
 import msgspec
 
-from trivet.history.check import Report
+from trivet.history.check import CheckReport
 from trivet.history.outline import Outline
 from trivet.history.replay import Replay
-from trivet.telemetry.events import Link, seal
+from trivet.telemetry.events import ChainLink, seal
 from trivet.wire.events import (
     AnyEvent,
     BatchFormed,
@@ -271,15 +271,15 @@ def write_events(path: Path, events: Sequence[AnyEvent], *, key: bytes | None = 
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = bytearray()
-    last: dict[str, Link] = {}
+    last: dict[str, ChainLink] = {}
     for event in events:
         line = msgspec.json.encode(event) + b"\n"
         if is_sealed:
-            line, last[event.role] = seal(line[:-1], offset=len(content), last=last.get(event.role, Link()), key=key)
+            line, last[event.role] = seal(line[:-1], offset=len(content), last=last.get(event.role, ChainLink()), key=key)
         content += line
     path.write_bytes(content)
 
 
-def assert_proven(report: Report) -> Report:
+def assert_proven(report: CheckReport) -> CheckReport:
     assert not report.breaches, "\n".join(f"line {breach.line}: {breach.reason}" for breach in report.breaches[:10])
     return report

@@ -14,7 +14,7 @@ from trivet.config.layout import RunLayout
 from trivet.durable import write_json_atomically
 from trivet.launcher.run_directory import RunRecord
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress
+from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import SamplerState
 from trivet.weights.publish import publish
@@ -89,7 +89,7 @@ def write_checkpoint(layout: RunLayout, events: Sequence[AnyEvent], step: int) -
     formed = max(place for place, event in enumerate(events) if isinstance(event, BatchFormed) and event.step == step)
     owed = replay_events(events[: formed + 1]).groups.live
     half = OrchestratorHalf(
-        progress=Progress(step=Step(step)),
+        progress=RunTotals(step=Step(step)),
         sampler=SamplerState(next_group_id=owed.next_group_id),
         buffer=BufferState(
             ready=[Group(group_id=group_id, env="e", example_id=0, rollouts=[]) for group_id in sorted(owed.ready)],

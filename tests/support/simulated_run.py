@@ -21,7 +21,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.checkpoint import Progress
+from trivet.orchestrator.checkpoint import RunTotals
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
@@ -328,7 +328,7 @@ class SimulatedRun:
         return Loop(
             config=config,
             layout=self._layout,
-            progress=Progress(),
+            progress=RunTotals(),
             sampler=sampler,
             buffer=buffer,
             dispatcher=dispatcher,

@@ -12,7 +12,7 @@ import pytest
 
 from trivet import faults
 from trivet.errors import ConfigError
-from trivet.faults import Action, Fault, Happened, Injector, Schedule, happened_directory
+from trivet.faults import Fault, FaultAction, Happened, Injector, Schedule, happened_directory
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def write(tmp_path):
     return write
 
 
-def fault(action: Action, *, point: str = "commit.before", step: int = 3, **fields) -> Fault:
+def fault(action: FaultAction, *, point: str = "commit.before", step: int = 3, **fields) -> Fault:
     return Fault(name="f", point=point, action=action, step=step, **fields)
 
 
@@ -37,7 +37,7 @@ def test_nothing_happens_unless_a_schedule_is_armed():
 
 
 def test_a_fault_waits_for_its_step_and_happens_once_per_run(write):
-    schedule = write(fault(Action.DELAY, seconds=2.0))
+    schedule = write(fault(FaultAction.DELAY, seconds=2.0))
     slept: list[float] = []
     for _ in range(2):  # a role and its restart
         injector = Injector(schedule, sleep=slept.append)
@@ -51,7 +51,7 @@ def test_a_fault_waits_for_its_step_and_happens_once_per_run(write):
 
 
 def test_a_fault_of_another_rank_does_not_happen(write):
-    schedule = write(fault(Action.NO_SPACE, rank=1))
+    schedule = write(fault(FaultAction.NO_SPACE, rank=1))
     Injector(schedule, rank=0).reach("commit.before", step=3)
     with pytest.raises(OSError, match="No space left"):
         Injector(schedule, rank=1).reach("commit.before", step=3)
@@ -59,18 +59,18 @@ def test_a_fault_of_another_rank_does_not_happen(write):
 
 def test_a_full_disk_is_the_error_that_the_system_raises(write, tmp_path):
     with pytest.raises(OSError, match="No space left") as caught:
-        Injector(write(fault(Action.NO_SPACE))).reach("commit.before", step=3, path=tmp_path)
+        Injector(write(fault(FaultAction.NO_SPACE))).reach("commit.before", step=3, path=tmp_path)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
 
 
-@pytest.mark.parametrize(("action", "copies"), [(Action.LOSE, 0), (Action.DUPLICATE, 2)])
+@pytest.mark.parametrize(("action", "copies"), [(FaultAction.LOSE, 0), (FaultAction.DUPLICATE, 2)])
 def test_a_message_is_lost_or_doubled(write, action, copies):
     injector = Injector(write(fault(action)))
     assert [injector.reach("commit.before", step=step) for step in (2, 3, 4)] == [1, copies, 1]
 
 
 @pytest.mark.parametrize(
-    ("action", "expected"), [(Action.TRUNCATE, b"abc"), (Action.FLIP, b"abc" + bytes([ord("d") ^ 1]) + b"ef")]
+    ("action", "expected"), [(FaultAction.TRUNCATE, b"abc"), (FaultAction.FLIP, b"abc" + bytes([ord("d") ^ 1]) + b"ef")]
 )
 def test_the_largest_file_of_a_directory_is_damaged(write, tmp_path, action, expected):
     directory = tmp_path / "weights"
@@ -86,13 +86,13 @@ def test_the_wall_clock_jumps_and_the_monotonic_clock_does_not(write, monkeypatc
     monkeypatch.setattr(time, "time", time.time)
     monkeypatch.setattr(time, "time_ns", time.time_ns)
     wall, monotonic = time.time(), time.monotonic()
-    Injector(write(fault(Action.CLOCK_JUMP, seconds=3600.0))).reach("commit.before", step=3)
+    Injector(write(fault(FaultAction.CLOCK_JUMP, seconds=3600.0))).reach("commit.before", step=3)
     assert time.time() - wall == pytest.approx(3600, abs=60)
     assert time.time_ns() / 1e9 - wall == pytest.approx(3600, abs=60)
     assert time.monotonic() - monotonic < 60
 
 
-@pytest.mark.parametrize(("action", "number"), [(Action.KILL, signal.SIGKILL)])
+@pytest.mark.parametrize(("action", "number"), [(FaultAction.KILL, signal.SIGKILL)])
 def test_a_process_kills_itself_and_its_restart_goes_on(write, action, number):
     schedule = write(fault(action))
     program = (
@@ -107,7 +107,7 @@ def test_a_process_kills_itself_and_its_restart_goes_on(write, action, number):
 
 def test_a_point_that_does_not_exist_is_refused_with_those_that_do(write):
     with pytest.raises(ConfigError, match=r"'commit\.never'; the points are .*commit\.before"):
-        Injector(write(fault(Action.KILL, point="commit.never")))
+        Injector(write(fault(FaultAction.KILL, point="commit.never")))
 
 
 @pytest.mark.parametrize(

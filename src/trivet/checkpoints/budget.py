@@ -14,14 +14,14 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class DiskEstimate:
     minimum: int
     """Bytes without which not even the first checkpoint can be committed."""
     total: int | None
     """Bytes at the end of the run; None when it has no end."""
 
 
-def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int | None, keep_recent: int) -> Estimate:
+def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int | None, keep_recent: int) -> DiskEstimate:
     """
     Args:
         from_step: the last step done.
@@ -31,7 +31,7 @@ def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int |
     policies = keep_recent + 3
     minimum = sizes.checkpoint + policies * sizes.weights
     if max_steps is None:
-        return Estimate(minimum=minimum, total=None)
+        return DiskEstimate(minimum=minimum, total=None)
     steps = range(from_step + 1, max_steps + 1)
     committed = [step for step in steps if ckpt.is_due(step, max_steps=max_steps)]
     if ckpt.keep_last is None and ckpt.keep_interval is None:
@@ -43,4 +43,4 @@ def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int |
     interval = ckpt.weights.interval
     with_weights = {*kept, *(step for step in steps if interval and step % interval == 0)}
     total = (len(kept) + num_being_written) * sizes.checkpoint + (len(with_weights) + policies) * sizes.weights
-    return Estimate(minimum=min(minimum, total), total=total)
+    return DiskEstimate(minimum=min(minimum, total), total=total)

@@ -10,7 +10,7 @@ from trivet.wire.versions import START_VERSION, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class TargetPolicy:
     """What servers should hold."""
 
     version: PolicyVersion
@@ -42,7 +42,7 @@ class Server:
     def root(self) -> str:
         return self.client.base_url
 
-    async def hold(self, policy: Policy, *, is_known_to_differ: bool = False) -> PolicyStatus:
+    async def hold(self, policy: TargetPolicy, *, is_known_to_differ: bool = False) -> PolicyStatus:
         """Have the server hold `policy`, and prove it by its digest.
 
         Args:
@@ -73,7 +73,7 @@ class Server:
             )
         return status
 
-    async def probe(self, policy: Policy, *, now: float, timeout_s: float, max_timeouts: int) -> str | None:
+    async def probe(self, policy: TargetPolicy, *, now: float, timeout_s: float, max_timeouts: int) -> str | None:
         """Ask an admitted server what it holds.
 
         Returns:
@@ -103,5 +103,5 @@ class Server:
         )
 
 
-def matches(status: PolicyStatus, policy: Policy) -> bool:
+def matches(status: PolicyStatus, policy: TargetPolicy) -> bool:
     return status.version == policy.version and policy.digest in (None, status.digest)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from trivet.client.inference_client import InferenceClient
 from trivet.client.load import ServerLoad
 from trivet.client.names import Resolve, resolve, server_roots
-from trivet.client.server import Policy, Server
+from trivet.client.server import Server, TargetPolicy
 from trivet.config.sections.client import ClientConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
 from trivet.wire.events import Event, Load, ServerDown, ServerUp
@@ -47,7 +47,7 @@ class ServerPool:
     """
     >>> pool = ServerPool(config.client, make_client=make_client, write_event=telemetry.write_event)
     >>> await pool.start()
-    >>> await pool.bring(Policy(version=START_VERSION, digest=None, directory=None), reset=True)
+    >>> await pool.bring(TargetPolicy(version=START_VERSION, digest=None, directory=None), reset=True)
     >>> running = tasks.create_task(pool.run())
     >>> root = pool.pick(num_rollouts=16)
     >>> await pool.aclose()
@@ -78,7 +78,7 @@ class ServerPool:
         self._sleep = sleep
         self._servers: dict[str, Server] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
-        self._wanted: Policy | None = None
+        self._wanted: TargetPolicy | None = None
         self._has_server = asyncio.Event()
         self._empty_since = 0.0
         self.on_down: Callable[[str], None] = lambda root: None
@@ -115,7 +115,7 @@ class ServerPool:
             await self._sleep(self._timing.first_pause_s)
         logger.info("inference ready urls=%s", ", ".join(ready))
 
-    async def bring(self, policy: Policy, *, reset: bool = True) -> Policy:
+    async def bring(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
         """Have every server hold `policy` and admit it: before the first rollout.
 
         Args:
@@ -143,7 +143,7 @@ class ServerPool:
             raise errors[0]
         return policy
 
-    async def load(self, policy: Policy) -> None:
+    async def load(self, policy: TargetPolicy) -> None:
         """Have the admitted servers hold `policy`. One that fails is set aside; returns once at least one server holds it.
 
         Raises:
@@ -230,7 +230,7 @@ class ServerPool:
                     "orchestrator.reload_weights_on_start = true"
                 )
 
-    async def _load_one(self, server: Server, policy: Policy) -> InferenceError | None:
+    async def _load_one(self, server: Server, policy: TargetPolicy) -> InferenceError | None:
         try:
             await server.hold(policy, is_known_to_differ=True)
         except ForeignPolicy:
@@ -242,7 +242,7 @@ class ServerPool:
             self._write_load(server, policy)
         return None
 
-    def _write_load(self, server: Server, policy: Policy) -> None:
+    def _write_load(self, server: Server, policy: TargetPolicy) -> None:
         self._write_event(Load(version=policy.version, digest=policy.digest or "", server=server.root))
 
     def _admit(self, server: Server) -> None:

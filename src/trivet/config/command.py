@@ -11,7 +11,7 @@ from trivet.config.compute_dtype import settle_compute_dtype
 from trivet.config.loading.arguments import parse_arguments
 from trivet.config.loading.dump import to_toml
 from trivet.config.loading.findings import Findings
-from trivet.config.loading.load import Loaded, SectionT, load_arguments
+from trivet.config.loading.load import LoadedConfig, SectionT, load_arguments
 from trivet.config.loading.reference import help_text
 from trivet.config.sections.base import Section
 from trivet.disk import describe_full_disk, is_full_disk
@@ -38,7 +38,7 @@ def run_translated(
     main: Callable[[TargetT], int],
     argv: Sequence[str] | None = None,
     *,
-    translate: Callable[[Loaded[SectionT]], Loaded[TargetT]],
+    translate: Callable[[LoadedConfig[SectionT]], LoadedConfig[TargetT]],
     check: Callable[[TargetT], None] | None = None,
 ) -> int:
     """Load a `kind` from the command line, make of it what the command works with, and hand that to `main`.
@@ -61,7 +61,7 @@ def _run(
     main: Callable[[TargetT], int],
     argv: Sequence[str],
     *,
-    translate: Callable[[Loaded[SectionT]], Loaded[TargetT]],
+    translate: Callable[[LoadedConfig[SectionT]], LoadedConfig[TargetT]],
     check: Callable[[TargetT], None] | None,
 ) -> int:
     findings = Findings()

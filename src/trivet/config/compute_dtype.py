@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.config.loading.load import Loaded, SectionT
+from trivet.config.loading.load import LoadedConfig, SectionT
 from trivet.config.sections.base import Section
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.model import Dtype
@@ -62,7 +62,7 @@ def choose_dtype(machine: Machine, *, is_on_gpu: bool) -> ChosenDtype:
     return ChosenDtype(dtype="float32", reason=f"a GPU has compute capability {major}.{minor}, and bfloat16 needs 8.0")
 
 
-def settle_compute_dtype(loaded: Loaded[SectionT], *, machine: Machine, does_record: bool) -> Loaded[SectionT]:
+def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, does_record: bool) -> LoadedConfig[SectionT]:
     """Replace every `auto` in `loaded`, and tell the user of a dtype that this machine computes slowly.
 
     Args:

@@ -90,7 +90,7 @@ class RunLayout:
 
     @property
     def reports(self) -> Path:
-        """The directory of reports, one by each process of the run about itself: `wire.status.Report`."""
+        """The directory of reports, one by each process of the run about itself: `wire.status.ProcessReport`."""
         return self.root / ".reports"
 
     def report_file(self, role: str, rank: int = 0) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trivet.config.checks.roles import VLLM_NAMES
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.keys import find_key
-from trivet.config.loading.load import Loaded, environment_entries, load_sources
+from trivet.config.loading.load import LoadedConfig, environment_entries, load_sources
 from trivet.config.loading.sources import Entry
 from trivet.config.sections.rl import RLConfig
 from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
@@ -82,7 +82,7 @@ _SAID_AS_IT_IS = {"seed", "overwrite_output_dir"}
 """Keys of [trainer.args] whose name in the run is a word of its own."""
 
 
-def load_run(loaded: Loaded[VfRLConfig], *, environ: Mapping[str, str]) -> Loaded[RLConfig]:
+def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) -> LoadedConfig[RLConfig]:
     """The run that a `vf-rl` configuration describes, checked like any other.
 
     Args:
@@ -115,7 +115,7 @@ class Translated:
     """By the user; else it is the dialect's default."""
 
 
-def translate(loaded: Loaded[VfRLConfig]) -> Iterator[Translated]:
+def translate(loaded: LoadedConfig[VfRLConfig]) -> Iterator[Translated]:
     """Every value of the dialect as a value of the run."""
 
     def entry(key: str, value: object, source: str) -> Translated:

@@ -11,20 +11,20 @@ from typing import Any
 from trivet.config.loading.user_values import parse_json
 from trivet.errors import ConfigError
 
-Row = Mapping[str, Any]
-Message = dict[str, Any]
+DatasetRecord = Mapping[str, Any]
+ChatMessage = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    messages: Sequence[Message]
+    messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] | None
     """Definitions of the tools that the model was offered."""
 
 
-def read_row(row: Row, *, place: str = "a row of the data") -> Conversation:
+def read_row(row: DatasetRecord, *, place: str = "a row of the data") -> Conversation:
     """
     Args:
         place: names the row in errors.
@@ -46,7 +46,7 @@ def read_row(row: Row, *, place: str = "a row of the data") -> Conversation:
     return Conversation(messages=messages, tools=_as_tools(row.get("tools"), place))
 
 
-def _as_messages(value: Any, role: str, place: str) -> list[Message]:
+def _as_messages(value: Any, role: str, place: str) -> list[ChatMessage]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence):
@@ -64,7 +64,7 @@ def _as_messages(value: Any, role: str, place: str) -> list[Message]:
     return [_as_served(message) for message in value]
 
 
-def _as_served(message: Mapping[str, Any]) -> Message:
+def _as_served(message: Mapping[str, Any]) -> ChatMessage:
     """As an inference server hands it to the template: no content is an empty one, arguments of calls are objects."""
     served = dict(message)
     if "content" in served and served["content"] is None:

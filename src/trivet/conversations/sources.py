@@ -13,10 +13,10 @@ from trivet.config.checks.sft import looks_local
 from trivet.config.loading.keys import as_list, as_table
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.loading.user_values import parse_json
-from trivet.conversations.rows import Row
+from trivet.conversations.rows import DatasetRecord
 from trivet.errors import ConfigError
 
-Rows = Sequence[Row]
+Rows = Sequence[DatasetRecord]
 
 DEFAULT_SPLIT = "train"
 
@@ -27,7 +27,7 @@ _SLICED = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<slice>[^\[\]]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class _View(Sequence[Row]):
+class _View(Sequence[DatasetRecord]):
     """Part of a table, cleaned where it comes from columns."""
 
     rows: Any
@@ -116,13 +116,13 @@ def _read_file(path: Path, split: str, key: str) -> Any:
     return read_json(path)
 
 
-def _read_split_file(files: Mapping[str, Path], split: str, place: Path, key: str) -> list[Row]:
+def _read_split_file(files: Mapping[str, Path], split: str, place: Path, key: str) -> list[DatasetRecord]:
     if split not in files:
         raise ConfigError(f"{key}.splits: {place} has the splits {', '.join(files)}, and no {split!r}")
     return read_json(files[split])
 
 
-def read_json(path: Path) -> list[Row]:
+def read_json(path: Path) -> list[DatasetRecord]:
     """A line for each row, or in a file that ends in `.json` one list of all.
 
     Raises:
@@ -139,7 +139,7 @@ def read_json(path: Path) -> list[Row]:
         raise ConfigError(f"{path} is not text in UTF-8: {exc}; tables end in {', '.join(_TABLES)}") from exc
 
 
-def _parse_list(text: str, path: Path) -> list[Row]:
+def _parse_list(text: str, path: Path) -> list[DatasetRecord]:
     try:
         rows = as_list(parse_json(text)) or []
     except ValueError as exc:
@@ -147,10 +147,10 @@ def _parse_list(text: str, path: Path) -> list[Row]:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, row {number} of the list, must be a JSON object, got {str(row)[:60]!r}")
-    return cast("list[Row]", rows)
+    return cast("list[DatasetRecord]", rows)
 
 
-def _parse_line(line: str, number: int, path: Path) -> Row:
+def _parse_line(line: str, number: int, path: Path) -> DatasetRecord:
     try:
         row = parse_json(line)
     except ValueError as exc:

@@ -10,7 +10,7 @@ import numpy as np
 
 from trivet.config.sections.environment import EnvConfig
 from trivet.errors import ConfigError, RolloutFailed, WorkerLost
-from trivet.evaluation.placement import RunGroup
+from trivet.evaluation.placement import RunOnServer
 from trivet.evaluation.results import ResultRecord, ResultsFile, TaskRecord, read_summary
 from trivet.evaluation.scores import Summary, mean_over_examples, pass_at
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments, Split
@@ -61,12 +61,12 @@ def make_task(
 
 
 def try_again(
-    run_group: RunGroup,
+    run_group: RunOnServer,
     *,
     max_attempts: int,
     pause_s: Callable[[int], float],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> RunGroup:
+) -> RunOnServer:
     """`run_group` that runs a group which failed again.
 
     Args:
@@ -93,7 +93,7 @@ async def evaluate(
     task: TaskRecord,
     *,
     env: str,
-    run_group: RunGroup,
+    run_group: RunOnServer,
     slots: asyncio.Semaphore,
     directory: Path,
     does_continue: bool,

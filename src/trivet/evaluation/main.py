@@ -17,7 +17,7 @@ from trivet.environments.settings import host_settings
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.errors import first_error
 from trivet.evaluation.offline import OfflineEval, ScoreSink
-from trivet.evaluation.plan import Plan, keep_key, make_plan, prove
+from trivet.evaluation.plan import EvalPlan, keep_key, make_plan, prove
 from trivet.evaluation.reading import WeightsReader
 from trivet.evaluation.report import make_table
 from trivet.evaluation.scores import Summary
@@ -45,7 +45,7 @@ def start(config: EvalConfig) -> int:
     return asyncio.run(_run_until_signalled(make_plan(config, environ=os.environ), _console()))
 
 
-async def _run_until_signalled(plan: Plan, console: Console) -> int:
+async def _run_until_signalled(plan: EvalPlan, console: Console) -> int:
     """Exit code: 0 done, 1 when nothing of an evaluation could be scored, 130 or 143 when a signal ended it."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     received: list[signal.Signals] = []
@@ -68,7 +68,7 @@ async def _run_until_signalled(plan: Plan, console: Console) -> int:
         raise first_error(group) from group
 
 
-async def run(plan: Plan, console: Console) -> int:
+async def run(plan: EvalPlan, console: Console) -> int:
     """Evaluate what is planned; returns the exit code."""
     keep_key(plan.endpoint)
     servers = await connect(plan.client, environ=os.environ, weights_dir=plan.config.weights_dir)
@@ -81,7 +81,7 @@ async def run(plan: Plan, console: Console) -> int:
         await servers.aclose()
 
 
-async def _evaluate(plan: Plan, servers: EvalServers, pool: WorkerPool, console: Console) -> int:
+async def _evaluate(plan: EvalPlan, servers: EvalServers, pool: WorkerPool, console: Console) -> int:
     config, reader = plan.config, WeightsReader(plan.config.weights_dir)
     with _sink(plan) as sink:
         evaluation = OfflineEval(
@@ -115,7 +115,7 @@ def _has_no_score(summary: Summary) -> bool:
     return summary.num_failed == summary.num_examples
 
 
-def _settings(plan: Plan, *, model_name: str, is_plain: bool) -> list[HostSettings]:
+def _settings(plan: EvalPlan, *, model_name: str, is_plain: bool) -> list[HostSettings]:
     return [
         host_settings(
             env,
@@ -140,7 +140,7 @@ def _limits(config: EvalConfig) -> PoolLimits:
 
 
 @contextmanager
-def _sink(plan: Plan) -> Iterator[ScoreSink | None]:
+def _sink(plan: EvalPlan) -> Iterator[ScoreSink | None]:
     wandb = plan.config.wandb
     if wandb is None:
         yield None

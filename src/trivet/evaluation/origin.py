@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class PolicyOrigin:
     """All of it is unknown where nothing is known of the run."""
 
     model_name: str | None = None
@@ -38,10 +38,10 @@ class Origin:
     """Servers that it generates with."""
 
 
-def read_origin(weights_dir: Path | None) -> Origin:
+def read_origin(weights_dir: Path | None) -> PolicyOrigin:
     """Of the run whose output directory holds `weights_dir`."""
     if weights_dir is None:
-        return Origin()
+        return PolicyOrigin()
     configs = _layout(weights_dir).configs
     try:
         if (path := configs / "orchestrator.toml").is_file():
@@ -51,10 +51,10 @@ def read_origin(weights_dir: Path | None) -> Origin:
                 return _of_trainer(path)
     except (ConfigError, tomllib.TOMLDecodeError) as exc:
         logger.warning("the configuration in %s is of another version and is not used: %s", configs, exc)
-    return Origin()
+    return PolicyOrigin()
 
 
-def require_free_servers(client: ClientConfig, origin: Origin, weights_dir: Path | None) -> None:
+def require_free_servers(client: ClientConfig, origin: PolicyOrigin, weights_dir: Path | None) -> None:
     """
     Raises:
         ConfigError: a live run generates with one of the servers, which must not lose its policy.
@@ -76,9 +76,9 @@ def _is_same_server(one: str, other: str) -> bool:
     return len(hosts) == 1 and parts[0].port == parts[1].port
 
 
-def _of_orchestrator(config: OrchestratorConfig) -> Origin:
+def _of_orchestrator(config: OrchestratorConfig) -> PolicyOrigin:
     envs = config.eval.env if config.eval is not None else [EvalEnvConfig(**env.model_dump()) for env in config.env]
-    return Origin(
+    return PolicyOrigin(
         model_name=config.model.name,
         trajectory_strategy=config.trajectory_strategy,
         max_steps=config.max_steps,
@@ -87,11 +87,11 @@ def _of_orchestrator(config: OrchestratorConfig) -> Origin:
     )
 
 
-def _of_trainer(path: Path) -> Origin:
+def _of_trainer(path: Path) -> PolicyOrigin:
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     model, max_steps = as_table(table.get("model")) or {}, table.get("max_steps")
     name = model.get("name")
-    return Origin(
+    return PolicyOrigin(
         model_name=name if isinstance(name, str) else None, max_steps=max_steps if isinstance(max_steps, int) else None
     )
 

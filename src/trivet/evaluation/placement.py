@@ -19,11 +19,11 @@ _NO_SERVER_WAIT_S = 1.0
 _TRIES = 3
 """Of a group whose server or worker was lost."""
 
-RunGroup = Callable[[GroupRequest], Awaitable[list[Rollout]]]
+RunOnServer = Callable[[GroupRequest], Awaitable[list[Rollout]]]
 """Runs a group on the server that its request names."""
 
 
-class Servers(Protocol):
+class PlacementServers(Protocol):
     """Which server a group goes to. Adapters: `client.server_pool.ServerPool`, `evaluation.servers.PlainServers`."""
 
     def pick(self, *, num_rollouts: int) -> str | None: ...
@@ -34,7 +34,7 @@ class Servers(Protocol):
 
 
 async def run_somewhere(
-    request: GroupRequest, *, run_group: RunGroup, servers: Servers, version: PolicyVersion | None
+    request: GroupRequest, *, run_group: RunOnServer, servers: PlacementServers, version: PolicyVersion | None
 ) -> list[Rollout]:
     """On the server with the fewest rollouts; again, on another, when a server or a worker was lost.
 
@@ -66,7 +66,7 @@ async def run_somewhere(
     raise last_error
 
 
-async def _find_server(servers: Servers, num_rollouts: int) -> str:
+async def _find_server(servers: PlacementServers, num_rollouts: int) -> str:
     while True:
         server = servers.pick(num_rollouts=num_rollouts)
         if server is not None:

@@ -11,7 +11,7 @@ from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.environments.packages.installed import require_installed
 from trivet.errors import ConfigError, ForeignPolicy, InferenceError, WeightsError
 from trivet.evaluation.endpoints import KEY_VARIABLE, Endpoint, choose_client
-from trivet.evaluation.origin import Origin, read_origin, require_free_servers
+from trivet.evaluation.origin import PolicyOrigin, read_origin, require_free_servers
 from trivet.evaluation.resuming import require_resumable, results_layout
 from trivet.evaluation.servers import EvalServers
 from trivet.evaluation.targets import BASE, Target, present_targets
@@ -20,9 +20,9 @@ from trivet.weights.manifest import read_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class EvalPlan:
     config: EvalConfig
-    origin: Origin
+    origin: PolicyOrigin
     envs: Sequence[EvalEnvConfig]
     targets: Sequence[Target]
     """What is there now."""
@@ -32,7 +32,7 @@ class Plan:
     """Where results go."""
 
 
-def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> Plan:
+def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> EvalPlan:
     """
     Raises:
         ConfigError: something that is asked for is not there.
@@ -49,7 +49,7 @@ def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> Plan:
     client, endpoint = choose_client(config.client, endpoints_path=config.endpoints_path, environ=environ)
     require_free_servers(client, origin, config.weights_dir)
     layout = results_layout(config)
-    return Plan(config=config, origin=origin, envs=envs, targets=targets, client=client, endpoint=endpoint, layout=layout)
+    return EvalPlan(config=config, origin=origin, envs=envs, targets=targets, client=client, endpoint=endpoint, layout=layout)
 
 
 def keep_key(endpoint: Endpoint | None) -> None:
@@ -58,7 +58,7 @@ def keep_key(endpoint: Endpoint | None) -> None:
         os.environ[KEY_VARIABLE] = endpoint.key
 
 
-async def prove(plan: Plan, servers: EvalServers) -> str:
+async def prove(plan: EvalPlan, servers: EvalServers) -> str:
     """Find out whether the servers can do what is planned; returns the model name that requests give.
 
     The first weights are loaded once, then the start model: a directory that a server does not see, or adapters of another base,
@@ -84,14 +84,14 @@ async def prove(plan: Plan, servers: EvalServers) -> str:
     return name
 
 
-async def _model_name(plan: Plan, servers: EvalServers) -> str:
+async def _model_name(plan: EvalPlan, servers: EvalServers) -> str:
     asked = plan.config.model.name or (plan.endpoint.model if plan.endpoint else None)
     if servers.is_plain and asked is not None:
         return asked  # such a server may serve more than it lists, or list nothing
     return choose_model_name(plan, await servers.model_names(), asked=asked, is_plain=servers.is_plain)
 
 
-def choose_model_name(plan: Plan, served: Sequence[str], *, asked: str | None, is_plain: bool) -> str:
+def choose_model_name(plan: EvalPlan, served: Sequence[str], *, asked: str | None, is_plain: bool) -> str:
     """
     Args:
         served: names that the servers tell; a server of ours tells that of its model first.

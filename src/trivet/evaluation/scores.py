@@ -13,7 +13,7 @@ _PASSED = 1.0
 """Reward from which a rollout counts as a success."""
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class MeanEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """A mean over examples."""
 
     value: float
@@ -40,7 +40,7 @@ class Summary(msgspec.Struct, kw_only=True):
     """Half-width of the 95 % confidence interval of `avg`, over examples; None with fewer than two."""
     pass_at_k: float | None
     """Share of examples of which at least one of k rollouts got reward 1 or more."""
-    pass_at: dict[str, Estimate] = {}
+    pass_at: dict[str, MeanEstimate] = {}
     """pass@j for j = 1, 2, 4, … up to k, by j: chance that at least one of j rollouts succeeds."""
     truncated: float | None
     """Share of rollouts cut at a length limit."""
@@ -50,7 +50,7 @@ class Summary(msgspec.Struct, kw_only=True):
     seconds: float
 
 
-def mean_over_examples(values: Sequence[float]) -> Estimate:
+def mean_over_examples(values: Sequence[float]) -> MeanEstimate:
     """
     Args:
         values: one per example, at least one. Examples are independent, rollouts of one are not: the interval is over example
@@ -60,7 +60,7 @@ def mean_over_examples(values: Sequence[float]) -> Estimate:
     """
     column = np.asarray(values, dtype=np.float64)
     half = float(_Z95 * column.std(ddof=1) / np.sqrt(len(column))) if len(column) > 1 else None
-    return Estimate(value=float(column.mean()), ci95=half)
+    return MeanEstimate(value=float(column.mean()), ci95=half)
 
 
 def pass_probability(num_rollouts: int, num_passed: int, *, j: int) -> float:
@@ -71,7 +71,7 @@ def pass_probability(num_rollouts: int, num_passed: int, *, j: int) -> float:
     return 1.0 - comb(num_rollouts - num_passed, j) / comb(num_rollouts, j)
 
 
-def pass_at(rewards: Sequence[Sequence[float]]) -> dict[str, Estimate]:
+def pass_at(rewards: Sequence[Sequence[float]]) -> dict[str, MeanEstimate]:
     """pass@j for the powers of two up to the number of rollouts k, and k itself.
 
     Args:

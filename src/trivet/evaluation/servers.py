@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 from trivet.client.inference_client import InferenceClient, PolicyStatus
-from trivet.client.server import Policy, Server
+from trivet.client.server import Server, TargetPolicy
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import SECRET_FILE, RunLayout
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR
 from trivet.errors import ConfigError, InferenceError, WeightsError
-from trivet.evaluation.placement import Servers
+from trivet.evaluation.placement import PlacementServers
 from trivet.evaluation.targets import Target, complete_steps
 from trivet.secret import find_secret
 from trivet.weights.manifest import read_manifest
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _SAY_S = 10.0
 """How often a wait for a server is reported."""
-_START = Policy(version=START_VERSION, digest=None, directory=None)
+_START = TargetPolicy(version=START_VERSION, digest=None, directory=None)
 PLAIN_DIGEST = "unknown"
 """Of what a server serves that does not tell it."""
 
 
-class EvalServers(Servers, Protocol):
+class EvalServers(PlacementServers, Protocol):
     """
     >>> servers = await connect(client, environ=os.environ, weights_dir=weights_dir)
     >>> digest = await servers.hold(target)
@@ -123,14 +123,14 @@ class OwnServers:
 
     is_plain = False
 
-    def __init__(self, pool: ServerPool, *, before: Mapping[InferenceClient, Policy]) -> None:
+    def __init__(self, pool: ServerPool, *, before: Mapping[InferenceClient, TargetPolicy]) -> None:
         """
         Args:
             before: what each server held, to be put back.
         """
         self._pool = pool
         self._before = dict(before)
-        self._held: Policy | None = None
+        self._held: TargetPolicy | None = None
 
     @classmethod
     async def open(
@@ -270,14 +270,14 @@ async def _is_ours(
         await sleep(_POLL_S)
 
 
-def _findable(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> Policy:
+def _findable(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> TargetPolicy:
     """What a server holds, with the directory from which it can be loaded again.
 
     Raises:
         ConfigError: there is no such directory.
     """
     if status.version == START_VERSION:
-        return Policy(version=status.version, digest=status.digest, directory=None)
+        return TargetPolicy(version=status.version, digest=status.digest, directory=None)
     directory = complete_steps(weights_dir).get(status.version) if weights_dir is not None else None
     if directory is None or _published(directory).digest != status.digest:
         raise ConfigError(
@@ -286,10 +286,10 @@ def _findable(client: InferenceClient, status: PolicyStatus, weights_dir: Path |
             f"Evaluate on one of your own, or have it go back to its start weights: curl -X POST -H "
             f'"Authorization: Bearer $(cat .secret)" {client.base_url}/reload_weights, with .secret in the server\'s output_dir'
         )
-    return Policy(version=status.version, digest=status.digest, directory=directory)
+    return TargetPolicy(version=status.version, digest=status.digest, directory=directory)
 
 
-def _published(directory: Path) -> Policy:
+def _published(directory: Path) -> TargetPolicy:
     """
     Raises:
         ConfigError: it is gone, or its manifest cannot be read.
@@ -298,7 +298,7 @@ def _published(directory: Path) -> Policy:
         manifest = read_manifest(directory)
     except WeightsError as exc:
         raise ConfigError(str(exc)) from exc
-    return Policy(version=PolicyVersion(manifest.version), digest=manifest.digest, directory=directory)
+    return TargetPolicy(version=PolicyVersion(manifest.version), digest=manifest.digest, directory=directory)
 
 
 def _roots(kinds: Mapping[InferenceClient, bool], *, is_ours: bool) -> str:

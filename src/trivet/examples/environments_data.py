@@ -29,7 +29,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
 }
 """Arguments of each environment beside the number of examples."""
 
-Reply = Callable[[vf.State, vf.Messages, random.Random], str | vf.ToolCall]
+ScriptedReply = Callable[[vf.State, vf.Messages, random.Random], str | vf.ToolCall]
 """What the teacher does next: a text, or one call of a tool."""
 
 
@@ -69,7 +69,7 @@ def guess(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> st
     return f"<guess>{generator.choice(fitting)}</guess>"
 
 
-REPLIES: dict[str, Reply] = {
+REPLIES: dict[str, ScriptedReply] = {
     "reverse-text": reverse,
     "alphabet-sort": sort_names,
     "gsm8k": box_a_number,
@@ -83,10 +83,10 @@ def call(name: str, **arguments: str) -> vf.ToolCall:
     return vf.ToolCall(id="call", name=name, arguments=json.dumps(arguments))
 
 
-class Teacher(vf.OpenAIChatCompletionsClient):
+class ScriptedTeacher(vf.OpenAIChatCompletionsClient):
     """Stands where a model's server would: no request leaves this process."""
 
-    def __init__(self, reply: Reply, generator: random.Random) -> None:
+    def __init__(self, reply: ScriptedReply, generator: random.Random) -> None:
         super().__init__(AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none"))
         self._reply, self._generator = reply, generator
 
@@ -106,7 +106,7 @@ class Teacher(vf.OpenAIChatCompletionsClient):
 async def conversations(env_id: str, count: int, *, seed: int) -> list[dict[str, Any]]:
     """Rows for `sft`: messages, and the tools that the environment offers."""
     env = vf.load_environment(env_id, num_examples=count, num_eval_examples=1, seed=seed + 1000, **ENVIRONMENTS[env_id])
-    teacher = Teacher(REPLIES[env_id], random.Random(f"{seed}/{env_id}"))
+    teacher = ScriptedTeacher(REPLIES[env_id], random.Random(f"{seed}/{env_id}"))
     dataset = env.get_dataset()
     rows = []
     for index in range(count):

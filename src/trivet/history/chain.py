@@ -6,7 +6,7 @@ find lines that are missing at the end of the file; other files tell of those.
 """
 
 from trivet.history.breaches import Invariant, Ledger
-from trivet.telemetry.events import Link, chain_value, mac_value, take_apart
+from trivet.telemetry.events import ChainLink, chain_value, mac_value, take_apart
 
 _RECORD = Invariant.INTACT_RECORD
 
@@ -21,7 +21,7 @@ class ChainHistory:
         self._ledger = ledger
         self._key = key
         self._must_be_signed = must_be_signed
-        self._last: dict[str, Link] = {}
+        self._last: dict[str, ChainLink] = {}
         self.num_unsealed = 0
         """Lines that carry no chain: of versions that wrote none."""
         self.num_signed = 0
@@ -41,7 +41,7 @@ class ChainHistory:
                 ledger.breach(_RECORD, f"the line carries no chain, and earlier lines of the {role} do")
             self.num_unsealed += 1
             return
-        last = last or Link()
+        last = last or ChainLink()
         ledger.checks += 1
         if parts.link.chain != chain_value(parts.content, last):
             ledger.breach(

@@ -26,7 +26,7 @@ _NEVER_EXAMINED = "what lies in logs/, metrics/, evals/ and configs/ beyond the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class CheckReport:
     run_id: str
     num_events: int
     num_checks: int
@@ -53,7 +53,7 @@ class Report:
     """Things about which no statement was made, with the reason."""
 
 
-def check_run(layout: RunLayout) -> Report:
+def check_run(layout: RunLayout) -> CheckReport:
     """
     Raises:
         ConfigError: no run wrote there; or the file that `TRIVET_SECRET_FILE` names holds no secret.
@@ -87,8 +87,8 @@ def check_run(layout: RunLayout) -> Report:
     return _report(replay, num_signatures=chain.num_signed if key is not None else 0)
 
 
-def _report(replay: Replay, *, num_signatures: int) -> Report:
-    return Report(
+def _report(replay: Replay, *, num_signatures: int) -> CheckReport:
+    return CheckReport(
         run_id=replay.run_id,
         num_events=replay.num_events,
         num_checks=replay.ledger.checks,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trivet.history.breaches import Breach, Invariant
-from trivet.history.check import Report
+from trivet.history.check import CheckReport
 
 _NAMES = {
     Invariant.EXACTLY_ONCE: "exactly once",
@@ -17,11 +17,11 @@ _MAX_BREACHES = 10
 """The first is the cause; what comes after it often only follows."""
 
 
-def describe(report: Report, *, events: Path) -> str:
+def describe(report: CheckReport, *, events: Path) -> str:
     return "\n".join(_lines(report, events))
 
 
-def _lines(report: Report, events: Path) -> Iterator[str]:
+def _lines(report: CheckReport, events: Path) -> Iterator[str]:
     yield f"run {report.run_id}: {report.num_events:,} events, {_how_it_stands(report)}"
     groups, live = report.groups, report.live
     yield (
@@ -50,7 +50,7 @@ def _lines(report: Report, events: Path) -> Iterator[str]:
     yield from (f"  {what}" for what in report.not_examined)
 
 
-def _breaches(report: Report, events: Path) -> Iterator[str]:
+def _breaches(report: CheckReport, events: Path) -> Iterator[str]:
     yield f"broken: {len(report.breaches)} of {report.num_checks:,} statements do not hold"
     for breach in report.breaches[:_MAX_BREACHES]:
         yield from _describe(breach, events)
@@ -58,7 +58,7 @@ def _breaches(report: Report, events: Path) -> Iterator[str]:
         yield f"  and {len(report.breaches) - _MAX_BREACHES} more, which may follow from these"
 
 
-def _how_it_stands(report: Report) -> str:
+def _how_it_stands(report: CheckReport) -> str:
     if report.last_stop is None:
         return f"at step {report.last_step}, running or killed"
     return f"{report.last_stop.reason} at step {report.last_step}"

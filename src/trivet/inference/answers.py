@@ -15,7 +15,7 @@ from trivet.inference.policy_ledger import TokenVersions
 from trivet.inference.versioned_engine import collect_versions
 
 Runs = list[tuple[int, int]]
-Serve = Callable[..., Awaitable[Any]]
+ServeRequest = Callable[..., Awaitable[Any]]
 
 
 class VersionedChoice(GenerateResponseChoice):
@@ -28,7 +28,7 @@ class VersionedGenerateResponse(GenerateResponse):
 
 def version_chat(serving: OpenAIServingChat) -> None:
     """From now on the answers of `serving` carry versions."""
-    serve: Serve = serving.create_chat_completion
+    serve: ServeRequest = serving.create_chat_completion
 
     async def create_chat_completion(*args: Any, **kwargs: Any) -> Any:
         with collect_versions() as collected:
@@ -43,7 +43,7 @@ def version_chat(serving: OpenAIServingChat) -> None:
 
 def version_tokens(serving: ServingTokens) -> None:
     """From now on the answers of `serving` carry versions."""
-    serve: Serve = serving.serve_tokens
+    serve: ServeRequest = serving.serve_tokens
 
     async def serve_tokens(*args: Any, **kwargs: Any) -> Any:
         with collect_versions() as collected:

@@ -20,7 +20,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from trivet.inference.continuation import continue_tokens
 
-Serve = Callable[..., Awaitable[Any]]
+ServeChat = Callable[..., Awaitable[Any]]
 
 KNOWN_TOKEN_IDS = "known_token_ids"
 
@@ -29,7 +29,7 @@ _token_ids = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0)]], Field(min_
 
 def continue_chats(serving: OpenAIServingChat) -> None:
     """From now on `serving` heeds `known_token_ids`."""
-    serve: Serve = serving.create_chat_completion
+    serve: ServeChat = serving.create_chat_completion
 
     async def create_chat_completion(request: ChatCompletionRequest, *args: Any, **kwargs: Any) -> Any:
         known = (request.model_extra or {}).get(KNOWN_TOKEN_IDS)

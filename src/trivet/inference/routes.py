@@ -60,13 +60,13 @@ class LoadedAdapter(BaseModel):
     lora_path: Path
 
 
-class Loaded(BaseModel):
+class PolicyLoadedBody(BaseModel):
     status: str = "ok"
     version: int
     digest: str
 
 
-class Policy(BaseModel):
+class ServedPolicyBody(BaseModel):
     model: str
     version: int
     digest: str
@@ -86,12 +86,12 @@ def make_router(
     """
     router = APIRouter()
 
-    @router.post("/update_weights", response_model=Loaded)
-    async def update_weights(body: UpdateWeights) -> Loaded | Response:
+    @router.post("/update_weights", response_model=PolicyLoadedBody)
+    async def update_weights(body: UpdateWeights) -> PolicyLoadedBody | Response:
         return await _answer(loader.load(body.weight_dir))
 
-    @router.post("/reload_weights", response_model=Loaded)
-    async def reload_weights() -> Loaded | Response:
+    @router.post("/reload_weights", response_model=PolicyLoadedBody)
+    async def reload_weights() -> PolicyLoadedBody | Response:
         return await _answer(loader.load_start())
 
     @router.post("/load_lora_adapter", response_model=LoadedAdapter)
@@ -107,8 +107,8 @@ def make_router(
         return LoadedAdapter(lora_name=body.lora_name, lora_path=body.lora_path)
 
     @router.get("/policy")
-    async def policy() -> Policy:
-        return Policy(model=model_name, version=loader.policy.version, digest=loader.policy.digest)
+    async def policy() -> ServedPolicyBody:
+        return ServedPolicyBody(model=model_name, version=loader.policy.version, digest=loader.policy.digest)
 
     @router.get("/health")
     async def health() -> Response:
@@ -132,7 +132,7 @@ def add_routes(app: FastAPI, router: APIRouter) -> None:
     app.router.routes.extend(theirs)
 
 
-async def _answer(loading: Awaitable[Manifest]) -> Loaded | Response:
+async def _answer(loading: Awaitable[Manifest]) -> PolicyLoadedBody | Response:
     # vLLM's handlers of exceptions take paths out of messages; the path is what the caller needs.
     try:
         manifest = await loading
@@ -140,7 +140,7 @@ async def _answer(loading: Awaitable[Manifest]) -> Loaded | Response:
         return _refusal(409, str(exc))
     except InferenceError as exc:
         return _refusal(500, str(exc))
-    return Loaded(version=manifest.version, digest=manifest.digest)
+    return PolicyLoadedBody(version=manifest.version, digest=manifest.digest)
 
 
 def _refusal(status_code: int, reason: str) -> JSONResponse:

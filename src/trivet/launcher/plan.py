@@ -90,7 +90,7 @@ class GpuShares:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     processes: tuple[ProcessSpec, ...]
     configs: Mapping[Path, Section]
     """The resolved configuration of each role, by the file that it is written to."""
@@ -110,7 +110,7 @@ def plan(
     run: RunIdentity,
     ports: Ports,
     resume_step: int | None,
-) -> Plan:
+) -> RunPlan:
     """
     Args:
         config: resolved (config.loading.resolve).
@@ -143,7 +143,7 @@ def plan(
     if teacher is not None:
         sections[configs / "teacher.toml"] = teacher
         processes.insert(0, _server_process(TEACHER, config, python, configs / "teacher.toml", shares.teacher))
-    return Plan(
+    return RunPlan(
         processes=tuple(processes),
         configs=sections,
         notices=(

@@ -12,7 +12,7 @@ from pathlib import Path
 from trivet.config.layout import MANIFEST, STABLE, RunLayout, parse_step
 from trivet.durable import remove_directory, sync_tree, write_json_atomically
 from trivet.launcher.run_directory import read_run
-from trivet.launcher.vf_console import Row, dictionary_of, read_steps
+from trivet.launcher.vf_console import MetricsLine, dictionary_of, read_steps
 from trivet.weights.manifest import read_manifest
 
 STATE = "trainer_state.json"
@@ -80,7 +80,7 @@ class VfCheckpoints:
     def _directory(self, step: int) -> Path:
         return self._layout.root / f"checkpoint-{step}"
 
-    def _write(self, step: int, rows: dict[int, Row]) -> Path:
+    def _write(self, step: int, rows: dict[int, MetricsLine]) -> Path:
         final = self._directory(step)
         staging = final.with_name(f".{final.name}.tmp")
         remove_directory(staging)
@@ -94,7 +94,7 @@ class VfCheckpoints:
         staging.rename(final)
         return final
 
-    def _state(self, step: int, rows: dict[int, Row]) -> dict[str, object]:
+    def _state(self, step: int, rows: dict[int, MetricsLine]) -> dict[str, object]:
         """In the form of `transformers.TrainerState`."""
         return {
             "global_step": step,
@@ -110,7 +110,7 @@ class VfCheckpoints:
         }
 
 
-def _scores(row: Row) -> dict[str, float]:
+def _scores(row: MetricsLine) -> dict[str, float]:
     return {name: row[f"{name}/mean"] for name in ("reward", "entropy", "importance_ratio") if f"{name}/mean" in row}
 
 

@@ -15,7 +15,7 @@ from trivet.launcher.logs import LogFollower
 from trivet.telemetry.logs import text_line
 from trivet.telemetry.metrics import read_metrics
 
-Row = dict[str, float]
+MetricsLine = dict[str, float]
 """One line of a metrics file."""
 
 _STEP_LINE = re.compile(r" SUCCESS Step \d+ \|")
@@ -89,13 +89,15 @@ class VfConsole:
         return (as_table(written.get("server")) or {}).get("port", "unknown")
 
 
-def dictionary_of(row: Row) -> dict[str, float]:
+def dictionary_of(row: MetricsLine) -> dict[str, float]:
     """A step as `transformers` logs it: `loss`, `learning_rate`, `grad_norm`, `epoch`."""
     named = {label: float(f"{row[name]:.4g}") for label, name in _DICTIONARY_PARTS if name in row}
     return named | ({"epoch": round(row["progress/epoch"], 4)} if "progress/epoch" in row else {})
 
 
-def read_steps(layout: RunLayout, *, on_damaged: Callable[[Path, int], None] = lambda _path, _count: None) -> dict[int, Row]:
+def read_steps(
+    layout: RunLayout, *, on_damaged: Callable[[Path, int], None] = lambda _path, _count: None
+) -> dict[int, MetricsLine]:
     """The metrics of each step that both roles have finished, joined; a step that was taken again counts as it was last.
 
     Args:
@@ -105,7 +107,7 @@ def read_steps(layout: RunLayout, *, on_damaged: Callable[[Path, int], None] = l
     return {step: orchestrator[step] | trainer[step] for step in trainer if step in orchestrator}
 
 
-def _read_rows(path: Path, on_damaged: Callable[[Path, int], None]) -> dict[int, Row]:
+def _read_rows(path: Path, on_damaged: Callable[[Path, int], None]) -> dict[int, MetricsLine]:
     found = read_metrics(path)
     if found.num_damaged:
         on_damaged(path, found.num_damaged)

@@ -18,7 +18,7 @@ from trivet.closed_output import run_until_output_closes
 from trivet.config.command import run_translated
 from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
-from trivet.config.loading.load import Loaded
+from trivet.config.loading.load import LoadedConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.vf_rl import VfRLConfig
 from trivet.config.vf_translation import load_run
@@ -61,7 +61,7 @@ def _run_command(words: Sequence[str]) -> int:
         return exc.exit_code
     dialect: list[VfRLConfig] = []
 
-    def translate(loaded: Loaded[VfRLConfig]) -> Loaded[RLConfig]:
+    def translate(loaded: LoadedConfig[VfRLConfig]) -> LoadedConfig[RLConfig]:
         dialect.append(loaded.config)
         return load_run(loaded, environ=os.environ)
 

@@ -24,7 +24,7 @@ SCHEMA = 2
 """Raised whenever `OrchestratorHalf`, or a struct in it, changes in a way that an older reader would misread."""
 
 
-class Progress(msgspec.Struct, kw_only=True):
+class RunTotals(msgspec.Struct, kw_only=True):
     """Totals over the run."""
 
     step: Step = Step(0)
@@ -36,7 +36,7 @@ class Progress(msgspec.Struct, kw_only=True):
 
 class OrchestratorHalf(msgspec.Struct, kw_only=True):
     schema: int = SCHEMA
-    progress: Progress
+    progress: RunTotals
     sampler: SamplerState
     buffer: BufferState
     rollouts_per_example: int

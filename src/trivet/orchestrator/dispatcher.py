@@ -42,13 +42,13 @@ _BURST_S = 5.0
 """Seconds' worth of `tasks_per_minute` that may start at once."""
 
 
-class RunGroup(Protocol):
+class RunDrawnGroup(Protocol):
     """Runs the group of `draw` on one server and returns its scored rollouts."""
 
     async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]: ...
 
 
-class Servers(Protocol):
+class DispatchServers(Protocol):
     """What the dispatcher needs of the servers. Adapter: `client.server_pool.ServerPool`."""
 
     def pick(self, *, num_rollouts: int) -> str | None:
@@ -128,8 +128,8 @@ class Dispatcher:
         *,
         sampler: ExampleSampler,
         buffer: GroupBuffer,
-        run_group: RunGroup,
-        servers: Servers,
+        run_group: RunDrawnGroup,
+        servers: DispatchServers,
         advantage: AdvantageFunction,
         limits: Limits,
         on_change: Callable[[], None],
@@ -358,8 +358,8 @@ class Dispatcher:
 
 def group_runner(
     pool: EnvironmentPool, *, sampling_of: Callable[[Draw], SamplingArguments], rollouts_per_example: int
-) -> RunGroup:
-    """A `RunGroup` over a pool of environments; all requests of a group go to one server, so that its prompt is computed once.
+) -> RunDrawnGroup:
+    """A `RunDrawnGroup` over a pool of environments; all requests of a group go to one server, so that its prompt is computed once.
 
     Args:
         sampling_of: asked when the group starts.

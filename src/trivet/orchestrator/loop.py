@@ -18,7 +18,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, write_half
+from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, write_half
 from trivet.orchestrator.counters import Tally
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.garbage import collect_by_the_clock, rare_collections
@@ -49,7 +49,7 @@ class Loop:
 
     config: OrchestratorConfig
     layout: RunLayout
-    progress: Progress
+    progress: RunTotals
     sampler: ExampleSampler
     buffer: GroupBuffer
     dispatcher: Dispatcher
@@ -158,7 +158,7 @@ class Loop:
         times: dict[str, float] = {}
         with timed(times, "parallel_preprocess"):
             batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_half=is_due)
-        self.progress = Progress(
+        self.progress = RunTotals(
             step=step,
             total_tokens=self.progress.total_tokens + batch.num_tokens,
             total_samples=self.progress.total_samples + batch.num_rollouts,

@@ -11,7 +11,7 @@ import numpy as np
 
 from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.algorithms.staleness import staleness
-from trivet.orchestrator.checkpoint import Progress
+from trivet.orchestrator.checkpoint import RunTotals
 from trivet.orchestrator.counters import FinishedGroup, Tally
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import PolicyVersion, Step, count_tokens
@@ -85,7 +85,7 @@ def flow_metrics(
     }
 
 
-def progress_metrics(progress: Progress, *, version: PolicyVersion) -> dict[str, float]:
+def progress_metrics(progress: RunTotals, *, version: PolicyVersion) -> dict[str, float]:
     return {
         "progress/total_tokens": float(progress.total_tokens),
         "progress/total_samples": float(progress.total_samples),

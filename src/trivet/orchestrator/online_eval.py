@@ -21,7 +21,7 @@ from trivet.durable import remove_directory
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.evaluation.evaluate import evaluate, make_task
-from trivet.evaluation.placement import RunGroup, Servers, run_somewhere
+from trivet.evaluation.placement import PlacementServers, RunOnServer, run_somewhere
 from trivet.evaluation.results import holds_task, read_summary
 from trivet.evaluation.scores import Summary, eval_metrics
 from trivet.orchestrator.waker import Waker
@@ -187,8 +187,8 @@ class OnlineEval:
         *,
         policy: HeldPolicy,
         digest: Callable[[], str],
-        run_group: RunGroup,
-        servers: Servers,
+        run_group: RunOnServer,
+        servers: PlacementServers,
         max_concurrent: int,
         layout: RunLayout,
         telemetry: Telemetry,

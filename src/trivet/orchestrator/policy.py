@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trivet.algorithms.staleness import required_version, target_version
-from trivet.client.server import Policy
+from trivet.client.server import TargetPolicy
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import WaitTimeout, WeightsError
 from trivet.telemetry import progress
@@ -31,11 +31,11 @@ _POLL_S = 0.1
 class PolicyHolders(Protocol):
     """What the watcher needs of the servers. Adapter: `client.server_pool.ServerPool`."""
 
-    async def bring(self, policy: Policy, *, reset: bool = True) -> Policy:
+    async def bring(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
         """Have every server hold `policy`, before the first rollout; returns it with its digest."""
         ...
 
-    async def load(self, policy: Policy) -> None:
+    async def load(self, policy: TargetPolicy) -> None:
         """Returns once at least one server holds `policy` and no other takes rollouts."""
         ...
 
@@ -159,7 +159,7 @@ class PolicyWatcher:
         Raises:
             InferenceError: a server failed, or holds another policy.
         """
-        start = Policy(version=START_VERSION, digest=None, directory=None)
+        start = TargetPolicy(version=START_VERSION, digest=None, directory=None)
         self._loaded(await self._servers.bring(start, reset=reload))
 
     async def load(self, version: PolicyVersion) -> None:
@@ -174,11 +174,11 @@ class PolicyWatcher:
         self._loaded(policy)
         logger.info("policy loaded version=%s seconds=%.2f", version, self.last_load_s)
 
-    def _published(self, version: PolicyVersion) -> Policy:
+    def _published(self, version: PolicyVersion) -> TargetPolicy:
         directory = self._layout.weights_step(version)
-        return Policy(version=version, digest=read_manifest(directory).digest, directory=directory)
+        return TargetPolicy(version=version, digest=read_manifest(directory).digest, directory=directory)
 
-    def _loaded(self, policy: Policy) -> None:
+    def _loaded(self, policy: TargetPolicy) -> None:
         acknowledge(self._layout, READER, policy.version)
         self.version, self.digest = policy.version, policy.digest or ""
         self._on_load(policy.version)

@@ -22,7 +22,7 @@ from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
-from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
+from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
@@ -142,7 +142,7 @@ def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None
 def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> OrchestratorHalf:
     if config.ckpt.resume_step is None:
         return OrchestratorHalf(
-            progress=Progress(),
+            progress=RunTotals(),
             sampler=SamplerState(),
             buffer=BufferState(),
             rollouts_per_example=config.rollouts_per_example,
@@ -154,7 +154,7 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
             f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
         )
     if config.ckpt.skip_progress:
-        half.progress = Progress(step=step)
+        half.progress = RunTotals(step=step)
     logger.info(
         "resumed step=%s ready_groups=%s groups_dispatched_again=%s", step, len(half.buffer.ready), len(half.buffer.in_flight)
     )

@@ -1,4 +1,4 @@
-"""Has a teacher score what the policy sampled, before a finished group becomes ready. Stands around the dispatcher's `RunGroup`.
+"""Has a teacher score what the policy sampled before a finished group becomes ready. Wraps the dispatcher's `RunDrawnGroup`.
 
 consumes: the rollouts of a group; produces: the same, with `teacher_logprobs_T` on every sample that has a loss token
 waits for: the teacher's servers, `client.timeout` a question, `client.wait_for_ready_timeout` while none answers
@@ -19,7 +19,7 @@ from trivet.algorithms.packing import truncate
 from trivet.client.inference_client import InferenceClient
 from trivet.config.sections.teacher import TeacherModelConfig
 from trivet.errors import ConfigError, InferenceError, RolloutFailed
-from trivet.orchestrator.dispatcher import RunGroup
+from trivet.orchestrator.dispatcher import RunDrawnGroup
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.rollouts import Group, Rollout, Sample
 
@@ -155,7 +155,7 @@ class Teacher:
         )
 
 
-def taught(run_group: RunGroup, teacher: Teacher, *, seq_len: int) -> RunGroup:
+def taught(run_group: RunDrawnGroup, teacher: Teacher, *, seq_len: int) -> RunDrawnGroup:
     """`run_group`, whose rollouts the teacher has scored, up to `seq_len` tokens each."""
 
     async def run(draw: Draw, *, base_url: str) -> list[Rollout]:

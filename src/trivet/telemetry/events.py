@@ -32,7 +32,7 @@ _END = b'"}\n'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class ChainLink:
     """The state that a line hands on to the next line of its role."""
 
     chain: bytes = b""
@@ -50,7 +50,7 @@ class SealedLine:
     start: int
     """Bytes of the line before the event: what a full disk left of an earlier one."""
     offset: int
-    link: Link
+    link: ChainLink
 
 
 class EventWriter:
@@ -104,7 +104,7 @@ class EventWriter:
             self._fd = -1
 
 
-def seal(event: bytes, *, offset: int, last: Link, key: bytes | None = None) -> tuple[bytes, Link]:
+def seal(event: bytes, *, offset: int, last: ChainLink, key: bytes | None = None) -> tuple[bytes, ChainLink]:
     """The line for an encoded event, and what it hands on.
 
     Args:
@@ -118,14 +118,14 @@ def seal(event: bytes, *, offset: int, last: Link, key: bytes | None = None) -> 
         signed = line + b'"'
         mac = mac_value(signed, last, key=key)
         line = signed + _MAC + mac
-    return line + _END, Link(chain=chain, mac=mac)
+    return line + _END, ChainLink(chain=chain, mac=mac)
 
 
-def chain_value(content: bytes, last: Link) -> bytes:
+def chain_value(content: bytes, last: ChainLink) -> bytes:
     return xxhash.xxh3_64_hexdigest(last.chain + content).encode()
 
 
-def mac_value(signed: bytes, last: Link, *, key: bytes) -> bytes:
+def mac_value(signed: bytes, last: ChainLink, *, key: bytes) -> bytes:
     return hmac.digest(key, last.mac + signed, "sha256").hex().encode()
 
 
@@ -138,22 +138,22 @@ def take_apart(line: bytes) -> SealedLine | None:
     chain, has_mac, mac = rest[: -len(_END)].partition(b'"' + _MAC)
     signed = b'%s%s%s"' % (content, _CHAIN, chain) if has_mac else b""
     start = max(content.rfind(_FIRST_KEY), 0)
-    link = Link(chain=chain, mac=mac)
+    link = ChainLink(chain=chain, mac=mac)
     return SealedLine(content=content[start:], signed=signed[start:], start=start, offset=int(offset), link=link)
 
 
-def _last_link(path: Path, role: str) -> Link:
+def _last_link(path: Path, role: str) -> ChainLink:
     """Return the state that the last line of `role` in the file handed on."""
     if not path.stat().st_size:
-        return Link()
+        return ChainLink()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         end = content.rfind(b"\n") + 1
         place = content.rfind(b',"role":"%s","attempt":' % role.encode(), 0, end)
         if place < 0:
-            return Link()
+            return ChainLink()
         line = content[content.rfind(b"\n", 0, place) + 1 : content.find(b"\n", place) + 1]
     parts = take_apart(line)
-    return parts.link if parts is not None else Link()
+    return parts.link if parts is not None else ChainLink()
 
 
 def drop_torn_line(path: Path) -> None:

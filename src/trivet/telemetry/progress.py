@@ -25,17 +25,17 @@ import msgspec
 from trivet.config.layout import RunLayout
 from trivet.durable import DECODE_ERRORS, open_regular, replace_file
 from trivet.stacks import show_stacks_on_signal
-from trivet.wire.status import Report, WorkerStatus
+from trivet.wire.status import ProcessReport, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 
 
-class Progress:
+class ProcessProgress:
     """The state that the module's functions change; one per process.
 
-    >>> progress = Progress(clock=time.time)
+    >>> progress = ProcessProgress(clock=time.time)
     >>> progress.begin("loading the model")
     >>> progress.report(role="trainer").activity
     'loading the model'
@@ -83,12 +83,12 @@ class Progress:
     def ask_numbers(self, source: Callable[[], Mapping[str, int]] | None) -> None:
         self._numbers = source
 
-    def report(self, *, role: str, rank: int = 0, num_ranks: int = 1, attempt: int = 1) -> Report:
+    def report(self, *, role: str, rank: int = 0, num_ranks: int = 1, attempt: int = 1) -> ProcessReport:
         workers = list(self._workers()) if self._workers is not None else []
         if self._numbers is not None:
             self.note(**self._numbers())
         with self._lock:
-            return Report(
+            return ProcessReport(
                 role=role,
                 rank=rank,
                 num_ranks=num_ranks,
@@ -100,7 +100,7 @@ class Progress:
             )
 
 
-_progress = Progress()
+_progress = ProcessProgress()
 
 
 def doing(activity: str) -> None:
@@ -162,7 +162,7 @@ def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, 
     threading.Thread(target=write_for_ever, name="progress-reports", daemon=True).start()
 
 
-def read_report(path: Path) -> Report | None:
+def read_report(path: Path) -> ProcessReport | None:
     """What a process said last; None before it said anything.
 
     Raises:
@@ -170,7 +170,7 @@ def read_report(path: Path) -> Report | None:
     """
     try:
         with open_regular(path) as file:
-            return msgspec.json.decode(file.read(), type=Report)
+            return msgspec.json.decode(file.read(), type=ProcessReport)
     except FileNotFoundError:
         return None
     except DECODE_ERRORS as exc:

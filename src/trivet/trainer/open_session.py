@@ -18,7 +18,7 @@ from trivet.config.sections.trainer import TrainingConfig
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.part_writer import HalfWriter
-from trivet.trainer.checkpoint.state import Progress, begin_anew, load_half
+from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_half
 from trivet.trainer.disk_budget import measure_sizes, require_budget
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.performance import model_cost
@@ -91,7 +91,7 @@ def open_session(
     model = learner.model
     if config.model.optim_cpu_offload:
         keep_state_on_host(learner.optimizer, world.device)
-    progress = _resume(config, layout, learner, from_step) if from_step else Progress()
+    progress = _resume(config, layout, learner, from_step) if from_step else TrainerProgress()
     sizes = measure_sizes(model, config)
     telemetry = None
     if world.is_main:
@@ -166,7 +166,7 @@ def _write_stop(telemetry: Telemetry, stop: Stop) -> None:
         telemetry.close()
 
 
-def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> Progress:
+def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> TrainerProgress:
     if learner.world.is_main:
         verify_checkpoint(layout, step)
     barrier(learner.world)

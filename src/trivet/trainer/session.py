@@ -28,7 +28,7 @@ from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.part_writer import HalfWriter
-from trivet.trainer.checkpoint.state import Progress, state_of
+from trivet.trainer.checkpoint.state import TrainerProgress, state_of
 from trivet.trainer.measurement.performance import ModelCost, speed_metrics
 from trivet.trainer.measurement.profiling import Profiler
 from trivet.trainer.model.export import Exporter
@@ -53,7 +53,7 @@ class Session:
     learner: Learner
     exporter: Exporter
     cost: ModelCost
-    progress: Progress
+    progress: TrainerProgress
     telemetry: Telemetry | None
     """On rank 0."""
     from_step: Step

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
 from trivet.trainer.failures import RowOutcome, describe_gradients, describe_rows, explaining_memory, explaining_update_memory
-from trivet.trainer.losses.terms import Loss, Unit
+from trivet.trainer.losses.terms import Loss, LossUnit
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.policy_model import PolicyModel, set_last_row
 from trivet.trainer.model.reference import Reference
@@ -101,7 +101,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
 
 
 def _accumulate(
-    learner: Learner, rows: Sequence[MicroBatch], *, counts: Mapping[Unit, int]
+    learner: Learner, rows: Sequence[MicroBatch], *, counts: Mapping[LossUnit, int]
 ) -> tuple[float, list[dict[str, np.ndarray]], list[RowOutcome]]:
     """Gradients of the step's loss into the parameters; returns the loss, each row's values and what each row came to."""
     world, model = learner.world, learner.model
@@ -140,7 +140,7 @@ class _Computed:
     """Of the loss, by metric name."""
 
 
-def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[Unit, int]) -> _Computed | None:
+def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[LossUnit, int]) -> _Computed | None:
     """Forward and backward of one row; None for a dummy."""
     with explaining_memory(row, chunk_size=learner.model.chunk_size, key_prefix=learner.key_prefix):
         scores = learner.model(row)
@@ -154,14 +154,14 @@ def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[Unit, int]) -
     return _Computed(outcome, {name: values.cpu().numpy() for name, values in row_loss.values.items()})
 
 
-def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[Unit, int]:
+def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[LossUnit, int]:
     num_tokens = sum(int(np.count_nonzero(row.loss_mask_T)) for row in rows)
     if num_tokens == 0:
         raise BatchError(
             f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at seq_len; "
             "look at rollouts/ and raise seq_len or sampling.max_tokens"
         )
-    return {Unit.TOKEN: num_tokens, Unit.SAMPLE: sum(_count_samples(row) for row in rows)}
+    return {LossUnit.TOKEN: num_tokens, LossUnit.SAMPLE: sum(_count_samples(row) for row in rows)}
 
 
 def _count_samples(row: MicroBatch) -> int:

@@ -12,11 +12,11 @@ from trivet.durable import DECODE_ERRORS
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.wire.batches import Batch
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
-from trivet.wire.control import MAGIC, Alive, BatchHeader, Reply, Verdict
+from trivet.wire.control import MAGIC, Alive, BatchHeader, BatchReply, BatchVerdict
 from trivet.wire.versions import Step
 
 Buffer = bytes | memoryview
-HeaderT = TypeVar("HeaderT", BatchHeader, Reply, Alive)
+HeaderT = TypeVar("HeaderT", BatchHeader, BatchReply, Alive)
 
 MAX_FRAME_BYTES = 1 << 20
 """Largest frame. ZeroMQ reads a whole frame before it knows whether the sender has the run's secret, so a connection of a stranger
@@ -35,7 +35,7 @@ class RunKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class BatchMessage:
     header: BatchHeader
     payload: bytes
 
@@ -46,7 +46,7 @@ class Message:
         return [encode(self.header), *(parts or [b""])]
 
 
-def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> Message:
+def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> BatchMessage:
     """
     Raises:
         MessageRefused: the encoded batch is larger than the limit.
@@ -62,7 +62,7 @@ def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> Message:
         num_bytes=len(payload),
         checksum=zlib.crc32(payload),
     )
-    return Message(header=header, payload=payload)
+    return BatchMessage(header=header, payload=payload)
 
 
 def make_alive(key: RunKey, *, acknowledged: Step | None = None) -> bytes:
@@ -106,23 +106,23 @@ def refusal(header: BatchHeader, parts: Sequence[Buffer], *, key: RunKey, max_me
     return None
 
 
-def make_reply(header: BatchHeader, verdict: Verdict, *, reason: str = "") -> bytes:
-    return encode(Reply(step=header.step, checksum=header.checksum, verdict=verdict, reason=reason))
+def make_reply(header: BatchHeader, verdict: BatchVerdict, *, reason: str = "") -> bytes:
+    return encode(BatchReply(step=header.step, checksum=header.checksum, verdict=verdict, reason=reason))
 
 
-def is_acknowledged(frame: Buffer, *, message: Message) -> bool:
+def is_acknowledged(frame: Buffer, *, message: BatchMessage) -> bool:
     """Whether `frame` acknowledges `message`; a late answer to another message does not.
 
     Raises:
         MessageRefused: the receiver refused `message`; carries its reason.
     """
     try:
-        reply = msgspec.msgpack.decode(frame, type=Reply)
+        reply = msgspec.msgpack.decode(frame, type=BatchReply)
     except DECODE_ERRORS:
         return False
     if (reply.step, reply.checksum) != (message.header.step, message.header.checksum):
         return False
-    if reply.verdict is Verdict.REFUSED:
+    if reply.verdict is BatchVerdict.REFUSED:
         raise MessageRefused(f"the trainer refused a message: {reply.reason}")
     return True
 

@@ -14,7 +14,7 @@ from trivet.transport.frames import MAX_REASON_CHARS, Buffer, RunKey, make_reply
 from trivet.transport.repeated import RepeatedWarning
 from trivet.wire.batches import Batch
 from trivet.wire.codec import decode
-from trivet.wire.control import Alive, BatchHeader, Verdict
+from trivet.wire.control import Alive, BatchHeader, BatchVerdict
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class Inbox:
 
     def _acknowledge(self, header: BatchHeader) -> bytes:
         self._unread = header.step
-        return make_reply(header, Verdict.ACKNOWLEDGED)
+        return make_reply(header, BatchVerdict.ACKNOWLEDGED)
 
     def _note_alive(self, alive: Alive) -> None:
         if (alive.run_id, alive.attempt) == (self._key.run_id, self._key.attempt):
@@ -163,7 +163,7 @@ class Inbox:
 
     def _refuse(self, header: BatchHeader, reason: str) -> bytes:
         self._note_refusal(reason)
-        return make_reply(header, Verdict.REFUSED, reason=reason[:MAX_REASON_CHARS])
+        return make_reply(header, BatchVerdict.REFUSED, reason=reason[:MAX_REASON_CHARS])
 
     def _note_refusal(self, reason: str) -> None:
         self._last_refusal = reason[:MAX_REASON_CHARS]

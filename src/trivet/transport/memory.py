@@ -10,7 +10,7 @@ from trivet.transport.inbox import Inbox
 from trivet.wire.batches import Batch
 from trivet.wire.versions import Step
 
-Link = Callable[[Sequence[Buffer]], bytes | None]
+MemoryLink = Callable[[Sequence[Buffer]], bytes | None]
 """Carries frames to the receiver and brings its reply back; a test may lose, repeat or damage either."""
 
 
@@ -19,7 +19,7 @@ class MemoryReceiver:
         self._inbox = Inbox(config, key=RunKey(run_id=run_id, attempt=attempt))
 
     def deliver(self, frames: Sequence[Buffer]) -> bytes | None:
-        """The `Link` that loses nothing."""
+        """The `MemoryLink` that loses nothing."""
         return self._inbox.accept(frames)
 
     def receive(self, step: Step) -> Batch:
@@ -36,7 +36,7 @@ class MemorySender:
     >>> receiver.receive(batch.step)
     """
 
-    def __init__(self, config: TransportConfig, *, run_id: str, attempt: int = 1, link: Link) -> None:
+    def __init__(self, config: TransportConfig, *, run_id: str, attempt: int = 1, link: MemoryLink) -> None:
         self._config = config
         self._key = RunKey(run_id=run_id, attempt=attempt)
         self._link = link

@@ -29,7 +29,7 @@ from trivet.listening import listen
 from trivet.secret import RunSecret
 from trivet.transport.frames import (
     MAX_FRAME_BYTES,
-    Message,
+    BatchMessage,
     RunKey,
     is_acknowledged,
     make_alive,
@@ -193,7 +193,7 @@ class ZmqSender:
             return None
         return f"what listens on {self._config.host}:{self._config.port} does not have this run's secret; {_SAME_SECRET}"
 
-    async def _exchange(self, message: Message, *, until: float) -> bool:
+    async def _exchange(self, message: BatchMessage, *, until: float) -> bool:
         """Send `message` once, if there is a trainer, and read replies; whether it was acknowledged before `until`."""
         try:
             async with asyncio.timeout(until - time.monotonic()):

@@ -36,7 +36,7 @@ class BadQuery(NotServed):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PageAnswer:
     body: bytes
     """JSON; empty when `is_known`."""
     tag: str
@@ -72,7 +72,7 @@ class Api:
             "config": _Route(_config, lambda run, _: [stamp_of(run.layout.configs), stamp_of(run.layout.run_file)]),
         }
 
-    def answer(self, path: str, query: Query, *, known: str) -> Answer:
+    def answer(self, path: str, query: Query, *, known: str) -> PageAnswer:
         """
         Args:
             known: the tag of the answer that whoever asks has; empty when none.
@@ -89,8 +89,8 @@ class Api:
         with run.lock:
             tag = _digest(repr((path, sorted(query.items()), route.stamp(run, query))).encode())
             if tag == known:
-                return Answer(b"", tag, is_known=True)
-            return Answer(msgspec.json.encode(route.answer(run, query)), tag)
+                return PageAnswer(b"", tag, is_known=True)
+            return PageAnswer(msgspec.json.encode(route.answer(run, query)), tag)
 
     def _status(self, run: ViewedRun, _: Query) -> object:
         now = self._clock()
@@ -217,8 +217,8 @@ def _optional(query: Query, name: str) -> int | None:
     return _number(query, name, default=0) if query.get(name) else None
 
 
-def _tagged(body: bytes) -> Answer:
-    return Answer(body, _digest(body))
+def _tagged(body: bytes) -> PageAnswer:
+    return PageAnswer(body, _digest(body))
 
 
 def _digest(data: bytes) -> str:

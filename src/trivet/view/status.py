@@ -12,7 +12,7 @@ from trivet.durable import DECODE_ERRORS, open_regular
 from trivet.errors import ConfigError
 from trivet.launcher.supervision.describe_exit import describe_restart
 from trivet.telemetry.progress import read_report
-from trivet.wire.status import Report, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
+from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
 _OLD_S = 15.0
 """A launcher writes every two seconds, a role every second; what is older than this is said to be old."""
@@ -61,13 +61,13 @@ def read_status(layout: RunLayout) -> RunStatus:
     )
 
 
-def read_reports(layout: RunLayout) -> list[Report]:
+def read_reports(layout: RunLayout) -> list[ProcessReport]:
     """Of every process that has reported in this directory.
 
     Raises:
         ConfigError: a report cannot be read.
     """
-    found: list[Report] = []
+    found: list[ProcessReport] = []
     for path in sorted(layout.reports.glob("*.json")) if layout.reports.is_dir() else []:
         try:
             report = None if path.name.startswith(".") else read_report(path)
@@ -143,7 +143,7 @@ def is_over(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -
     return status.exit_code is not None or (now - status.time > _OLD_S and not (status.pid and is_alive(status.pid)))
 
 
-def _numbers(report: Report) -> Iterator[str]:
+def _numbers(report: ProcessReport) -> Iterator[str]:
     if report.policy_version is not None:
         yield f"policy {report.policy_version} served"
     if report.num_ready is not None:

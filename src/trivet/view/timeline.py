@@ -48,7 +48,7 @@ class Note(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TimelineSpan:
     lane: str
     step: int
     start: float
@@ -72,7 +72,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    spans: list[Span]
+    spans: list[TimelineSpan]
     notes: list[Note]
     shares: list[Share]
     first_step: int
@@ -115,7 +115,7 @@ def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int 
     newest = max((int(table["step"].max()) for table in columns.values() if len(table["step"])), default=0)
     last = newest if last_step is None else min(last_step, newest)
     first = max(1, last - num_steps + 1)
-    spans: list[Span] = []
+    spans: list[TimelineSpan] = []
     shares: list[Share] = []
     for role, table in columns.items():
         shares += _shares(role, table)
@@ -134,44 +134,46 @@ def _read(metrics: RunMetrics, role: str) -> dict[str, np.ndarray]:
     return {"step": file.steps(_STEP_S), "time": file.times(_STEP_S), **columns}
 
 
-def _trainer_spans(table: Mapping[str, np.ndarray]) -> list[Span]:
-    spans: list[Span] = []
+def _trainer_spans(table: Mapping[str, np.ndarray]) -> list[TimelineSpan]:
+    spans: list[TimelineSpan] = []
     for row, step in enumerate(table["step"].tolist()):
         end = float(table["time"][row])
         at = end - float(table[_STEP_S][row])
         for name, (does, waits_for) in _TRAINER_PHASES.items():
             seconds = float(table[name][row])
             if seconds > 0:
-                spans.append(Span(lane="trainer", step=step, start=at, end=at + seconds, does=does, waits_for=waits_for))
+                spans.append(
+                    TimelineSpan(lane="trainer", step=step, start=at, end=at + seconds, does=does, waits_for=waits_for)
+                )
                 at += seconds
         if at < end:
-            spans.append(Span(lane="trainer", step=step, start=at, end=end, does=_OTHER[0], waits_for=_OTHER[1]))
+            spans.append(TimelineSpan(lane="trainer", step=step, start=at, end=end, does=_OTHER[0], waits_for=_OTHER[1]))
     return spans
 
 
-def _orchestrator_spans(table: Mapping[str, np.ndarray]) -> list[Span]:
-    spans: list[Span] = []
+def _orchestrator_spans(table: Mapping[str, np.ndarray]) -> list[TimelineSpan]:
+    spans: list[TimelineSpan] = []
     for row, step in enumerate(table["step"].tolist()):
         end = float(table["time"][row])
         start = end - float(table[_STEP_S][row])
         filled = min(end, start + float(table["time/generate_completions"][row]))
         for begin, until, (does, waits_for) in ((start, filled, _FILLING), (filled, end, _HANDING_OVER)):
-            spans.append(Span(lane="orchestrator", step=step, start=begin, end=until, does=does, waits_for=waits_for))
+            spans.append(TimelineSpan(lane="orchestrator", step=step, start=begin, end=until, does=does, waits_for=waits_for))
     return spans
 
 
-def _load_spans(notes: Sequence[Note], orchestrator: Mapping[str, np.ndarray] | None) -> list[Span]:
+def _load_spans(notes: Sequence[Note], orchestrator: Mapping[str, np.ndarray] | None) -> list[TimelineSpan]:
     """A load is noted when it is done; how long it took is in the orchestrator's step after it."""
     loads = [note for note in notes if note.event == "load" and note.version]
     if orchestrator is None or not len(orchestrator["time"]):
         return []
-    spans: list[Span] = []
+    spans: list[TimelineSpan] = []
     for note in loads:
         row = min(int(np.searchsorted(orchestrator["time"], note.time)), len(orchestrator["time"]) - 1)
         seconds = float(orchestrator["time/update_weights"][row])
         does = f"{_LOADING[0]}: {note.version}"
         spans.append(
-            Span(
+            TimelineSpan(
                 lane="inference",
                 step=note.version or 0,
                 start=note.time - seconds,

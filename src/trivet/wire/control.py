@@ -36,17 +36,17 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     """The batch whose acknowledgement it has just read; None when it has read none since it last said so."""
 
 
-class Verdict(StrEnum):
+class BatchVerdict(StrEnum):
     ACKNOWLEDGED = "acknowledged"
     """The batch is held, or was delivered before."""
     REFUSED = "refused"
     """It will never be accepted; sending it again is useless."""
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class BatchReply(msgspec.Struct, frozen=True, kw_only=True):
     magic: str = MAGIC
     step: Step
     checksum: int
     """Of the batch it answers, so that a late answer is not taken for another's."""
-    verdict: Verdict
+    verdict: BatchVerdict
     reason: str = ""

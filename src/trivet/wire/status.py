@@ -30,7 +30,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one process says about itself, about once a second."""
 
     role: str
@@ -71,7 +71,7 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How it ended: `killed by SIGKILL`."""
     stuck: str = ""
     """Why the watchdog holds it for stuck; empty while it is not."""
-    reports: list[Report] = []
+    reports: list[ProcessReport] = []
     """One, or one for each rank."""
 
 

@@ -33,13 +33,13 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadEnvironment(msgspec.Struct, frozen=True, tag=True):
     """The first order: load the environment."""
 
     settings: HostSettings
 
 
-class RunGroup(msgspec.Struct, frozen=True, tag=True):
+class RunGroupOrder(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     """Handed out by the pool; names the answer."""
     request: GroupRequest
@@ -57,15 +57,15 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
-class Order(msgspec.Struct, frozen=True):
-    body: Load | RunGroup | AskPrompt | Cancel
+class WorkerOrder(msgspec.Struct, frozen=True):
+    body: LoadEnvironment | RunGroupOrder | AskPrompt | Cancel
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class EnvironmentLoaded(msgspec.Struct, frozen=True, tag=True):
     info: EnvironmentInfo
 
 
-class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+class EnvironmentLoadFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
@@ -86,8 +86,8 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Answer(msgspec.Struct, frozen=True):
-    body: Loaded | LoadFailed | GroupDone | PromptFound | CallFailed
+class WorkerAnswer(msgspec.Struct, frozen=True):
+    body: EnvironmentLoaded | EnvironmentLoadFailed | GroupDone | PromptFound | CallFailed
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):

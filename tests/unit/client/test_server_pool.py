@@ -8,7 +8,7 @@ import pytest
 from support.simulated_run import START_DIGEST, SimulatedServer, publish_policies
 from support.virtual_time import run_virtually
 from trivet.client.inference_client import PolicyStatus
-from trivet.client.server import Policy
+from trivet.client.server import TargetPolicy
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.sections.client import ClientConfig, ElasticConfig
@@ -17,7 +17,7 @@ from trivet.weights.manifest import read_manifest
 from trivet.wire.events import Event, Load, ServerDown, ServerUp
 from trivet.wire.versions import PolicyVersion
 
-START = Policy(version=PolicyVersion(0), digest=None, directory=None)
+START = TargetPolicy(version=PolicyVersion(0), digest=None, directory=None)
 A, B = "http://a", "http://b"
 
 
@@ -26,9 +26,9 @@ def layout(tmp_path_factory) -> RunLayout:
     return RunLayout(publish_policies(tmp_path_factory.mktemp("published"), count=3))
 
 
-def policy(layout: RunLayout, version: int) -> Policy:
+def policy(layout: RunLayout, version: int) -> TargetPolicy:
     directory = layout.weights_step(version)
-    return Policy(version=PolicyVersion(version), digest=read_manifest(directory).digest, directory=directory)
+    return TargetPolicy(version=PolicyVersion(version), digest=read_manifest(directory).digest, directory=directory)
 
 
 class Site:

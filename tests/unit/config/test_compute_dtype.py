@@ -6,7 +6,7 @@ import pytest
 
 from trivet.config.compute_dtype import ChosenDtype, choose_dtype, read_choice, record_choice, settle_compute_dtype
 from trivet.config.layout import RunLayout
-from trivet.config.loading.load import Loaded, load_config
+from trivet.config.loading.load import LoadedConfig, load_config
 from trivet.config.sections.base import Section
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.rl import RLConfig
@@ -26,7 +26,7 @@ TURING = Machine(gpus=("0",), num_cpus=2, compute_capabilities=((7, 5),))
 
 def settled(
     kind: type[Section], *argv: str, machine: Machine = AVX2, output_dir: Path, does_record: bool = False
-) -> Loaded[Section]:
+) -> LoadedConfig[Section]:
     loaded = load_config(kind, [*argv, "--output-dir", str(output_dir)], environ={})
     return settle_compute_dtype(loaded, machine=machine, does_record=does_record)
 

@@ -6,7 +6,7 @@ import pytest
 
 from trivet.config.dialects import GPU_COUNTS, IGNORED, REFUSED, RENAMED, SINGLE_VALUES
 from trivet.config.loading.keys import find_key
-from trivet.config.loading.load import Loaded, load_config
+from trivet.config.loading.load import LoadedConfig, load_config
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.model import ActivationCheckpointConfig, CompileConfig
@@ -19,7 +19,7 @@ from trivet.errors import ConfigError
 QUIET = ["--orchestrator.rollouts-per-example", "2", "--max-steps", "10", "--max-model-len", "2048"]
 
 
-def load(*argv: str) -> Loaded[RLConfig]:
+def load(*argv: str) -> LoadedConfig[RLConfig]:
     return load_config(RLConfig, [*QUIET, *argv], environ={})
 
 

@@ -11,7 +11,7 @@ from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.online_eval import EvalEnvConfig, OnlineEvalConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
-from trivet.evaluation.origin import Origin, read_origin, require_free_servers
+from trivet.evaluation.origin import PolicyOrigin, read_origin, require_free_servers
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def test_what_a_run_evaluates_itself_on_comes_before_what_it_trains_on(layout):
 
 def test_fine_tuning_tells_its_model(layout):
     (layout.configs / "trainer.toml").write_text('max_steps = 7\n[model]\nname = "some/model"\n')
-    assert read_origin(layout.weights) == Origin(model_name="some/model", max_steps=7)
+    assert read_origin(layout.weights) == PolicyOrigin(model_name="some/model", max_steps=7)
 
 
 def test_nothing_is_known_of_weights_without_a_run_or_of_a_configuration_of_another_version(layout, caplog):
-    assert read_origin(layout.weights) == read_origin(None) == Origin()
+    assert read_origin(layout.weights) == read_origin(None) == PolicyOrigin()
     (layout.configs / "orchestrator.toml").write_text("a_key_of_tomorrow = 1\n")
-    assert read_origin(layout.weights) == Origin()
+    assert read_origin(layout.weights) == PolicyOrigin()
     assert "is of another version and is not used" in caplog.text
 
 

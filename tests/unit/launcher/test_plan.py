@@ -12,14 +12,14 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import ConfigError
-from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan, share_gpus
+from trivet.launcher.plan import Ports, ProcessSpec, RunPlan, plan, share_gpus
 from trivet.machine import Machine
 
 CONFIGS = Path("outputs/configs")
 LAPTOP = Machine(gpus=(), num_cpus=2)
 
 
-def make_plan(config: RLConfig | None = None, *, num_gpus: int = 0, ports: Ports | None = None, **changes: Any) -> Plan:
+def make_plan(config: RLConfig | None = None, *, num_gpus: int = 0, ports: Ports | None = None, **changes: Any) -> RunPlan:
     return plan(
         config or RLConfig.model_validate(changes),
         machine=Machine(gpus=tuple(map(str, range(num_gpus))), num_cpus=8),
@@ -30,23 +30,23 @@ def make_plan(config: RLConfig | None = None, *, num_gpus: int = 0, ports: Ports
     )
 
 
-def process(planned: Plan, name: str) -> ProcessSpec:
+def process(planned: RunPlan, name: str) -> ProcessSpec:
     return next(spec for spec in planned.processes if spec.name == name)
 
 
-def inference_config(planned: Plan) -> InferenceConfig:
+def inference_config(planned: RunPlan) -> InferenceConfig:
     section = planned.configs[CONFIGS / "inference.toml"]
     assert isinstance(section, InferenceConfig)
     return section
 
 
-def orchestrator_config(planned: Plan) -> OrchestratorConfig:
+def orchestrator_config(planned: RunPlan) -> OrchestratorConfig:
     section = planned.configs[CONFIGS / "orchestrator.toml"]
     assert isinstance(section, OrchestratorConfig)
     return section
 
 
-def trainer_config(planned: Plan) -> TrainerConfig:
+def trainer_config(planned: RunPlan) -> TrainerConfig:
     section = planned.configs[CONFIGS / "trainer.toml"]
     assert isinstance(section, TrainerConfig)
     return section

@@ -7,7 +7,7 @@ import pty
 from collections.abc import Callable
 
 from trivet.launcher.terminal import Terminal, finished_step, waiting_words
-from trivet.wire.status import Report, RoleState, RoleStatus, RunState, RunStatus
+from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus
 from trivet.wire.versions import Step
 
 STEP_LINE = "12:00:00 trainer SUCCESS Step 3 | Time: 1.99s | Loss: [0.0123] " + "x" * 200
@@ -60,13 +60,13 @@ def test_once_closed_a_terminal_gets_plain_lines() -> None:
     assert on_a_terminal(use).endswith("done\r\n")
 
 
-def _status(*reports: Report) -> RunStatus:
+def _status(*reports: ProcessReport) -> RunStatus:
     roles = [RoleStatus(name=report.role, state=RoleState.RUNNING, pid=1, reports=[report]) for report in reports]
     return RunStatus(run_id="r", attempt=1, pid=1, state=RunState.RUNNING, started=0.0, time=0.0, roles=roles)
 
 
-def _report(role: str, activity: str, *, step: int = 0, waits_for: str = "") -> Report:
-    return Report(role=role, pid=1, time=0.0, since=0.0, activity=activity, step=Step(step), waits_for=waits_for)
+def _report(role: str, activity: str, *, step: int = 0, waits_for: str = "") -> ProcessReport:
+    return ProcessReport(role=role, pid=1, time=0.0, since=0.0, activity=activity, step=Step(step), waits_for=waits_for)
 
 
 def test_the_words_name_what_the_run_hangs_on() -> None:

@@ -13,7 +13,7 @@ from trivet.config.sections.curriculum import BufferConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half, read_owed, write_half
+from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, read_half, read_owed, write_half
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.wire.codec import encode
 from trivet.wire.versions import Step
@@ -31,7 +31,7 @@ def make_half() -> OrchestratorHalf:
     assert draw is not None
     sampler.finished(make_group(draw.group_id, (1.0, 1.0)), draw, step=Step(3))
     buffer = BufferState(ready=[make_group(4)], in_flight=[make_draw(5, step=3)])
-    return OrchestratorHalf(progress=Progress(step=Step(3)), sampler=sampler.snapshot(), buffer=buffer, rollouts_per_example=2)
+    return OrchestratorHalf(progress=RunTotals(step=Step(3)), sampler=sampler.snapshot(), buffer=buffer, rollouts_per_example=2)
 
 
 def written(layout: RunLayout, half: OrchestratorHalf) -> Path:
@@ -68,7 +68,7 @@ def test_a_half_of_another_schema_says_so(layout: RunLayout, schema: int | None)
         read_half(layout, Step(3), rollouts_per_example=2)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x93not a half", encode(Progress())])
+@pytest.mark.parametrize("damage", [b"", b"\x93not a half", encode(RunTotals())])
 def test_a_damaged_half_is_refused_without_a_traceback(layout: RunLayout, damage: bytes) -> None:
     path = written(layout, make_half())
     path.write_bytes(damage)

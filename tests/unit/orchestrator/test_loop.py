@@ -19,7 +19,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
-from trivet.orchestrator.checkpoint import OrchestratorHalf, Progress, read_half
+from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
@@ -32,7 +32,7 @@ from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
 EXAMPLES = {"toy": [f"hash-{index}" for index in range(11)]}
-FRESH = OrchestratorHalf(progress=Progress(), sampler=SamplerState(), buffer=BufferState(), rollouts_per_example=2)
+FRESH = OrchestratorHalf(progress=RunTotals(), sampler=SamplerState(), buffer=BufferState(), rollouts_per_example=2)
 
 
 class IdleWatcher:

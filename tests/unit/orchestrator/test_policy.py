@@ -6,7 +6,7 @@ import pytest
 
 from support.fake_servers import FakeServers
 from support.virtual_time import run_virtually
-from trivet.client.server import Policy
+from trivet.client.server import TargetPolicy
 from trivet.config.layout import RunLayout
 from trivet.errors import WaitTimeout
 from trivet.faults import damage
@@ -127,7 +127,7 @@ def test_a_pin_longer_than_the_deadline_is_not_taken_for_a_trainer_that_hangs(la
 
 def test_a_pin_waits_for_a_load_in_progress_and_holds_what_it_brought(layout):
     class SlowServers(FakeServers):
-        async def load(self, policy: Policy) -> None:
+        async def load(self, policy: TargetPolicy) -> None:
             await asyncio.sleep(10)
             await super().load(policy)
 
@@ -159,7 +159,7 @@ def test_a_fresh_run_starts_from_the_start_model_and_says_so_to_whoever_removes_
     async def scenario() -> None:
         servers = FakeServers()
         await make_watcher(layout, servers).start_from_base(reload=True)
-        assert servers.loaded == [Policy(version=PolicyVersion(0), digest=None, directory=None)]
+        assert servers.loaded == [TargetPolicy(version=PolicyVersion(0), digest=None, directory=None)]
         assert reader_versions(layout) == {READER: 0}
 
     run_virtually(scenario(), limit_s=10)

@@ -7,8 +7,8 @@ import pytest
 
 from support.chaos import ALL_FAULTS, FIRST_STEP, Outcome, Survived, draw_schedule, last_step
 from support.scripts import load_script
-from trivet.faults import POINTS, Action
-from trivet.history.check import Report
+from trivet.faults import POINTS, FaultAction
+from trivet.history.check import CheckReport
 from trivet.history.groups import GroupCounts, Owed
 
 script = load_script("chaos")
@@ -34,7 +34,7 @@ def test_each_fault_has_a_step_of_its_own_and_the_run_goes_on_after_the_last():
 
 def test_every_point_of_the_step_is_struck_and_every_kind_of_fault_comes():
     assert {planned.fault.point for planned in ALL_FAULTS} == POINTS
-    assert {planned.fault.action for planned in ALL_FAULTS} == set(Action)
+    assert {planned.fault.action for planned in ALL_FAULTS} == set(FaultAction)
     assert {planned.victim for planned in ALL_FAULTS} == {"", "launcher", "inference", "env_worker"}
 
 
@@ -54,8 +54,8 @@ def test_the_summary_counts_kinds_and_says_how_long_each_part_took_to_come_back(
     assert (summary["seconds"], summary["launches"], summary["steps"]) == (100.0, 2, 12)
 
 
-def make_report() -> Report:
-    return Report(
+def make_report() -> CheckReport:
+    return CheckReport(
         run_id="run",
         num_events=1,
         num_checks=1,

@@ -9,8 +9,8 @@ import pytest
 from support.processes import wait_until
 from trivet.config.layout import RunLayout
 from trivet.telemetry import progress
-from trivet.telemetry.progress import Progress
-from trivet.wire.status import Report, WorkerStatus
+from trivet.telemetry.progress import ProcessProgress
+from trivet.wire.status import ProcessReport, WorkerStatus
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 
 def test_an_activity_is_reported_with_its_beginning() -> None:
     clock = Clock()
-    told = Progress(clock=clock)
+    told = ProcessProgress(clock=clock)
     told.begin("training step 3")
     clock.now = 107.0
     report = told.report(role="trainer")
@@ -31,7 +31,7 @@ def test_an_activity_is_reported_with_its_beginning() -> None:
 
 def test_after_a_wait_the_process_does_what_it_did_before() -> None:
     clock = Clock()
-    told = Progress(clock=clock)
+    told = ProcessProgress(clock=clock)
     told.begin("training step 3")
     clock.now = 105.0
     with told.waiting("batch 4", waits_for="orchestrator"):
@@ -42,7 +42,7 @@ def test_after_a_wait_the_process_does_what_it_did_before() -> None:
 
 
 def test_a_wait_that_fails_ends_too() -> None:
-    told = Progress()
+    told = ProcessProgress()
     told.begin("training step 3")
     with pytest.raises(RuntimeError), told.waiting("batch 4", waits_for="orchestrator"):
         raise RuntimeError
@@ -50,7 +50,7 @@ def test_a_wait_that_fails_ends_too() -> None:
 
 
 def test_numbers_and_workers_are_part_of_the_report() -> None:
-    told = Progress()
+    told = ProcessProgress()
     told.note(step=4, num_ready=2)
     told.ask_workers(lambda: [WorkerStatus(env="x", pid=1)])
     report = told.report(role="orchestrator", attempt=3)
@@ -63,11 +63,11 @@ def test_reports_are_written_at_once_and_again(tmp_path: Path, monkeypatch: pyte
     layout = RunLayout(tmp_path)
     path = layout.report_file("trainer", 1)
     progress.start_reports(layout, role="trainer", attempt=2, rank=1, num_ranks=2)
-    first = msgspec.json.decode(path.read_bytes(), type=Report)
+    first = msgspec.json.decode(path.read_bytes(), type=ProcessReport)
     assert (first.rank, first.num_ranks, first.attempt) == (1, 2, 2)
     progress.doing("training step 9")
     wait_until(
-        lambda: msgspec.json.decode(path.read_bytes(), type=Report).activity == "training step 9",
+        lambda: msgspec.json.decode(path.read_bytes(), type=ProcessReport).activity == "training step 9",
         timeout_s=5,
         waiting_for="a second report",
     )

@@ -12,7 +12,7 @@ from trivet.config.sections.shared import EventsConfig, RunIdentity, WandbConfig
 from trivet.secret import SECRET_FILE, read_secret
 from trivet.telemetry.console import conversation_text
 from trivet.telemetry.event_key import PURPOSE
-from trivet.telemetry.events import EventWriter, Link, chain_value, mac_value, num_complete_bytes, read_events, take_apart
+from trivet.telemetry.events import ChainLink, EventWriter, chain_value, mac_value, num_complete_bytes, read_events, take_apart
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import (
     AnyEvent,
@@ -91,7 +91,7 @@ def test_every_event_reads_back_as_it_was_written(layout):
 
 def links(path, role, *, key=None):
     """Verifies the lines of `role` in the file, and returns how many there are."""
-    last, place, count = Link(), 0, 0
+    last, place, count = ChainLink(), 0, 0
     for line in path.read_bytes().splitlines(keepends=True):
         if json.loads(line)["role"] == role:
             parts = take_apart(line)

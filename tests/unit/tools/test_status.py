@@ -10,17 +10,17 @@ import pytest
 from trivet.config.layout import RunLayout
 from trivet.tools.cli import main
 from trivet.view.status import describe_role, describe_run, read_status
-from trivet.wire.status import Report, RestartRecord, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
+from trivet.wire.status import ProcessReport, RestartRecord, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 from trivet.wire.versions import PolicyVersion, Step
 
 NOW = 10_000.0
 
 
-def report(role: str, **fields: object) -> Report:
-    return Report(**{"role": role, "pid": 7, "time": NOW, "since": NOW, **fields})  # type: ignore[arg-type]  # of several types
+def report(role: str, **fields: object) -> ProcessReport:
+    return ProcessReport(**{"role": role, "pid": 7, "time": NOW, "since": NOW, **fields})  # type: ignore[arg-type]  # of several types
 
 
-def role(name: str, *reports: Report, **fields: object) -> RoleStatus:
+def role(name: str, *reports: ProcessReport, **fields: object) -> RoleStatus:
     return RoleStatus(**{"name": name, "state": RoleState.RUNNING, "pid": 7, "reports": list(reports), **fields})  # type: ignore[arg-type]  # of several types
 
 

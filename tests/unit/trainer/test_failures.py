@@ -13,7 +13,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.errors import DiskFull, Diverged, OutOfMemory
 from trivet.trainer.failures import explaining_memory, explaining_update_memory, naming_last_weights
-from trivet.trainer.losses.terms import RowLoss, Unit
+from trivet.trainer.losses.terms import LossUnit, RowLoss
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 from trivet.wire.versions import Step
@@ -42,7 +42,7 @@ def test_a_loss_that_is_not_finite_names_the_sample_and_what_is_special(tiny_mod
 def test_gradients_that_are_not_finite_name_their_parameters(tiny_model: Path, make_learner, oracle) -> None:
     learner = make_learner(tiny_model, lr=1.0)
     # Its value is 0, and its slope 0 times infinity.
-    learner.loss = lambda scores, _: RowLoss({Unit.TOKEN: (scores.logprobs_N * 0.0).square().sum().sqrt()}, {})
+    learner.loss = lambda scores, _: RowLoss({LossUnit.TOKEN: (scores.logprobs_N * 0.0).square().sum().sqrt()}, {})
     before = [parameter.detach().clone() for parameter in learner.model.parameters()]
     row = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
     with pytest.raises(Diverged, match=r"the gradient norm of step 2 is nan \(model\.embed_tokens\.weight; .*, and \d+ more\)"):

@@ -12,7 +12,7 @@ from trivet.errors import ConfigError
 from trivet.trainer.attention.packed import Segments
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.select import make_policy_loss
-from trivet.trainer.losses.terms import Unit
+from trivet.trainer.losses.terms import LossUnit
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
@@ -45,7 +45,7 @@ def make_row(sampler, advantages, reference=None, teacher=None) -> RowTensors:
 
 
 def total(row_loss, *, num_tokens, num_samples) -> torch.Tensor:
-    counts = {Unit.TOKEN: num_tokens, Unit.SAMPLE: num_samples}
+    counts = {LossUnit.TOKEN: num_tokens, LossUnit.SAMPLE: num_samples}
     return torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
 
 
@@ -316,7 +316,7 @@ def test_a_teacher_that_says_what_the_policy_says_changes_nothing():
     logprobs = torch.tensor([-0.5, -1.5], dtype=torch.float64, requires_grad=True)
     scores = TokenScores(logprobs, torch.zeros_like(logprobs))
     row = make_row([[-0.6, -1.4]], [0.4], teacher=[logprobs.tolist()])
-    losses = [make_policy_loss(parse({"teacher_tau": tau}))(scores, row).terms[Unit.TOKEN].item() for tau in (0.0, 3.0)]
+    losses = [make_policy_loss(parse({"teacher_tau": tau}))(scores, row).terms[LossUnit.TOKEN].item() for tau in (0.0, 3.0)]
     assert losses[0] == losses[1] != 0.0
 
 

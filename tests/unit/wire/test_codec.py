@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trivet.errors import MessageRefused
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.codec import decode, encode
-from trivet.wire.control import BatchHeader, Reply, Verdict
+from trivet.wire.control import BatchHeader, BatchReply, BatchVerdict
 from trivet.wire.rollouts import Group, Rollout, Sample
 from trivet.wire.versions import VersionRun
 
@@ -135,12 +135,12 @@ def test_what_is_neither_array_nor_struct_is_not_written():
 
 def test_a_message_of_another_kind_is_refused_with_both_names():
     with pytest.raises(MessageRefused, match="are not a Batch of schema 1"):
-        decode(encode(Reply(step=1, checksum=2, verdict=Verdict.REFUSED)), Batch)
+        decode(encode(BatchReply(step=1, checksum=2, verdict=BatchVerdict.REFUSED)), Batch)
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(data):
-    for kind in (Batch, Group, BatchHeader, Reply):
+    for kind in (Batch, Group, BatchHeader, BatchReply):
         with pytest.raises(MessageRefused):
             decode(data, kind)
 

@@ -34,7 +34,7 @@ class Shape(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class ConfigKey:
     shape: Shape
     sections: tuple[type[Section], ...] = ()
     """Of a section or a list of them; several when a `type` key chooses."""
@@ -56,14 +56,14 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def find_key(kind: type[Section], path: KeyPath) -> Key | None:
+def find_key(kind: type[Section], path: KeyPath) -> ConfigKey | None:
     """What `kind` has at `path`, or None. A list of sections may be entered with or without an index."""
-    key = Key(shape=Shape.SECTION, sections=(kind,))
+    key = ConfigKey(shape=Shape.SECTION, sections=(kind,))
     for part in path:
         if key.shape is Shape.TABLE:
-            return Key(shape=Shape.VALUE)
+            return ConfigKey(shape=Shape.VALUE)
         if key.shape is Shape.SECTION_LIST:
-            key = Key(shape=Shape.SECTION, sections=key.sections)
+            key = ConfigKey(shape=Shape.SECTION, sections=key.sections)
             if isinstance(part, int) or part.isdecimal():
                 continue
         if key.shape is not Shape.SECTION:
@@ -75,7 +75,7 @@ def find_key(kind: type[Section], path: KeyPath) -> Key | None:
     return key
 
 
-def all_keys(kind: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Key]]:
+def all_keys(kind: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, ConfigKey]]:
     """Every key of `kind`, sections before what they hold, in the order of the models."""
     for name, field in kind.model_fields.items():
         key = key_of(field)
@@ -121,23 +121,23 @@ def _names_in(kind: type[Section], parent: KeyPath) -> list[str]:
     return [name for section in key.sections for name in section.model_fields] if key else []
 
 
-def key_of(field: FieldInfo) -> Key:
+def key_of(field: FieldInfo) -> ConfigKey:
     """What a field of a model is."""
     choices = [member for member in members(field.annotation) if member is not type(None)]
     sections = tuple(member for member in choices if isinstance(member, type) and issubclass(member, Section))
     if sections:
-        return Key(shape=Shape.SECTION, sections=sections, field=field)
+        return ConfigKey(shape=Shape.SECTION, sections=sections, field=field)
     member = choices[0]
     if get_origin(member) is list:
         (item,) = get_args(member)
         if isinstance(item, type) and issubclass(item, Section):
-            return Key(shape=Shape.SECTION_LIST, sections=(item,), field=field)
-        return Key(shape=Shape.LIST, field=field)
+            return ConfigKey(shape=Shape.SECTION_LIST, sections=(item,), field=field)
+        return ConfigKey(shape=Shape.LIST, field=field)
     if get_origin(member) is dict:
-        return Key(shape=Shape.TABLE, field=field)
+        return ConfigKey(shape=Shape.TABLE, field=field)
     if bool in choices:
-        return Key(shape=Shape.BOOL if len(choices) == 1 else Shape.BOOL_OR_VALUE, field=field)
-    return Key(shape=Shape.VALUE, field=field)
+        return ConfigKey(shape=Shape.BOOL if len(choices) == 1 else Shape.BOOL_OR_VALUE, field=field)
+    return ConfigKey(shape=Shape.VALUE, field=field)
 
 
 def members(annotation: Any) -> list[Any]:

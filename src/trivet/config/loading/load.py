@@ -72,7 +72,7 @@ _EXPECTED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded(Generic[SectionT]):
+class LoadedConfig(Generic[SectionT]):
     """A configuration, where each of its values came from, and what the user should be told once."""
 
     config: SectionT
@@ -83,7 +83,7 @@ class Loaded(Generic[SectionT]):
 
 def load_config(
     kind: type[SectionT], argv: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
-) -> Loaded[SectionT]:
+) -> LoadedConfig[SectionT]:
     """Load a `kind` from the words after the command's name.
 
     Args:
@@ -99,7 +99,7 @@ def load_config(
 
 def load_arguments(
     kind: type[SectionT], arguments: Arguments, findings: Findings, *, environ: Mapping[str, str]
-) -> Loaded[SectionT]:
+) -> LoadedConfig[SectionT]:
     """Like `load_config`, from arguments already parsed, whose problems `findings` holds."""
     sources = [environment_entries(kind, environ)]
     is_whole = not findings.problems
@@ -115,7 +115,7 @@ def load_arguments(
 
 def load_sources(
     kind: type[SectionT], sources: Sequence[Sequence[Entry]], findings: Findings, *, is_whole: bool = True
-) -> Loaded[SectionT]:
+) -> LoadedConfig[SectionT]:
     """Like `load_config`, from values already read.
 
     Args:
@@ -136,7 +136,7 @@ def load_sources(
         check(config, findings)
     findings.raise_problems()
     assert config is not None
-    return Loaded(config=config, origins=draft.origins(), notices=tuple(findings.notices))
+    return LoadedConfig(config=config, origins=draft.origins(), notices=tuple(findings.notices))
 
 
 def _spell_as_today(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:

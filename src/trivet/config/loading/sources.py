@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from trivet.config.layout import SECRET_FILE
 from trivet.config.loading.arguments import FlagArgument
 from trivet.config.loading.findings import Findings
-from trivet.config.loading.keys import Key, Shape, as_list, as_table, find_key
+from trivet.config.loading.keys import ConfigKey, Shape, as_list, as_table, find_key
 from trivet.config.loading.origins import Draft, Node, Tree, annotate
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.loading.user_values import MAX_DEPTH, parse_json, read_toml_file, require_limits
@@ -159,7 +159,7 @@ class _LayerSource(PydanticBaseSettingsSource):
         return dict(self._layer)
 
 
-def decode(key: Key, text: str) -> object:
+def decode(key: ConfigKey, text: str) -> object:
     """Text of a flag or variable as a value for `key`; a scalar stays text, which validation converts.
 
     Raises:
@@ -225,7 +225,7 @@ def _insert(kind: type[Section], tree: Tree, entry: Entry, *, below: Sequence[Tr
         table[last] = annotate(entry.value, entry.origin)
 
 
-def _editable_list(key: Key, table: Tree, path: tuple[str, ...], *, below: Sequence[Tree]) -> list[Node]:
+def _editable_list(key: ConfigKey, table: Tree, path: tuple[str, ...], *, below: Sequence[Tree]) -> list[Node]:
     present = table.get(path[-1])
     if not isinstance(present, list):
         lower = next((node for layer in reversed(below) if (node := Draft(layer).find(".".join(path))) is not None), None)

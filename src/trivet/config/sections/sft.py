@@ -89,7 +89,7 @@ class ValDataConfig(ConversationsConfig):
     """As in data.name. Never trained on."""
 
 
-class ValConfig(Section):
+class SftValConfig(Section):
     """Held-out loss: the mean over every token of the set that its loss mask selects, without dropout."""
 
     interval: int = Field(default=50, ge=1)
@@ -103,7 +103,7 @@ class SftConfig(TrainingConfig):
     """`uv run sft @ sft.toml`. Without max_steps every row of the data is seen once."""
 
     data: DataConfig = SftDataConfig()
-    val: ValConfig | None = None
+    val: SftValConfig | None = None
     """Unset: nothing is held out."""
     num_ranks: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Processes; unset: one per visible GPU, one on the CPU."""

@@ -23,7 +23,7 @@ _MAX_SOURCE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class PackageOrigin:
     """The origin of an installed package, as its `direct_url.json` (PEP 610) records it."""
 
     kind: str
@@ -46,7 +46,7 @@ class EnvironmentPackage:
     version: str
     module: str
     """What is imported; its name with dashes is the `id` in a configuration."""
-    origin: Origin
+    origin: PackageOrigin
     required_by: tuple[str, ...] = ()
     """Other environments that require it."""
 
@@ -72,21 +72,21 @@ def find_environments(installed: InstalledPackages | None = None) -> list[Enviro
     return environments
 
 
-def read_origin(direct_url: str | None) -> Origin:
+def read_origin(direct_url: str | None) -> PackageOrigin:
     """Read the text of a `direct_url.json`. An installer writes none for what it took from an index."""
     if not direct_url:
-        return Origin(kind="index")
+        return PackageOrigin(kind="index")
     content = json.loads(direct_url)
     parts = urlsplit(str(content.get("url", "")))
     # An address may carry a password before the @: it must not be printed.
     location = unquote(parts.path) if parts.scheme == "file" else f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
     if "dir_info" in content:
         is_editable = content["dir_info"].get("editable", False)
-        return Origin(kind="editable" if is_editable else "directory", location=location)
+        return PackageOrigin(kind="editable" if is_editable else "directory", location=location)
     if "vcs_info" in content:
         vcs = content["vcs_info"]
-        return Origin(kind=str(vcs.get("vcs", "git")), location=f"{location}@{str(vcs.get('commit_id', ''))[:12]}")
-    return Origin(kind="wheel" if location.endswith(".whl") else "archive", location=location)
+        return PackageOrigin(kind=str(vcs.get("vcs", "git")), location=f"{location}@{str(vcs.get('commit_id', ''))[:12]}")
+    return PackageOrigin(kind="wheel" if location.endswith(".whl") else "archive", location=location)
 
 
 def names_loader(source: str) -> bool:

@@ -27,19 +27,19 @@ from trivet.stacks import show_stacks_on_signal, show_tasks_on_signal
 from trivet.wire.codec import encode
 from trivet.wire.workers import (
     PULSE_INTERVAL_S,
-    Answer,
     AskPrompt,
     CallFailed,
     Cancel,
+    EnvironmentLoaded,
+    EnvironmentLoadFailed,
     GroupDone,
     HostSettings,
-    Load,
-    Loaded,
-    LoadFailed,
-    Order,
+    LoadEnvironment,
     PromptFound,
     Pulse,
-    RunGroup,
+    RunGroupOrder,
+    WorkerAnswer,
+    WorkerOrder,
 )
 
 if TYPE_CHECKING:
@@ -62,26 +62,26 @@ class Worker:
     async def serve(self, sock: socket.socket) -> None:
         show_tasks_on_signal()
         channel = await Channel.open(sock)
-        await channel.send(Answer(body=Loaded(info=self._host.info)))
+        await channel.send(WorkerAnswer(body=EnvironmentLoaded(info=self._host.info)))
         async with asyncio.TaskGroup() as tasks:
             measuring = tasks.create_task(self._lag.run(), name="loop-lag")
-            while (order := await channel.receive(Order)) is not None:
+            while (order := await channel.receive(WorkerOrder)) is not None:
                 match order.body:
-                    case RunGroup() | AskPrompt() as asked:
+                    case RunGroupOrder() | AskPrompt() as asked:
                         task = tasks.create_task(self._answer(asked, channel), name=f"call-{asked.call_id}")
                         self._running[asked.call_id] = task
                         task.add_done_callback(lambda _, call_id=asked.call_id: self._running.pop(call_id))
                     case Cancel(call_id=call_id):
                         if (task := self._running.get(call_id)) is not None:
                             task.cancel()
-                    case Load():
+                    case LoadEnvironment():
                         raise MessageRefused("a second environment was sent to a worker that has one")
             self._leave_if_forked()
             for task in [measuring, *self._running.values()]:
                 task.cancel()
         await self._host.aclose()
 
-    async def _answer(self, asked: RunGroup | AskPrompt, channel: Channel) -> None:
+    async def _answer(self, asked: RunGroupOrder | AskPrompt, channel: Channel) -> None:
         try:
             answer = await self._carry_out(asked)
             self._leave_if_forked()
@@ -97,22 +97,22 @@ class Worker:
         if os.getpid() != self._pid:
             os._exit(0)
 
-    async def _carry_out(self, asked: RunGroup | AskPrompt) -> Answer:
+    async def _carry_out(self, asked: RunGroupOrder | AskPrompt) -> WorkerAnswer:
         try:
             if isinstance(asked, AskPrompt):
                 messages = self._host.prompt(split=asked.split, example_id=asked.example_id)
-                return Answer(body=PromptFound(call_id=asked.call_id, messages=messages))
-            return Answer(body=GroupDone(call_id=asked.call_id, rollouts=await self._host.run_group(asked.request)))
+                return WorkerAnswer(body=PromptFound(call_id=asked.call_id, messages=messages))
+            return WorkerAnswer(body=GroupDone(call_id=asked.call_id, rollouts=await self._host.run_group(asked.request)))
         except (Exception, SystemExit, KeyboardInterrupt) as exc:  # the user's code costs its own group alone
             if not isinstance(exc, RolloutFailed):
                 logger.exception("call failed env=%s", self._host.name)
             return _failure(asked.call_id, exc)
 
 
-def _failure(call_id: int, error: BaseException) -> Answer:
+def _failure(call_id: int, error: BaseException) -> WorkerAnswer:
     kind = error.kind if isinstance(error, RolloutFailed) else type(error).__name__
     said = str(error) if isinstance(error, RolloutFailed) else f"{kind}: {error}"
-    return Answer(body=CallFailed(call_id=call_id, kind=printable(kind), message=printable(said)))
+    return WorkerAnswer(body=CallFailed(call_id=call_id, kind=printable(kind), message=printable(said)))
 
 
 def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
@@ -152,10 +152,10 @@ def detach_on_fork(selector: selectors.BaseSelector, *descriptors: int) -> None:
 
 
 def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
-    order = receive_blocking(sock, Order)
+    order = receive_blocking(sock, WorkerOrder)
     if order is None:
         return 0
-    if not isinstance(order.body, Load):
+    if not isinstance(order.body, LoadEnvironment):
         raise MessageRefused(f"the first order to a worker is to load an environment, not {type(order.body).__name__}")
     settings = order.body.settings
     _set_up_logging(settings)
@@ -167,7 +167,7 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     except EnvironmentLoadError as exc:
         message = f"{exc}{traceback_tail(exc, settings.args)}"
         print(message, file=sys.stderr)  # noqa: T201
-        sock.sendall(pack_message(Answer(body=LoadFailed(message=message))))
+        sock.sendall(pack_message(WorkerAnswer(body=EnvironmentLoadFailed(message=message))))
         return exc.exit_code
     logger.info("environment loaded env=%s examples=%s pid=%s", settings.name, host.info.num_examples, os.getpid())
     lag = LoopLag()

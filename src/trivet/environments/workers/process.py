@@ -20,19 +20,19 @@ from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 from trivet.wire.workers import (
     PULSE_INTERVAL_S,
-    Answer,
     AskPrompt,
     CallFailed,
     Cancel,
+    EnvironmentLoaded,
+    EnvironmentLoadFailed,
     GroupDone,
     HostSettings,
-    Load,
-    Loaded,
-    LoadFailed,
-    Order,
+    LoadEnvironment,
     PromptFound,
     Pulse,
-    RunGroup,
+    RunGroupOrder,
+    WorkerAnswer,
+    WorkerOrder,
 )
 
 _PULSE_BYTES = 65_536
@@ -107,7 +107,7 @@ class WorkerProcess:
             log_offset = output.tell()
         channel = await Channel.open(ours)
         worker = cls(process, channel, pulses, name=settings.name, log=log, log_offset=log_offset, clock=clock)
-        channel.post(Order(body=Load(settings=settings)))
+        channel.post(WorkerOrder(body=LoadEnvironment(settings=settings)))
         return worker
 
     @property
@@ -141,7 +141,7 @@ class WorkerProcess:
             RolloutFailed: as the worker says.
             WorkerLost: it ended first.
         """
-        return (await self._call(lambda call_id: RunGroup(call_id=call_id, request=request))).rollouts
+        return (await self._call(lambda call_id: RunGroupOrder(call_id=call_id, request=request))).rollouts
 
     async def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
         """
@@ -218,16 +218,16 @@ class WorkerProcess:
         shown = lines[-_LOG_TAIL_LINES:]
         return "\n  ".join([f" Last lines of {self._log}:", *shown]) if shown else ""
 
-    async def _call(self, make: Callable[[int], RunGroup | AskPrompt]) -> Any:
+    async def _call(self, make: Callable[[int], RunGroupOrder | AskPrompt]) -> Any:
         if self._ended.is_set():
             raise WorkerLost(self._lost())
         call_id, self._next_call = self._next_call, self._next_call + 1
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._channel.post(Order(body=make(call_id)))
+            self._channel.post(WorkerOrder(body=make(call_id)))
             return await future
         except asyncio.CancelledError:
-            self._channel.post(Order(body=Cancel(call_id=call_id)))
+            self._channel.post(WorkerOrder(body=Cancel(call_id=call_id)))
             raise
         finally:
             self._calls.pop(call_id, None)
@@ -252,17 +252,17 @@ class WorkerProcess:
 
     async def _listen(self) -> None:
         try:
-            while (answer := await self._channel.receive(Answer)) is not None:
+            while (answer := await self._channel.receive(WorkerAnswer)) is not None:
                 self._take(answer)
         except MessageRefused as exc:
             self._cause = f"sent what is not an answer: {exc}"
             end_session(self.pid)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: WorkerAnswer) -> None:
         match answer.body:
-            case Loaded(info=info):
+            case EnvironmentLoaded(info=info):
                 self._info.set_result(info)
-            case LoadFailed(message=message):
+            case EnvironmentLoadFailed(message=message):
                 self._info.set_exception(EnvironmentLoadError(message))
             case GroupDone() | PromptFound() as done:
                 self._resolve(done.call_id, done)

@@ -16,7 +16,7 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import Plan, Ports, ProcessSpec, plan
+from trivet.launcher.plan import Ports, ProcessSpec, RunPlan, plan
 from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.launcher.scratch import Scratch
 from trivet.machine import Machine
@@ -49,7 +49,7 @@ class Attempts:
     python: str
     ports: Ports
     scratch: Scratch
-    planned: Plan = field(init=False)
+    planned: RunPlan = field(init=False)
 
     def __post_init__(self) -> None:
         self.planned = self._plan()
@@ -129,7 +129,7 @@ class Attempts:
         finally:
             writer.close()
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> RunPlan:
         planned = plan(
             self.config,
             machine=self.machine,

@@ -24,13 +24,18 @@ _FINAL = frozenset({2, 3})
 """Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
 
 
-class Unit(StrEnum):
+class RecoveryUnit(StrEnum):
     INFERENCE = "inference"
     TEACHER = "teacher"
     TRAINING = "training"
 
 
-UNIT_OF = {INFERENCE: Unit.INFERENCE, TEACHER: Unit.TEACHER, ORCHESTRATOR: Unit.TRAINING, TRAINER: Unit.TRAINING}
+UNIT_OF = {
+    INFERENCE: RecoveryUnit.INFERENCE,
+    TEACHER: RecoveryUnit.TEACHER,
+    ORCHESTRATOR: RecoveryUnit.TRAINING,
+    TRAINER: RecoveryUnit.TRAINING,
+}
 
 
 class Outcome(StrEnum):
@@ -70,7 +75,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RecoveryVerdict:
     outcome: Outcome
     exit_code: int
     role: str | None
@@ -79,7 +84,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopRoles:
     """End these roles: by SIGTERM, or by SIGKILL."""
 
     roles: tuple[str, ...]
@@ -90,17 +95,17 @@ class Stop:
 class Announce:
     """A unit failed and will be restarted after `delay_s`."""
 
-    unit: Unit
+    unit: RecoveryUnit
     role: str
     cause: str
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartUnit:
     """Start a unit again; what it left has ended."""
 
-    unit: Unit
+    unit: RecoveryUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +116,11 @@ class AskForCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    verdict: Verdict
+class FinishRun:
+    verdict: RecoveryVerdict
 
 
-Action = Stop | Announce | Start | AskForCommit | Finish
+RecoveryAction = StopRoles | Announce | StartUnit | AskForCommit | FinishRun
 
 
 class Phase(StrEnum):
@@ -151,20 +156,20 @@ class Recovery:
         self._config = config
         self._stop_timeout_s = stop_timeout_s
         self._patience_s = patience_s
-        self._units: dict[Unit, _UnitState] = {unit: _UnitState() for unit in Unit}
+        self._units: dict[RecoveryUnit, _UnitState] = {unit: _UnitState() for unit in RecoveryUnit}
         self._commit_deadline: float | None = None
 
     def phase_of(self, role: str) -> Phase:
         return self._units[UNIT_OF[role]].phase
 
-    def is_running(self, unit: Unit) -> bool:
+    def is_running(self, unit: RecoveryUnit) -> bool:
         return self._units[unit].phase is Phase.RUNNING
 
     @property
     def is_preempted(self) -> bool:
         return self._commit_deadline is not None
 
-    def decide(self, seen: Seen) -> list[Action]:
+    def decide(self, seen: Seen) -> list[RecoveryAction]:
         """What to do now. Called again and again; an action is asked for once."""
         finishing = [role for role in seen.roles.values() if role.does_finish]
         if all(self._is_done(role, seen) for role in finishing):
@@ -173,7 +178,7 @@ class Recovery:
             return list(self._make_room(seen, seen.interrupted_by))
         if silent := self._silent_last(finishing, seen):
             return [silent]
-        actions: list[Action] = []
+        actions: list[RecoveryAction] = []
         for unit, state in self._units.items():
             roles = [role for role in seen.roles.values() if UNIT_OF[role.name] is unit]
             if state.phase is Phase.RUNNING:
@@ -182,11 +187,11 @@ class Recovery:
                 actions += self._await_end(state, roles, seen)
             elif seen.now >= state.due:
                 state.phase = Phase.RUNNING
-                actions.append(Start(unit=unit))
-        verdict = next((action for action in actions if isinstance(action, Finish)), None)
+                actions.append(StartUnit(unit=unit))
+        verdict = next((action for action in actions if isinstance(action, FinishRun)), None)
         return actions if verdict is None else [verdict]
 
-    def _watch(self, unit: Unit, state: _UnitState, roles: Sequence[RoleSeen], seen: Seen) -> Iterator[Action]:
+    def _watch(self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleSeen], seen: Seen) -> Iterator[RecoveryAction]:
         failed = [role for role in roles if role.exit_code is not None and not self._is_done(role, seen)]
         failed = failed or [role for role in roles if self._is_stuck(role) and not self._is_done(role, seen)]
         if not failed:
@@ -207,7 +212,7 @@ class Recovery:
         for by_kill in (False, True):
             # One that hangs would not heed a request.
             if names := tuple(role.name for role in running if bool(role.stuck) is by_kill):
-                yield Stop(roles=names, by_kill=by_kill)
+                yield StopRoles(roles=names, by_kill=by_kill)
 
     def _why_final(self, state: _UnitState, role: RoleSeen, seen: Seen) -> str | None:
         """Why there is no restart, as the end of a sentence; None when there is one."""
@@ -219,7 +224,7 @@ class Recovery:
         if role.exit_code is None and config.on_stuck == "stop":
             return ' (recovery.on_stuck = "stop")'
         if not role.has_progressed:
-            what = "before it answered" if UNIT_OF[role.name] is not Unit.TRAINING else "before the first step"
+            what = "before it answered" if UNIT_OF[role.name] is not RecoveryUnit.TRAINING else "before the first step"
             if not state.restarted_at and role.exit_code is not None and not _is_signal(role.exit_code):
                 return f", {what}: a restart would meet the same"
             if state.fruitless == _signature(role):
@@ -234,7 +239,7 @@ class Recovery:
     def _recent(self, state: _UnitState, now: float) -> list[float]:
         return [at for at in state.restarted_at if now - at <= self._config.restart_window_s]
 
-    def _await_end(self, state: _UnitState, roles: Sequence[RoleSeen], seen: Seen) -> Iterator[Action]:
+    def _await_end(self, state: _UnitState, roles: Sequence[RoleSeen], seen: Seen) -> Iterator[RecoveryAction]:
         for role in roles:
             if role.exit_code in _FINAL:
                 yield _finish(Outcome.FAILED, _exit_code(role), describe_exit(role.exit_code), role=role.name)
@@ -244,11 +249,11 @@ class Recovery:
             state.phase = Phase.BACKING_OFF
         elif seen.now >= state.deadline:
             state.deadline = seen.now + self._stop_timeout_s
-            yield Stop(roles=running, by_kill=True)
+            yield StopRoles(roles=running, by_kill=True)
 
-    def _make_room(self, seen: Seen, number: int) -> Iterator[Action]:
+    def _make_room(self, seen: Seen, number: int) -> Iterator[RecoveryAction]:
         name = signal.Signals(number).name
-        training = [role for role in seen.roles.values() if UNIT_OF[role.name] is Unit.TRAINING]
+        training = [role for role in seen.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
         if self._commit_deadline is None:
             if _is_starting(seen):
                 yield _finish(
@@ -258,7 +263,7 @@ class Recovery:
             can_commit = (
                 number == signal.SIGTERM
                 and self._config.preemption_grace_s > 0
-                and self._units[Unit.TRAINING].phase is Phase.RUNNING
+                and self._units[RecoveryUnit.TRAINING].phase is Phase.RUNNING
                 and all((role.exit_code is None or self._is_done(role, seen)) and not role.stuck for role in training)
             )
             if not can_commit:
@@ -293,7 +298,7 @@ class Recovery:
     def _is_stuck(self, role: RoleSeen) -> bool:
         return role.exit_code is None and bool(role.stuck) and self._config.on_stuck != "warn"
 
-    def _silent_last(self, finishing: Sequence[RoleSeen], seen: Seen) -> Finish | None:
+    def _silent_last(self, finishing: Sequence[RoleSeen], seen: Seen) -> FinishRun | None:
         """One role may be later than the other, as long as it writes something every `patience_s`."""
         done = [role for role in finishing if self._is_done(role, seen)]
         if not done or any(role.exit_code is not None for role in finishing if role not in done):
@@ -310,8 +315,8 @@ class Recovery:
 
 def _is_starting(seen: Seen) -> bool:
     """No step was finished, and none is under way: a server is not up yet."""
-    servers = [role for role in seen.roles.values() if UNIT_OF[role.name] is not Unit.TRAINING]
-    training = [role for role in seen.roles.values() if UNIT_OF[role.name] is Unit.TRAINING]
+    servers = [role for role in seen.roles.values() if UNIT_OF[role.name] is not RecoveryUnit.TRAINING]
+    training = [role for role in seen.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
     return not all(role.has_progressed for role in servers) and not any(role.has_progressed for role in training)
 
 
@@ -338,5 +343,5 @@ def _exit_code(role: RoleSeen) -> int:
     return role.exit_code if role.exit_code is not None and role.exit_code in _FINAL else 1
 
 
-def _finish(outcome: Outcome, exit_code: int, reason: str, *, role: str | None = None) -> Finish:
-    return Finish(verdict=Verdict(outcome=outcome, exit_code=exit_code, role=role, reason=reason))
+def _finish(outcome: Outcome, exit_code: int, reason: str, *, role: str | None = None) -> FinishRun:
+    return FinishRun(verdict=RecoveryVerdict(outcome=outcome, exit_code=exit_code, role=role, reason=reason))

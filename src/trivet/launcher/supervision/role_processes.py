@@ -13,7 +13,7 @@ from trivet.launcher.processes import Child, ProcessTable, descendants
 from trivet.launcher.supervision.recovery import RoleSeen
 from trivet.launcher.supervision.watchdog import Mark, Watchdog
 from trivet.telemetry.progress import read_report
-from trivet.wire.status import Report
+from trivet.wire.status import ProcessReport
 
 _TIME = re.compile(r"^\d\d:\d\d:\d\d ")
 _NUMBER = re.compile(r"\d+")
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"\d+")
 class Reports:
     """What a role's processes say about themselves, and the marks by which a change shows."""
 
-    said: tuple[Report, ...]
+    said: tuple[ProcessReport, ...]
     marks: Mapping[str, Mark]
 
 
@@ -104,7 +104,7 @@ class Member:
 
 def read_reports(layout: RunLayout, role: str, *, count: int) -> Reports:
     """Of the `count` processes of a role. A report that cannot be read counts as a sign of life and says nothing."""
-    said: list[Report] = []
+    said: list[ProcessReport] = []
     marks: dict[str, Mark] = {}
     for rank in range(count):
         path = layout.report_file(role, rank)

@@ -6,7 +6,7 @@ or something that none of them sees keeps them.
 
 from collections.abc import Iterable, Iterator
 
-from trivet.wire.status import Report, WorkerStatus
+from trivet.wire.status import ProcessReport, WorkerStatus
 
 _AWAY_S = 5.0
 """Looks further apart than this say that the launcher itself was stopped: nothing could move meanwhile."""
@@ -43,7 +43,7 @@ class StallWatch:
         return still_s
 
 
-def situation_of(reports: Iterable[Report]) -> Situation:
+def situation_of(reports: Iterable[ProcessReport]) -> Situation:
     """What changes when a run moves: anything that its processes say but the time."""
     return tuple(
         (
@@ -59,19 +59,19 @@ def _progress_of(worker: WorkerStatus) -> Situation:
     return worker.env, worker.pid, worker.num_pending, worker.num_generating, worker.num_scoring
 
 
-def pids_of(reports: Iterable[Report]) -> Iterator[int]:
+def pids_of(reports: Iterable[ProcessReport]) -> Iterator[int]:
     """Of the processes that report, and of their environment workers."""
     for report in reports:
         yield report.pid
         yield from (worker.pid for worker in report.workers)
 
 
-def describe(reports: Iterable[Report]) -> str:
+def describe(reports: Iterable[ProcessReport]) -> str:
     """Who does what, or waits for what from whom, for the line that names a stall."""
     return "; ".join(words for report in reports for words in _words_of(report))
 
 
-def _words_of(report: Report) -> Iterator[str]:
+def _words_of(report: ProcessReport) -> Iterator[str]:
     name = report.role if report.num_ranks == 1 else f"{report.role} rank {report.rank}"
     doing = f"waits for {report.activity} (from {report.waits_for})" if report.waits_for else report.activity
     if report.num_in_flight is not None:

@@ -25,14 +25,14 @@ from trivet.launcher.supervision.recovery import (
     UNIT_OF,
     Announce,
     AskForCommit,
-    Finish,
+    FinishRun,
     Outcome,
     Recovery,
+    RecoveryUnit,
+    RecoveryVerdict,
     Seen,
-    Start,
-    Stop,
-    Unit,
-    Verdict,
+    StartUnit,
+    StopRoles,
 )
 from trivet.launcher.supervision.role_processes import Member, forget_reports
 from trivet.launcher.supervision.stall import StallWatch, describe, pids_of, situation_of
@@ -55,7 +55,7 @@ _PATIENT_S = 1.0
 """While roles stop, a signal within this time is still the one that stopped the run; a later one says: kill now."""
 
 
-class Attempts(Protocol):
+class AttemptSource(Protocol):
     """Where the processes of a run come from; `launcher.supervision.attempts` has the real one."""
 
     @property
@@ -86,7 +86,7 @@ class Supervisor:
 
     def __init__(
         self,
-        attempts: Attempts,
+        attempts: AttemptSource,
         *,
         config: RecoveryConfig,
         python: str,
@@ -117,13 +117,13 @@ class Supervisor:
         self._watchdog = Watchdog(timeout_s=config.watchdog_timeout_s)
         self._stalls = StallWatch(after_s=config.stall_warn_s)
         self._probes = {
-            Unit.INFERENCE: ReadyProbe(attempts.base_urls()),
-            Unit.TEACHER: ReadyProbe(attempts.teacher_urls()),
+            RecoveryUnit.INFERENCE: ReadyProbe(attempts.base_urls()),
+            RecoveryUnit.TEACHER: ReadyProbe(attempts.teacher_urls()),
         }
         self._status = StatusFile(attempts.layout, log=log)
         self._members: dict[str, Member] = {}
         self._restarts: list[RestartRecord] = []
-        self._down: dict[Unit, tuple[int, float]] = {}
+        self._down: dict[RecoveryUnit, tuple[int, float]] = {}
         """Units that have not progressed since their restart: its place in `_restarts`, and when they failed."""
         self._last_error = ""
         self._reports_due = self._processes_due = self._status_due = 0.0
@@ -134,7 +134,7 @@ class Supervisor:
         """Start the roles and watch them to the end; returns the exit code of the run."""
         adopt_orphans()
         self._started, self._started_at = self._clock(), self._wall()
-        verdict: Verdict | None = None
+        verdict: RecoveryVerdict | None = None
         with Interrupts(clock=self._clock) as interrupts:
             try:
                 for spec in self._attempts.specs():
@@ -150,12 +150,12 @@ class Supervisor:
             self._conclude(verdict)
         return verdict.exit_code
 
-    def _tick(self, interrupts: Interrupts) -> Verdict | None:
+    def _tick(self, interrupts: Interrupts) -> RecoveryVerdict | None:
         self._look()
         try:
             verdict = self._carry_out(interrupts)
         except TrivetError as exc:
-            verdict = Verdict(
+            verdict = RecoveryVerdict(
                 outcome=Outcome.FAILED, exit_code=exc.exit_code, role=None, reason=f"no restart is possible: {exc}"
             )
         if verdict is None and self._clock() >= self._status_due:
@@ -222,17 +222,17 @@ class Supervisor:
             f"{self._attempts.layout.logs})"
         )
 
-    def _carry_out(self, interrupts: Interrupts) -> Verdict | None:
+    def _carry_out(self, interrupts: Interrupts) -> RecoveryVerdict | None:
         for action in self._recovery.decide(self._seen(interrupts)):
             match action:
-                case Finish():
+                case FinishRun():
                     return action.verdict
-                case Stop():
+                case StopRoles():
                     for name in action.roles:
                         self._members[name].child.signal_group(signal.SIGKILL if action.by_kill else signal.SIGTERM)
                 case Announce():
                     self._say_failure(action)
-                case Start():
+                case StartUnit():
                     self._start_again(action.unit)
                 case AskForCommit():
                     self._log.say(f"SIGTERM: {action.grace_s:g} s to finish the step and commit it; a second signal stops now")
@@ -253,13 +253,13 @@ class Supervisor:
             is_last_step_committed=has_trouble and self._attempts.is_last_step_committed,
         )
 
-    def _has_progressed(self, unit: Unit) -> bool:
+    def _has_progressed(self, unit: RecoveryUnit) -> bool:
         """Since the unit was started: a step was finished, or the servers have answered."""
         if unit in self._probes:
             return self._probes[unit].are_all_ready
         return self._last_step() > (self._attempts.from_step or 0)
 
-    def _is_back(self, unit: Unit) -> bool:
+    def _is_back(self, unit: RecoveryUnit) -> bool:
         return self._recovery.is_running(unit) and self._has_progressed(unit)
 
     def _last_step(self) -> int:
@@ -276,7 +276,7 @@ class Supervisor:
 
     def _say_failure(self, action: Announce) -> None:
         member = self._members[action.role]
-        is_training = action.unit is Unit.TRAINING
+        is_training = action.unit is RecoveryUnit.TRAINING
         self._last_error = action.cause
         if not member.stuck:  # else the watchdog has quoted its log
             self._last_error += f"; {quote_log(member.child.spec.log, offset=member.child.log_offset)}"
@@ -294,12 +294,12 @@ class Supervisor:
         )
         self._down[action.unit] = (len(self._restarts) - 1, self._clock())
 
-    def _start_again(self, unit: Unit) -> None:
+    def _start_again(self, unit: RecoveryUnit) -> None:
         """Restart a unit whose processes have ended."""
         alive = [member.child.pid for member in self._members.values() if member.child.exit_code is None]
         processes.end_orphans(spared=alive)
         place, _ = self._down[unit]
-        if unit is Unit.TRAINING:
+        if unit is RecoveryUnit.TRAINING:
             self._attempts.go_back(self._log)
             step = self._attempts.from_step or Step(0)
             lost = max(0, self._restarts[place].lost_steps - step)
@@ -313,7 +313,7 @@ class Supervisor:
             if UNIT_OF[spec.name] is unit:
                 self._start(spec)
 
-    def _announce(self, verdict: Verdict) -> None:
+    def _announce(self, verdict: RecoveryVerdict) -> None:
         member = self._members.get(verdict.role or "")
         if verdict.outcome is Outcome.FAILED:
             self._last_error = f"{verdict.role or 'run'} failed: {verdict.reason}"
@@ -335,7 +335,7 @@ class Supervisor:
         for child in killed:
             self._log.say(f"{child.spec.name} did not end within {self._shutdown_timeout_s:g} s of SIGTERM and was killed")
 
-    def _conclude(self, verdict: Verdict) -> None:
+    def _conclude(self, verdict: RecoveryVerdict) -> None:
         """What happened in order, and how to go on; for people and for status.json."""
         for line in recount(self._restarts):
             self._log.say(line)
@@ -344,7 +344,7 @@ class Supervisor:
             self._log.say(f"committed up to step {last}; go on from there with --ckpt.resume-step -1")
         self._write_status(verdict)
 
-    def _write_status(self, verdict: Verdict | None = None) -> None:
+    def _write_status(self, verdict: RecoveryVerdict | None = None) -> None:
         running = RunState.PREEMPTED if self._recovery.is_preempted else RunState.RUNNING
         status = RunStatus(
             run_id=self._attempts.run.id,

@@ -24,7 +24,7 @@ _ALIGNMENT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PaddedGroup:
     """Samples that are padded to one length. Padding lies behind a sample, where causal attention does not look."""
 
     num_samples: int
@@ -37,7 +37,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    parts: tuple[Group, ...]
+    parts: tuple[PaddedGroup, ...]
     places: torch.Tensor
     """int64 [T]: the place of each token among those of all groups, one group behind the other."""
 
@@ -45,7 +45,7 @@ class Groups:
     def of(cls, lengths: Sequence[int]) -> "Groups":
         starts = torch.tensor([0, *lengths]).cumsum(0)
         lengths_S = torch.tensor(lengths)
-        parts: list[Group] = []
+        parts: list[PaddedGroup] = []
         places = torch.empty(int(starts[-1]), dtype=torch.int64)
         place = 0
         for members in _group(lengths):
@@ -56,7 +56,7 @@ class Groups:
             places[tokens_BL[~is_padding_BL]] = place + torch.nonzero(~is_padding_BL.flatten())[:, 0]
             place += tokens_BL.numel()
             padding = is_padding_BL.reshape(-1, 1) if bool(is_padding_BL.any()) else None
-            parts.append(Group(num_samples=len(members), length=longest, tokens=tokens_BL.flatten(), padding=padding))
+            parts.append(PaddedGroup(num_samples=len(members), length=longest, tokens=tokens_BL.flatten(), padding=padding))
         return cls(parts=tuple(parts), places=places)
 
 
@@ -122,7 +122,7 @@ class _GroupedAttention(torch.autograd.Function):
 
 
 def _backward(
-    group: Group,
+    group: PaddedGroup,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grad_MGLD: torch.Tensor,
     saved: torch.Tensor | None,
@@ -180,7 +180,7 @@ def _probabilities(query_MGQD: torch.Tensor, key_MED: torch.Tensor, *, start: in
 
 
 def _gather(
-    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    group: PaddedGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[M, G, L, D] and twice [M, L, D]."""
     num_kv_heads = key.shape[1]
@@ -193,7 +193,7 @@ def _gather(
     return query_MGLD, key_MGLD[:, 0], value_MGLD[:, 0]
 
 
-def _pick(grad: torch.Tensor, group: Group) -> torch.Tensor:
+def _pick(grad: torch.Tensor, group: PaddedGroup) -> torch.Tensor:
     """Of the places of a group; zero in its padding, so that nothing comes from there."""
     picked = grad.reshape(len(grad), -1).index_select(0, group.tokens)
     if group.padding is not None:
@@ -201,13 +201,13 @@ def _pick(grad: torch.Tensor, group: Group) -> torch.Tensor:
     return picked.view(-1, *grad.shape[1:])
 
 
-def _per_key_head(rows: torch.Tensor, group: Group, *, num_kv_heads: int) -> torch.Tensor:
+def _per_key_head(rows: torch.Tensor, group: PaddedGroup, *, num_kv_heads: int) -> torch.Tensor:
     """[B * L, K * G, D] to [M, G, L, D], contiguous."""
     split = rows.view(group.num_samples, group.length, num_kv_heads, -1, rows.shape[-1])
     return split.permute(0, 2, 3, 1, 4).contiguous().flatten(0, 1)
 
 
-def _to_rows(blocks: Sequence[torch.Tensor], group: Group) -> torch.Tensor:
+def _to_rows(blocks: Sequence[torch.Tensor], group: PaddedGroup) -> torch.Tensor:
     """Back, from blocks of [M, G, Q, D] to [B * L, K * G * D]."""
     whole = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=2)
     split = whole.unflatten(0, (group.num_samples, -1))

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trivet.durable import FileRecord
 from trivet.trainer.background import Background
-from trivet.trainer.checkpoint.snapshot import Key, Snapshot
+from trivet.trainer.checkpoint.snapshot import Snapshot, TensorKey
 from trivet.trainer.checkpoint.state import State, write_state
 from trivet.trainer.ranks.world import World, open_group
 
@@ -46,7 +46,7 @@ class HalfWriter:
         self._stager = _gpu_stager() if world.device.type == "cuda" else None
         self.work = Background("checkpoint-writer", is_async=is_async)
         self._snapshot: Snapshot | None = None
-        self._buffers: dict[Key, torch.Tensor] = {}
+        self._buffers: dict[TensorKey, torch.Tensor] = {}
 
     def start(self, directory: Path, state: State, *, then: Then) -> None:
         """Collective.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-Key = tuple[int, int]
+TensorKey = tuple[int, int]
 """Address and bytes."""
 
 
@@ -24,7 +24,7 @@ class Snapshot:
     ...     write(unchanging)
     """
 
-    def __init__(self, state: object, *, buffers: dict[Key, torch.Tensor]) -> None:
+    def __init__(self, state: object, *, buffers: dict[TensorKey, torch.Tensor]) -> None:
         """
         Args:
             state: tensors in nested dicts and lists; of a DTensor this rank's part is meant.
@@ -36,8 +36,8 @@ class Snapshot:
         for key in buffers.keys() - self._pending.keys():
             del buffers[key]
         self._buffers = buffers
-        self._copied: set[Key] = set()
-        self._held: set[Key] = set()
+        self._copied: set[TensorKey] = set()
+        self._held: set[TensorKey] = set()
         self._is_detached = False
         self._changed = threading.Condition()
 
@@ -68,7 +68,7 @@ class Snapshot:
                     self._copy(key, tensor)
             self._changed.wait_for(lambda: not self._held)
 
-    def _copy(self, key: Key, tensor: torch.Tensor) -> None:
+    def _copy(self, key: TensorKey, tensor: torch.Tensor) -> None:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.dtype != tensor.dtype or buffer.shape != tensor.shape:
             self._buffers[key] = buffer = torch.empty_like(tensor)
@@ -90,5 +90,5 @@ def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def _key(tensor: torch.Tensor) -> Key:
+def _key(tensor: torch.Tensor) -> TensorKey:
     return tensor.data_ptr(), tensor.nbytes

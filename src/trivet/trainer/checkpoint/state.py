@@ -41,7 +41,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 State = dict[str, Any]
 
 
-class Progress(msgspec.Struct, kw_only=True):
+class TrainerProgress(msgspec.Struct, kw_only=True):
     """What the trainer has done since step 0, resumes included."""
 
     step: int = 0
@@ -53,18 +53,18 @@ class Progress(msgspec.Struct, kw_only=True):
     """The step after which supervised data was read from its beginning."""
 
 
-def state_of(learner: Learner, progress: Progress) -> State:
+def state_of(learner: Learner, progress: TrainerProgress) -> State:
     """What makes the half of this moment. Tensors are the learner's own, not copies. Collective."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
     return {"model": _own(learner.model, model), "optimizer": optimizer} | _state_beside(progress)
 
 
-def _state_without_optimizer(learner: Learner, progress: Progress) -> State:
+def _state_without_optimizer(learner: Learner, progress: TrainerProgress) -> State:
     """Asking for an optimizer's state makes one, which would count a step that was never taken."""
     return {"model": _own(learner.model, get_model_state_dict(learner.model))} | _state_beside(progress)
 
 
-def _state_beside(progress: Progress) -> State:
+def _state_beside(progress: TrainerProgress) -> State:
     # One random state for all ranks: they are seeded alike, and a resume may have another number of them.
     return {"random": torch.get_rng_state(), "progress": msgspec.to_builtins(progress)}
 
@@ -95,7 +95,7 @@ def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold
     return writer.records
 
 
-def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> Progress:
+def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> TrainerProgress:
     """Collective: bring model, optimizer and random state to where `directory` was written.
 
     Args:
@@ -104,7 +104,7 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     Raises:
         CheckpointError: it does not fit this model, a part is missing, or a file would run code.
     """
-    state = (_state_without_optimizer if skip_optimizer else state_of)(learner, Progress())
+    state = (_state_without_optimizer if skip_optimizer else state_of)(learner, TrainerProgress())
     try:
         without_moments = [] if skip_optimizer else _drop_what_was_not_saved(state["optimizer"]["state"], directory)
         load(state, storage_reader=ShardReader(directory), planner=ShardPlanner(), process_group=learner.world.control)
@@ -128,7 +128,7 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
             options=options,
         )
     torch.set_rng_state(state["random"])
-    return msgspec.convert(state["progress"], Progress)
+    return msgspec.convert(state["progress"], TrainerProgress)
 
 
 def _drop_what_was_not_saved(moments: State, directory: Path) -> list[str]:
@@ -167,10 +167,10 @@ def _own(model: PolicyModel, tensors: State) -> State:
     return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
-def begin_anew(progress: Progress, ckpt: CkptConfig) -> Progress:
+def begin_anew(progress: TrainerProgress, ckpt: CkptConfig) -> TrainerProgress:
     """`progress` of the checkpoint resumed from without what `ckpt` says to leave behind."""
     step = progress.step
-    return Progress(
+    return TrainerProgress(
         step=step,
         total_tokens=0 if ckpt.skip_progress else progress.total_tokens,
         total_samples=0 if ckpt.skip_progress else progress.total_samples,

@@ -16,7 +16,7 @@ import torch
 _ROW_TOKENS = 1024
 """Of a lane's row, at least: each row's gradients are added to all the parameters' once, however few its tokens are."""
 
-Row = TypeVar("Row")
+LaneRow = TypeVar("LaneRow")
 Result = TypeVar("Result")
 
 
@@ -37,7 +37,7 @@ class Lanes:
         """Of a row that is computed beside others, so that all lanes together take the memory of one row of `longest`."""
         return -(-longest // self.count)
 
-    def map(self, function: Callable[[Row], Result], rows: Sequence[Row]) -> list[Result]:
+    def map(self, function: Callable[[LaneRow], Result], rows: Sequence[LaneRow]) -> list[Result]:
         """Results in the order of `rows`. Raises what the first row that failed raised."""
         if self.count == 1 or len(rows) < 2:  # nothing would be beside it
             return [function(row) for row in rows]

@@ -3,7 +3,7 @@
 import torch
 
 from trivet.config.sections.losses import GrpoLossConfig, GspoLossConfig
-from trivet.trainer.losses.terms import RowLoss, Unit, common_values, make_ratios, sum_by_sample
+from trivet.trainer.losses.terms import LossUnit, RowLoss, common_values, make_ratios, sum_by_sample
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
@@ -28,13 +28,13 @@ def grpo_loss(scores: TokenScores, row: RowTensors, *, config: GrpoLossConfig) -
     objective_N, low_N, high_N = _clipped(ratio_N, row.advantages_N, low=1.0 - config.clip_low, high=1.0 + config.clip_high)
     match config.normalization:
         case "token":
-            loss_N, unit = -objective_N, Unit.TOKEN
+            loss_N, unit = -objective_N, LossUnit.TOKEN
         case "sample":
-            loss_N, unit = -objective_N / ratios.lengths_S[row.samples_N], Unit.SAMPLE
+            loss_N, unit = -objective_N / ratios.lengths_S[row.samples_N], LossUnit.SAMPLE
         case "constant":
-            loss_N, unit = -objective_N / config.normalization_length, Unit.SAMPLE
+            loss_N, unit = -objective_N / config.normalization_length, LossUnit.SAMPLE
     values = {
-        "loss": loss_N.detach() if unit is Unit.TOKEN else sum_by_sample(loss_N.detach(), row),
+        "loss": loss_N.detach() if unit is LossUnit.TOKEN else sum_by_sample(loss_N.detach(), row),
         **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=low_N | high_N),
     }
     return RowLoss({unit: loss_N.sum()}, values)
@@ -61,7 +61,7 @@ def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig) -
         **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=low_N | high_N),
         "geo_seq_ratio": ratio_S.detach(),
     }
-    return RowLoss({Unit.SAMPLE: -objective_S.sum()}, values)
+    return RowLoss({LossUnit.SAMPLE: -objective_S.sum()}, values)
 
 
 def _clipped(

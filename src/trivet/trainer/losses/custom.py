@@ -10,7 +10,7 @@ import torch
 
 from trivet.config.sections.losses import CustomLossConfig
 from trivet.errors import ConfigError
-from trivet.trainer.losses.terms import Loss, RowLoss, Unit, common_values, make_ratios
+from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss, common_values, make_ratios
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
@@ -72,7 +72,7 @@ def load_custom_loss(config: CustomLossConfig) -> Loss:
                 for name in names
             },
         }
-        return RowLoss({Unit(config.unit): losses_S.sum()}, values)
+        return RowLoss({LossUnit(config.unit): losses_S.sum()}, values)
 
     return compute
 

@@ -4,8 +4,8 @@ import torch
 
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.trainer.losses.terms import (
+    LossUnit,
     RowLoss,
-    Unit,
     common_values,
     make_ratios,
     max_by_sample,
@@ -47,10 +47,10 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
     masked_S = geo_low_S | geo_high_S | sequence_low_S | sequence_high_S
     masked_N = low_N | high_N | masked_S[row.samples_N]
     if config.ratio_type == "token":
-        rho_N, weight_N, unit = ratio_N, torch.ones_like(d_N), Unit.TOKEN
+        rho_N, weight_N, unit = ratio_N, torch.ones_like(d_N), LossUnit.TOKEN
     else:
         rho_S = ratios.sums_S.clamp(max=_MAX_LOG_RATIO).exp().clamp(max=config.sequence_clip_high)
-        rho_N, weight_N, unit = rho_S[row.samples_N], (1.0 / ratios.lengths_S)[row.samples_N], Unit.SAMPLE
+        rho_N, weight_N, unit = rho_S[row.samples_N], (1.0 / ratios.lengths_S)[row.samples_N], LossUnit.SAMPLE
     pull_N = config.adv_tau * row.advantages_N - config.kl_tau * d_N
     teacher_values: dict[str, torch.Tensor] = {}
     if row.teacher_logprobs_N is not None:
@@ -61,7 +61,7 @@ def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossCon
     # A ratio that overflowed is masked; multiplied by zero it would still be NaN.
     loss_N = -torch.where(masked_N, 0.0, coefficient_N) * weight_N * logprobs_N
     values = {
-        "loss": loss_N.detach() if unit is Unit.TOKEN else sum_by_sample(loss_N.detach(), row),
+        "loss": loss_N.detach() if unit is LossUnit.TOKEN else sum_by_sample(loss_N.detach(), row),
         **common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=masked_N),
         "sequence_masked_low": sequence_low_S,
         "sequence_masked_high": sequence_high_S,

@@ -3,7 +3,7 @@
 import torch
 
 from trivet.config.sections.losses import PolicyLossConfig
-from trivet.trainer.losses.terms import Loss, RowLoss, Unit
+from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
@@ -32,7 +32,7 @@ def regularized(loss: Loss, config: PolicyLossConfig) -> Loss:
             values = {**values, "ref_kl": kl_N.detach()}
         if config.entropy_coef:
             added = added - config.entropy_coef * scores.entropies_N
-        token_term = terms.get(Unit.TOKEN, torch.zeros((), device=added.device)) + added.sum()
-        return RowLoss({**terms, Unit.TOKEN: token_term}, values)
+        token_term = terms.get(LossUnit.TOKEN, torch.zeros((), device=added.device)) + added.sum()
+        return RowLoss({**terms, LossUnit.TOKEN: token_term}, values)
 
     return compute

@@ -17,7 +17,7 @@ from trivet.trainer.losses.clipped import grpo_loss, gspo_loss
 from trivet.trainer.losses.custom import load_custom_loss
 from trivet.trainer.losses.default import default_loss
 from trivet.trainer.losses.regularized import regularized
-from trivet.trainer.losses.terms import Loss, RowLoss, Unit
+from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss
 from trivet.trainer.losses.trust_region import dppo_loss, ipo_loss
 from trivet.trainer.losses.weighted import aipo_loss, cispo_loss
 from trivet.trainer.model.logprobs import TokenScores
@@ -55,4 +55,4 @@ def _select(config: LossConfig) -> Loss:
 def cross_entropy(scores: TokenScores, row: RowTensors) -> RowLoss:
     """- log-probability of each loss token: supervised fine-tuning."""
     loss_N = -scores.logprobs_N
-    return RowLoss({Unit.TOKEN: loss_N.sum()}, {"loss": loss_N.detach(), "entropy": scores.entropies_N.detach()})
+    return RowLoss({LossUnit.TOKEN: loss_N.sum()}, {"loss": loss_N.detach(), "entropy": scores.entropies_N.detach()})

@@ -13,7 +13,7 @@ from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 
-class Unit(StrEnum):
+class LossUnit(StrEnum):
     """What a sum over the step is divided by: a count over all rows and ranks, so that layout does not matter."""
 
     TOKEN = "token"
@@ -23,7 +23,7 @@ class Unit(StrEnum):
 
 
 class RowLoss(NamedTuple):
-    terms: dict[Unit, torch.Tensor]
+    terms: dict[LossUnit, torch.Tensor]
     """Scalars with gradient, by what the step divides each by; the step's loss is the sum of the quotients."""
     values: dict[str, torch.Tensor]
     """Detached per-token [N] or per-sample [S] values by metric name."""

@@ -3,7 +3,7 @@
 import torch
 
 from trivet.config.sections.losses import DppoLossConfig, IpoLossConfig
-from trivet.trainer.losses.terms import Ratios, RowLoss, Unit, common_values, make_ratios
+from trivet.trainer.losses.terms import LossUnit, Ratios, RowLoss, common_values, make_ratios
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
@@ -57,4 +57,4 @@ def _masked(
     gain_N = torch.where(masked_N, 0.0, adv_tau * row.advantages_N) * d_N.clamp(max=_MAX_LOG_RATIO).exp()
     loss_N = -gain_N + kl_tau * d_N.square()
     values = common_values(scores, row, ratios, low_N=low_N, high_N=high_N, masked_N=masked_N)
-    return RowLoss({Unit.TOKEN: loss_N.sum()}, {"loss": loss_N.detach(), **values})
+    return RowLoss({LossUnit.TOKEN: loss_N.sum()}, {"loss": loss_N.detach(), **values})

@@ -3,7 +3,7 @@
 import torch
 
 from trivet.config.sections.losses import AipoLossConfig, CispoLossConfig
-from trivet.trainer.losses.terms import Ratios, RowLoss, Unit, common_values, make_ratios
+from trivet.trainer.losses.terms import LossUnit, Ratios, RowLoss, common_values, make_ratios
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
@@ -41,4 +41,4 @@ def _weighted(scores: TokenScores, row: RowTensors, *, low: float, high: float) 
         high_N=ratios.ratio_N > high,
         masked_N=torch.zeros_like(ratios.ratio_N, dtype=torch.bool),
     )
-    return RowLoss({Unit.TOKEN: loss_N.sum()}, {"loss": loss_N.detach(), **values})
+    return RowLoss({LossUnit.TOKEN: loss_N.sum()}, {"loss": loss_N.detach(), **values})

@@ -12,11 +12,11 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trivet.config.sections.sft import LossMaskConfig
-from trivet.conversations.rows import Conversation, Message
+from trivet.conversations.rows import ChatMessage, Conversation
 from trivet.errors import ConfigError
 from trivet.wire.rollouts import Sample
 
-Span = tuple[int, int]
+TokenSpan = tuple[int, int]
 """Characters, the end not included."""
 
 
@@ -25,7 +25,7 @@ class _Piece:
     """Text that is tokenized by itself, as it is when the model is asked: a prompt, or an answer."""
 
     text: str
-    trained: Sequence[Span]
+    trained: Sequence[TokenSpan]
 
 
 def to_sample(
@@ -57,7 +57,7 @@ def to_sample(
     )
 
 
-def is_trained(message: Message, loss_mask: LossMaskConfig) -> bool:
+def is_trained(message: ChatMessage, loss_mask: LossMaskConfig) -> bool:
     """By the message's own `weight`, else by who speaks."""
     if message.get("weight") is not None:
         return bool(message["weight"])
@@ -79,7 +79,7 @@ def _pieces(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, loss
     wanted = [number for number in range(len(messages)) if flags[number] or is_answer[number]]
     text = _GrowingText(conversation, tokenizer)
     pieces: list[_Piece] = []
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     begin = 0
     for number in range(wanted[-1] + 1 if wanted else 0):
         if is_answer[number]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.loading.load import Loaded, SectionT, load_config
+from trivet.config.loading.load import LoadedConfig, SectionT, load_config
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -18,7 +18,7 @@ VF = 'model = "m/n"\n[env]\nid = "e"\n[inference]\ngpus = 1\n[trainer]\ngpus = 1
 GROUP = "[orchestrator]\nrollouts-per-example = 2\n"
 
 
-def load(kind: type[SectionT], path: Path, text: str) -> Loaded[SectionT]:
+def load(kind: type[SectionT], path: Path, text: str) -> LoadedConfig[SectionT]:
     path.write_text(text)
     return load_config(kind, ["@", str(path)], environ={})
 

@@ -15,7 +15,7 @@ from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sampling import SamplingConfig
-from trivet.config.sections.sft import FakeDataConfig, SftConfig, ValConfig
+from trivet.config.sections.sft import FakeDataConfig, SftConfig, SftValConfig
 from trivet.config.sections.shared import WandbConfig
 from trivet.config.sections.trainer import AdamWConfig, CosineSchedule, TrainerConfig
 
@@ -36,7 +36,7 @@ CONFIGS: list[Section] = [
         rollouts_per_example=2, env=[EnvConfig(id="a", args=AWKWARD), EnvConfig(id="b"), EnvConfig(id="c", args={"x": 1})]
     ),
     InferenceConfig(vllm_args={"hf_overrides": {"rope": {"factor": 2.0}}}),
-    SftConfig(val=ValConfig(interval=3)),
+    SftConfig(val=SftValConfig(interval=3)),
     SftConfig(data=FakeDataConfig(length="variable"), max_steps=2),
     EvalConfig(steps=[1, 2], weights_dir=Path("somewhere") / "weights"),
 ]

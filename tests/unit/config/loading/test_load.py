@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trivet.config.loading.keys import nearest_key
-from trivet.config.loading.load import Loaded, load_config
+from trivet.config.loading.load import LoadedConfig, load_config
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -20,7 +20,7 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def load_trainer(*argv: str, **environ: str) -> Loaded[TrainerConfig]:
+def load_trainer(*argv: str, **environ: str) -> LoadedConfig[TrainerConfig]:
     return load_config(TrainerConfig, argv, environ=environ)
 
 

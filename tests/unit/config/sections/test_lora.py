@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.loading.load import Loaded, load_config
+from trivet.config.loading.load import LoadedConfig, load_config
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.errors import ConfigError
 
 
-def load(tmp_path: Path, text: str) -> Loaded[RLConfig]:
+def load(tmp_path: Path, text: str) -> LoadedConfig[RLConfig]:
     file = tmp_path / "rl.toml"
     file.write_text(f"max_steps = 5\norchestrator.rollouts_per_example = 2\n{text}")
     return load_config(RLConfig, ["@", str(file)], environ={})

@@ -7,7 +7,7 @@ import pytest
 
 from support.packages import write_installed
 from trivet.dependencies import InstalledPackages
-from trivet.environments.packages.discovery import Origin, find_environments, names_loader, read_origin
+from trivet.environments.packages.discovery import PackageOrigin, find_environments, names_loader, read_origin
 from trivet.environments.packages.import_check import check_imports
 
 
@@ -36,37 +36,37 @@ def test_a_source_names_the_loader_when_it_binds_it_at_its_top_level(source: str
 @pytest.mark.parametrize(
     ("direct_url", "expected"),
     [
-        (None, Origin(kind="index")),
-        ({"url": "file:///e/a%20b", "dir_info": {"editable": True}}, Origin(kind="editable", location="/e/a b")),
-        ({"url": "file:///e/a", "dir_info": {}}, Origin(kind="directory", location="/e/a")),
+        (None, PackageOrigin(kind="index")),
+        ({"url": "file:///e/a%20b", "dir_info": {"editable": True}}, PackageOrigin(kind="editable", location="/e/a b")),
+        ({"url": "file:///e/a", "dir_info": {}}, PackageOrigin(kind="directory", location="/e/a")),
         (
             {"url": "file:///e/a-1-py3-none-any.whl", "archive_info": {}},
-            Origin(kind="wheel", location="/e/a-1-py3-none-any.whl"),
+            PackageOrigin(kind="wheel", location="/e/a-1-py3-none-any.whl"),
         ),
         (
             {"url": "https://u:secret@h.example/a.zip", "archive_info": {}},
-            Origin(kind="archive", location="https://h.example/a.zip"),
+            PackageOrigin(kind="archive", location="https://h.example/a.zip"),
         ),
         (
             {"url": "https://h.example/a", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}},
-            Origin(kind="git", location="https://h.example/a@0123456789ab"),
+            PackageOrigin(kind="git", location="https://h.example/a@0123456789ab"),
         ),
     ],
 )
-def test_the_origin_is_what_the_installer_recorded(direct_url: dict[str, object] | None, expected: Origin) -> None:
+def test_the_origin_is_what_the_installer_recorded(direct_url: dict[str, object] | None, expected: PackageOrigin) -> None:
     assert read_origin(json.dumps(direct_url) if direct_url else None) == expected
 
 
 @pytest.mark.parametrize(
     ("origin", "expected"),
     [
-        (Origin(kind="index"), "index"),
-        (Origin(kind="editable", location="/here/a"), "editable a"),
-        (Origin(kind="editable", location="/else/a"), "editable /else/a"),
-        (Origin(kind="git", location="https://h.example/a@01"), "git https://h.example/a@01"),
+        (PackageOrigin(kind="index"), "index"),
+        (PackageOrigin(kind="editable", location="/here/a"), "editable a"),
+        (PackageOrigin(kind="editable", location="/else/a"), "editable /else/a"),
+        (PackageOrigin(kind="git", location="https://h.example/a@01"), "git https://h.example/a@01"),
     ],
 )
-def test_a_location_is_relative_below_the_current_directory(origin: Origin, expected: str) -> None:
+def test_a_location_is_relative_below_the_current_directory(origin: PackageOrigin, expected: str) -> None:
     assert origin.describe(base=Path("/here")) == expected
 
 

@@ -11,7 +11,7 @@ from support.groups import make_group
 from trivet.environments.workers import channel as channel_module
 from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
 from trivet.errors import MessageRefused
-from trivet.wire.workers import Answer, Cancel, GroupDone, Order
+from trivet.wire.workers import Cancel, GroupDone, WorkerAnswer, WorkerOrder
 
 
 async def open_both() -> tuple[Channel, Channel]:
@@ -25,10 +25,10 @@ def test_messages_arrive_whole_and_in_order_whatever_their_size():
         rollouts = make_group(7).rollouts
         rollouts[0].completion = [{"role": "assistant", "content": "x" * 10_000_000}]
         sending = asyncio.gather(
-            worker.send(Answer(body=GroupDone(call_id=3, rollouts=rollouts))),
-            worker.send(Answer(body=GroupDone(call_id=4, rollouts=[]))),
+            worker.send(WorkerAnswer(body=GroupDone(call_id=3, rollouts=rollouts))),
+            worker.send(WorkerAnswer(body=GroupDone(call_id=4, rollouts=[]))),
         )
-        large, small = await pool.receive(Answer), await pool.receive(Answer)
+        large, small = await pool.receive(WorkerAnswer), await pool.receive(WorkerAnswer)
         await sending
         assert small.body.rollouts == []
         assert len(large.body.rollouts[0].completion[0]["content"]) == 10_000_000
@@ -44,12 +44,12 @@ def test_the_end_of_one_side_is_seen_by_the_other_even_within_a_message():
     async def scenario() -> None:
         ours, theirs = socket.socketpair()
         pool = await Channel.open(ours)
-        theirs.sendall(pack_message(Order(body=Cancel(call_id=1)))[:-1])
+        theirs.sendall(pack_message(WorkerOrder(body=Cancel(call_id=1)))[:-1])
         theirs.close()
-        assert await pool.receive(Order) is None
+        assert await pool.receive(WorkerOrder) is None
         await pool.aclose()
         await pool.aclose()
-        pool.post(Order(body=Cancel(call_id=1)))  # nobody hears it
+        pool.post(WorkerOrder(body=Cancel(call_id=1)))  # nobody hears it
 
     asyncio.run(scenario())
 
@@ -57,10 +57,10 @@ def test_the_end_of_one_side_is_seen_by_the_other_even_within_a_message():
 def test_a_message_can_be_received_before_there_is_an_event_loop():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(pack_message(Order(body=Cancel(call_id=1))))
-        assert receive_blocking(theirs, Order) == Order(body=Cancel(call_id=1))
+        ours.sendall(pack_message(WorkerOrder(body=Cancel(call_id=1))))
+        assert receive_blocking(theirs, WorkerOrder) == WorkerOrder(body=Cancel(call_id=1))
         ours.close()
-        assert receive_blocking(theirs, Order) is None
+        assert receive_blocking(theirs, WorkerOrder) is None
 
 
 def test_bytes_that_are_no_message_are_refused():
@@ -68,9 +68,9 @@ def test_bytes_that_are_no_message_are_refused():
         ours, theirs = socket.socketpair()
         pool = await Channel.open(ours)
         with theirs:
-            theirs.sendall(pack_message(Answer(body=GroupDone(call_id=1, rollouts=[]))))
+            theirs.sendall(pack_message(WorkerAnswer(body=GroupDone(call_id=1, rollouts=[]))))
             with pytest.raises(MessageRefused):
-                await pool.receive(Order)
+                await pool.receive(WorkerOrder)
         await pool.aclose()
 
     asyncio.run(scenario())
@@ -92,7 +92,7 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_read():
         pool = await Channel.open(ours)
         theirs.sendall((2**62).to_bytes(8, "little"))
         with pytest.raises(MessageRefused, match="larger than what fits"):
-            await pool.receive(Order)
+            await pool.receive(WorkerOrder)
         theirs.sendall((2**62).to_bytes(8, "little"))
         await pool.aclose()
         theirs.close()
@@ -102,4 +102,4 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_read():
     with ours, theirs:
         theirs.sendall((2**62).to_bytes(8, "little"))
         with pytest.raises(MessageRefused, match="larger than what fits"):
-            receive_blocking(ours, Order)
+            receive_blocking(ours, WorkerOrder)

@@ -7,18 +7,18 @@ import pytest
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.launcher.supervision.recovery import (
     MAX_BACKOFF_S,
-    Action,
     Announce,
     AskForCommit,
-    Finish,
+    FinishRun,
     Outcome,
     Recovery,
+    RecoveryAction,
+    RecoveryUnit,
+    RecoveryVerdict,
     RoleSeen,
     Seen,
-    Start,
-    Stop,
-    Unit,
-    Verdict,
+    StartUnit,
+    StopRoles,
 )
 
 PATIENCE_S = 60.0
@@ -51,7 +51,7 @@ class History:
             self.roles[name] = self._fresh(name)
         return self
 
-    def at(self, now: float) -> list[Action]:
+    def at(self, now: float) -> list[RecoveryAction]:
         return self.recovery.decide(
             Seen(
                 now=now,
@@ -62,9 +62,9 @@ class History:
             )
         )
 
-    def verdict(self, *, at: float) -> Verdict:
+    def verdict(self, *, at: float) -> RecoveryVerdict:
         (action,) = self.at(at)
-        assert isinstance(action, Finish), action
+        assert isinstance(action, FinishRun), action
         return action.verdict
 
     def recovers_training(self, *, at: float) -> "History":
@@ -72,7 +72,7 @@ class History:
         assert any(isinstance(action, Announce) for action in self.ends("trainer", -9, at=at).at(at))
         self.ends("orchestrator", 143, at=at)
         assert self.at(at) == []
-        assert self.at(at + MAX_BACKOFF_S) == [Start(unit=Unit.TRAINING)]
+        assert self.at(at + MAX_BACKOFF_S) == [StartUnit(unit=RecoveryUnit.TRAINING)]
         return self.starts("orchestrator", "trainer")
 
 
@@ -90,10 +90,12 @@ def test_a_run_is_done_when_both_finished_in_either_order(order: tuple[str, str]
 
 def test_inference_is_restarted_alone_after_the_delay() -> None:
     history = History(backoff_s=4).ends("inference", -9, at=10)
-    assert history.at(10) == [Announce(unit=Unit.INFERENCE, role="inference", cause="inference killed by SIGKILL", delay_s=4)]
+    assert history.at(10) == [
+        Announce(unit=RecoveryUnit.INFERENCE, role="inference", cause="inference killed by SIGKILL", delay_s=4)
+    ]
     assert history.at(10.2) == []
     assert history.at(13.9) == []
-    assert history.at(14) == [Start(unit=Unit.INFERENCE)]
+    assert history.at(14) == [StartUnit(unit=RecoveryUnit.INFERENCE)]
     assert history.starts("inference").at(15) == []
 
 
@@ -101,9 +103,9 @@ def test_a_teacher_is_restarted_alone_too() -> None:
     history = History(backoff_s=4)
     history.roles["teacher"] = RoleSeen(name="teacher", does_finish=False, has_progressed=True)
     history.ends("teacher", -9, at=10)
-    assert history.at(10) == [Announce(unit=Unit.TEACHER, role="teacher", cause="teacher killed by SIGKILL", delay_s=4)]
+    assert history.at(10) == [Announce(unit=RecoveryUnit.TEACHER, role="teacher", cause="teacher killed by SIGKILL", delay_s=4)]
     assert history.at(10.2) == []
-    assert history.at(14) == [Start(unit=Unit.TEACHER)]
+    assert history.at(14) == [StartUnit(unit=RecoveryUnit.TEACHER)]
 
 
 @pytest.mark.parametrize(("dead", "partner"), [("trainer", "orchestrator"), ("orchestrator", "trainer")])
@@ -111,28 +113,28 @@ def test_trainer_and_orchestrator_go_back_together(dead: str, partner: str) -> N
     history = History(backoff_s=1).ends(dead, 1, at=10)
     announced, stop = history.at(10)
     assert isinstance(announced, Announce)
-    assert (announced.unit, announced.cause) == (Unit.TRAINING, f"{dead} ended with exit code 1")
-    assert stop == Stop(roles=(partner,), by_kill=False)
+    assert (announced.unit, announced.cause) == (RecoveryUnit.TRAINING, f"{dead} ended with exit code 1")
+    assert stop == StopRoles(roles=(partner,), by_kill=False)
     assert history.at(12) == []  # the partner has not ended
     history.ends(partner, 143, at=13)
     assert history.at(13) == []
-    assert history.at(13.2) == [Start(unit=Unit.TRAINING)]
+    assert history.at(13.2) == [StartUnit(unit=RecoveryUnit.TRAINING)]
 
 
 def test_a_partner_that_ignores_the_request_is_killed_at_the_deadline() -> None:
     history = History().ends("trainer", -9, at=10)
     history.at(10)
     assert history.at(10 + STOP_S - 1) == []
-    assert history.at(10 + STOP_S) == [Stop(roles=("orchestrator",), by_kill=True)]
+    assert history.at(10 + STOP_S) == [StopRoles(roles=("orchestrator",), by_kill=True)]
     assert history.at(10 + STOP_S + 1) == []
 
 
 def test_both_units_recover_at_the_same_time() -> None:
     history = History(backoff_s=0).ends("inference", -9, at=10).ends("trainer", -9, at=10).ends("orchestrator", 1, at=11)
     units = {action.unit for action in history.at(11) if isinstance(action, Announce)}
-    assert units == {Unit.INFERENCE, Unit.TRAINING}
+    assert units == {RecoveryUnit.INFERENCE, RecoveryUnit.TRAINING}
     history.at(11.2)
-    assert history.at(11.4) == [Start(unit=Unit.INFERENCE), Start(unit=Unit.TRAINING)]
+    assert history.at(11.4) == [StartUnit(unit=RecoveryUnit.INFERENCE), StartUnit(unit=RecoveryUnit.TRAINING)]
 
 
 def test_a_role_that_ends_early_with_0_has_failed() -> None:
@@ -149,7 +151,7 @@ def test_the_wait_doubles_with_each_restart_in_the_window_up_to_a_minute() -> No
         assert isinstance(announced, Announce)
         delays.append(announced.delay_s)
         history.at(round_ * 100 + 1)
-        assert history.at(round_ * 100 + MAX_BACKOFF_S) == [Start(unit=Unit.INFERENCE)]
+        assert history.at(round_ * 100 + MAX_BACKOFF_S) == [StartUnit(unit=RecoveryUnit.INFERENCE)]
         history.starts("inference")
     assert delays == [2, 4, 8, 16, 32, 60, 60]
 
@@ -222,7 +224,7 @@ def test_a_restart_that_fails_differently_is_tried_again() -> None:
     history.ends("trainer", 1, at=100, has_progressed=False, last_words="port taken")
     assert isinstance(history.at(100)[0], Announce)
     history.ends("orchestrator", 143, at=101).at(101)
-    assert history.at(200) == [Start(unit=Unit.TRAINING)]
+    assert history.at(200) == [StartUnit(unit=RecoveryUnit.TRAINING)]
     history.starts("orchestrator", "trainer").ends("trainer", 1, at=210, has_progressed=False, last_words="no memory")
     assert isinstance(history.at(210)[0], Announce)
 
@@ -242,7 +244,7 @@ def test_a_stuck_role_is_killed_and_its_partner_asked() -> None:
     announced, *stops = history.at(10)
     assert isinstance(announced, Announce)
     assert announced.cause == "trainer stuck: no report for 120 s"
-    assert stops == [Stop(roles=("orchestrator",), by_kill=False), Stop(roles=("trainer",), by_kill=True)]
+    assert stops == [StopRoles(roles=("orchestrator",), by_kill=False), StopRoles(roles=("trainer",), by_kill=True)]
 
 
 def test_a_stuck_role_is_left_alone_when_only_a_warning_was_asked_for() -> None:
@@ -281,14 +283,14 @@ def test_silence_before_the_other_finished_does_not_count() -> None:
     assert history.at(1001) == []
 
 
-def interrupted(history: History, number: int, *, at: float) -> list[Action]:
+def interrupted(history: History, number: int, *, at: float) -> list[RecoveryAction]:
     history.interrupted_by = number
     return history.at(at)
 
 
 def test_sigint_ends_the_run_at_once() -> None:
     (action,) = interrupted(History(), SIGINT, at=10)
-    assert isinstance(action, Finish)
+    assert isinstance(action, FinishRun)
     assert (action.verdict.outcome, action.verdict.exit_code) == (Outcome.INTERRUPTED, 130)
 
 
@@ -350,7 +352,7 @@ def test_a_second_signal_ends_the_wait() -> None:
 def test_sigterm_ends_at_once_what_cannot_commit(recovery: dict[str, object], facts: dict[str, object]) -> None:
     history = History(**recovery).knows("trainer", **facts)
     (action,) = interrupted(history, SIGTERM, at=10)
-    assert isinstance(action, Finish)
+    assert isinstance(action, FinishRun)
     assert action.verdict.exit_code == 143
 
 
@@ -360,7 +362,7 @@ def test_a_signal_while_the_servers_start_finds_no_step_to_commit(number: int) -
     for name in history.roles:
         history.knows(name, has_progressed=False)
     (action,) = interrupted(history, number, at=10)
-    assert isinstance(action, Finish)
+    assert isinstance(action, FinishRun)
     verdict = action.verdict
     assert (verdict.outcome, verdict.exit_code) == (Outcome.INTERRUPTED, 128 + number)
     assert verdict.reason.endswith("during the start, with no step to commit")
@@ -378,7 +380,7 @@ def test_an_interrupt_during_a_restart_ends_the_run() -> None:
     history = History().ends("trainer", -9, at=10)
     history.at(10)
     (action,) = interrupted(history, SIGTERM, at=11)
-    assert isinstance(action, Finish)
+    assert isinstance(action, FinishRun)
     assert action.verdict.exit_code == 143
 
 

@@ -13,12 +13,12 @@ from trivet.config.layout import RunLayout
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.processes import Child, descendants, read_processes
 from trivet.launcher.supervision.role_processes import Member, forget_reports, read_reports
-from trivet.wire.status import Report
+from trivet.wire.status import ProcessReport
 
 
 def write_report(layout: RunLayout, rank: int = 0, *, step: int = 0, attempt: int = 1) -> None:
     layout.reports.mkdir(exist_ok=True)
-    report = Report(role="trainer", rank=rank, pid=1, attempt=attempt, time=0, since=0, step=step)
+    report = ProcessReport(role="trainer", rank=rank, pid=1, attempt=attempt, time=0, since=0, step=step)
     layout.report_file("trainer", rank).write_bytes(msgspec.json.encode(report))
 
 

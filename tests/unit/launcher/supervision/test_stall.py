@@ -4,13 +4,13 @@ import msgspec
 import pytest
 
 from trivet.launcher.supervision.stall import StallWatch, describe, situation_of
-from trivet.wire.status import Report, WorkerStatus
+from trivet.wire.status import ProcessReport, WorkerStatus
 
 AFTER_S = 100.0
 
-TRAINER = Report(role="trainer", pid=1, time=0.0, since=0.0, activity="batch 3", waits_for="orchestrator", step=2)
+TRAINER = ProcessReport(role="trainer", pid=1, time=0.0, since=0.0, activity="batch 3", waits_for="orchestrator", step=2)
 WORKER = WorkerStatus(env="reverse", pid=3, num_pending=2, num_generating=5, num_scoring=3)
-ORCHESTRATOR = Report(
+ORCHESTRATOR = ProcessReport(
     role="orchestrator",
     pid=2,
     time=0.0,

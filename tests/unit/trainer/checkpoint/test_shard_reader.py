@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, read_metadata
-from trivet.trainer.checkpoint.state import Progress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
 from trivet.trainer.step import Learner
 
 
@@ -34,7 +34,7 @@ def learner(tiny_model: Path, make_learner) -> Learner:
 def half(learner: Learner, tmp_path: Path) -> Path:
     directory = tmp_path / "trainer"
     directory.mkdir()
-    write_state(directory, state_of(learner, Progress(step=3)), learner.world.control)
+    write_state(directory, state_of(learner, TrainerProgress(step=3)), learner.world.control)
     return directory
 
 
@@ -80,7 +80,7 @@ def test_a_shard_outside_the_directory_is_refused(half: Path) -> None:
 
 
 def test_an_object_beside_the_tensors_is_not_unpickled(half: Path, learner: Learner, tmp_path: Path) -> None:
-    state = state_of(learner, Progress(step=3))
+    state = state_of(learner, TrainerProgress(step=3))
     state["progress"] = {**state["progress"], "step": Payload(tmp_path / "mark")}
     shutil.rmtree(half)
     save(state, checkpoint_id=half, process_group=learner.world.control)
@@ -90,4 +90,4 @@ def test_an_object_beside_the_tensors_is_not_unpickled(half: Path, learner: Lear
 
 
 def test_a_checkpoint_of_our_own_is_read(half: Path, learner: Learner) -> None:
-    assert load_half(half, learner) == Progress(step=3)
+    assert load_half(half, learner) == TrainerProgress(step=3)

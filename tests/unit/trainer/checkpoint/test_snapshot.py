@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from trivet.trainer.checkpoint.snapshot import Key, Snapshot
+from trivet.trainer.checkpoint.snapshot import Snapshot, TensorKey
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def state() -> dict:
 
 
 def test_nothing_is_copied_of_what_is_read_in_time(state: dict) -> None:
-    buffers = dict[Key, torch.Tensor]()
+    buffers = dict[TensorKey, torch.Tensor]()
     snapshot = Snapshot(state, buffers=buffers)
     for tensor in (state["model"]["a"], state["model"]["empty"], state["groups"][0]["b"]):
         with snapshot.hold(tensor) as held:
@@ -48,7 +48,7 @@ def test_a_second_change_finds_the_copies_of_the_first(state: dict) -> None:
 
 
 def test_copies_are_made_in_the_memory_of_the_last(state: dict) -> None:
-    buffers = dict[Key, torch.Tensor]()
+    buffers = dict[TensorKey, torch.Tensor]()
     Snapshot(state, buffers=buffers).detach()
     first = {key: buffer.data_ptr() for key, buffer in buffers.items()}
     state["model"]["a"].mul_(2)
@@ -60,7 +60,7 @@ def test_copies_are_made_in_the_memory_of_the_last(state: dict) -> None:
 
 
 def test_memory_of_tensors_that_are_gone_is_given_back(state: dict) -> None:
-    buffers, others = dict[Key, torch.Tensor](), [torch.full((3,), float(number)) for number in range(20)]
+    buffers, others = dict[TensorKey, torch.Tensor](), [torch.full((3,), float(number)) for number in range(20)]
     for other in others:
         Snapshot(state | {"new each time": other}, buffers=buffers).detach()
     assert len(buffers) == 3

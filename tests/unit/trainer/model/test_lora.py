@@ -14,7 +14,7 @@ from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.losses import DefaultLossConfig, GrpoLossConfig
 from trivet.config.sections.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
-from trivet.trainer.checkpoint.state import Progress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
 from trivet.trainer.disk_budget import measure_sizes
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.export import Exporter, load_tokenizer
@@ -157,11 +157,11 @@ def test_what_is_written_is_the_adapter_alone_and_names_its_base(
 
 def test_a_run_that_is_saved_and_loaded_continues_exactly(any_model: Path, make_learner, oracle, tmp_path: Path) -> None:
     unbroken = trained(make_learner, any_model, oracle)
-    write_state(tmp_path, state_of(unbroken, Progress(step=2)), unbroken.world.control)
+    write_state(tmp_path, state_of(unbroken, TrainerProgress(step=2)), unbroken.world.control)
     expected = train_step(unbroken, rows_of(oracle, 3), step=3).loss
     torch.manual_seed(123)
     resumed = make_learner(any_model, lora=LORA, loss=LOSS, lr=1e-2)
-    assert load_half(tmp_path, resumed) == Progress(step=2)
+    assert load_half(tmp_path, resumed) == TrainerProgress(step=2)
     assert train_step(resumed, rows_of(oracle, 3), step=3).loss == expected
     for ours, theirs in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -169,7 +169,7 @@ def test_a_run_that_is_saved_and_loaded_continues_exactly(any_model: Path, make_
 
 def test_a_checkpoint_holds_what_is_trained_and_nothing_else(any_model: Path, make_learner, oracle) -> None:
     learner = trained(make_learner, any_model, oracle)
-    saved = state_of(learner, Progress())
+    saved = state_of(learner, TrainerProgress())
     assert saved["model"].keys() == {name for name, each in learner.model.named_parameters() if each.requires_grad}
     sizes = measure_sizes(learner.model, TrainerConfig(model=TrainerModelConfig(compute_dtype="bfloat16")))
     assert sizes.weights == 2 * sum(tensor.numel() for tensor in saved["model"].values())

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from support.template_server import make_tokenizer
 from trivet.config.sections.sft import LossMaskConfig
-from trivet.conversations.rows import Conversation, Message, read_row
+from trivet.conversations.rows import ChatMessage, Conversation, read_row
 from trivet.errors import ConfigError
 from trivet.trainer.sft.data import to_sample
 
@@ -21,7 +21,7 @@ ENDS = {"chatml": "<|im_end|>", "hermes": "<|im_end|>", "qwen3": "<|im_end|>", "
 """End of a turn, by template that only appends."""
 
 
-def talk(*messages: Message, tools=None) -> Conversation:
+def talk(*messages: ChatMessage, tools=None) -> Conversation:
     return read_row({"messages": list(messages), "tools": tools})
 
 
