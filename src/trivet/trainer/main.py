@@ -1,4 +1,4 @@
-"""Entry of one rank of the trainer: `python -m trivet.trainer.main @ trainer.toml`, alone or with others."""
+"""Runs one rank of the trainer: `python -m trivet.trainer.main @ trainer.toml`, alone or with others."""
 
 import os
 import sys
