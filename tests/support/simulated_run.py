@@ -21,13 +21,13 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.orchestrator.waker import Waker
 from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
 from trivet.wire.batches import Batch
@@ -284,7 +284,7 @@ class SimulatedRun:
         ]
 
     def _make_loop(self) -> Loop:
-        config, recorder, changed = self.config, self.recorder, Waker()
+        config, recorder, group_ended = self.config, self.recorder, ChangeEvent()
         clock = asyncio.get_running_loop().time
         self.pool = ServerPool(
             config.client,
@@ -305,14 +305,14 @@ class SimulatedRun:
             servers=self.pool,
             advantage=mean_baseline,
             limits=Limits.of(config),
-            on_change=changed.ring,
+            on_group_end=group_ended.notify,
             clock=clock,
         )
-        self.pool.on_down, self.pool.on_up = dispatcher.server_down, dispatcher.waker.ring
+        self.pool.on_down, self.pool.on_up = dispatcher.server_down, dispatcher.changed.notify
 
         def on_load(version: PolicyVersion) -> None:
             dispatcher.version = version
-            dispatcher.waker.ring()
+            dispatcher.changed.notify()
 
         watcher = PolicyWatcher(
             layout=self._layout,
@@ -335,7 +335,7 @@ class SimulatedRun:
             watcher=watcher,
             sender=self._trainer,  # type: ignore[arg-type]  # closed with the loop
             telemetry=recorder,  # type: ignore[arg-type]  # acts as one
-            changed=changed,
+            group_ended=group_ended,
             beside={"servers": self.pool.run, "load-watcher": load_watcher.run},
         )
 

@@ -1,6 +1,6 @@
 """Keeps groups in flight: decides when one may start, on which server, runs it, and hands the result to the buffer.
 
-Consumes draws of the sampler. Produces finished groups in the buffer. Waits on its waker, rung when a group ends, a batch is
+Consumes draws of the sampler. Produces finished groups in the buffer. Waits for its event, notified when a group ends, a batch is
 formed, a policy is loaded or a server comes or goes, and for the moment at which a pause is over. Each group is a task of its
 own; its failure costs that group only. A try that was lost with its server or its worker is made again, under the same id.
 """
@@ -22,9 +22,9 @@ from trivet.environments.port import EnvironmentPool
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.dispatch_rounds import Waves
 from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.orchestrator.waker import Waker
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Group, GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
@@ -32,7 +32,7 @@ from trivet.wire.versions import PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 5.0
-"""The dispatcher looks again at least this often, so that a missed ring costs seconds and not the run."""
+"""The dispatcher looks again at least this often, so that a missed notification costs seconds and not the run."""
 _STARTS_AT_ONCE = 64
 """Groups started before everybody else has a turn."""
 _MAX_TRIES = 5
@@ -120,7 +120,7 @@ class Dispatcher:
     """
     >>> dispatching = tasks.create_task(dispatcher.run())
     >>> dispatcher.step, dispatcher.version = Step(2), PolicyVersion(1)
-    >>> dispatcher.waker.ring()
+    >>> dispatcher.changed.notify()
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class Dispatcher:
         servers: DispatchServers,
         advantage: AdvantageFunction,
         limits: Limits,
-        on_change: Callable[[], None],
+        on_group_end: Callable[[], None],
         again: Sequence[Draw] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            on_change: called after every group that ended.
+            on_group_end: called after every group that ended.
             again: groups that were in flight when the checkpoint was made; they start first, under their old ids.
         """
         self._sampler = sampler
@@ -147,7 +147,7 @@ class Dispatcher:
         self._servers = servers
         self._advantage = advantage
         self._limits = limits
-        self._on_change = on_change
+        self._on_group_end = on_group_end
         self._clock = clock
         self._again = deque(again)
         self._retries: deque[_Retry] = deque()
@@ -161,7 +161,7 @@ class Dispatcher:
         if limits.tasks_per_minute is not None:
             burst = max(limits.rollouts_per_example, limits.tasks_per_minute / 60 * _BURST_S)
             self._bucket = TokenBucket(per_minute=limits.tasks_per_minute, burst=burst, now=clock())
-        self.waker = Waker()
+        self.changed = ChangeEvent()
         self.step = Step(1)
         """The batch being filled."""
         self.version = PolicyVersion(0)
@@ -190,7 +190,7 @@ class Dispatcher:
                     num_started += 1
                     if num_started % _STARTS_AT_ONCE == 0:
                         await asyncio.sleep(0)
-                await self.waker.wait(min(pause_s or _IDLE_WAIT_S, _IDLE_WAIT_S))
+                await self.changed.wait(min(pause_s or _IDLE_WAIT_S, _IDLE_WAIT_S))
 
     def server_down(self, root: str) -> None:
         """Every try on the server at `root` is lost."""
@@ -199,8 +199,8 @@ class Dispatcher:
                 attempt.task.cancel()
             self._end(attempt)
             self._lost(attempt, f"the server {root} was set aside")
-        self.waker.ring()
-        self._on_change()
+        self.changed.notify()
+        self._on_group_end()
 
     def _pause_s(self) -> float:
         """Seconds until the next group may start; 0 when one may now."""
@@ -313,8 +313,8 @@ class Dispatcher:
             self._settle(draw.group_id, lambda: self._buffer.failed(draw.group_id, error, kind=kind))
         else:
             self._settle(draw.group_id, lambda: self._finish(draw, rollouts))
-        self.waker.ring()
-        self._on_change()
+        self.changed.notify()
+        self._on_group_end()
 
     def _settle(self, group_id: GroupId, end: Callable[[], None]) -> None:
         """Hand on how a group ended: at once, or, deterministic, when its whole wave has, in the order of their ids."""

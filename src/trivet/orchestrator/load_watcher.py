@@ -84,4 +84,4 @@ class LoadWatcher:
         if limit != limit_before:
             logger.debug("rollouts in flight at most=%s before=%s load=%s", limit, limit_before, self._last)
             self._dispatcher.max_in_flight = limit
-            self._dispatcher.waker.ring()
+            self._dispatcher.changed.notify()

@@ -3,7 +3,7 @@
 Consumes finished groups from the buffer. Produces batches for the trainer. Beside it run the dispatcher (fills the buffer),
 the policy watcher (keeps the servers up to date) and what else the start gives it; all are tasks of one group, so a failure of
 any ends all. Packing, writing and sending go on in threads while the next batch is being filled.
-Waits for: enough groups (rung by the dispatcher), the trainer's acknowledgement (deadline in rollout_transport.timeout_s).
+Waits for: enough groups (notified by the dispatcher), the trainer's acknowledgement (deadline in rollout_transport.timeout_s).
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, write_half
 from trivet.orchestrator.counters import Tally
 from trivet.orchestrator.dispatcher import Dispatcher
@@ -27,7 +28,6 @@ from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
-from trivet.orchestrator.waker import Waker
 from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed
@@ -56,8 +56,8 @@ class Loop:
     watcher: PolicyWatcher
     sender: BatchSender
     telemetry: Telemetry
-    changed: Waker
-    """Rung when a group ended."""
+    group_ended: ChangeEvent
+    """Notified when a group ended, and when preemption is requested."""
     beside: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
     """Further tasks by name, each until cancelled: what watches the servers and their load."""
     evals: OnlineEval | None = None
@@ -70,7 +70,7 @@ class Loop:
     def make_room(self) -> None:
         """Fill no further batch: have the trainer commit the last one, and end."""
         self.is_making_room = True
-        self.changed.ring()
+        self.group_ended.notify()
 
     async def run(self) -> None:
         """Until max_steps, or for ever without one."""
@@ -195,7 +195,7 @@ class Loop:
         progress.doing(f"filling batch {step}")
         self.dispatcher.step = self.watcher.step = step
         self.sampler.begin_step(step)
-        self.dispatcher.waker.ring()
+        self.dispatcher.changed.notify()
 
     async def _fill(self, step: Step) -> list[Group] | None:
         """The groups of batch `step`; None when the run makes room instead."""
@@ -217,7 +217,7 @@ class Loop:
                     f"batch {step} cannot be filled, {self.buffer.num_ready} of {num_groups} groups are ready: "
                     + self.sampler.explain_drained()
                 )
-            if not await self.changed.wait(_SLOW_FILL_S):
+            if not await self.group_ended.wait(_SLOW_FILL_S):
                 logger.warning(
                     "batch %s is not filled after %.0f s: ready=%s in_flight=%s of %s groups needed; policy held %s",
                     step,

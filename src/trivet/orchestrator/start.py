@@ -22,6 +22,7 @@ from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
@@ -33,7 +34,6 @@ from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
-from trivet.orchestrator.waker import Waker
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import progress
 from trivet.telemetry.telemetry import Telemetry
@@ -256,7 +256,7 @@ def _make_loop(
     telemetry: Telemetry,
     teacher: Teacher | None,
 ) -> Loop:
-    changed = Waker()
+    group_ended = ChangeEvent()
     examples = {env.label: pool.infos[env.label].example_hashes for env in config.env}
     sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=half.sampler)
     waiting, left_out = half.buffer, dict[GroupId, str]()
@@ -286,17 +286,17 @@ def _make_loop(
         servers=servers,
         advantage=make_advantage(config.advantage),
         limits=Limits.of(config),
-        on_change=changed.ring,
+        on_group_end=group_ended.notify,
         again=again,
     )
 
-    servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.waker.ring
+    servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.changed.notify
 
     def on_load(version: PolicyVersion) -> None:
         dispatcher.version = version
-        dispatcher.waker.ring()
+        dispatcher.changed.notify()
         if evals is not None:
-            evals.waker.ring()
+            evals.changed.notify()
 
     watcher = PolicyWatcher(
         layout=layout,
@@ -319,7 +319,7 @@ def _make_loop(
         watcher=watcher,
         sender=sender,
         telemetry=telemetry,
-        changed=changed,
+        group_ended=group_ended,
         evals=evals,
         beside={"servers": servers.run, "load-watcher": load_watcher.run, "environments": pool.run, "loop-lag": lag.run},
         gauges=lambda: {

@@ -86,7 +86,7 @@ async def play(timing: random.Random, *, from_step: int = 0, state: SamplerState
             seq_len=64,
             groups_per_wave=GROUPS,
         ),
-        on_change=changed.set,
+        on_group_end=changed.set,
         clock=asyncio.get_running_loop().time,
     )
     dispatcher.step = Step(from_step + 1)
@@ -97,7 +97,7 @@ async def play(timing: random.Random, *, from_step: int = 0, state: SamplerState
         await asyncio.sleep(timing.uniform(0.0, 5.0))  # the policy comes later than the step begins
         runs.version = max(step - 1 - LAG, 0)
         dispatcher.version = PolicyVersion(runs.version)
-        dispatcher.waker.ring()
+        dispatcher.changed.notify()
         while (groups := buffer.take_batch(Step(step), num_groups=GROUPS)) is None:
             changed.clear()
             await changed.wait()

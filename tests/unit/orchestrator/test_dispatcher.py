@@ -89,7 +89,7 @@ class Stage:
                 tasks_per_minute=tasks_per_minute,
                 is_truncated_worth_nothing=is_truncated_worth_nothing,
             ),
-            on_change=lambda: None,
+            on_group_end=lambda: None,
             again=list(draws.values()),
             clock=asyncio.get_running_loop().time,
         )
@@ -99,7 +99,7 @@ class Stage:
             self.dispatcher.step = Step(step)
         if version is not None:
             self.dispatcher.version = PolicyVersion(version)
-        self.dispatcher.waker.ring()
+        self.dispatcher.changed.notify()
 
     def of(self, kind: type[Event]) -> list[Event]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -179,7 +179,7 @@ def test_without_a_server_groups_wait_and_keep_their_ids():
         async with staged(servers=servers) as stage:
             assert stage.events == []
             servers.roots.append("http://server")
-            stage.dispatcher.waker.ring()
+            stage.dispatcher.changed.notify()
             await settle()
             assert [event.group_id for event in stage.of(Dispatch)] == [0, 1, 2, 3]
 
@@ -289,7 +289,7 @@ def test_the_limit_of_rollouts_in_flight_can_change_while_groups_run():
             await settle()
             assert sorted(stage.script.waiting) == [2, 3]
             stage.dispatcher.max_in_flight = 6
-            stage.dispatcher.waker.ring()
+            stage.dispatcher.changed.notify()
             await settle()
             assert sorted(stage.script.waiting) == [2, 3, 4]
 

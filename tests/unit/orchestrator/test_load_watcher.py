@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from support.virtual_time import run_virtually
 from trivet.client.load import ServerLoad
 from trivet.config.sections.client import ConcurrencyConfig
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.load_watcher import LoadWatcher
-from trivet.orchestrator.waker import Waker
 
 
 @dataclass
@@ -13,7 +13,7 @@ class Flow:
     """Stands in for the dispatcher: as many rollouts in flight as it may have."""
 
     max_in_flight: int
-    waker: Waker = field(default_factory=Waker)
+    changed: ChangeEvent = field(default_factory=ChangeEvent)
 
     @property
     def rollouts_in_flight(self) -> int:

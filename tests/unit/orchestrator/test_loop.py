@@ -19,11 +19,11 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, read_half
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
-from trivet.orchestrator.waker import Waker
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.batches import Batch, BatchPurpose
@@ -89,7 +89,7 @@ def run_loop(
     layout = RunLayout(directory)
     telemetry = Telemetry("orchestrator", layout=layout, run=config.run)
     sender = ReadyTrainer()
-    changed = Waker()
+    group_ended = ChangeEvent()
     buffer = GroupBuffer(
         write_event=telemetry.write_event,
         online_difficulty_filtering=False,
@@ -104,7 +104,7 @@ def run_loop(
         servers=FakeServers(),
         advantage=mean_baseline,
         limits=Limits.of(config),
-        on_change=changed.ring,
+        on_group_end=group_ended.notify,
         again=half.buffer.in_flight,
     )
     loop = Loop(
@@ -117,7 +117,7 @@ def run_loop(
         watcher=IdleWatcher(),  # type: ignore[arg-type]  stands in for PolicyWatcher
         sender=sender,
         telemetry=telemetry,
-        changed=changed,
+        group_ended=group_ended,
     )
     sender.on_batch = lambda batch: loop.make_room() if batch.step == make_room_after else None
     try:
