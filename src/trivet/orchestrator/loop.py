@@ -20,7 +20,7 @@ from trivet.errors import BatchError
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, write_half
-from trivet.orchestrator.counters import Tally
+from trivet.orchestrator.counters import GroupCounters
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.garbage import collect_by_the_clock, rare_collections
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
@@ -124,9 +124,9 @@ class Loop:
                 return
             # Until the next await this is the moment at which batch and checkpoint were formed.
             half, is_due = self._half(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
-            tally, self.buffer.tally = self.buffer.tally, Tally()
+            counters, self.buffer.counters = self.buffer.counters, GroupCounters()
             values = flow_metrics(
-                tally,
+                counters,
                 groups,
                 version=self.watcher.version,
                 step=step,

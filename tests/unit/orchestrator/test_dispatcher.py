@@ -211,7 +211,7 @@ def test_a_failure_that_is_the_servers_fault_costs_no_group_and_one_of_the_envir
             await settle()
             [drop] = stage.of(Drop)
             assert (drop.group_id, drop.reason) == (0, "failed: RolloutFailed: the judge is down: 503")
-            assert [lost.reason for lost in stage.buffer.tally.failed] == ["HTTPError"]
+            assert [lost.reason for lost in stage.buffer.counters.failed] == ["HTTPError"]
             assert [event.group_id for event in stage.of(Dispatch)] == [0, 1, 2, 3, 4, 1]
 
     run_virtually(scenario(), limit_s=60)
