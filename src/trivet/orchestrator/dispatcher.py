@@ -23,7 +23,7 @@ from trivet.errors import RolloutFailed, WorkerLost
 from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
-from trivet.orchestrator.dispatch_rounds import Waves
+from trivet.orchestrator.dispatch_rounds import DispatchRounds
 from trivet.orchestrator.sampler import Draw, ExampleSampler
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Group, GroupId, Rollout
@@ -77,7 +77,7 @@ class Limits:
     """A rollout that was cut gets reward 0."""
     tasks_per_minute: int | None = None
     """Rollouts started per minute."""
-    groups_per_wave: int | None = None
+    groups_per_round: int | None = None
     """Of a deterministic run: the groups of a batch, which start together."""
 
     @classmethod
@@ -91,7 +91,7 @@ class Limits:
             seq_len=config.seq_len,
             is_truncated_worth_nothing=config.zero_truncated_completions,
             tasks_per_minute=config.tasks_per_minute,
-            groups_per_wave=config.batch_size // config.rollouts_per_example if config.deterministic else None,
+            groups_per_round=config.batch_size // config.rollouts_per_example if config.deterministic else None,
         )
 
 
@@ -154,9 +154,9 @@ class Dispatcher:
         self._tries: dict[GroupId, _Try] = {}
         self._turn = asyncio.Lock()
         self._stale_checked_for = Step(0)
-        self._waves: Waves | None = None
-        if limits.groups_per_wave is not None:
-            self._waves = Waves(num_groups=limits.groups_per_wave, max_async_level=limits.max_async_level)
+        self._rounds: DispatchRounds | None = None
+        if limits.groups_per_round is not None:
+            self._rounds = DispatchRounds(num_groups=limits.groups_per_round, max_async_level=limits.max_async_level)
         self._bucket: TokenBucket | None = None
         if limits.tasks_per_minute is not None:
             burst = max(limits.rollouts_per_example, limits.tasks_per_minute / 60 * _BURST_S)
@@ -176,7 +176,7 @@ class Dispatcher:
 
     @property
     def rollouts_in_flight(self) -> int:
-        num_ended = self._waves.num_held if self._waves else 0
+        num_ended = self._rounds.num_ended if self._rounds else 0
         return (self._buffer.num_in_flight - num_ended) * self._limits.rollouts_per_example
 
     async def run(self) -> None:
@@ -184,7 +184,7 @@ class Dispatcher:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._cancel_stale()
-                self._draw_wave()
+                self._draw_round()
                 num_started = 0
                 while (pause_s := self._pause_s()) == 0 and self._start_next(tasks):
                     num_started += 1
@@ -216,17 +216,17 @@ class Dispatcher:
         """A group whose last try was lost has its place in flight already."""
         return bool(self._retries) and self._retries[0].not_before <= now
 
-    def _draw_wave(self) -> None:
+    def _draw_round(self) -> None:
         """Of a deterministic run: draw what the batch still lacks, once every group drawn before has ended."""
-        if self._waves is None or self._again or self._buffer.num_in_flight:
+        if self._rounds is None or self._again or self._buffer.num_in_flight:
             return
         num_ready = self._buffer.num_ready
-        for _ in range(self._waves.num_to_draw(step=self.step, version=self.version, num_ready=num_ready)):
+        for _ in range(self._rounds.num_to_draw(step=self.step, version=self.version, num_ready=num_ready)):
             if (draw := self._sampler.take(self.step)) is not None:
                 self._again.append(draw)
 
     def _may_start(self, rollouts_ahead: int) -> bool:
-        if self._waves is not None:
+        if self._rounds is not None:
             return bool(self._again or self._retries)
         return may_dispatch(
             step=self.step,
@@ -317,13 +317,13 @@ class Dispatcher:
         self._on_group_end()
 
     def _settle(self, group_id: GroupId, end: Callable[[], None]) -> None:
-        """Hand on how a group ended: at once, or, deterministic, when its whole wave has, in the order of their ids."""
-        if self._waves is None:
+        """Hand on how a group ended: at once, or, deterministic, when its whole round has, in the order of their ids."""
+        if self._rounds is None:
             end()
             return
-        self._waves.hold(group_id, end)
+        self._rounds.add_ended(group_id, end)
         if not (self._again or self._retries or self._tries):
-            self._waves.release()
+            self._rounds.release()
 
     def _finish(self, draw: Draw, rollouts: list[Rollout]) -> None:
         group = self._make_group(draw, rollouts)

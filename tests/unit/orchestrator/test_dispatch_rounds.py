@@ -12,7 +12,7 @@ from trivet.algorithms.advantages import mean_baseline
 from trivet.config.sections.curriculum import BufferConfig
 from trivet.errors import WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.dispatch_rounds import Waves
+from trivet.orchestrator.dispatch_rounds import DispatchRounds
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.wire.events import Dispatch, Event
@@ -25,23 +25,23 @@ LAG = 1
 RULES = BufferConfig(easy_threshold=0.9, hard_threshold=0.1)
 
 
-def test_a_wave_is_what_the_batch_lacks_once_its_policy_is_held() -> None:
-    waves = Waves(num_groups=4, max_async_level=1)
-    assert waves.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 4
-    assert waves.num_to_draw(step=Step(2), version=PolicyVersion(0), num_ready=3) == 1
-    assert waves.num_to_draw(step=Step(3), version=PolicyVersion(0), num_ready=0) == 0
-    assert waves.num_to_draw(step=Step(3), version=PolicyVersion(1), num_ready=4) == 0
+def test_a_wave_is_what_the_batch_lacks_once_its_policy_is_ended() -> None:
+    rounds = DispatchRounds(num_groups=4, max_async_level=1)
+    assert rounds.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 4
+    assert rounds.num_to_draw(step=Step(2), version=PolicyVersion(0), num_ready=3) == 1
+    assert rounds.num_to_draw(step=Step(3), version=PolicyVersion(0), num_ready=0) == 0
+    assert rounds.num_to_draw(step=Step(3), version=PolicyVersion(1), num_ready=4) == 0
 
 
 def test_groups_are_handed_on_together_in_the_order_of_their_ids() -> None:
-    waves, ended = Waves(num_groups=3, max_async_level=1), list[int]()
+    rounds, ended = DispatchRounds(num_groups=3, max_async_level=1), list[int]()
     for group_id in (7, 5, 6):
-        waves.hold(GroupId(group_id), lambda group_id=group_id: ended.append(group_id))
-    assert waves.num_held == 3
-    assert waves.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 0
-    waves.release()
+        rounds.add_ended(GroupId(group_id), lambda group_id=group_id: ended.append(group_id))
+    assert rounds.num_ended == 3
+    assert rounds.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 0
+    rounds.release()
     assert ended == [5, 6, 7]
-    assert waves.num_held == 0
+    assert rounds.num_ended == 0
 
 
 class Runs:
@@ -84,7 +84,7 @@ async def play(timing: random.Random, *, from_step: int = 0, state: SamplerState
             max_rollouts_in_flight=timing.choice([2, 4, 2 * GROUPS]),
             max_async_level=LAG,
             seq_len=64,
-            groups_per_wave=GROUPS,
+            groups_per_round=GROUPS,
         ),
         on_group_end=changed.set,
         clock=asyncio.get_running_loop().time,
