@@ -96,7 +96,7 @@ class SimulatedServer:
     async def check_health(self, *, timeout_s: float) -> None:
         await self._answer(timeout_s)
 
-    async def policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
+    async def served_policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
         await self._answer(timeout_s or 300.0)
         return self.status
 
@@ -113,7 +113,7 @@ class SimulatedServer:
         self.status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
         return self.status
 
-    async def load(self) -> ServerLoad:
+    async def server_load(self) -> ServerLoad:
         await self._answer(30.0)
         return ServerLoad(num_running=min(self.num_running, 4), num_waiting=0, cache_usage=0.5, num_preemptions=0)
 
@@ -310,7 +310,7 @@ class SimulatedRun:
         )
         self.pool.on_down, self.pool.on_up = dispatcher.server_down, dispatcher.changed.notify
 
-        def on_load(version: PolicyVersion) -> None:
+        def on_policy_served(version: PolicyVersion) -> None:
             dispatcher.version = version
             dispatcher.changed.notify()
 
@@ -320,7 +320,7 @@ class SimulatedRun:
             max_async_level=config.max_async_level,
             is_strict=config.strict_async_level,
             timeout_s=1800.0,
-            on_load=on_load,
+            on_policy_served=on_policy_served,
             clock=clock,
             sleep=lambda seconds: asyncio.sleep(seconds * self.plan.poll_factor),
         )

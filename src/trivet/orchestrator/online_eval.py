@@ -165,7 +165,7 @@ def discard_evals_after(layout: RunLayout, version: PolicyVersion) -> None:
             remove_directory(path)
 
 
-class HeldPolicy(Protocol):
+class PinnablePolicy(Protocol):
     """What the servers hold. Adapter: `orchestrator.policy.PolicyWatcher`."""
 
     version: PolicyVersion
@@ -185,7 +185,7 @@ class OnlineEval:
         self,
         series: Sequence[Series],
         *,
-        policy: HeldPolicy,
+        policy: PinnablePolicy,
         digest: Callable[[], str],
         run_group: RunOnServer,
         servers: PlacementServers,

@@ -292,7 +292,7 @@ def _make_loop(
 
     servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.changed.notify
 
-    def on_load(version: PolicyVersion) -> None:
+    def on_policy_served(version: PolicyVersion) -> None:
         dispatcher.version = version
         dispatcher.changed.notify()
         if evals is not None:
@@ -304,7 +304,7 @@ def _make_loop(
         max_async_level=config.max_async_level,
         is_strict=config.strict_async_level,
         timeout_s=config.rollout_transport.timeout_s,
-        on_load=on_load,
+        on_policy_served=on_policy_served,
     )
     evals = _make_evals(config, layout, half, pool, servers, watcher, telemetry)
     lag = LoopLag()
