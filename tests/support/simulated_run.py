@@ -336,7 +336,7 @@ class SimulatedRun:
             sender=self._trainer,  # type: ignore[arg-type]  # closed with the loop
             telemetry=recorder,  # type: ignore[arg-type]  # acts as one
             group_ended=group_ended,
-            beside={"servers": self.pool.run, "load-watcher": load_watcher.run},
+            background_tasks={"servers": self.pool.run, "load-watcher": load_watcher.run},
         )
 
     def _troubles(self) -> Iterator["asyncio._CoroutineLike[None]"]:

@@ -133,13 +133,13 @@ class Dispatcher:
         advantage: AdvantageFunction,
         limits: Limits,
         on_group_end: Callable[[], None],
-        again: Sequence[Draw] = (),
+        resumed_draws: Sequence[Draw] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             on_group_end: called after every group that ended.
-            again: groups that were in flight when the checkpoint was made; they start first, under their old ids.
+            resumed_draws: groups that were in flight when the checkpoint was made; they start first, under their old ids.
         """
         self._sampler = sampler
         self._buffer = buffer
@@ -149,7 +149,7 @@ class Dispatcher:
         self._limits = limits
         self._on_group_end = on_group_end
         self._clock = clock
-        self._again = deque(again)
+        self._undispatched = deque(resumed_draws)
         self._retries: deque[_Retry] = deque()
         self._tries: dict[GroupId, _Try] = {}
         self._turn = asyncio.Lock()
@@ -170,9 +170,9 @@ class Dispatcher:
         """Rollouts; adapted to the servers' load."""
 
     @property
-    def waiting_again(self) -> list[Draw]:
+    def undispatched_draws(self) -> list[Draw]:
         """Groups of the checkpoint that were not started again yet: still owed, and part of the next checkpoint."""
-        return list(self._again)
+        return list(self._undispatched)
 
     @property
     def rollouts_in_flight(self) -> int:
@@ -218,16 +218,16 @@ class Dispatcher:
 
     def _draw_round(self) -> None:
         """Of a deterministic run: draw what the batch still lacks, once every group drawn before has ended."""
-        if self._rounds is None or self._again or self._buffer.num_in_flight:
+        if self._rounds is None or self._undispatched or self._buffer.num_in_flight:
             return
         num_ready = self._buffer.num_ready
         for _ in range(self._rounds.num_to_draw(step=self.step, version=self.version, num_ready=num_ready)):
             if (draw := self._sampler.take(self.step)) is not None:
-                self._again.append(draw)
+                self._undispatched.append(draw)
 
     def _may_start(self, rollouts_ahead: int) -> bool:
         if self._rounds is not None:
-            return bool(self._again or self._retries)
+            return bool(self._undispatched or self._retries)
         return may_dispatch(
             step=self.step,
             version=self.version,
@@ -253,7 +253,7 @@ class Dispatcher:
             retry = self._retries.popleft()
             draw, number = retry.draw, retry.number
         else:
-            draw = self._again.popleft() if self._again else self._sampler.take(self.step)
+            draw = self._undispatched.popleft() if self._undispatched else self._sampler.take(self.step)
         if draw is None:
             self._servers.release(server, num_rollouts=num_rollouts)
             return False
@@ -322,7 +322,7 @@ class Dispatcher:
             end()
             return
         self._rounds.add_ended(group_id, end)
-        if not (self._again or self._retries or self._tries):
+        if not (self._undispatched or self._retries or self._tries):
             self._rounds.release()
 
     def _finish(self, draw: Draw, rollouts: list[Rollout]) -> None:

@@ -53,7 +53,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     """From start to max_steps; every error of a task leaves as an exception group.
 
     Args:
-        on_loop: gets the loop when it begins to fill batches, to ask it to make room.
+        on_loop: gets the loop when it begins to fill batches, to preempt it.
     """
     layout = RunLayout(config.output_dir)
     _require_examples(config, pool)
@@ -90,7 +90,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
             await _send_self_check(loop, config, pool, servers)
             on_loop(loop)
             await loop.run()
-            reason = "preempted" if loop.is_making_room else "done"
+            reason = "preempted" if loop.preempt_requested else "done"
     except asyncio.CancelledError:
         reason = "interrupted"
         raise
@@ -276,7 +276,7 @@ def _make_loop(
     )
     for group_id, reason in left_out.items():
         telemetry.write_event(Drop(group_id=group_id, reason=reason))
-    again, gone = sampler.find_again(waiting.in_flight)
+    resumed_draws, gone = sampler.locate_draws(waiting.in_flight)
     buffer.gone(gone)
     run_group = group_runner(pool, sampling_of=sampling_plan(config), rollouts_per_example=config.rollouts_per_example)
     dispatcher = Dispatcher(
@@ -287,7 +287,7 @@ def _make_loop(
         advantage=make_advantage(config.advantage),
         limits=Limits.of(config),
         on_group_end=group_ended.notify,
-        again=again,
+        resumed_draws=resumed_draws,
     )
 
     servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.changed.notify
@@ -321,7 +321,12 @@ def _make_loop(
         telemetry=telemetry,
         group_ended=group_ended,
         evals=evals,
-        beside={"servers": servers.run, "load-watcher": load_watcher.run, "environments": pool.run, "loop-lag": lag.run},
+        background_tasks={
+            "servers": servers.run,
+            "load-watcher": load_watcher.run,
+            "environments": pool.run,
+            "loop-lag": lag.run,
+        },
         gauges=lambda: {
             **load_watcher.metrics(),
             **pool.metrics(),

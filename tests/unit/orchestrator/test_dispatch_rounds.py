@@ -101,7 +101,7 @@ async def play(timing: random.Random, *, from_step: int = 0, state: SamplerState
         while (groups := buffer.take_batch(Step(step), num_groups=GROUPS)) is None:
             changed.clear()
             await changed.wait()
-        assert buffer.num_in_flight == buffer.num_ready == len(dispatcher.waiting_again) == 0
+        assert buffer.num_in_flight == buffer.num_ready == len(dispatcher.undispatched_draws) == 0
         batches[step] = [(group.group_id, group.example_id, group.oldest_version) for group in groups]
         states[step] = sampler.snapshot()
     running.cancel()

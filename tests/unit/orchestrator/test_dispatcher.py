@@ -58,7 +58,7 @@ class Stage:
     def __init__(
         self,
         *,
-        again: Sequence[int] = (),
+        resumed_draws: Sequence[int] = (),
         servers: FakeServers | None = None,
         max_async_level: int = 1,
         max_off_policy_steps: int = 8,
@@ -72,8 +72,10 @@ class Stage:
         self.buffer = GroupBuffer(
             write_event=self.events.append, online_difficulty_filtering=True, max_off_policy_steps=max_off_policy_steps
         )
-        sampler = ExampleSampler(EXAMPLES, seed=0, state=SamplerState(next_group_id=GroupId(max(again, default=-1) + 1)))
-        draws = {group_id: sampler.preview(group_id + 1)[group_id] for group_id in again}
+        sampler = ExampleSampler(
+            EXAMPLES, seed=0, state=SamplerState(next_group_id=GroupId(max(resumed_draws, default=-1) + 1))
+        )
+        draws = {group_id: sampler.preview(group_id + 1)[group_id] for group_id in resumed_draws}
         self.dispatcher = Dispatcher(
             sampler=sampler,
             buffer=self.buffer,
@@ -90,7 +92,7 @@ class Stage:
                 is_truncated_worth_nothing=is_truncated_worth_nothing,
             ),
             on_group_end=lambda: None,
-            again=list(draws.values()),
+            resumed_draws=list(draws.values()),
             clock=asyncio.get_running_loop().time,
         )
 
@@ -136,7 +138,7 @@ def test_groups_in_flight_fill_the_limit_and_are_replaced():
 
 def test_groups_of_the_checkpoint_start_first_under_their_old_ids():
     async def scenario() -> None:
-        async with staged(again=[11, 14]) as stage:
+        async with staged(resumed_draws=[11, 14]) as stage:
             assert list(stage.script.waiting) == [11, 14, 15, 16]
 
     run_virtually(scenario(), limit_s=60)
