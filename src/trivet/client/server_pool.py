@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from trivet.backoff import backoff_s
 from trivet.client.inference_client import InferenceClient
 from trivet.client.load import ServerLoad
 from trivet.client.names import Resolve, resolve, server_roots
@@ -24,9 +25,6 @@ from trivet.wire.events import Event, Load, ServerDown, ServerUp
 from trivet.wire.versions import START_VERSION
 
 logger = logging.getLogger(__name__)
-
-_MAX_DOUBLINGS = 30
-"""Of a pause; a server that is away for hours is asked thousands of times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +279,7 @@ class ServerPool:
                         await self._probe(server)
             elif not await self._try_to_admit(server):
                 server.num_attempts += 1
-                doublings = min(server.num_attempts - 1, _MAX_DOUBLINGS)
-                await self._sleep(min(timing.first_pause_s * 2**doublings, timing.max_pause_s))
+                await self._sleep(backoff_s(server.num_attempts, first_s=timing.first_pause_s, max_s=timing.max_pause_s))
 
     async def _probe(self, server: Server) -> None:
         wanted = self._wanted

@@ -17,6 +17,7 @@ from trivet.algorithms.advantages import AdvantageFunction, AdvantageInputs
 from trivet.algorithms.concurrency import TokenBucket
 from trivet.algorithms.packing import truncate
 from trivet.algorithms.staleness import may_dispatch
+from trivet.backoff import backoff_s
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import RolloutFailed, WorkerLost
@@ -342,7 +343,7 @@ class Dispatcher:
             self._settle(group_id, lambda: self._buffer.failed(group_id, error, kind="WorkerLost"))
             return
         logger.info("group is dispatched again group=%s tries=%s: %s", group_id, number, reason)
-        pause_s = _RETRY_PAUSE_S * 2 ** (number - 2) if number > 1 else 0.0
+        pause_s = backoff_s(number - 1, first_s=_RETRY_PAUSE_S) if number > 1 else 0.0
         self._retries.append(_Retry(draw=attempt.draw, number=number + 1, not_before=self._clock() + pause_s))
 
     def _make_group(self, draw: Draw, rollouts: list[Rollout]) -> Group:
