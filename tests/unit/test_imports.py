@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
     {"shown_text", "errors"},
-    {"stacks", "loop_lag", "durable", "closed_output", "machine", "imports", "listening"},
+    {"backoff", "stacks", "loop_lag", "durable", "closed_output", "machine", "imports", "listening"},
     {"lifetime", "faults", "lock", "dependencies"},
     {"startup"},
     {"wire", "disk"},

@@ -84,7 +84,7 @@ class OfflineEval:
             self.summaries += await self._evaluate(target)
 
     async def _evaluate(self, target: Target) -> list[Summary]:
-        digest = await self._servers.hold(target)
+        digest = await self._servers.ensure_policy(target)
         envs = envs_of(self._config, target, self._envs)
         infos = self._pool.infos
         tasks = {env.label: task_of(self._config, env, infos[env.label], step=target.step, digest=digest) for env in envs}

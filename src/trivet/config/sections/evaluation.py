@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from trivet.backoff import backoff_s
 from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_WAIT_S, Section
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
@@ -47,7 +48,7 @@ class EvalRetryConfig(Section):
 
     def pause_s(self, attempt: int) -> float:
         """Before attempt `attempt` + 1."""
-        return min(max(self.wait_multiplier * 2.0 ** min(attempt - 1, 30), self.wait_min), self.wait_max)
+        return backoff_s(attempt, first_s=self.wait_multiplier, min_s=self.wait_min, max_s=self.wait_max)
 
 
 class EvalConfig(Section):

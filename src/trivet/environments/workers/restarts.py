@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from trivet.backoff import backoff_s
+
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
-_MAX_DOUBLINGS = 30
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class RestartBudget:
         """Counts a restart and says how long to wait before it; None when the limit is reached."""
         if 0 <= self.limit <= self.in_a_row:
             return None
-        delay = min(_FIRST_DELAY_S * 2 ** min(self.in_a_row, _MAX_DOUBLINGS), _LONGEST_DELAY_S)
+        delay = backoff_s(self.in_a_row + 1, first_s=_FIRST_DELAY_S, max_s=_LONGEST_DELAY_S)
         self.num_restarts += 1
         self.in_a_row += 1
         return delay
