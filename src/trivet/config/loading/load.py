@@ -1,6 +1,6 @@
 """One command line to one validated configuration. Called by config.command; starts nothing and changes nothing.
 
-The way of a value: read from its source (sources), today's spelling (dashes, dialects), merged by precedence (flags > files,
+The way of a value: read from its source (sources), today's spelling (dashes, spellings), merged by precedence (flags > files,
 later wins > environment > defaults), unknown keys refused, a run's shared values filled in (resolve), validated, checked (checks).
 """
 
@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trivet.config.checks.all_checks import check
-from trivet.config.dialects import translate
 from trivet.config.loading.arguments import Arguments, parse_arguments
 from trivet.config.loading.dashes import replace_dashes
 from trivet.config.loading.findings import Findings
@@ -22,6 +21,7 @@ from trivet.config.loading.keys import KeyPath, Shape, as_list, dotted, find_key
 from trivet.config.loading.origins import Draft, Node, Sourced, Tree, leaves, plain
 from trivet.config.loading.resolve import resolve
 from trivet.config.loading.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
+from trivet.config.loading.spellings import use_current_names
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.loading.user_values import MAX_INTEGER, describe_integer
 from trivet.config.masking import mask
@@ -32,7 +32,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
 from trivet.shown_text import shorten
 
@@ -140,7 +140,7 @@ def load_sources(
 
 
 def _spell_as_today(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
-    return translate(kind, replace_dashes(kind, entries, findings), findings)
+    return use_current_names(kind, replace_dashes(kind, entries, findings), findings)
 
 
 def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:

@@ -11,7 +11,7 @@ from trivet.config.loading.keys import find_key
 from trivet.config.loading.load import LoadedConfig, environment_entries, load_sources
 from trivet.config.loading.sources import Entry
 from trivet.config.sections.rl import RLConfig
-from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.errors import ConfigError
 
 _ARGS = "trainer.args"

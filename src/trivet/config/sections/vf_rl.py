@@ -1,6 +1,6 @@
 """The dialect of `vf-rl`: one TOML with `model`, `[env]`, `[inference]` and `[trainer]`, whose `.args` are the trainer's.
 
-Defaults are the documented ones. `config.vf_translation` turns a configuration of it into one of a run; nothing else reads it.
+Defaults are the documented ones. `dialects.vf_translation` turns a configuration of it into one of a run; nothing else reads it.
 """
 
 from typing import Any, Literal

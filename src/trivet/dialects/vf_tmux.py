@@ -60,7 +60,7 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
         order.write_text(json.dumps({"command": command, "environ": dict(os.environ), "result": str(result)}))
         log = layout.log_file("inference.stdout").resolve()
         follow = ("tail", "-n", "200", "-F", "--", str(log))
-        train = module_command("trivet.launcher.vf_tmux", str(order))
+        train = module_command("trivet.dialects.vf_tmux", str(order))
         top = _tmux("new-session", "-d", "-s", session, "-x", "200", "-y", "50", *_GIVE_ID, *follow)
         pane = _tmux("split-window", "-t", top, "-c", str(Path.cwd()), *_GIVE_ID, *train)
         for title, each in (("inference", top), ("trainer", pane)):
@@ -140,7 +140,7 @@ def _send(pid: int, number: int) -> None:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # the terminal was closed
-        print(text, flush=True)
+        print(text, flush=True)  # noqa: T201
 
 
 def _tmux(*words: str) -> str:

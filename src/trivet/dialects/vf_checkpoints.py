@@ -1,6 +1,6 @@
 """`checkpoint-N/` as verifiers' trainer leaves it, beside our own tree: the published weights of step N and trainer_state.json.
 
-Called by `launcher.vf_rl` while the run goes on. What resumes a run is our own checkpoint of the same step.
+Called by `dialects.vf_rl` while the run goes on. What resumes a run is our own checkpoint of the same step.
 """
 
 import json
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trivet.config.layout import MANIFEST, STABLE, RunLayout, parse_step
+from trivet.dialects.vf_console import MetricsLine, dictionary_of, read_steps
 from trivet.durable import remove_directory, sync_tree, write_json_atomically
 from trivet.launcher.run_directory import read_run
-from trivet.launcher.vf_console import MetricsLine, dictionary_of, read_steps
 from trivet.weights.manifest import read_manifest
 
 STATE = "trainer_state.json"

@@ -1,6 +1,6 @@
 """What `vf-rl` prints: the lines of verifiers' trainer, made of what the launcher says and of the metrics that the roles write.
 
-Used by `launcher.vf_rl`, which prints them. Reads files and changes none.
+Used by `dialects.vf_rl`, which prints them. Reads files and changes none.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.config.loading.keys import as_table
-from trivet.config.vf_translation import in_dialect
+from trivet.dialects.vf_translation import in_dialect
 from trivet.launcher.logs import LogFollower
 from trivet.telemetry.logs import text_line
 from trivet.telemetry.metrics import read_metrics

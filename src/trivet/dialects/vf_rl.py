@@ -1,7 +1,7 @@
 """The command `vf-rl`: a run that is described in the dialect of verifiers' trainer, with its console and its checkpoints.
 
 The run itself is `rl`, started as a process of its own; this command prints what it does in the dialect's words and leaves
-`checkpoint-N/` beside the run's files. In tmux it shows the inference server's log above that (`launcher.vf_tmux`).
+`checkpoint-N/` beside the run's files. In tmux it shows the inference server's log above that (`dialects.vf_tmux`).
 """
 
 import os
@@ -20,15 +20,15 @@ from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.loading.load import LoadedConfig
 from trivet.config.sections.rl import RLConfig
-from trivet.config.vf_rl import VfRLConfig
-from trivet.config.vf_translation import load_run
+from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.dialects.vf_checkpoints import VfCheckpoints
+from trivet.dialects.vf_console import VfConsole, follow
+from trivet.dialects.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
+from trivet.dialects.vf_translation import load_run
 from trivet.durable import write_private
 from trivet.errors import ConfigError
 from trivet.launcher.commands import rl
 from trivet.launcher.supervision.interrupts import Interrupts, forward
-from trivet.launcher.vf_checkpoints import VfCheckpoints
-from trivet.launcher.vf_console import VfConsole, follow
-from trivet.launcher.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
 from trivet.lifetime import module_command, tied_command
 from trivet.shown_text import print_error
 
@@ -67,7 +67,7 @@ def _run_command(words: Sequence[str]) -> int:
 
     def start(config: RLConfig) -> int:
         if options.in_tmux:
-            command = module_command("trivet.launcher.vf_rl", *rest, "--no-tmux")
+            command = module_command("trivet.dialects.vf_rl", *rest, "--no-tmux")
             return run_in_tmux(command, session=options.session, layout=RunLayout(config.output_dir))
         return run(config, dialect[0])
 
@@ -78,7 +78,7 @@ def _run_command(words: Sequence[str]) -> int:
             rl.check(config)
 
     if {"--help", "-h"} & set(rest):
-        print(_USAGE)
+        print(_USAGE)  # noqa: T201
     return run_translated(VfRLConfig, start, rest, translate=translate, check=check)
 
 
@@ -152,7 +152,7 @@ def show(line: str) -> None:
     """Print it, unless it was said before."""
     if not line.startswith("notice: "):
         with suppress(OSError):  # the terminal was closed, or the reader of our pipe has gone: the run goes on
-            print(line, flush=True)
+            print(line, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

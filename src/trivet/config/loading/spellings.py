@@ -18,7 +18,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 
 ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     TrainerConfig: ("trainer",),
@@ -210,7 +210,7 @@ GPU_COUNTS = {
 }
 
 
-def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
+def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
     """`entries` of one source in today's spelling; what is refused is left out and said in `findings`."""
     kept: list[Entry] = []
     gpu_counts: dict[str, Entry] = {}
@@ -229,7 +229,7 @@ def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings)
                     f'{table} is a table, not "{entry.value}": write [{table}] and below it freq = 1{and_mode} ({entry.origin})'
                 )
             elif find_key(kind, today.path):
-                kept.append(_translate_value(kind, today, findings))
+                kept.append(_current_value(kind, today, findings))
             elif not _dispose(today, name, findings):
                 kept.append(today)
     if gpu_counts:
@@ -286,7 +286,7 @@ def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     return True
 
 
-def _translate_value(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
+def _current_value(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
     name = _full_name(kind, entry)
     key = find_key(kind, entry.path)
     if name in SWITCHES and str(entry.value).lower() in ("true", "false"):
