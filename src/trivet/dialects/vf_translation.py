@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from trivet.config.checks.roles import VLLM_NAMES
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.keys import find_key
 from trivet.config.loading.load import LoadedConfig, environment_entries, load_sources
 from trivet.config.loading.sources import Entry
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.vllm_keys import VLLM_KEYS
 from trivet.errors import ConfigError
 
 _ARGS = "trainer.args"
@@ -204,7 +204,7 @@ def run_name(config: VfRLConfig) -> str:
 def _inference(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
     for name, value in config.inference.args.items():
         argument = name.removeprefix("--").replace("-", "_")
-        yield VLLM_NAMES.get(argument, f"vllm_args.{argument}"), value, f"inference.args.{name}"
+        yield VLLM_KEYS.get(argument, f"vllm_args.{argument}"), value, f"inference.args.{name}"
 
 
 def _max_model_len(config: VfRLConfig) -> tuple[object, str]:
@@ -278,7 +278,7 @@ def _reports(args: VfTrainerArgs) -> list[str]:
 _DIALECT = (
     {key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items() if name not in _SAID_AS_IT_IS}
     | {f"trainer.model.lora.{key}": f"{_ARGS}.{name}" for name, key in _LORA.items()}
-    | {f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_NAMES.items()}
+    | {f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_KEYS.items()}
     | _OTHER_WORDS
 )
 _RUN_WORD = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(_DIALECT, key=len, reverse=True)))})(?!\w|[.-]\w)")

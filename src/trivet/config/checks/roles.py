@@ -13,30 +13,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
-
-VLLM_NAMES = {
-    "model": "model.name",
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_model_len",
-    "enforce_eager": "model.enforce_eager",
-    "trust_remote_code": "model.trust_remote_code",
-    "enable_auto_tool_choice": "model.enable_auto_tool_choice",
-    "tool_call_parser": "model.tool_call_parser",
-    "reasoning_parser": "model.reasoning_parser",
-    "chat_template": "model.chat_template",
-    "tensor_parallel_size": "parallel.tp",
-    "data_parallel_size": "parallel.dp",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "max_num_seqs": "max_num_seqs",
-    "enable_lora": "enable_lora",
-    "max_loras": "max_loras",
-    "max_cpu_loras": "max_cpu_loras",
-    "max_lora_rank": "max_lora_rank",
-    "seed": "seed",
-    "host": "server.host",
-    "port": "server.port",
-}
-"""vLLM engine arguments that have a key of ours."""
+from trivet.config.vllm_keys import VLLM_KEYS
 
 
 def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]:
@@ -146,7 +123,7 @@ def offline_problems(config: EvalConfig) -> Iterator[str]:
 
 def inference_problems(config: InferenceConfig, prefix: str = "") -> Iterator[str]:
     for name, value in config.vllm_args.items():
-        if key := VLLM_NAMES.get(name.replace("-", "_")):
+        if key := VLLM_KEYS.get(name.replace("-", "_")):
             yield f"{prefix}vllm_args.{name} ({value}) has a key of its own: set {prefix}{key} instead"
     if config.enable_lora and config.max_cpu_loras < config.max_loras:
         yield (

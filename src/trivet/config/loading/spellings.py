@@ -19,6 +19,7 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.config.vllm_keys import VLLM_KEYS
 
 ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     TrainerConfig: ("trainer",),
@@ -56,28 +57,15 @@ RENAMED = {
     "vf.trainer.run_name": "vf.trainer.args.run_name",
     "vf.trainer.args.num_generations": "vf.trainer.args.rollouts_per_example",
     "vf.trainer.args.per_device_train_batch_size": "vf.trainer.args.micro_batch_size",
-    "inference.vllm.model": "inference.model.name",
-    "inference.vllm.dtype": "inference.model.dtype",
-    "inference.vllm.max_model_len": "inference.model.max_model_len",
-    "inference.vllm.enforce_eager": "inference.model.enforce_eager",
-    "inference.vllm.trust_remote_code": "inference.model.trust_remote_code",
-    "inference.vllm.enable_auto_tool_choice": "inference.model.enable_auto_tool_choice",
-    "inference.vllm.tool_call_parser": "inference.model.tool_call_parser",
-    "inference.vllm.reasoning_parser": "inference.model.reasoning_parser",
+    **{
+        f"inference.vllm.{argument}": f"inference.{key}"
+        for argument, key in VLLM_KEYS.items()
+        if argument not in ("host", "port")  # refused by config.checks.roles, which names the key
+    },
     "trainer.model.rope_scaling.type": "trainer.model.rope_scaling.rope_type",
     "inference.model.rope_scaling.type": "inference.model.rope_scaling.rope_type",
     "inference.vllm.hf_overrides.rope_scaling": "inference.model.rope_scaling",
     "inference.vllm.hf_overrides.rope_parameters": "inference.model.rope_scaling",
-    "inference.vllm.chat_template": "inference.model.chat_template",
-    "inference.vllm.tensor_parallel_size": "inference.parallel.tp",
-    "inference.vllm.data_parallel_size": "inference.parallel.dp",
-    "inference.vllm.gpu_memory_utilization": "inference.gpu_memory_utilization",
-    "inference.vllm.max_num_seqs": "inference.max_num_seqs",
-    "inference.vllm.seed": "inference.seed",
-    "inference.vllm.enable_lora": "inference.enable_lora",
-    "inference.vllm.max_loras": "inference.max_loras",
-    "inference.vllm.max_cpu_loras": "inference.max_cpu_loras",
-    "inference.vllm.max_lora_rank": "inference.max_lora_rank",
     "inference.vllm": "inference.vllm_args",
     "eval.save.disk.path": "eval.output_dir",
     "eval.eval_base_model": "eval.eval_base",
