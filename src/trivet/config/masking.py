@@ -1,4 +1,4 @@
-"""Hides what may be a secret wherever a configuration is only shown: pages, dry runs, logs and errors. Roles read the true values.
+"""Hides secrets wherever a configuration is only shown: pages, dry runs, logs and errors. Roles read the true values.
 
 Whether a value is hidden depends on the name of its key and on the tables that hold it. It never depends on the value, except for
 the passwords inside addresses.

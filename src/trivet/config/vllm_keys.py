@@ -1,4 +1,4 @@
-"""The table from arguments of vLLM to keys of `[inference]`. Read by checks, by older spellings, by `vf-rl` and by the server."""
+"""Maps arguments of vLLM to keys of `[inference]`, for checks, older spellings, `vf-rl` and the server."""
 
 VLLM_KEYS = {
     "model": "model.name",

@@ -1,7 +1,10 @@
-"""What a configuration names and this machine does not have. Apart from the other checks, because a configuration can be read
-where the model is not."""
+"""Checks that a configuration names only files that this machine has.
+
+They are apart from the other checks, because a configuration can be read where the model is not.
+"""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from trivet.config.chat_template import read_chat_template
 from trivet.config.checks.sft import data_problems
@@ -34,11 +37,8 @@ def file_problems(config: Section) -> Iterator[str]:
         if config.weights_dir is not None and not config.weights_dir.is_dir() and not config.watcher:
             yield f"weights_dir ({config.weights_dir}) is not a directory"
         return
-    if isinstance(config, TrainerConfig) and (replay := config.data.replay) is not None:
-        if not RunLayout(replay).batches.is_dir():
-            yield f"data.replay ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
-        elif replay.resolve() == config.output_dir.resolve():
-            yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
+    if isinstance(config, TrainerConfig) and config.data.replay is not None:
+        yield from _replay_problems(config.data.replay, output_dir=config.output_dir)
     if isinstance(config, SftConfig) and config.bench is None:
         yield from data_problems(config)
     trainer = config.trainer if isinstance(config, RLConfig) else config
@@ -54,8 +54,15 @@ def file_problems(config: Section) -> Iterator[str]:
                 yield from _model_problems(name, ".".join(str(part) for part in path), is_model=path[-2] == "model")
 
 
+def _replay_problems(replay: Path, *, output_dir: Path) -> Iterator[str]:
+    if not RunLayout(replay).batches.is_dir():
+        yield f"data.replay ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
+    elif replay.resolve() == output_dir.resolve():
+        yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
+
+
 def _target_problems(model: TrainerModelConfig, prefix: str) -> Iterator[str]:
-    """Modules that the files of the model show not to exist; files that are not here are looked at when the model is built."""
+    """Check the modules of an adapter against the model's files, if they are here; else building the model does."""
     if model.lora is None:
         return
     names = find_linear_modules(model.name)

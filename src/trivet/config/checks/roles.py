@@ -1,4 +1,4 @@
-"""Checks within one role's configuration; `prefix` is where it stands in a run's, for the names in messages."""
+"""Checks within one role's configuration. `prefix` is where it stands in a run's, for the keys in messages."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,6 +17,7 @@ from trivet.config.vllm_keys import VLLM_KEYS
 
 
 def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the problems of a trainer or of supervised fine-tuning."""
     schedule = config.scheduler
     if schedule.type != "constant":
         if config.max_steps is None and not isinstance(config, SftConfig):
@@ -38,6 +39,7 @@ def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]
 
 
 def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the problems of an orchestrator."""
     batch, group = config.batch_size, config.rollouts_per_example
     if batch % group:
         below = batch - batch % group
@@ -102,6 +104,7 @@ def _ratio_problems(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
 
 
 def orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
+    """Yield the notices of an orchestrator that was started by hand; the launcher gives a run's own notices."""
     if config.run.id != RunIdentity().id:
         return  # started by the launcher, which has said it
     if config.max_steps is None:
@@ -110,6 +113,7 @@ def orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
 
 
 def offline_problems(config: EvalConfig) -> Iterator[str]:
+    """Yield the problems of the command `eval`."""
     if config.steps is not None and (not config.steps or min(config.steps) < 1):
         yield f"steps must name steps >= 1, got {literal(config.steps)}; the start model is eval_base"
     if config.resume_path is not None and config.output_dir is not None:
@@ -122,6 +126,7 @@ def offline_problems(config: EvalConfig) -> Iterator[str]:
 
 
 def inference_problems(config: InferenceConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the problems of an inference server."""
     for name, value in config.vllm_args.items():
         if key := VLLM_KEYS.get(name.replace("-", "_")):
             yield f"{prefix}vllm_args.{name} ({value}) has a key of its own: set {prefix}{key} instead"
@@ -133,6 +138,11 @@ def inference_problems(config: InferenceConfig, prefix: str = "") -> Iterator[st
 
 
 def name_problems(envs: Sequence[EnvConfig], name: str) -> Iterator[str]:
+    """Yield a problem for each label that two environments share.
+
+    Args:
+        name: the key of the list of environments.
+    """
     labels = [env.label for env in envs]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
         places = " and ".join(f"{name}.{index}" for index, env in enumerate(envs) if env.label == label)
@@ -140,5 +150,5 @@ def name_problems(envs: Sequence[EnvConfig], name: str) -> Iterator[str]:
 
 
 def _shared(prefix: str) -> str:
-    """Prefix of a value that a whole run sets once for all roles."""
+    """Return the prefix of a key that a whole run sets once for all roles."""
     return "" if prefix == "trainer." else prefix

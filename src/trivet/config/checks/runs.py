@@ -1,4 +1,4 @@
-"""Checks of a whole run: what its roles must agree on, and what the user is told once about them together."""
+"""Checks of a whole run: where its roles must agree, and the notices that they have in common."""
 
 from collections.abc import Iterator
 
@@ -13,6 +13,7 @@ from trivet.config.sections.rl import RLConfig
 
 
 def run_problems(config: RLConfig) -> Iterator[str]:
+    """Yield the problems of a run and of its roles."""
     yield from training_problems(config.trainer, "trainer.")
     if config.trainer.bench is not None:
         return  # the trainer alone is started
@@ -140,6 +141,7 @@ def _adapter_problems(lora: LoRAConfig | None, inference: InferenceConfig) -> It
 
 
 def run_notices(config: RLConfig) -> Iterator[str]:
+    """Yield the notices of a run and of its roles."""
     if config.trainer.bench is not None:
         return
     if config.max_steps is None:

@@ -1,4 +1,4 @@
-"""What loading a configuration has to tell the user: problems, which stop it, and notices, which do not."""
+"""Collects what loading a configuration must tell the user: problems, which stop it, and notices, which do not."""
 
 from dataclasses import dataclass, field
 

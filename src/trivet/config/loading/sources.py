@@ -38,7 +38,7 @@ class Entry:
 
 
 def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, ...] = ()) -> list[list[Entry]]:
-    """Entries of `path` and of the files that it inherits from, one list per file, in order of rising precedence.
+    """Return entries of `path` and of the files that it inherits from, one list per file, in order of rising precedence.
 
     Raises:
         ConfigError: a file is missing, is not TOML, or inherits from itself; names file and line.
@@ -69,7 +69,7 @@ def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, 
 
 
 def read_environment(environ: Mapping[str, str]) -> list[Entry]:
-    """`TRIVET_A__B=value` sets `a.b`."""
+    """Return entries of the variables with our prefix: `TRIVET_A__B=value` sets `a.b`."""
     return [
         Entry(
             path=tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")),
@@ -82,6 +82,7 @@ def read_environment(environ: Mapping[str, str]) -> list[Entry]:
 
 
 def read_flags(flags: Sequence[FlagArgument]) -> list[Entry]:
+    """Return entries of flags, in their order."""
     return [
         Entry(
             path=flag.path,
@@ -147,7 +148,7 @@ def _lay_over(below: Tree, above: Tree) -> Tree:
 
 
 def decode(key: ConfigKey, text: str) -> object:
-    """Text of a flag or variable as a value for `key`; a scalar stays text, which validation converts.
+    """Return the text of a flag or variable as a value for `key`; a scalar stays text, which validation converts.
 
     Raises:
         ValueError: the text is no JSON where only JSON can say what is meant.

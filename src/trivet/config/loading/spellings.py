@@ -1,8 +1,8 @@
-"""Older and newer spellings of keys, accepted with one line that says what they are called here, or refused with what
-replaced them. Applied to each source before unknown keys are looked for, so a key that exists is never touched.
+"""Accepts older and newer spellings of keys with one line that says the name here, or refuses them with what replaced them.
 
-The tables speak of a whole run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix. Those of
-the commands `eval` and `vf-rl` begin with `eval.` and `vf.` here alone.
+Applied to each source before unknown keys are looked for, so a key that exists is never touched. The tables speak of a whole
+run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix. Those of the commands `eval` and
+`vf-rl` begin with `eval.` and `vf.` here alone.
 """
 
 from collections.abc import Sequence
@@ -199,7 +199,7 @@ GPU_COUNTS = {
 
 
 def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
-    """`entries` of one source in today's spelling; what is refused is left out and said in `findings`."""
+    """Return `entries` of one source in today's spelling. What is refused is left out and reported in `findings`."""
     kept: list[Entry] = []
     gpu_counts: dict[str, Entry] = {}
     renamed: list[tuple[Entry, Entry]] = []
@@ -227,7 +227,7 @@ def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: F
 
 
 def _refuse_contradictions(entries: Sequence[Entry], renamed: Sequence[tuple[Entry, Entry]], findings: Findings) -> None:
-    """An older and today's spelling of a key, in one source, with two values."""
+    """Refuse an older and today's spelling of a key, in one source, with two values."""
     by_path = {entry.path: entry for entry in entries}
     for old, today in renamed:
         other = by_path.get(today.path)
@@ -239,7 +239,7 @@ def _refuse_contradictions(entries: Sequence[Entry], renamed: Sequence[tuple[Ent
 
 
 def current_path(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what `path` is called today; `path` itself if it exists, or if the table of renamed keys does not lead to a key."""
+    """Return the path of a key by its name here; `path` itself if it exists, or if the tables do not lead to a key."""
     if find_key(kind, path):
         return path
     prefix = ROLE_PREFIXES.get(kind, ())
@@ -261,7 +261,7 @@ def _rename(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
 
 
 def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
-    """Refuse or drop an entry that has no key here; False when the tables do not know it."""
+    """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
     said = f"{'.'.join(entry.path)} ({entry.origin})"
     if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
         findings.notice(f"{said}: {SINGLE_VALUES[name]} is the only choice here; the key can go")
@@ -297,7 +297,7 @@ def _longest_prefix(name: str, table: Sequence[str] | dict[str, str]) -> str | N
 
 
 def _gpu_ids(counts: dict[str, Entry], findings: Findings) -> list[Entry]:
-    """`--trainer-gpus 2 --inference-gpus 6` counts; inference gets the first ids. A count not given is 1."""
+    """Return lists of GPU ids for counts of GPUs: inference gets the first ids. A count not given is 1."""
     numbers: dict[str, int] = {}
     for role, entry in counts.items():
         text = str(entry.value)

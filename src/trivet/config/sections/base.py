@@ -1,4 +1,4 @@
-"""What every configuration section shares: frozen, unknown keys refused, each field documented by the string under it."""
+"""The base of every configuration section: frozen, unknown keys refused, each field documented by the string under it."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,6 +13,8 @@ MAX_WAIT_S = 1e6
 
 
 class Section(BaseModel):
+    """A table of keys. Subclasses are the sections of a configuration; their docstrings are shown to users."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",

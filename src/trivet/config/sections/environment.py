@@ -28,6 +28,8 @@ EnvName = Annotated[str, AfterValidator(_require_name)]
 
 
 class EnvConfig(Section):
+    """An environment: its package, its arguments, and how the policy is sampled in it."""
+
     id: EnvName = "reverse-text"
     """Package name of the environment."""
     name: EnvName | None = None
@@ -44,9 +46,10 @@ class EnvConfig(Section):
 
     @property
     def program(self) -> tuple[str, dict[str, Any], str, list[Credential]]:
-        """What workers are started with: those of one environment run any other of the same program."""
+        """All that a worker is started with. Workers of one environment can run any other with an equal program."""
         return self.id, self.args, self.on_reward_error, self.keep_variables
 
     @property
     def label(self) -> str:
+        """The environment's name in logs, metrics and file names."""
         return self.name or self.id

@@ -1,5 +1,7 @@
-"""`[trainer.loss]`: what is minimised, by formulas in `trainer.losses`. There d is a token's log-probability of the trainer
-minus that of the sampler, r = exp(d) the importance ratio, A the advantage."""
+"""`[trainer.loss]`: the loss that is minimised. The formulas are in `trainer.losses`.
+
+There d is a token's log-probability of the trainer minus that of the sampler, r = exp(d) the importance ratio, A the advantage.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -10,7 +12,7 @@ from trivet.config.sections.base import Section
 
 
 class PolicyLossConfig(Section):
-    """What every policy loss can add."""
+    """Keys that every policy loss has."""
 
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to a frozen reference policy. Above 0 each step has a second forward."""
@@ -21,7 +23,7 @@ class PolicyLossConfig(Section):
 
     @property
     def needs_teacher(self) -> bool:
-        """Every batch must carry a teacher's log-probabilities."""
+        """True if every batch must have a teacher's log-probabilities."""
         return False
 
 
@@ -55,7 +57,7 @@ class DefaultLossConfig(PolicyLossConfig):
 
     @property
     def needs_teacher(self) -> bool:
-        """Every batch must carry a teacher's log-probabilities."""
+        """True if every batch must have a teacher's log-probabilities."""
         return self.teacher_tau > 0
 
 

@@ -33,8 +33,10 @@ class ActivationCheckpointConfig(Section):
 
 
 class ActivationOffloadConfig(Section):
-    """Keep what checkpointed blocks start again from in main memory instead of on the GPU. Needs `ac`; on the CPU it does
-    nothing, because they are there already."""
+    """Keep in main memory, not on the GPU, the inputs from which checkpointed blocks are computed again.
+
+    Needs `ac`. On the CPU it does nothing, because they are there already.
+    """
 
     pin_memory: bool = True
     """Use page-locked memory, which is copied to and from while the GPU computes."""
@@ -69,6 +71,8 @@ class DebugModelConfig(Section):
 
 
 class TrainerModelConfig(Section):
+    """The model that is trained."""
+
     name: str = DEFAULT_MODEL
     """Hugging Face name or a directory."""
     seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)

@@ -9,7 +9,7 @@ from trivet.config.sections.base import Section
 
 
 class CommonOptimizerConfig(Section):
-    """What every optimizer has."""
+    """Keys that every optimizer has."""
 
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
@@ -20,6 +20,8 @@ class CommonOptimizerConfig(Section):
 
 
 class AdamWConfig(CommonOptimizerConfig):
+    """Adam with decoupled weight decay."""
+
     type: Literal["adamw"] = "adamw"
     betas1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
@@ -46,8 +48,10 @@ class SGDConfig(CommonOptimizerConfig):
 
 
 class MuonConfig(CommonOptimizerConfig):
-    """Orthogonalized momentum for the matrices of blocks; AdamW for embeddings, head, norms and stacks of experts. Updates of both
-    are of like size, so that one lr serves both."""
+    """Orthogonalized momentum for the matrices of blocks; AdamW for embeddings, head, norms and stacks of experts.
+
+    Updates of both are of like size, so that one lr serves both.
+    """
 
     type: Literal["muon"] = "muon"
     mu: float = Field(default=0.95, ge=0, lt=1)
@@ -61,7 +65,7 @@ class MuonConfig(CommonOptimizerConfig):
 
 
 def _type_of(value: Any) -> str:
-    """A table without a type is AdamW's."""
+    """Return the optimizer's type; a table without one is AdamW's."""
     table = as_table(value)
     return str(getattr(value, "type", "adamw") if table is None else table.get("type", "adamw"))
 

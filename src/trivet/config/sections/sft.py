@@ -10,7 +10,7 @@ from trivet.config.sections.trainer import TrainingConfig
 
 
 class LossMaskConfig(Section):
-    """Whose messages are trained on. A `weight` of 0 or 1 in a message decides for that message alone."""
+    """The roles whose messages are trained on. A `weight` of 0 or 1 in a message decides for that message alone."""
 
     system: bool = False
     """Also messages of the role `developer`."""
@@ -23,7 +23,7 @@ class LossMaskConfig(Section):
 
 
 class ConversationsConfig(Section):
-    """Where conversations are, and how several sources of them become one."""
+    """The place of conversations, and how several sources of them become one."""
 
     name: str = "data.jsonl"
     """File (JSONL, parquet, arrow or CSV), directory (saved by `datasets`, or with a file for each split), or data set of the
@@ -42,6 +42,8 @@ class ConversationsConfig(Section):
 
 
 class SftDataConfig(ConversationsConfig):
+    """Conversations to train on."""
+
     type: Literal["sft"] = "sft"
     batch_size: int = Field(default=128, ge=1, le=MAX_ROLLOUTS)
     """Conversations per optimizer step."""
@@ -73,7 +75,7 @@ class FakeDataConfig(Section):
 
 
 def _type_of(value: Any) -> str:
-    """A table without a type holds conversations."""
+    """Return the type of data; a table without one holds conversations."""
     table = as_table(value)
     return str(value.type if table is None else table.get("type", "sft"))
 
@@ -85,6 +87,8 @@ DataConfig = Annotated[
 
 
 class ValDataConfig(ConversationsConfig):
+    """Conversations to measure the loss on."""
+
     name: str = "val.jsonl"
     """As in data.name. Never trained on."""
 
