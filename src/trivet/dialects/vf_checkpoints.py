@@ -1,6 +1,6 @@
-"""`checkpoint-N/` as verifiers' trainer leaves it, beside our own tree: the published weights of step N and trainer_state.json.
+"""Writes `checkpoint-N/` as verifiers' trainer leaves it: the published weights of step N and trainer_state.json.
 
-Called by `dialects.vf_rl` while the run goes on. What resumes a run is our own checkpoint of the same step.
+Called by `dialects.vf_rl` while the run goes on. A run resumes from our own checkpoint of the same step, not from these.
 """
 
 import json
@@ -20,18 +20,18 @@ _OWN = {MANIFEST, STABLE}
 
 
 class VfCheckpoints:
-    """
+    """The `checkpoint-N/` directories of a run.
+
     >>> checkpoints = VfCheckpoints(layout, every=50, max_steps=100)
     >>> checkpoints.write_due()
     [PosixPath('outputs/reverse-text/checkpoint-50')]
     """
 
     def __init__(self, layout: RunLayout, *, every: int | None, max_steps: int, replaces_run: bool = False) -> None:
-        """
-        Made before the run is started: what lies in the directory until then is another start's.
+        """Note what lies in the directory before the run is started: it is an earlier start's.
 
         Args:
-            every: steps between them; None: the last step's alone.
+            every: steps between checkpoints; None: the last step's alone.
             replaces_run: remove the checkpoints of the run before, once this one has taken the directory.
         """
         self._layout = layout
@@ -42,7 +42,7 @@ class VfCheckpoints:
         self._has_begun = False
 
     def write_due(self) -> list[Path]:
-        """Write those whose policy is published and whose step's metrics are there; returns their directories."""
+        """Write the checkpoints whose policy is published and whose step has metrics; return their directories."""
         if not self._begin():
             return []
         due = [step for step in self._published() if not self._is_written(step)]
@@ -52,7 +52,7 @@ class VfCheckpoints:
         return [self._write(step, rows) for step in due if step in rows]
 
     def _begin(self) -> bool:
-        """Whether the run has taken the directory: one that was refused leaves everything as it was."""
+        """Return whether the run has taken the directory. A run that was refused leaves everything as it was."""
         if not self._has_begun and read_run(self._layout) not in (None, self._before):
             self._has_begun = True
             for path in self._layout.root.glob("checkpoint-*") if self._replaces_run else ():
@@ -70,7 +70,7 @@ class VfCheckpoints:
         return step == self._max_steps or (self._every is not None and step % self._every == 0)
 
     def _is_written(self, step: int) -> bool:
-        """With this policy: one that was taken back by a restart is replaced."""
+        """Return whether the checkpoint holds the policy published now; a restart may have replaced that."""
         state = self._directory(step) / STATE
         return state.exists() and json.loads(state.read_text()).get("policy_digest") == self._digest(step)
 
@@ -95,7 +95,7 @@ class VfCheckpoints:
         return final
 
     def _state(self, step: int, rows: dict[int, MetricsLine]) -> dict[str, object]:
-        """In the form of `transformers.TrainerState`."""
+        """Return the checkpoint's state in the form of `transformers.TrainerState`."""
         return {
             "global_step": step,
             "max_steps": self._max_steps,
@@ -115,7 +115,7 @@ def _scores(row: MetricsLine) -> dict[str, float]:
 
 
 def _share(source: Path, target: Path) -> None:
-    """The same bytes without a second copy where the file system can: a published file is never written to."""
+    """Link the file, or copy it where the file system cannot: a published file is never written to."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""What `vf-rl` prints: the lines of verifiers' trainer, made of what the launcher says and of the metrics that the roles write.
+"""Makes the lines that `vf-rl` prints: those of verifiers' trainer, from the launcher's output and the roles' metrics.
 
 Used by `dialects.vf_rl`, which prints them. Reads files and changes none.
 """
@@ -27,7 +27,8 @@ _DICTIONARY_PARTS = (("loss", "loss/mean"), ("learning_rate", "optim/lr"), ("gra
 
 
 class VfConsole:
-    """
+    """The console of one run.
+
     >>> console = VfConsole(layout, model="models/tiny", env="reverse-text", max_steps=100)
     >>> for line in console.translate("12:00:00 rl inference ready url=…"):
     ...     print(line)
@@ -36,7 +37,8 @@ class VfConsole:
     """
 
     def __init__(self, layout: RunLayout, *, model: str, env: str, max_steps: int, every: int = 1, since: float = 0.0) -> None:
-        """
+        """Print nothing yet.
+
         Args:
             every: steps between lines.
             since: unix seconds; steps that were finished before are another start's, which printed them.
@@ -52,7 +54,7 @@ class VfConsole:
         """Damage that was reported."""
 
     def translate(self, line: str) -> Iterator[str]:
-        """What is printed for a line of the launcher: its step lines have another form here, the rest stays."""
+        """Yield what is printed for a line of the launcher. Its step lines have another form here; the rest stays."""
         line = text_line(line)
         if _STARTED.search(line):
             yield line
@@ -68,7 +70,7 @@ class VfConsole:
             yield in_dialect(line)
 
     def step_lines(self) -> Iterator[str]:
-        """The lines of steps that both roles have finished since the last call."""
+        """Yield the lines of steps that both roles have finished since the last call."""
         damaged: list[str] = []
         rows = read_steps(self._layout, on_damaged=lambda path, count: damaged.append(f"{path}: {count} damaged lines skipped"))
         new = [line for line in damaged if line not in self._said]
@@ -90,7 +92,7 @@ class VfConsole:
 
 
 def dictionary_of(row: MetricsLine) -> dict[str, float]:
-    """A step as `transformers` logs it: `loss`, `learning_rate`, `grad_norm`, `epoch`."""
+    """Return a step as `transformers` logs it: `loss`, `learning_rate`, `grad_norm`, `epoch`."""
     named = {label: float(f"{row[name]:.4g}") for label, name in _DICTIONARY_PARTS if name in row}
     return named | ({"epoch": round(row["progress/epoch"], 4)} if "progress/epoch" in row else {})
 
@@ -98,7 +100,7 @@ def dictionary_of(row: MetricsLine) -> dict[str, float]:
 def read_steps(
     layout: RunLayout, *, on_damaged: Callable[[Path, int], None] = lambda _path, _count: None
 ) -> dict[int, MetricsLine]:
-    """The metrics of each step that both roles have finished, joined; a step that was taken again counts as it was last.
+    """Return the metrics of each step that both roles have finished, joined. Of a step that was repeated the last counts.
 
     Args:
         on_damaged: is told of a file with damaged lines, which are skipped, and of their number.
@@ -115,7 +117,7 @@ def _read_rows(path: Path, on_damaged: Callable[[Path, int], None]) -> dict[int,
 
 
 def follow(path: Path, *, show: Callable[[str], None], console: VfConsole) -> Callable[[], None]:
-    """A function that shows what was added to the launcher's output since its last call, and the steps that were finished."""
+    """Return a function that shows what the launcher printed, and the steps that were finished, since its last call."""
     follower = LogFollower(path, offset=0)
 
     def look() -> None:

@@ -1,7 +1,7 @@
-"""The command `vf-rl`: a run that is described in the dialect of verifiers' trainer, with its console and its checkpoints.
+"""Runs the command `vf-rl`: a run described in the dialect of verifiers' trainer, with its console and its checkpoints.
 
-The run itself is `rl`, started as a process of its own; this command prints what it does in the dialect's words and leaves
-`checkpoint-N/` beside the run's files. In tmux it shows the inference server's log above that (`dialects.vf_tmux`).
+The run itself is `rl`, started as a process of its own. This command prints what it does in the dialect's words and writes
+`checkpoint-N/` into the run's directory. In tmux it shows the inference server's log above that (`dialects.vf_tmux`).
 """
 
 import os
@@ -42,13 +42,14 @@ _USAGE = f"""usage: vf-rl @ FILE.toml [-s SESSION] [--no-tmux] [--key VALUE …]
 
 @dataclass(slots=True, kw_only=True)
 class Options:
-    """What belongs to the command and not to the run."""
+    """Options of the command itself, which are no keys of the run."""
 
     session: str = DEFAULT_SESSION
     in_tmux: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     return run_until_output_closes(lambda: _run_command(words))
 
@@ -83,7 +84,7 @@ def _run_command(words: Sequence[str]) -> int:
 
 
 def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """The command's own options, and the words that remain.
+    """Return the command's own options, and the words that remain.
 
     Raises:
         ConfigError: `-s` without a name that tmux can address.
@@ -103,7 +104,7 @@ def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def run(config: RLConfig, dialect: VfRLConfig) -> int:
-    """Run `config` to its end in this terminal; returns the exit code of the training."""
+    """Run `config` to its end in this terminal; return the exit code of the training."""
     layout, args = RunLayout(config.output_dir), dialect.trainer.args
     assert config.max_steps is not None, "the dialect always has max_steps"
     console = VfConsole(
@@ -137,7 +138,7 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
 
 
 def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
-    """`rl` on the resolved configuration, which ends when this process does."""
+    """Start `rl` on the resolved configuration; it ends when this process does."""
     command = module_command("trivet.launcher.commands.rl", "@", str(file))
     return subprocess.Popen(
         tied_command(command),
@@ -149,7 +150,7 @@ def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
 
 
 def show(line: str) -> None:
-    """Print it, unless it was said before."""
+    """Print a line, unless it is a notice, which was printed before the run was started."""
     if not line.startswith("notice: "):
         with suppress(OSError):  # the terminal was closed, or the reader of our pipe has gone: the run goes on
             print(line, flush=True)  # noqa: T201

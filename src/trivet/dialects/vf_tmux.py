@@ -1,4 +1,4 @@
-"""`vf-rl` in a tmux session of two panes, the inference server's log above the trainer; and the program of the lower pane.
+"""Runs `vf-rl` in a tmux session of two panes: the inference server's log above, the trainer below. Also the lower pane's program.
 
 The session is ours: it must not exist before, and it ends with the training, whose exit code the command then has.
 """
@@ -32,7 +32,8 @@ _KILLED = 137
 
 
 def require_tmux(session: str) -> None:
-    """
+    """Check that a session of this name can be started.
+
     Raises:
         ConfigError: tmux is not installed, or the session exists.
     """
@@ -74,7 +75,11 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
 
 
 def _attach(session: str) -> "subprocess.Popen[bytes] | None":
-    """Who ends when the user leaves the session; nobody where this is no terminal, or one of tmux, which only changes over."""
+    """Show the session in this terminal.
+
+    Returns:
+        The process that ends when the user leaves the session; None without a terminal, or inside tmux, which only switches.
+    """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         _say(f"session '{session}' is running; attach with: tmux attach -t {session}")
         return None
@@ -93,9 +98,10 @@ def _wait(
     viewer: "subprocess.Popen[bytes] | None",
     interrupts: Interrupts,
 ) -> int | None:
-    """
+    """Wait for the end of the command, and pass signals on to it.
+
     Returns:
-        None once the command has ended; the exit code where this is left or closed before.
+        None once the command has ended; an exit code if the session was left or closed before.
     """
     forwarded = 0
     while not result.exists():
@@ -115,7 +121,7 @@ def _wait(
 
 
 def _conclude(result: Path, *, session: str, pane: str, viewer: "subprocess.Popen[bytes] | None") -> int:
-    """End the session and show the last lines here; returns the command's exit code."""
+    """End the session and show its last lines here; return the command's exit code."""
     said = ""
     with suppress(ConfigError):  # the session was closed meanwhile
         said = _tmux("capture-pane", "-p", "-t", pane, "-S", f"-{_LAST_LINES}")
@@ -127,7 +133,7 @@ def _conclude(result: Path, *, session: str, pane: str, viewer: "subprocess.Pope
 
 
 def _look_at(pane: str) -> tuple[bool, bool, int]:
-    """Whether it exists, whether its program has ended, and the program's pid."""
+    """Return whether the pane exists, whether its program has ended, and the program's pid."""
     shown = ["tmux", "display-message", "-p", "-t", pane, "#{pane_dead} #{pane_pid}"]
     words = subprocess.run(shown, capture_output=True, text=True, check=False).stdout.split()
     return len(words) == 2, words[:1] == ["1"], int(words[1]) if len(words) == 2 else 0
@@ -144,7 +150,8 @@ def _say(text: str) -> None:
 
 
 def _tmux(*words: str) -> str:
-    """
+    """Run a command of tmux and return what it prints.
+
     Raises:
         ConfigError: tmux could not do it.
     """
@@ -159,7 +166,7 @@ def _exists(session: str) -> bool:
 
 
 def main(order: Path) -> int:
-    """The lower pane: run the command in the environment of whoever typed it, and leave its exit code."""
+    """Run the lower pane's program: the command in the environment of whoever typed it. It leaves its exit code in a file."""
     said = json.loads(order.read_text())
     process = subprocess.Popen(said["command"], env=said["environ"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""From the dialect of `vf-rl` to the keys of a run. Pure; called by the command `vf-rl`, whose `--dry-run` prints the result."""
+"""Translates the dialect of `vf-rl` to the keys of a run. Pure; the command `vf-rl --dry-run` prints the result."""
 
 import math
 import re
@@ -83,9 +83,10 @@ _SAID_AS_IT_IS = {"seed", "overwrite_output_dir"}
 
 
 def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) -> LoadedConfig[RLConfig]:
-    """The run that a `vf-rl` configuration describes, checked like any other.
+    """Return the run that a `vf-rl` configuration describes, checked like any other.
 
     Args:
+        loaded: the configuration in the dialect.
         environ: variables with our prefix set keys of the run; what the user wrote in the dialect wins, its defaults do not.
 
     Raises:
@@ -109,6 +110,8 @@ def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translated:
+    """A value of the dialect as a value of the run."""
+
     entry: Entry
     """Its origin names the key of the dialect, and where that was written."""
     is_written: bool
@@ -116,7 +119,7 @@ class Translated:
 
 
 def translate(loaded: LoadedConfig[VfRLConfig]) -> Iterator[Translated]:
-    """Every value of the dialect as a value of the run."""
+    """Yield every value of the dialect as a value of the run."""
 
     def entry(key: str, value: object, source: str) -> Translated:
         origin = f"{source}, {loaded.origins.get(source, 'its default')}"
@@ -184,7 +187,7 @@ def notices_of(config: VfRLConfig) -> Iterator[str]:
 
 
 def in_dialect(text: str) -> str:
-    """A message about the run, with the names that a user of the dialect knows."""
+    """Return a message about the run with the keys that a user of the dialect knows."""
     return _SAID_TWICE.sub(r" and \1", _RUN_WORD.sub(lambda found: _DIALECT[found[0]], text))
 
 
@@ -194,10 +197,12 @@ def _environment(config: VfRLConfig) -> dict[str, object]:
 
 
 def environment_name(config: VfRLConfig) -> str:
+    """Return the name of the environment's package, without its owner."""
     return config.env.id.rpartition("/")[2]
 
 
 def run_name(config: VfRLConfig) -> str:
+    """Return the name that the run's directory and its W&B run have."""
     return config.trainer.args.run_name or environment_name(config)
 
 
@@ -208,13 +213,13 @@ def _inference(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
 
 
 def _max_model_len(config: VfRLConfig) -> tuple[object, str]:
-    """And the name that says it."""
+    """Return the longest context, and the key of the dialect that sets it."""
     said = ((value, source) for key, value, source in _inference(config) if key == "model.max_model_len")
     return next(said, (config.trainer.args.max_seq_len, f"{_ARGS}.max_seq_len"))
 
 
 def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
-    """Keys whose value here is made of what is said there: key, value, and the name it follows from."""
+    """Yield keys whose value here is made of other values there: key, value, and the name it follows from."""
     args = config.trainer.args
     yield "output_dir", args.output_dir or f"outputs/{run_name(config)}", "output_dir" if args.output_dir else "run_name"
     yield from _schedule(args)
@@ -238,6 +243,12 @@ def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
         for name, key in _SAME_MEANING.items():  # measured as it is trained
             if key.startswith(_SAMPLING) and (value := getattr(args, name)) is not None:
                 yield f"orchestrator.eval.sampling.{key.removeprefix(_SAMPLING)}", value, name
+    yield from _shown_rollouts(config)
+
+
+def _shown_rollouts(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
+    """Yield what W&B and the console show; like `_derived`."""
+    args = config.trainer.args
     if args.wandb is not None or not {"wandb", "all"}.isdisjoint(_reports(args)):
         wandb = args.wandb
         yield "wandb.project", wandb.project if wandb else "trivet", "wandb.project"
