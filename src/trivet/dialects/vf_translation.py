@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.keys import find_key
@@ -12,7 +12,6 @@ from trivet.config.loading.sources import Entry
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.config.vllm_keys import VLLM_KEYS
-from trivet.errors import ConfigError
 
 _ARGS = "trainer.args"
 _CHECKPOINT = re.compile(r"(?:.*/)?checkpoint-(\d+)/?")
@@ -92,20 +91,16 @@ def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) ->
     Raises:
         ConfigError: lists every problem, by the names that the user wrote.
     """
-    findings = Findings()
+    findings = Findings(rename_keys=in_dialect)
     for problem in batch_problems(loaded.config):
         findings.refuse(problem)
     findings.raise_problems()
     for notice in (*loaded.notices, *notices_of(loaded.config)):
         findings.notice(notice)
-    try:
-        translated = list(translate(loaded))
-        by_default, written = ([each.entry for each in translated if each.is_written == wanted] for wanted in (False, True))
-        variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
-        run = load_sources(RLConfig, [by_default, variables, written], findings)
-    except ConfigError as exc:
-        raise ConfigError(in_dialect(str(exc))) from exc
-    return replace(run, notices=tuple(map(in_dialect, run.notices)))
+    translated = list(translate(loaded))
+    by_default, written = ([each.entry for each in translated if each.is_written == wanted] for wanted in (False, True))
+    variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
+    return load_sources(RLConfig, [by_default, variables, written], findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
