@@ -13,6 +13,7 @@ from typing import cast
 import msgspec
 
 from trivet.config.layout import RunLayout
+from trivet.config.loading.keys import value_at
 from trivet.config.loading.load import LoadedConfig, SectionT
 from trivet.config.sections.base import Section
 from trivet.config.sections.inference import InferenceConfig
@@ -72,7 +73,9 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
         ConfigError: the recorded choice cannot be read or written.
     """
     config, notices = loaded.config, list(loaded.notices)
-    dtypes = {key: value for key in _KEYS.get(type(config), ()) if (value := _value_at(config, key)) is not None}
+    dtypes = {
+        key: value for key in _KEYS.get(type(config), ()) if (value := value_at(config, tuple(key.split(".")))) is not None
+    }
     if not dtypes:
         return loaded
     key, computed = next(iter(dtypes.items()))
@@ -167,13 +170,6 @@ def _record_of(config: Section) -> Path | None:
 
 def _is_role(config: Section) -> bool:
     return isinstance(config, TrainerConfig | InferenceConfig)
-
-
-def _value_at(section: Section, key: str) -> object:
-    value: object = section
-    for part in key.split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 def _with_values(section: SectionT, values: Mapping[str, str]) -> SectionT:

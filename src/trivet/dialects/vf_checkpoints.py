@@ -43,7 +43,7 @@ class VfCheckpoints:
 
     def write_due(self) -> list[Path]:
         """Write the checkpoints whose policy is published and whose step has metrics; return their directories."""
-        if not self._begin():
+        if not self._has_taken_directory():
             return []
         due = [step for step in self._published() if not self._is_written(step)]
         if not due:
@@ -51,7 +51,7 @@ class VfCheckpoints:
         rows = read_steps(self._layout)
         return [self._write(step, rows) for step in due if step in rows]
 
-    def _begin(self) -> bool:
+    def _has_taken_directory(self) -> bool:
         """Return whether the run has taken the directory. A run that was refused leaves everything as it was."""
         if not self._has_begun and read_run(self._layout) not in (None, self._before):
             self._has_begun = True
@@ -87,7 +87,7 @@ class VfCheckpoints:
         staging.mkdir()
         for path in sorted(self._layout.weights_step(step).iterdir()):
             if path.name not in _OWN:
-                _share(path, staging / path.name)
+                _link_or_copy(path, staging / path.name)
         write_json_atomically(staging / STATE, self._state(step, rows))
         sync_tree(staging)
         remove_directory(final, marker=STATE)
@@ -114,7 +114,7 @@ def _scores(row: MetricsLine) -> dict[str, float]:
     return {name: row[f"{name}/mean"] for name in ("reward", "entropy", "importance_ratio") if f"{name}/mean" in row}
 
 
-def _share(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     """Link the file, or copy it where the file system cannot: a published file is never written to."""
     try:
         os.link(source, target)

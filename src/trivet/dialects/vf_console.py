@@ -50,8 +50,8 @@ class VfConsole:
         self._every = every
         self._since = since
         self._shown = 0
-        self._said: set[str] = set()
-        """Damage that was reported."""
+        self._reported_damage: set[str] = set()
+        """Lines about damaged files that were printed; each is printed once."""
 
     def translate(self, line: str) -> Iterator[str]:
         """Yield what is printed for a line of the launcher. Its step lines have another form here; the rest stays."""
@@ -73,8 +73,8 @@ class VfConsole:
         """Yield the lines of steps that both roles have finished since the last call."""
         damaged: list[str] = []
         rows = read_steps(self._layout, on_damaged=lambda path, count: damaged.append(f"{path}: {count} damaged lines skipped"))
-        new = [line for line in damaged if line not in self._said]
-        self._said.update(new)
+        new = [line for line in damaged if line not in self._reported_damage]
+        self._reported_damage.update(new)
         yield from new
         for step in sorted(step for step in rows if step > self._shown and rows[step]["time"] >= self._since):
             self._shown = step
@@ -120,11 +120,11 @@ def follow(path: Path, *, show: Callable[[str], None], console: VfConsole) -> Ca
     """Return a function that shows what the launcher printed, and the steps that were finished, since its last call."""
     follower = LogFollower(path, offset=0)
 
-    def look() -> None:
+    def show_new_lines() -> None:
         for line in follower.read_lines():
-            for said in console.translate(line):
-                show(said)
-        for said in console.step_lines():
-            show(said)
+            for translated in console.translate(line):
+                show(translated)
+        for line in console.step_lines():
+            show(line)
 
-    return look
+    return show_new_lines

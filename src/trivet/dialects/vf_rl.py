@@ -32,7 +32,8 @@ from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.lifetime import module_command, tied_command
 from trivet.shown_text import print_error
 
-_LOOK_EVERY_S = 0.5
+_POLL_INTERVAL_S = 0.5
+"""Time between two looks at the run's output and its policies, seconds: a step takes longer."""
 _USAGE = f"""usage: vf-rl @ FILE.toml [-s SESSION] [--no-tmux] [--key VALUE …]
 
 -s, --session NAME   the tmux session; default {DEFAULT_SESSION}
@@ -120,17 +121,17 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch:
         file, output = Path(scratch) / "run.toml", Path(scratch) / "launcher.stdout"
         write_private(file, to_toml(config))
-        look = follow(output, show=show, console=console)
+        show_new_lines = follow(output, show=show, console=console)
         with Interrupts(clock=time.monotonic) as interrupts, output.open("wb") as stdout:
             launcher = _start(file, stdout=stdout.fileno())
             forwarded = 0
             while launcher.poll() is None:
-                look()
+                show_new_lines()
                 for path in checkpoints.write_due():
                     show(f"Saved {path}")
                 forwarded = forward(interrupts, launcher.send_signal, forwarded)
-                time.sleep(_LOOK_EVERY_S)
-        look()
+                time.sleep(_POLL_INTERVAL_S)
+        show_new_lines()
         for path in checkpoints.write_due():
             show(f"Saved {path}")
     code = launcher.returncode

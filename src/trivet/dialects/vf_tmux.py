@@ -22,13 +22,15 @@ from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.lifetime import module_command
 
 DEFAULT_SESSION = "vf-rl"
-_LOOK_EVERY_S = 0.2
+_POLL_INTERVAL_S = 0.2
+"""Time between two looks at the lower pane, seconds: a user does not notice so short a delay."""
 _LAST_LINES = 30
-_GIVE_ID = ("-P", "-F", "#{pane_id}")
+"""Lines of the lower pane that are shown after the session has ended: about a screen."""
+_PRINT_PANE_ID = ("-P", "-F", "#{pane_id}")
 _CLOSED = 129
-"""As of a process that SIGHUP ended: somebody closed the session."""
+"""Exit code when somebody closed the session: that of a process that SIGHUP ended."""
 _KILLED = 137
-"""As of a process that SIGKILL ended: only so does the lower pane leave no exit code."""
+"""Exit code when the lower pane left none, which only SIGKILL can cause: that of a process that SIGKILL ended."""
 
 
 def require_tmux(session: str) -> None:
@@ -62,8 +64,8 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
         log = layout.log_file("inference.stdout").resolve()
         follow = ("tail", "-n", "200", "-F", "--", str(log))
         train = module_command("trivet.dialects.vf_tmux", str(order))
-        top = _tmux("new-session", "-d", "-s", session, "-x", "200", "-y", "50", *_GIVE_ID, *follow)
-        pane = _tmux("split-window", "-t", top, "-c", str(Path.cwd()), *_GIVE_ID, *train)
+        top = _tmux("new-session", "-d", "-s", session, "-x", "200", "-y", "50", *_PRINT_PANE_ID, *follow)
+        pane = _tmux("split-window", "-t", top, "-c", str(Path.cwd()), *_PRINT_PANE_ID, *train)
         for title, each in (("inference", top), ("trainer", pane)):
             _tmux("select-pane", "-t", each, "-T", title)
         _tmux("set-option", "-w", "-t", pane, "pane-border-status", "top")
@@ -81,7 +83,7 @@ def _attach(session: str) -> "subprocess.Popen[bytes] | None":
         The process that ends when the user leaves the session; None without a terminal, or inside tmux, which only switches.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        _say(f"session '{session}' is running; attach with: tmux attach -t {session}")
+        _print_text(f"session '{session}' is running; attach with: tmux attach -t {session}")
         return None
     if os.environ.get("TMUX"):
         _tmux("switch-client", "-t", f"={session}")
@@ -105,18 +107,18 @@ def _wait(
     """
     forwarded = 0
     while not result.exists():
-        is_there, is_dead, pid = _look_at(pane)
+        is_there, is_dead, pid = _inspect_pane(pane)
         if not is_there:
-            _say(f"session '{session}' was closed")
+            _print_text(f"session '{session}' was closed")
             return _CLOSED
         if is_dead:
             return None
         if not order.exists():  # the lower pane has taken it
             if interrupts.first == signal.SIGHUP or (viewer is not None and viewer.poll() is not None):
-                _say(f"session '{session}' goes on; attach again with: tmux attach -t {session}")
+                _print_text(f"session '{session}' goes on; attach again with: tmux attach -t {session}")
                 return 0
             forwarded = forward(interrupts, partial(_send, pid), forwarded)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
     return None
 
 
@@ -128,11 +130,11 @@ def _conclude(result: Path, *, session: str, pane: str, viewer: "subprocess.Pope
         _tmux("kill-session", "-t", f"={session}")
     if viewer is not None:
         viewer.wait()
-    _say("\n".join(line for line in said.splitlines() if line.strip()))
+    _print_text("\n".join(line for line in said.splitlines() if line.strip()))
     return int(result.read_text()) if result.exists() else _KILLED
 
 
-def _look_at(pane: str) -> tuple[bool, bool, int]:
+def _inspect_pane(pane: str) -> tuple[bool, bool, int]:
     """Return whether the pane exists, whether its program has ended, and the program's pid."""
     shown = ["tmux", "display-message", "-p", "-t", pane, "#{pane_dead} #{pane_pid}"]
     words = subprocess.run(shown, capture_output=True, text=True, check=False).stdout.split()
@@ -144,7 +146,7 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _say(text: str) -> None:
+def _print_text(text: str) -> None:
     with suppress(OSError):  # the terminal was closed
         print(text, flush=True)  # noqa: T201
 

@@ -60,7 +60,7 @@ _LORA = {
     "lora_modules_to_save": "modules_to_save",
     "lora_use_rslora": "rslora",
 }
-"""The same below trainer.model.lora."""
+"""Key of [trainer.args] to the key below trainer.model.lora that has its value as it is."""
 _OTHER_WORDS = {
     "--trainer.ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
     "--ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
@@ -76,9 +76,9 @@ _OTHER_WORDS = {
     "inference_gpu_ids": "inference.gpus",
     "trainer_gpu_ids": "trainer.gpus",
 }
-"""What a message about the run says, as the dialect says it, besides the tables above."""
-_SAID_AS_IT_IS = {"seed", "overwrite_output_dir"}
-"""Keys of [trainer.args] whose name in the run is a word of its own."""
+"""Other words in messages about the run, to those of the dialect."""
+_ORDINARY_WORDS = {"seed", "overwrite_output_dir"}
+"""Keys of [trainer.args] whose name in the run is also an ordinary word (`seed`, `clean`): messages keep it."""
 
 
 def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) -> LoadedConfig[RLConfig]:
@@ -108,9 +108,9 @@ class Translated:
     """A value of the dialect as a value of the run."""
 
     entry: Entry
-    """Its origin names the key of the dialect, and where that was written."""
+    """The value at the run's key. Its origin names the key of the dialect, and where that was written."""
     is_written: bool
-    """By the user; else it is the dialect's default."""
+    """True if the user wrote it; else it is the dialect's default."""
 
 
 def translate(loaded: LoadedConfig[VfRLConfig]) -> Iterator[Translated]:
@@ -183,7 +183,7 @@ def notices_of(config: VfRLConfig) -> Iterator[str]:
 
 def in_dialect(text: str) -> str:
     """Return a message about the run with the keys that a user of the dialect knows."""
-    return _SAID_TWICE.sub(r" and \1", _RUN_WORD.sub(lambda found: _DIALECT[found[0]], text))
+    return _REPEATED_KEY.sub(r" and \1", _RUN_KEY.sub(lambda found: _DIALECT[found[0]], text))
 
 
 def _environment(config: VfRLConfig) -> dict[str, object]:
@@ -282,12 +282,12 @@ def _reports(args: VfTrainerArgs) -> list[str]:
 
 
 _DIALECT = (
-    {key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items() if name not in _SAID_AS_IT_IS}
+    {key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items() if name not in _ORDINARY_WORDS}
     | {f"trainer.model.lora.{key}": f"{_ARGS}.{name}" for name, key in _LORA.items()}
     | {f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_KEYS.items()}
     | _OTHER_WORDS
 )
-_RUN_WORD = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(_DIALECT, key=len, reverse=True)))})(?!\w|[.-]\w)")
+_RUN_KEY = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(_DIALECT, key=len, reverse=True)))})(?!\w|[.-]\w)")
 """A whole key of the run, not a part of another."""
-_SAID_TWICE = re.compile(r", (\S+) and \1\b")
+_REPEATED_KEY = re.compile(r", (\S+) and \1\b")
 """Two keys of the run that are one here."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from trivet.config.chat_template import read_chat_template
 from trivet.config.checks.sft import data_problems
 from trivet.config.layout import RunLayout
-from trivet.config.loading.keys import Shape, all_keys, dotted
+from trivet.config.loading.keys import Shape, all_keys, dotted, value_at
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.model_files import choose_targets, find_linear_modules
 from trivet.config.sections.base import Section
@@ -28,7 +28,7 @@ MADE_BY = {
     "models/examples": "the three commands at the top of configs/examples/sft.toml",
     "outputs/quickstart": "uv run trivet quickstart",
 }
-"""What makes the models that our own configurations start from."""
+"""The command that makes each model that our own configurations start from."""
 
 
 def file_problems(config: Section) -> Iterator[str]:
@@ -48,7 +48,7 @@ def file_problems(config: Section) -> Iterator[str]:
     seen: set[str] = set()
     for path, key in all_keys(type(config)):
         if key.shape is Shape.VALUE and path[-1] == "name" and path[-2:-1] in (("model",), ("tokenizer",)):
-            name = _value_at(config, path)
+            name = value_at(config, path)
             if isinstance(name, str) and name not in seen:
                 seen.add(name)
                 yield from _model_problems(name, ".".join(str(part) for part in path), is_model=path[-2] == "model")
@@ -76,20 +76,13 @@ def _target_problems(model: TrainerModelConfig, prefix: str) -> Iterator[str]:
 def _template_problems(config: Section) -> Iterator[str]:
     seen: set[str] = set()
     for path, _ in all_keys(type(config)):
-        template = _value_at(config, path) if path[-1] == "chat_template" else None
+        template = value_at(config, path) if path[-1] == "chat_template" else None
         if isinstance(template, str) and template not in seen:
             seen.add(template)
             try:
                 read_chat_template(template)
             except ConfigError as exc:
                 yield f"{dotted(path[:-1])}.{exc}"
-
-
-def _value_at(config: Section, path: tuple[str | int, ...]) -> object:
-    value: object = config
-    for part in path:
-        value = getattr(value, str(part), None)
-    return value
 
 
 def _model_problems(name: str, key: str, *, is_model: bool) -> Iterator[str]:

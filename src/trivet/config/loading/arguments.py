@@ -27,7 +27,7 @@ class FlagArgument:
     """A flag with its value, before the value is decoded."""
 
     name: str
-    """As typed, for messages."""
+    """The flag as typed, for messages."""
     path: tuple[str, ...]
     value: str | bool | dict[str, object] | None
     """Text to be decoded by the key's type, unless the flag's form says it: `--x`, `--no-x`, `--section`."""

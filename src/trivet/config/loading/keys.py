@@ -15,10 +15,9 @@ from trivet.config.sections.base import Section
 KeyPath = tuple[str | int, ...]
 
 _ALIKE = 0.7
-"""From here on two names are alike: `max_step` and `max_steps` have 0.94, `reward` and `wandb` 0.55."""
-
-
+"""Likeness of two names that are taken for one: `max_step` and `max_steps` have 0.94, `reward` and `wandb` 0.55."""
 _MAX_NAME_CHARS = 100
+"""Longer names are not compared: it would take seconds, and no key is so long."""
 
 
 class Shape(StrEnum):
@@ -41,9 +40,9 @@ class ConfigKey:
 
     shape: Shape
     sections: tuple[type[Section], ...] = ()
-    """Of a section or a list of them; several when a `type` key chooses."""
+    """Models of a section or of a list of them; several when a `type` key chooses."""
     field: FieldInfo | None = None
-    """None for the root, an element of a list and a name inside a table."""
+    """The field of its model; None for the root, an element of a list and a name inside a table."""
 
 
 def as_table(value: object) -> dict[str, object] | None:
@@ -80,6 +79,14 @@ def find_key(kind: type[Section], path: KeyPath) -> ConfigKey | None:
     return key
 
 
+def value_at(config: Section, path: KeyPath) -> object:
+    """Return the value of a key, or None when a section on the way to it is not set."""
+    value: object = config
+    for part in path:
+        value = getattr(value, str(part), None)
+    return value
+
+
 def all_keys(kind: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, ConfigKey]]:
     """Yield every key of `kind`, sections before what they hold, in the order of the models."""
     for name, field in kind.model_fields.items():
@@ -95,7 +102,7 @@ def nearest_key(kind: type[Section], path: KeyPath) -> str | None:
     None if no key is like it: a guess that is far off misleads more than the list of keys.
     """
     if any(len(str(part)) > _MAX_NAME_CHARS for part in path):
-        return None  # comparing takes seconds, and no key is so long
+        return None
     known = next(length for length in range(len(path)) if find_key(kind, path[: length + 1]) is None)
     parent, name = path[:known], str(path[known])
     sibling = max(_names_in(kind, parent), key=lambda sibling: _likeness(sibling, name), default="")

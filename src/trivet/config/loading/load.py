@@ -40,10 +40,10 @@ from trivet.shown_text import shorten
 SectionT = TypeVar("SectionT", bound=Section)
 
 COMMANDS: tuple[type[Section], ...] = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig)
-"""A variable for one command does not disturb another."""
+"""Commands whose variables are ignored by the others."""
 
 _MAX_SUGGESTIONS = 10
-"""A nearest key is looked for in so many problems; each takes some 20 ms."""
+"""Problems for which a nearest key is looked for; each search takes some 20 ms."""
 
 _EXPECTED = {
     "int_parsing": "a whole number",
@@ -69,7 +69,7 @@ _EXPECTED = {
     "less_than_equal": "<= {le}",
     "too_short": "of at least {min_length} entries",
 }
-"""What is allowed, by pydantic's type of error."""
+"""Text of what is allowed, by pydantic's type of error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class LoadedConfig(Generic[SectionT]):
 
     config: SectionT
     origins: Mapping[str, str]
-    """By dotted key; a key that is not here has its default."""
+    """Origin of each value by dotted key; a key that is not here has its default."""
     notices: Sequence[str]
 
 

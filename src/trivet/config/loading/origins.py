@@ -16,7 +16,7 @@ class Sourced:
 
     value: object
     origin: str
-    """As the user knows it: a file, a flag, a variable, or the key that a derived value was taken from."""
+    """The source in the user's words: a file, a flag, a variable, or the key that a derived value was taken from."""
     is_derived: bool = False
     """A copy of another key's value: what is wrong with it is said once, at that key."""
 

@@ -92,7 +92,7 @@ PAGE: tuple[tuple[type[Section], str], ...] = (
     (EvalConfig, "Measures the start weights and every published step on a running server."),
     (VfRLConfig, "The dialect of verifiers' trainer, translated to the keys of `rl`: `--dry-run` prints what each becomes."),
 )
-"""What the page lists, with a remark."""
+"""The kinds of configuration that the page lists, each with a remark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class KeyRow:
     name: str
     type: str
     default: str | None
-    """None: the key has to be given."""
+    """As TOML; None if the key has to be given."""
     text: str
 
 
@@ -111,7 +111,7 @@ class SectionRows:
     """A section with the keys that it holds itself, as text."""
 
     header: str
-    """As in TOML, with brackets; empty for the top level."""
+    """The header in TOML, with brackets; empty for the top level."""
     text: str
     rows: Sequence[KeyRow]
 

@@ -50,7 +50,7 @@ DETERMINISTIC: dict[str, object] = {
     "inference.max_num_seqs": 1,
     "inference.model.dtype": "float32",
 }
-"""What `deterministic = true` means in each role, besides seeds."""
+"""Values that `deterministic = true` sets in each role, besides seeds."""
 
 
 def resolve(draft: Draft, findings: Findings) -> None:

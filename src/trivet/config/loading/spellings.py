@@ -74,7 +74,7 @@ RENAMED = {
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
 
 _ROLES = ("", "trainer.", "orchestrator.", "inference.")
-"""Of sections that a run may write once for all of them."""
+"""Prefixes of sections that a run may write once for all roles: the run's own and each role's."""
 _AS_FILES = "policies go to the servers as safetensors in weights/, which they load while they run; remove the key"
 
 REFUSED = {

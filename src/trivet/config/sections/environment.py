@@ -10,9 +10,8 @@ from trivet.config.sections.sampling import EnvSamplingConfig
 Credential = Literal["WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
 CREDENTIALS: tuple[str, ...] = get_args(Credential)
 """Variables that the run itself needs, and an environment only on request."""
-
-
 _MAX_NAME_CHARS = 128
+"""Longest name. It becomes the name of a directory, which file systems limit to 255 bytes."""
 
 
 def _require_name(name: str) -> str:

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from trivet.config.loading.keys import as_table
-from trivet.config.sections.base import Section
+from trivet.config.sections.base import Section, type_or
 
 
 class PolicyLossConfig(Section):
@@ -109,9 +108,9 @@ class DppoLossConfig(PolicyLossConfig):
 
     type: Literal["dppo"] = "dppo"
     dppo_mask_low: float = Field(default=0.2, ge=0, le=1)
-    """Of tokens without a positive advantage: the largest fall of the probability."""
+    """The largest fall of the probability of a token without a positive advantage."""
     dppo_mask_high: float = Field(default=0.2, ge=0, le=1)
-    """Of tokens with a positive advantage: the largest rise of the probability."""
+    """The largest rise of the probability of a token with a positive advantage."""
     adv_tau: float = Field(default=1.0, ge=0)
     """Weight of the advantage."""
     kl_tau: float = Field(default=1e-3, ge=0)
@@ -143,12 +142,6 @@ class CustomLossConfig(PolicyLossConfig):
     """What the sum of the samples' losses is divided by: loss tokens or samples, over all rows and ranks."""
 
 
-def _type_of(value: Any) -> str:
-    """A table without a type is of the default one."""
-    table = as_table(value)
-    return str(getattr(value, "type", "default") if table is None else table.get("type", "default"))
-
-
 LossConfig = Annotated[
     Annotated[DefaultLossConfig, Tag("default")]
     | Annotated[CispoLossConfig, Tag("cispo")]
@@ -158,5 +151,5 @@ LossConfig = Annotated[
     | Annotated[DppoLossConfig, Tag("dppo")]
     | Annotated[IpoLossConfig, Tag("ipo")]
     | Annotated[CustomLossConfig, Tag("custom")],
-    Discriminator(_type_of),
+    Discriminator(type_or("default")),
 ]

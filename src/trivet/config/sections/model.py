@@ -17,11 +17,11 @@ class ActivationCheckpointConfig(Section):
     """Compute a block again in the backward pass instead of keeping what it computed: more time, less memory."""
 
     mode: Literal["full", "selective"] = "full"
-    """What of a block is computed again: all of it, or the parts that `targets` names."""
+    """Parts of a block that are computed again: all, or those that `targets` names."""
     freq: int = Field(default=1, ge=1)
     """Every so many blocks one is checkpointed; 1: all of them."""
     targets: list[str] = ["norm"]
-    """Of mode `selective`: `norm`, `attn` and `mlp`, or the names of a block's modules. Norms keep the most for the least work."""
+    """Parts for mode `selective`: `norm`, `attn`, `mlp`, or names of a block's modules. Norms keep the most for the least work."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> "ActivationCheckpointConfig":

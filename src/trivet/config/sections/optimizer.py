@@ -1,11 +1,10 @@
 """`[trainer.optim]` and `[optim]` of supervised fine-tuning: how gradients become updates."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from trivet.config.loading.keys import as_table
-from trivet.config.sections.base import Section
+from trivet.config.sections.base import Section, type_or
 
 
 class CommonOptimizerConfig(Section):
@@ -64,13 +63,7 @@ class MuonConfig(CommonOptimizerConfig):
     """Added to the root of AdamW's second moment."""
 
 
-def _type_of(value: Any) -> str:
-    """Return the optimizer's type; a table without one is AdamW's."""
-    table = as_table(value)
-    return str(getattr(value, "type", "adamw") if table is None else table.get("type", "adamw"))
-
-
 OptimizerConfig = Annotated[
     Annotated[AdamWConfig, Tag("adamw")] | Annotated[SGDConfig, Tag("sgd")] | Annotated[MuonConfig, Tag("muon")],
-    Discriminator(_type_of),
+    Discriminator(type_or("adamw")),
 ]

@@ -14,9 +14,9 @@ class TempSchedulerConfig(Section):
     type: Literal["linear", "cosine"] = "linear"
     """Straight from start to end, or half a cosine."""
     start_temperature: float = Field(default=1.0, gt=0)
-    """At step 1."""
+    """Temperature at step 1."""
     end_temperature: float = Field(default=1.0, gt=0)
-    """At total_steps and after it."""
+    """Temperature at total_steps and after it."""
     total_steps: int | None = Field(default=None, ge=1)
     """Steps from start to end; unset: max_steps."""
 

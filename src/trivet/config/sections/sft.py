@@ -1,11 +1,10 @@
 """Sections of supervised fine-tuning, which shares model, optimizer and schedule with the trainer."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from trivet.config.loading.keys import as_table
-from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, Section
+from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, Section, type_or
 from trivet.config.sections.trainer import TrainingConfig
 
 
@@ -15,11 +14,11 @@ class LossMaskConfig(Section):
     system: bool = False
     """Also messages of the role `developer`."""
     user: bool = False
-    """What is asked, its header and its end of turn included."""
+    """Messages that ask, their header and end of turn included."""
     assistant: bool = True
-    """What the model writes, its end of turn included; the header of the turn is given to it."""
+    """Messages that the model writes, their end of turn included; the header of the turn is given to it."""
     tool: bool = False
-    """What tools answer."""
+    """Answers of tools."""
 
 
 class ConversationsConfig(Section):
@@ -33,11 +32,11 @@ class ConversationsConfig(Section):
     splits: list[str] | None = None
     """One for each subset, or several of one data set; unset: `train`. Slices as of `datasets` work too: `train[:5%]`."""
     probabilities: list[float] | None = Field(default=None, min_length=1)
-    """Of each source, summing to 1; unset: by turns."""
+    """Probability of each source, summing to 1; unset: sources take turns."""
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     """An epoch of several sources ends when the first has no more rows, or when each was seen whole and the short ones again."""
     seed: int | None = Field(default=None, ge=0)
-    """Of the mixture, and of the order where it is shuffled; unset: the run's seed."""
+    """Seeds the mixture, and the order where it is shuffled; unset: the run's seed."""
     loss_mask: LossMaskConfig = LossMaskConfig()
 
 
@@ -74,15 +73,9 @@ class FakeDataConfig(Section):
     """Tokens 0, 1, 2, …, which a model learns fast, or drawn from the vocabulary, which it cannot."""
 
 
-def _type_of(value: Any) -> str:
-    """Return the type of data; a table without one holds conversations."""
-    table = as_table(value)
-    return str(value.type if table is None else table.get("type", "sft"))
-
-
 DataConfig = Annotated[
     Annotated[SftDataConfig, Tag("sft")] | Annotated[FakeDataConfig, Tag("fake")],
-    Discriminator(_type_of),
+    Discriminator(type_or("sft")),
 ]
 
 

@@ -101,7 +101,7 @@ class VfTrainerArgs(Section):
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Tokens per model turn; unset: up to max_seq_len."""
     temperature: float = Field(default=0.7, gt=0)
-    """Of sampling; the trainer's log-probabilities follow it."""
+    """Temperature of sampling; the trainer's log-probabilities follow it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     top_k: int | None = Field(default=None, ge=-1)
