@@ -17,7 +17,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.tools.cli import TOOLS
 
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.name != "configuration.md"]

@@ -18,7 +18,7 @@ from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.errors import ConfigError, EnvironmentLoadError
+from trivet.errors import EnvironmentLoadError
 from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
@@ -149,10 +149,6 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
         )
     step = resolve_resume_step(layout, config.ckpt.resume_step)
     part = read_part(layout, step, rollouts_per_example=config.rollouts_per_example)
-    if config.max_steps is not None and config.max_steps <= step:
-        raise ConfigError(
-            f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
-        )
     if config.ckpt.skip_progress:
         part.progress = RunTotals(step=step)
     logger.info(

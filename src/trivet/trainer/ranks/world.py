@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from trivet.config.checks.numbers import replicas_problem
 from trivet.errors import ConfigError, UnknownRank
 from trivet.secret import RunSecret, read_secret
 from trivet.trainer.ranks.starter import RANKS_SECRET, RENDEZVOUS_FILE
@@ -169,12 +170,9 @@ def require_replicas(num_replicas: int, *, num_ranks: int) -> None:
     Raises:
         ConfigError: they do not divide the ranks.
     """
-    if num_ranks % num_replicas:
-        divisors = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
-        raise ConfigError(
-            f"model.dp_replicate ({num_replicas}) must divide the trainer's ranks ({num_ranks}): {num_ranks} % {num_replicas} = "
-            f"{num_ranks % num_replicas}; set it to one of {divisors}"
-        )
+    ranks = "the trainer's ranks"
+    if problem := replicas_problem(num_replicas, num_ranks=num_ranks, key="model.dp_replicate", ranks=ranks):
+        raise ConfigError(problem)
 
 
 def broadcast_bytes(world: World, data: bytes | None) -> bytes:
