@@ -25,14 +25,14 @@ from trivet.wire.workers import HostSettings
 _STDERR_LINES = 15
 
 
-class Wanted(msgspec.Struct, kw_only=True):
+class ProbeTarget(msgspec.Struct, kw_only=True):
     settings: HostSettings
     is_trained: bool
     """It needs examples to train on; else to evaluate on."""
 
 
 class _Request(msgspec.Struct):
-    environments: list[Wanted]
+    environments: list[ProbeTarget]
     nonce: str
     """Random, and given back with the verdict: what an environment prints by accident is not taken for one."""
 
@@ -43,7 +43,7 @@ class _Verdict(msgspec.Struct):
     problems: list[str] = []
 
 
-def require_loadable(wanted: Sequence[Wanted], *, timeout_s: float) -> dict[str, EnvironmentInfo]:
+def require_loadable(wanted: Sequence[ProbeTarget], *, timeout_s: float) -> dict[str, EnvironmentInfo]:
     """
     Returns:
         What is known of each environment, by name.
@@ -85,11 +85,11 @@ def require_loadable(wanted: Sequence[Wanted], *, timeout_s: float) -> dict[str,
     return verdict.infos
 
 
-def _names(wanted: Sequence[Wanted]) -> str:
+def _names(wanted: Sequence[ProbeTarget]) -> str:
     return ", ".join(repr(each.settings.name) for each in wanted)
 
 
-def _look(request: _Request) -> _Verdict:
+def _probe(request: _Request) -> _Verdict:
     # What this imports is the environments' world, which the process that asks has no need of.
     with without_collections():
         from trivet.environments.packages.load import load_host, traceback_tail
@@ -114,7 +114,7 @@ def main() -> None:
     request = decode(sys.stdin.buffer.read(), _Request)
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what environments print must not be taken for the answer
-    verdict = _look(request)
+    verdict = _probe(request)
     with os.fdopen(answer, "wb") as out:
         out.write(encode(verdict))
     os._exit(0)  # whatever threads the environments have started
