@@ -20,8 +20,8 @@ from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.environment import CREDENTIALS, Credential, EnvConfig
 from trivet.environments.packages.probe import ProbeTarget, require_loadable
 from trivet.environments.settings import host_settings
+from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.environments.workers.process import WorkerProcess
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.secret import SECRET_FILE
 from trivet.wire.events import EnvRestart, Event
@@ -268,7 +268,7 @@ def test_environments_do_not_get_the_credentials_of_the_run(
     require_loadable([ProbeTarget(settings=settings, is_trained=True)], timeout_s=120)
 
     async def load() -> None:
-        worker = await WorkerProcess.start(settings, log=tmp_path / "log")
+        worker = await WorkerClient.start(settings, log=tmp_path / "log")
         await worker.loaded(timeout_s=120)
         await worker.aclose(timeout_s=20)
 

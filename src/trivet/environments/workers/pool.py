@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from trivet.environments.workers.process import WorkerProcess
+from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.restarts import RestartBudget
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.loop_lag import lag_metrics
@@ -56,9 +56,9 @@ class _Slot:
     name: str
     settings: HostSettings
     budget: RestartBudget
-    worker: WorkerProcess | None = None
+    worker: WorkerClient | None = None
     """None while none is ready."""
-    starting: WorkerProcess | None = None
+    starting: WorkerClient | None = None
     is_warned: bool = False
 
 
@@ -152,7 +152,7 @@ class WorkerPool:
         for slot in self._slots():
             values[f"worker/{slot.name}/pending"] = float(slot.worker.num_pending if slot.worker else 0)
             values[f"worker/{slot.name}/restarts"] = float(slot.budget.num_restarts)
-            lags = slot.worker.take_lags() if slot.worker else []
+            lags = slot.worker.pulses.take_lags() if slot.worker else []
             values |= lag_metrics(f"worker_lag/{slot.name}", lags, ("mean", "max", "p90"))
         values |= {f"failed_groups/{env}/{kind}": float(count) for (env, kind), count in self._failures.items()}
         self._failures.clear()
@@ -209,7 +209,7 @@ class WorkerPool:
     def _slots(self) -> list[_Slot]:
         return [slot for environment in self._environments.values() for slot in environment.slots]
 
-    async def _choose(self, environment: _Environment) -> tuple[_Slot, WorkerProcess]:
+    async def _choose(self, environment: _Environment) -> tuple[_Slot, WorkerClient]:
         """The ready worker with the fewest pending groups; waits while all are being started, which `_keep` bounds."""
         while True:
             ready = [(slot, slot.worker) for slot in environment.slots if slot.worker is not None]
@@ -219,7 +219,7 @@ class WorkerPool:
                 await self._changed.wait_for(lambda: any(slot.worker for slot in environment.slots))
 
     async def _fill(self, slot: _Slot) -> None:
-        worker = await WorkerProcess.start(slot.settings, log=self._log_of(slot.settings.name), clock=self._clock)
+        worker = await WorkerClient.start(slot.settings, log=self._log_of(slot.settings.name), clock=self._clock)
         slot.starting = worker
         await worker.loaded(timeout_s=self._limits.start_timeout_s)
         slot.worker, slot.starting, slot.is_warned = worker, None, False
@@ -234,7 +234,7 @@ class WorkerPool:
             slot.worker = None
             await self._restart(slot, worker, cause)
 
-    async def _restart(self, slot: _Slot, worker: WorkerProcess, cause: str) -> None:
+    async def _restart(self, slot: _Slot, worker: WorkerClient, cause: str) -> None:
         while True:
             delay_s = slot.budget.next_delay_s()
             if delay_s is None:
@@ -266,11 +266,11 @@ class WorkerPool:
                 if slot.worker is None:
                     continue
                 if did_sleep_long:
-                    slot.worker.forgive()
+                    slot.worker.pulses.restart_silence()
                 await self._judge(slot, slot.worker)
 
-    async def _judge(self, slot: _Slot, worker: WorkerProcess) -> None:
-        blocked_s = worker.blocked_for_s()
+    async def _judge(self, slot: _Slot, worker: WorkerClient) -> None:
+        blocked_s = worker.pulses.blocked_for_s()
         if blocked_s > self._limits.blocked_timeout_s:
             await worker.kill(
                 f"was ended because its event loop was blocked for {blocked_s:.0f} s "
