@@ -21,7 +21,7 @@ from trivet.durable import remove_directory
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.evaluation.evaluate import evaluate, make_task
-from trivet.evaluation.placement import PlacementServers, RunOnServer, run_somewhere
+from trivet.evaluation.placement import PlacementServers, RunOnServer, run_on_least_loaded
 from trivet.evaluation.results import holds_task, read_summary
 from trivet.evaluation.scores import Summary, eval_metrics
 from trivet.orchestrator.change_event import ChangeEvent
@@ -276,7 +276,7 @@ class OnlineEval:
         return await evaluate(
             task,
             env=one.pool_name,
-            run_group=partial(run_somewhere, run_group=self._run_group, servers=self._servers, version=version),
+            run_group=partial(run_on_least_loaded, run_group=self._run_group, servers=self._servers, version=version),
             slots=slots,
             directory=directory,
             does_continue=version != one.repeats and holds_task(directory, task),

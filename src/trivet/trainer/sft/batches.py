@@ -66,7 +66,7 @@ class ConversationBatches:
         indices = step_indices(
             step,
             batch_size=self.config.batch_size,
-            num_rows=len(self.data),
+            num_records=len(self.data),
             seed=self.seed,
             does_shuffle=self.config.shuffle,
         )

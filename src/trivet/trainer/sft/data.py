@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trivet.config.sections.sft import LossMaskConfig
-from trivet.conversations.rows import ChatMessage, Conversation
+from trivet.conversations.records import ChatMessage, Conversation
 from trivet.errors import ConfigError
 from trivet.wire.rollouts import Sample
 
