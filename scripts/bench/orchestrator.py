@@ -186,7 +186,7 @@ def run_loop(
         try:
             loop = make_loop(config, run_group, sender, telemetry, examples)
             loop.gauges = lambda: on_step(loop)
-            loop.beside = {"watched": lambda: watched.run(loop.dispatcher)}
+            loop.background_tasks = {"watched": lambda: watched.run(loop.dispatcher)}
             started = time.perf_counter()
             await loop.run()
             watched.whole_rate = batch_size * len(times) / (times[-1] - started)

@@ -58,18 +58,18 @@ class Loop:
     telemetry: Telemetry
     changed: Waker
     """Rung when a group ended."""
-    beside: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
+    background_tasks: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
     """Further tasks by name, each until cancelled: what watches the servers and their load."""
     evals: OnlineEval | None = None
     """Evaluations during the run."""
     gauges: Callable[[], Mapping[str, float]] = dict
     """Further metrics, read at the end of each step."""
-    is_making_room: bool = False
-    """Asked to commit what was trained and to end."""
+    preempt_requested: bool = False
+    """Set when the run is asked to commit what was trained and to end."""
 
-    def make_room(self) -> None:
+    def preempt(self) -> None:
         """Fill no further batch: have the trainer commit the last one, and end."""
-        self.is_making_room = True
+        self.preempt_requested = True
         self.changed.ring()
 
     async def run(self) -> None:
@@ -84,7 +84,7 @@ class Loop:
                 "policy-watcher": self.watcher.run,
                 "alive": self._say_alive,
                 "garbage": collect_by_the_clock,
-                **self.beside,
+                **self.background_tasks,
             }
             running = [tasks.create_task(run(), name=name) for name, run in others.items()]
             evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
@@ -102,9 +102,9 @@ class Loop:
             await asyncio.sleep(min(_MAX_ALIVE_INTERVAL_S, self.config.rollout_transport.timeout_s / 10))
 
     async def _finish_evals(self, evaluating: asyncio.Task[None]) -> None:
-        """The last policy is evaluated whenever the run reached its end; one that makes room takes no time for it."""
+        """The last policy is evaluated whenever the run reached its end; a preempted run takes no time for it."""
         assert self.evals is not None
-        if self.is_making_room:
+        if self.preempt_requested:
             evaluating.cancel()
             return
         self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)  # requires the policy of the last step
@@ -120,7 +120,7 @@ class Loop:
             started = time.monotonic()
             groups = await self._fill(step)
             if groups is None:
-                await self._send_stop(step, unwritten)
+                await self._send_preemption(step, unwritten)
                 return
             # Until the next await this is the moment at which batch and checkpoint were formed.
             half, is_due = self._half(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
@@ -174,16 +174,16 @@ class Loop:
         self.telemetry.write_event(await asyncio.to_thread(write_rollouts, self.layout, step, groups))
         return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
-    async def _send_stop(self, step: Step, half: OrchestratorHalf | None) -> None:
+    async def _send_preemption(self, step: Step, half: OrchestratorHalf | None) -> None:
         """Instead of batch `step`: the trainer commits the step before with `half`, if it is not committed, and ends."""
         if half is not None:
             await asyncio.to_thread(write_half, self.layout, half, config=self.config)
-        logger.info("making room after batch=%s commits=%s", step - 1, half is not None)
+        logger.info("preempted after batch=%s commits=%s", step - 1, half is not None)
         with progress.waiting(f"the end of step {step - 1}", on="trainer"):
             await self.sender.send(
                 Batch(
                     step=step,
-                    purpose=BatchPurpose.STOP,
+                    purpose=BatchPurpose.PREEMPT,
                     micro_batches=[],
                     group_ids=[],
                     num_rollouts=0,
@@ -198,11 +198,11 @@ class Loop:
         self.dispatcher.waker.ring()
 
     async def _fill(self, step: Step) -> list[Group] | None:
-        """The groups of batch `step`; None when the run makes room instead."""
+        """The groups of batch `step`; None when the run is preempted."""
         num_groups = self.config.batch_size // self.config.rollouts_per_example
         limit = self.config.max_fruitless_batches * num_groups
         since = time.monotonic()
-        if self.is_making_room:
+        if self.preempt_requested:
             return None
         groups = self.buffer.take_batch(step, num_groups=num_groups)  # also drops what is too old for this step
         while groups is None:
@@ -227,7 +227,7 @@ class Loop:
                     num_groups,
                     self.watcher.version,
                 )
-            if self.is_making_room:
+            if self.preempt_requested:
                 return None
             if self.buffer.num_ready >= num_groups:
                 groups = self.buffer.take_batch(step, num_groups=num_groups)

@@ -60,16 +60,16 @@ async def _run_until_signalled(config: OrchestratorConfig) -> int:
         if task is not None:
             task.cancel()
 
-    def make_room() -> None:
+    def preempt() -> None:
         if running:
-            running[0].make_room()
+            running[0].preempt()
         else:
             stop(signal.SIGUSR1)
 
     running: list[Loop] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
-    loop.add_signal_handler(signal.SIGUSR1, make_room)
+    loop.add_signal_handler(signal.SIGUSR1, preempt)
     show_tasks_on_signal()
     try:
         async with open_environments(config) as pool:

@@ -53,7 +53,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     """From start to max_steps; every error of a task leaves as an exception group.
 
     Args:
-        on_loop: gets the loop when it begins to fill batches, to ask it to make room.
+        on_loop: gets the loop when it begins to fill batches, so that it can be preempted.
     """
     layout = RunLayout(config.output_dir)
     _require_examples(config, pool)
@@ -90,7 +90,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
             await _send_self_check(loop, config, pool, servers)
             on_loop(loop)
             await loop.run()
-            reason = "preempted" if loop.is_making_room else "done"
+            reason = "preempted" if loop.preempt_requested else "done"
     except asyncio.CancelledError:
         reason = "interrupted"
         raise
@@ -321,7 +321,12 @@ def _make_loop(
         telemetry=telemetry,
         changed=changed,
         evals=evals,
-        beside={"servers": servers.run, "load-watcher": load_watcher.run, "environments": pool.run, "loop-lag": lag.run},
+        background_tasks={
+            "servers": servers.run,
+            "load-watcher": load_watcher.run,
+            "environments": pool.run,
+            "loop-lag": lag.run,
+        },
         gauges=lambda: {
             **load_watcher.metrics(),
             **pool.metrics(),

@@ -139,15 +139,15 @@ def _check_agreement(session: Session, config: TrainerConfig, receiver: BatchRec
 
 
 def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver | None, step: Step) -> bool:
-    """Returns False when there is no batch because the run makes room."""
+    """Returns False when there is no batch because the run is preempted."""
     with session.timed("step"):
         if config.max_async_level == 0:
             session.await_policy()  # the batch is made with it: what went wrong with it must not wait for the batch
         with session.timed("wait_for_batch"), progress.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
         session.raise_failure()
-        if batch.purpose is BatchPurpose.STOP:
-            _make_room(session, batch)
+        if batch.purpose is BatchPurpose.PREEMPT:
+            _preempt(session, batch)
             return False
         progress.doing(f"training step {step}")
         with session.failing_together(), naming_last_weights(session.layout, await_policy=session.await_policy):
@@ -180,10 +180,10 @@ def _update_reference(session: Session, config: TrainerConfig, step: Step) -> No
         logger.info("reference policy version=%s", step)
 
 
-def _make_room(session: Session, batch: Batch) -> None:
+def _preempt(session: Session, batch: Batch) -> None:
     """Commit the last step, unless it is committed already, and record why the run ends here."""
     last = Step(batch.step - 1)
-    logger.info("asked to make room after step=%s commits=%s", last, batch.has_orchestrator_half)
+    logger.info("preempted after step=%s commits=%s", last, batch.has_orchestrator_half)
     progress.doing(f"committing step {last}")
     if batch.has_orchestrator_half:
         session.save(last, halves=HALVES)

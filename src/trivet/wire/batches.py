@@ -45,8 +45,8 @@ class BatchPurpose(StrEnum):
     TRAIN = "train"
     SELF_CHECK = "self_check"
     """A handful of sampled tokens sent before the first batch: the trainer compares log-probabilities and trains nothing."""
-    STOP = "stop"
-    """Sent instead of a batch when the run is asked to make room: the trainer commits the step before, whose other half is on
+    PREEMPT = "stop"
+    """Sent instead of a batch when the run is preempted: the trainer commits the step before, whose other half is on
     disk if `has_orchestrator_half`, and ends."""
 
 

@@ -72,7 +72,7 @@ def run_loop(
     run_group,
     attempt: int = 1,
     rules: BufferConfig | None = None,
-    make_room_after: int | None = None,
+    preempt_after: int | None = None,
 ) -> list[Batch]:
     config = OrchestratorConfig(
         output_dir=directory,
@@ -119,7 +119,7 @@ def run_loop(
         telemetry=telemetry,
         changed=changed,
     )
-    sender.on_batch = lambda batch: loop.make_room() if batch.step == make_room_after else None
+    sender.on_batch = lambda batch: loop.preempt() if batch.step == preempt_after else None
     try:
         asyncio.run(loop.run())
     finally:
@@ -155,11 +155,11 @@ def test_a_step_says_how_long_its_parts_took(tmp_path):
     assert "time/save_ckpt" not in first  # no half was due
 
 
-def test_a_run_that_makes_room_writes_the_half_of_the_last_batch_and_says_stop(tmp_path):
-    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=3)
+def test_a_preempted_run_writes_the_half_of_the_last_batch_and_tells_the_trainer(tmp_path):
+    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=3)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_half) for batch in batches[2:]] == [
         (3, BatchPurpose.TRAIN, False),
-        (4, BatchPurpose.STOP, True),
+        (4, BatchPurpose.PREEMPT, True),
     ]
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_half(layout, 3)
@@ -170,11 +170,11 @@ def test_a_run_that_makes_room_writes_the_half_of_the_last_batch_and_says_stop(t
     assert not trained & owed
 
 
-def test_a_run_that_makes_room_after_a_checkpoint_writes_no_other(tmp_path):
-    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=2)
+def test_a_run_preempted_after_a_checkpoint_writes_no_other(tmp_path):
+    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=2)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_half) for batch in batches[1:]] == [
         (2, BatchPurpose.TRAIN, True),
-        (3, BatchPurpose.STOP, False),
+        (3, BatchPurpose.PREEMPT, False),
     ]
 
 

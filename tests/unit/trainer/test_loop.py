@@ -173,13 +173,13 @@ def test_several_iterations_update_several_times_on_one_batch(tiny_model: Path, 
     assert metrics_of(twice)[0]["mismatch_kl/mean"] != metrics_of(once)[0]["mismatch_kl/mean"]
 
 
-def test_a_run_that_makes_room_commits_the_last_step_and_ends(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+def test_a_preempted_run_commits_the_last_step_and_ends(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
 
     def prepare() -> dict[int, Batch]:
         batches = make_batches(layout, last=3, halves=(3,))
-        batches[3].has_orchestrator_half = False  # it was not due; the half was written when the run was asked to make room
-        return batches | {4: make_batch(4, [], BatchPurpose.STOP, has_half=True)}
+        batches[3].has_orchestrator_half = False  # it was not due; the half was written when the run was preempted
+        return batches | {4: make_batch(4, [], BatchPurpose.PREEMPT, has_half=True)}
 
     run_loop(make_config(tiny_model, tmp_path), world, prepare)
     assert committed_steps(layout) == [3]

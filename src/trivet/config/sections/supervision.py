@@ -1,4 +1,4 @@
-"""What the launcher does about a role that ends or hangs, and when it is asked to make room."""
+"""What the launcher does about a role that ends or hangs, and when the run is preempted."""
 
 from typing import Literal
 

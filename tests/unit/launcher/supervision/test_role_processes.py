@@ -12,7 +12,7 @@ from support.processes import wait_until
 from trivet.config.layout import RunLayout
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.processes import Child, descendants, read_processes
-from trivet.launcher.supervision.role_processes import Member, forget_reports, read_reports
+from trivet.launcher.supervision.role_processes import RoleProcess, forget_reports, read_reports
 from trivet.wire.status import ProcessReport
 
 
@@ -22,13 +22,13 @@ def write_report(layout: RunLayout, rank: int = 0, *, step: int = 0, attempt: in
     layout.report_file("trainer", rank).write_bytes(msgspec.json.encode(report))
 
 
-def member(tmp_path: Path, program: str) -> Member:
+def role_process(tmp_path: Path, program: str) -> RoleProcess:
     spec = ProcessSpec(
         name="trainer", argv=(), log=tmp_path / "trainer.stdout", env={}, env_defaults={}, does_finish=True, num_reports=2
     )
     with spec.log.open("wb") as log:
         process = subprocess.Popen([sys.executable, "-c", program], stdout=log)
-    return Member(Child(spec, process, log_offset=0), now=0.0)
+    return RoleProcess(Child(spec, process, log_offset=0), now=0.0)
 
 
 def test_each_rank_has_its_mark_and_a_missing_report_has_none(tmp_path: Path) -> None:
@@ -60,17 +60,17 @@ def test_reports_are_forgotten_before_a_restart(tmp_path: Path) -> None:
 def test_only_steps_of_the_current_attempt_count(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     write_report(layout, 0, step=7, attempt=2)
-    role = member(tmp_path, "")
+    role = role_process(tmp_path, "")
     role.read_reports(layout)
     assert (role.last_step(attempt=2), role.last_step(attempt=3)) == (7, 0)
     role.child.wait(20)
 
 
 def test_the_words_of_a_failure_leave_out_what_differs_between_two_of_one_cause(tmp_path: Path) -> None:
-    role = member(tmp_path, "print('12:00:01 waited 17 s for pid 4711'); raise SystemExit(1)")
+    role = role_process(tmp_path, "print('12:00:01 waited 17 s for pid 4711'); raise SystemExit(1)")
     assert role.child.wait(20)
     role.look(now=5.0, is_complete=lambda _: True)
-    seen = role.seen(has_progressed=False)
+    seen = role.observe(has_progressed=False)
     assert (seen.exit_code, seen.ended_at, seen.is_complete) == (1, 5.0, False)
     assert seen.last_words == "waited # s for pid #"
 
