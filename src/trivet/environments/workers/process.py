@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 from trivet.environments.settings import worker_environment
 from trivet.environments.workers.channel import Channel
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed, WaitTimeout, WorkerLost
+from trivet.exits import describe_exit
 from trivet.lifetime import end_session, module_command, tied_command
 from trivet.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.wire.codec import decode
@@ -153,7 +153,7 @@ class WorkerProcess:
     async def ended(self) -> str:
         """Waits until the process is gone; how it ended, in words."""
         await self._ended.wait()
-        return self._cause or describe_exit(self._process.returncode)
+        return self._describe_end()
 
     def blocked_for_s(self) -> float:
         """How long its event loop has not turned, as far as one can tell; 0 while it is well, and while it loads."""
@@ -296,13 +296,9 @@ class WorkerProcess:
             self._pulses.close()
 
     def _lost(self) -> str:
-        how = self._cause or describe_exit(self._process.returncode)
-        return f"the worker of environment {self.name!r} (pid {self.pid}) {how}"
+        return f"the worker of environment {self.name!r} (pid {self.pid}) {self._describe_end()}"
 
-
-def describe_exit(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "is still running"
-    if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+    def _describe_end(self) -> str:
+        code = self._process.returncode
+        verb = "is " if code is None else "was " if code < 0 else ""
+        return self._cause or verb + describe_exit(code)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trivet.config.sections.supervision import RecoveryConfig
+from trivet.exits import describe_exit
 from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TEACHER, TRAINER
-from trivet.launcher.supervision.describe_exit import describe_exit
 
 MAX_BACKOFF_S = 60.0
 _FINAL = frozenset({2, 3})

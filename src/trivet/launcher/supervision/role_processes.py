@@ -9,9 +9,10 @@ import msgspec
 
 from trivet.config.layout import RunLayout
 from trivet.launcher.logs import LogFollower, last_lines
-from trivet.launcher.processes import Child, ProcessTable, descendants
+from trivet.launcher.processes import Child
 from trivet.launcher.supervision.recovery import RoleObservation
 from trivet.launcher.supervision.watchdog import Mark, Watchdog
+from trivet.process_table import ProcessTable, descendants
 from trivet.telemetry.progress import read_report
 from trivet.wire.status import ProcessReport
 

@@ -4,8 +4,8 @@ import msgspec
 
 from trivet.config.layout import RunLayout
 from trivet.durable import replace_file
+from trivet.exits import describe_exit
 from trivet.launcher.logs import RunLog
-from trivet.launcher.supervision.describe_exit import describe_exit
 from trivet.launcher.supervision.recovery import Phase
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.wire.status import RoleState, RoleStatus, RunStatus

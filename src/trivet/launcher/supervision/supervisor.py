@@ -16,9 +16,8 @@ from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.errors import TrivetError
 from trivet.launcher import processes
-from trivet.launcher.logs import RunLog, is_for_terminal
+from trivet.launcher.logs import RunLog, is_for_terminal, quote_log
 from trivet.launcher.plan import ORCHESTRATOR, TRAINER, ProcessSpec
-from trivet.launcher.supervision.describe_exit import quote_log, recount
 from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.launcher.supervision.readiness import ReadyProbe
 from trivet.launcher.supervision.recovery import (
@@ -34,12 +33,14 @@ from trivet.launcher.supervision.recovery import (
     StartUnit,
     StopRoles,
 )
+from trivet.launcher.supervision.restarts import recount
 from trivet.launcher.supervision.role_processes import RoleProcess, forget_reports
 from trivet.launcher.supervision.stall import StallWatch, describe, pids_of, situation_of
 from trivet.launcher.supervision.status import StatusFile, role_status
 from trivet.launcher.supervision.watchdog import Watchdog
 from trivet.launcher.terminal import finished_step, waiting_words
 from trivet.lifetime import adopt_orphans
+from trivet.process_table import read_processes
 from trivet.stacks import STACKS_WITHIN_S
 from trivet.telemetry.events import num_complete_bytes
 from trivet.wire.events import Event, Restart
@@ -182,7 +183,7 @@ class Supervisor:
         self._watchdog.notice_time(now)
         if now >= self._processes_due:
             self._processes_due = now + self._config.watchdog_timeout_s / _LOOKS_WITHIN_TIMEOUT
-            table = processes.read_processes()
+            table = read_processes()
             for role_process in self._role_processes.values():
                 role_process.look_for_stopped(table)
         for role_process in self._role_processes.values():

@@ -1,17 +1,14 @@
 """What the launcher reads of its roles: reports, marks and the words of a failure."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 
-from support.processes import wait_until
 from trivet.config.layout import RunLayout
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.processes import Child, descendants, read_processes
+from trivet.launcher.processes import Child
 from trivet.launcher.supervision.role_processes import RoleProcess, forget_reports, read_reports
 from trivet.wire.status import ProcessReport
 
@@ -73,23 +70,3 @@ def test_the_words_of_a_failure_leave_out_what_differs_between_two_of_one_cause(
     seen = role.observe(has_progressed=False)
     assert (seen.exit_code, seen.ended_at, seen.is_complete) == (1, 5.0, False)
     assert seen.last_words == "waited # s for pid #"
-
-
-def test_descendants_leave_out_those_that_are_spared_and_their_children(tmp_path: Path) -> None:
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
-    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE) as process:
-        wait_until(lambda: len(descendants(process.pid)) == 1, timeout_s=20, waiting_for="the grandchild")
-        family = descendants(os.getpid())
-        assert process.pid in family
-        spared = descendants(os.getpid(), spared=[process.pid])
-        assert not {process.pid, *descendants(process.pid)} & set(spared)
-        process.communicate(b"\n", timeout=20)
-
-
-def test_a_process_that_a_signal_stopped_is_found(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert not read_processes()[process.pid].is_stopped
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: read_processes()[process.pid].is_stopped, timeout_s=20, waiting_for="the stop")
-        process.send_signal(signal.SIGCONT)
-        process.communicate(b"\n", timeout=20)
