@@ -120,7 +120,7 @@ class Loop:
             started = time.monotonic()
             groups = await self._fill(step)
             if groups is None:
-                await self._send_stop(step, unwritten)
+                await self._send_preemption(step, unwritten)
                 return
             # Until the next await this is the moment at which batch and checkpoint were formed.
             part, is_due = self._part(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
@@ -174,7 +174,7 @@ class Loop:
         self.telemetry.write_event(await asyncio.to_thread(write_rollouts, self.layout, step, groups))
         return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
-    async def _send_stop(self, step: Step, part: OrchestratorPart | None) -> None:
+    async def _send_preemption(self, step: Step, part: OrchestratorPart | None) -> None:
         """Instead of batch `step`: the trainer commits the step before with `part`, if it is not committed, and ends."""
         if part is not None:
             await asyncio.to_thread(write_part, self.layout, part, config=self.config)
@@ -183,7 +183,7 @@ class Loop:
             await self.sender.send(
                 Batch(
                     step=step,
-                    purpose=BatchPurpose.STOP,
+                    purpose=BatchPurpose.PREEMPT,
                     micro_batches=[],
                     group_ids=[],
                     num_rollouts=0,

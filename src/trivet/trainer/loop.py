@@ -160,7 +160,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         with session.timed("wait_for_batch"), progress.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
         session.raise_failure()
-        if batch.purpose is BatchPurpose.STOP:
+        if batch.purpose is BatchPurpose.PREEMPT:
             _end_preempted(session, batch)
             return False
         progress.doing(f"training step {step}")

@@ -45,7 +45,7 @@ class BatchPurpose(StrEnum):
     TRAIN = "train"
     SELF_CHECK = "self_check"
     """A handful of sampled tokens sent before the first batch: the trainer compares log-probabilities and trains nothing."""
-    STOP = "stop"
+    PREEMPT = "stop"
     """Sent instead of a batch when the run is asked to make room: the trainer commits the step before, whose other part is on
     disk if `has_orchestrator_part`, and ends."""
 

@@ -159,7 +159,7 @@ def test_a_preempted_run_writes_the_part_of_the_last_batch_and_says_stop(tmp_pat
     batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=3)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_part) for batch in batches[2:]] == [
         (3, BatchPurpose.TRAIN, False),
-        (4, BatchPurpose.STOP, True),
+        (4, BatchPurpose.PREEMPT, True),
     ]
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_part(layout, 3)
@@ -174,7 +174,7 @@ def test_a_run_preempted_after_a_checkpoint_writes_no_other(tmp_path):
     batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=2)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_part) for batch in batches[1:]] == [
         (2, BatchPurpose.TRAIN, True),
-        (3, BatchPurpose.STOP, False),
+        (3, BatchPurpose.PREEMPT, False),
     ]
 
 

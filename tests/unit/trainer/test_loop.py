@@ -179,7 +179,7 @@ def test_a_run_that_is_preempted_commits_the_last_step_and_ends(tiny_model: Path
     def prepare() -> dict[int, Batch]:
         batches = make_batches(layout, last=3, parts=(3,))
         batches[3].has_orchestrator_part = False  # it was not due; the part was written when the run was preempted
-        return batches | {4: make_batch(4, [], BatchPurpose.STOP, has_part=True)}
+        return batches | {4: make_batch(4, [], BatchPurpose.PREEMPT, has_part=True)}
 
     run_loop(make_config(tiny_model, tmp_path), world, prepare)
     assert committed_steps(layout) == [3]

@@ -5,7 +5,6 @@ Owned by `client.WorkerClient`. It knows nothing of what the worker is asked.
 
 import asyncio
 import os
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path

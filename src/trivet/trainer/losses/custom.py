@@ -1,15 +1,15 @@
 """Loads a loss of the user's own: a function of one sample, found by its import path. Called by `trainer.losses.select`."""
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
 from trivet.config.sections.losses import CustomLossConfig
 from trivet.errors import ConfigError
+from trivet.imports import import_by_path
 from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss, common_values, make_ratios
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
@@ -107,9 +107,8 @@ def _call(function: SampleFunction, config: CustomLossConfig, inputs: SampleInpu
 
 
 def _import(path: str) -> SampleFunction:
-    module_name, _, name = path.replace(":", ".").rpartition(".")
     try:
-        found: Any = getattr(importlib.import_module(module_name), name)
+        found = import_by_path(path)
     except (ImportError, AttributeError) as exc:
         raise ConfigError(
             f"trainer.loss.import_path {path!r} cannot be imported: {exc}; is the module on PYTHONPATH or installed?"
