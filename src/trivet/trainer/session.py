@@ -22,7 +22,7 @@ from trivet.disk import explaining_full_disk, require_room
 from trivet.durable import FileRecord
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
-from trivet.telemetry.progress import waiting
+from trivet.telemetry.process_report import waiting
 from trivet.telemetry.stats import summarize
 from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed

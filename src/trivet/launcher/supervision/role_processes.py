@@ -12,7 +12,7 @@ from trivet.launcher.logs import LogFollower, last_lines
 from trivet.launcher.processes import Child, ProcessTable, descendants
 from trivet.launcher.supervision.recovery import RoleSeen
 from trivet.launcher.supervision.watchdog import Mark, Watchdog
-from trivet.telemetry.progress import read_report
+from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport
 
 _TIME = re.compile(r"^\d\d:\d\d:\d\d ")
