@@ -183,7 +183,7 @@ class Loop:
             await self.sender.send(
                 Batch(
                     step=step,
-                    purpose=BatchPurpose.STOP,
+                    purpose=BatchPurpose.PREEMPT,
                     micro_batches=[],
                     group_ids=[],
                     num_rollouts=0,

@@ -146,7 +146,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         with session.timed("wait_for_batch"), process_report.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
         session.raise_failure()
-        if batch.purpose is BatchPurpose.STOP:
+        if batch.purpose is BatchPurpose.PREEMPT:
             _make_room(session, batch)
             return False
         process_report.begin(f"training step {step}")

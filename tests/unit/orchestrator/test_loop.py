@@ -159,7 +159,7 @@ def test_a_run_that_makes_room_writes_the_half_of_the_last_batch_and_says_stop(t
     batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=3)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_half) for batch in batches[2:]] == [
         (3, BatchPurpose.TRAIN, False),
-        (4, BatchPurpose.STOP, True),
+        (4, BatchPurpose.PREEMPT, True),
     ]
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_half(layout, 3)
@@ -174,7 +174,7 @@ def test_a_run_that_makes_room_after_a_checkpoint_writes_no_other(tmp_path):
     batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=2)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_half) for batch in batches[1:]] == [
         (2, BatchPurpose.TRAIN, True),
-        (3, BatchPurpose.STOP, False),
+        (3, BatchPurpose.PREEMPT, False),
     ]
 
 

@@ -179,7 +179,7 @@ def test_a_run_that_makes_room_commits_the_last_step_and_ends(tiny_model: Path, 
     def prepare() -> dict[int, Batch]:
         batches = make_batches(layout, last=3, halves=(3,))
         batches[3].has_orchestrator_half = False  # it was not due; the half was written when the run was asked to make room
-        return batches | {4: make_batch(4, [], BatchPurpose.STOP, has_half=True)}
+        return batches | {4: make_batch(4, [], BatchPurpose.PREEMPT, has_half=True)}
 
     run_loop(make_config(tiny_model, tmp_path), world, prepare)
     assert committed_steps(layout) == [3]
