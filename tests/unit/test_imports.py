@@ -18,7 +18,7 @@ LAYERS = [
     {"wire", "disk"},
     {"algorithms"},
     {"config"},
-    {"secret"},
+    {"secret", "step_directories"},
     {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints", "examples"},
     {"evaluation", "inference", "trainer", "launcher"},
     {"orchestrator"},

@@ -11,7 +11,7 @@ import msgspec
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
 from trivet.checkpoints.halves import DONE, HALVES, ORCHESTRATOR, TRAINER, read_listing
 from trivet.checkpoints.retention import removable_steps
-from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout, parse_step
+from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.durable import DECODE_ERRORS, list_files
 from trivet.errors import CheckpointError, MessageRefused, WeightsError
 from trivet.history import rollouts
@@ -21,6 +21,7 @@ from trivet.history.outline import Extent, read_lines
 from trivet.history.replay import Replay
 from trivet.lock import holder_of
 from trivet.orchestrator.checkpoint import OrchestratorHalf
+from trivet.step_directories import list_steps
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.wire.codec import decode
@@ -57,7 +58,7 @@ class Files:
         self.layout = layout
         self.commits = committed_steps(layout)
         self.weights = published_versions(layout)
-        self.rollouts = sorted(_rollout_steps(layout))
+        self.rollouts = list(list_steps(layout.rollouts, marker=ROLLOUTS_FILE))
         self.status = _read_status(layout)
         self.has_launcher = layout.run_file.exists()
         self.problems: list[str] = []
@@ -366,12 +367,6 @@ class Files:
 
     def _has_commit(self, step: Step) -> bool:
         return (self.layout.checkpoint_step(step) / COMMITTED).exists()
-
-
-def _rollout_steps(layout: RunLayout) -> Iterator[int]:
-    for path in layout.root.glob(f"rollouts/step_*/{ROLLOUTS_FILE}"):
-        if (step := parse_step(path.parent.name)) is not None:
-            yield step
 
 
 def _read_status(layout: RunLayout) -> RunStatus | None:

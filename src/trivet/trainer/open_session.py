@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from trivet.checkpoints.commit import discard_later, discard_staging, verify_checkpoint
+from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
 from trivet.checkpoints.halves import TRAINER
 from trivet.checkpoints.resume import choose_start
 from trivet.config.layout import RunLayout
@@ -30,7 +30,7 @@ from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
 from trivet.trainer.ranks.world import World, barrier
 from trivet.trainer.session import Session
 from trivet.trainer.step import Learner
-from trivet.weights.catalog import discard_after
+from trivet.weights.catalog import discard_policies_after
 from trivet.wire.events import Start, Stop
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -95,9 +95,9 @@ def open_session(
     sizes = measure_sizes(model, config)
     telemetry = None
     if world.is_main:
-        discard_later(layout, from_step)
+        discard_checkpoints_after(layout, from_step)
         discard_staging(layout)  # the other half is not begun before this process answers
-        discard_after(layout, PolicyVersion(from_step))
+        discard_policies_after(layout, PolicyVersion(from_step))
         require_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
         telemetry = Telemetry(
             role,
