@@ -103,6 +103,18 @@ def test_no_role_imports_a_role_and_the_launcher_imports_none():
     assert not faults, "\n".join(faults)
 
 
+def test_what_reads_a_run_imports_no_role():
+    """What two roles, or a role and a reader, need to know of a file lives in a package below both."""
+    faults = [
+        f"{path.relative_to(SOURCE)}:{line} imports {name}"
+        for path in SOURCES
+        if unit(module_name(path)) in {"history", "view"}
+        for line, name in imported_modules(path)
+        if name.startswith("trivet.") and unit(name) in ROLES
+    ]
+    assert not faults, "\n".join(faults)
+
+
 def test_no_pure_package_names_torch_or_vllm():
     faults = [
         f"{path.relative_to(SOURCE)}:{line} imports {name}"

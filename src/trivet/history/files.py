@@ -10,21 +10,19 @@ import msgspec
 
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
 from trivet.checkpoints.halves import DONE, HALVES, ORCHESTRATOR, TRAINER, read_listing
+from trivet.checkpoints.orchestrator_part import read_owed_groups
 from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.durable import DECODE_ERRORS, list_files
-from trivet.errors import CheckpointError, MessageRefused, WeightsError
+from trivet.errors import CheckpointError, WeightsError
 from trivet.history import rollouts
 from trivet.history.breaches import Invariant
-from trivet.history.groups import Owed
 from trivet.history.outline import Extent, read_lines
 from trivet.history.replay import Replay
 from trivet.lock import holder_of
-from trivet.orchestrator.checkpoint import OrchestratorHalf
 from trivet.step_directories import list_steps
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
-from trivet.wire.codec import decode
 from trivet.wire.events import Retire
 from trivet.wire.status import RunState, RunStatus
 from trivet.wire.versions import Step
@@ -37,7 +35,6 @@ _COMMIT, _VERSIONS, _READERS, _ONCE, _RECORD = (
     Invariant.INTACT_RECORD,
 )
 
-_STATE_FILE = "state.msgpack"
 _SFT = "sft"
 
 
@@ -80,23 +77,6 @@ class Files:
             if problem not in self.problems:
                 self.problems.append(problem)
             return {}
-
-    def owed(self, step: Step) -> Owed:
-        """The groups in the orchestrator's half of a committed step.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        path = self.layout.checkpoint_step(step) / ORCHESTRATOR / _STATE_FILE
-        try:
-            half = decode(path.read_bytes(), OrchestratorHalf)
-        except (OSError, MessageRefused) as exc:
-            raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-        return Owed(
-            next_group_id=half.next_group_id,
-            ready=frozenset(group.group_id for group in half.buffer.ready),
-            in_flight=frozenset(half.buffer.in_flight_ids),
-        )
 
     def compare(self, replay: Replay, extent: Extent) -> None:
         ledger = replay.ledger
@@ -253,7 +233,7 @@ class Files:
         said = replay.groups.owed_after(step)
         if said is None:
             return
-        found = self.owed(step)
+        found = read_owed_groups(self.layout, step)
         for name, expected, held in (("ready", said.ready, found.ready), ("in flight", said.in_flight, found.in_flight)):
             difference = sorted(expected ^ held)
             replay.ledger.require(
