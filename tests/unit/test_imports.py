@@ -30,7 +30,7 @@ LAYERS = [
     {"wire", "disk"},
     {"algorithms", "exits"},
     {"config"},
-    {"secret"},
+    {"secret", "step_directories"},
     {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints", "examples"},
     {"evaluation", "inference", "trainer", "launcher"},
     {"orchestrator", "dialects"},
@@ -125,6 +125,18 @@ def test_what_reads_a_finished_run_does_not_import_the_launcher():
         if unit(module_name(path)) in READERS
         for line, name in imported_modules(path)
         if name.startswith("trivet.launcher")
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_what_reads_a_run_imports_no_role():
+    """What two roles, or a role and a reader, need to know of a file lives in a package below both."""
+    faults = [
+        f"{path.relative_to(SOURCE)}:{line} imports {name}"
+        for path in SOURCES
+        if unit(module_name(path)) in {"history", "view"}
+        for line, name in imported_modules(path)
+        if name.startswith("trivet.") and unit(name) in ROLES
     ]
     assert not faults, "\n".join(faults)
 

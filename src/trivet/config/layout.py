@@ -10,6 +10,8 @@ MANIFEST = "manifest.json"
 SECRET_FILE = "TRIVET_SECRET_FILE"
 """The variable that names the file of the run's secret; every other variable with this prefix sets a configuration key."""
 ROLLOUTS_FILE = "rollouts.jsonl"
+BATCH_SUFFIX = ".msgpack"
+"""The end of a recorded batch's name, behind `step_N`."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
@@ -123,11 +125,16 @@ class RunLayout:
 
     def recorded_batch(self, step: int) -> Path:
         """Return the file of the recorded batch of a step."""
-        return self.batches / f"{step_name(step)}.msgpack"
+        return self.batches / f"{step_name(step)}{BATCH_SUFFIX}"
+
+    @property
+    def rollouts(self) -> Path:
+        """Return the directory of all rollouts that were trained."""
+        return self.root / "rollouts"
 
     def rollouts_step(self, step: int) -> Path:
         """Return the directory of the rollouts of a step."""
-        return self.root / "rollouts" / step_name(step)
+        return self.rollouts / step_name(step)
 
     @property
     def evals(self) -> Path:

@@ -9,10 +9,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from trivet.config.layout import MANIFEST, STABLE, RunLayout, parse_step
+from trivet.config.layout import MANIFEST, STABLE, RunLayout
 from trivet.dialects.vf_console import MetricsLine, dictionary_of, read_steps
 from trivet.durable import remove_directory, sync_tree, write_json_atomically
 from trivet.launcher.run_directory import read_run
+from trivet.step_directories import list_steps
 from trivet.weights.manifest import read_manifest
 
 STATE = "trainer_state.json"
@@ -60,11 +61,7 @@ class VfCheckpoints:
         return self._has_begun
 
     def _published(self) -> Iterator[int]:
-        weights = self._layout.weights
-        for path in sorted(weights.iterdir()) if weights.is_dir() else []:
-            step = parse_step(path.name)
-            if step and self._is_due(step) and (path / STABLE).exists():
-                yield step
+        return (step for step in list_steps(self._layout.weights, marker=STABLE) if step and self._is_due(step))
 
     def _is_due(self, step: int) -> bool:
         return step == self._max_steps or (self._every is not None and step % self._every == 0)

@@ -28,7 +28,7 @@ from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed
 from trivet.transport.port import BatchSender
@@ -109,7 +109,7 @@ class Loop:
             return
         self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)  # requires the policy of the last step
         self.evals.finish(PolicyVersion(self.progress.step))
-        with progress.waiting("the evaluation of the last policy", on="trainer"):
+        with process_report.waiting("the evaluation of the last policy", on="trainer"):
             await evaluating
 
     async def _run_steps(self, dispatching: asyncio.Task[None]) -> None:
@@ -168,9 +168,9 @@ class Loop:
         if is_due:
             with timed(times, "save_ckpt"):
                 await asyncio.to_thread(write_part, self.layout, part, config=self.config)
-        with timed(times, "wait_for_receipt"), progress.waiting(f"the receipt of batch {step}", on="trainer"):
+        with timed(times, "wait_for_receipt"), process_report.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
-        progress.note(step=step)
+        process_report.set_numbers(step=step)
         self.telemetry.write_event(await asyncio.to_thread(write_rollouts, self.layout, step, groups))
         return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
@@ -179,7 +179,7 @@ class Loop:
         if part is not None:
             await asyncio.to_thread(write_part, self.layout, part, config=self.config)
         logger.info("preempted after batch=%s commits=%s", step - 1, part is not None)
-        with progress.waiting(f"the end of step {step - 1}", on="trainer"):
+        with process_report.waiting(f"the end of step {step - 1}", on="trainer"):
             await self.sender.send(
                 Batch(
                     step=step,
@@ -192,7 +192,7 @@ class Loop:
             )
 
     def _begin(self, step: Step) -> None:
-        progress.doing(f"filling batch {step}")
+        process_report.begin(f"filling batch {step}")
         self.dispatcher.step = self.watcher.step = step
         self.sampler.begin_step(step)
         self.dispatcher.changed.notify()

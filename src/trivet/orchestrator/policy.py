@@ -16,7 +16,7 @@ from trivet.algorithms.staleness import required_version, target_version
 from trivet.client.server import TargetPolicy
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import WaitTimeout, WeightsError
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.weights.catalog import latest_version
 from trivet.weights.manifest import read_manifest, verify
 from trivet.weights.retention import acknowledge
@@ -95,11 +95,11 @@ class PolicyWatcher:
             latest = latest_version(self._layout) or START_VERSION
             if self.version >= required:
                 if waited_s:
-                    progress.doing(f"filling batch {self.step}")
+                    process_report.begin(f"filling batch {self.step}")
                 waited_s = 0.0
             elif latest < required:  # and not merely pinned
                 if not waited_s:
-                    progress.wait_for(f"policy {required}", on="trainer")
+                    process_report.begin_waiting(f"policy {required}", on="trainer")
                 waited_s += self._clock() - asked_at
             asked_at = self._clock()
             if waited_s > self._timeout_s:

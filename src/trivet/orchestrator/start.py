@@ -35,7 +35,7 @@ from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
 from trivet.secret import RunSecret, find_secret
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
@@ -74,19 +74,19 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     if part.progress.step:
         discard_evals_after(layout, PolicyVersion(part.progress.step))
     pool.report_to(telemetry.write_event)
-    progress.ask_workers(pool.status)
+    process_report.set_worker_source(pool.status)
     reason = "failed"
     loop: Loop | None = None
-    progress.wait_for("servers that answer", on="inference")
+    process_report.begin_waiting("servers that answer", on="inference")
     try:
         async with _servers(config, telemetry) as servers, open_teacher(config) as teacher, _sender(config) as sender:
             loop = _make_loop(config, layout, part, pool, servers, sender, telemetry, teacher)
             _report_numbers(loop)
-            progress.wait_for("a policy to start from", on="trainer")
+            process_report.begin_waiting("a policy to start from", on="trainer")
             await _bring_policy(loop, config)
             if teacher is not None:
                 await _meet_teacher(teacher, loop, config, pool, servers)
-            progress.wait_for("the self-check to be received", on="trainer")
+            process_report.begin_waiting("the self-check to be received", on="trainer")
             await _send_self_check(loop, config, pool, servers)
             on_loop(loop)
             await loop.run()
@@ -100,7 +100,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
 
 
 def _report_numbers(loop: Loop) -> None:
-    progress.ask_numbers(
+    process_report.set_number_source(
         lambda: {
             "policy_version": loop.watcher.version,
             "num_ready": loop.buffer.num_ready,
@@ -206,7 +206,7 @@ def _client(
 async def _meet_teacher(
     teacher: Teacher, loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool
 ) -> None:
-    progress.wait_for("a teacher that answers", on="teacher")
+    process_report.begin_waiting("a teacher that answers", on="teacher")
     await teacher.wait_ready()
     messages = [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in loop.sampler.preview(1)]
     policy = _client(config.client, servers.roots[0])

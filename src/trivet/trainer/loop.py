@@ -23,7 +23,7 @@ from trivet.checkpoints.parts import PARTS, TRAINER
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, WeightsError
 from trivet.faults import reach
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.reference import open_reference
@@ -157,13 +157,13 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
     with session.timed("step"):
         if config.max_async_level == 0:
             session.await_policy()  # without it the batch never comes: raise its failure instead of waiting
-        with session.timed("wait_for_batch"), progress.waiting(f"batch {step}", on="orchestrator"):
+        with session.timed("wait_for_batch"), process_report.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
         session.raise_failure()
         if batch.purpose is BatchPurpose.PREEMPT:
             _end_preempted(session, batch)
             return False
-        progress.doing(f"training step {step}")
+        process_report.begin(f"training step {step}")
         with session.failing_together(), naming_last_weights(session.layout, await_policy=session.await_policy):
             _check(session, config, batch)
             reach("optimizer_step.before", step=step)
@@ -182,7 +182,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         if parts := _parts_due(config, batch):
             session.save(step, parts=parts)
         session.settle()
-    progress.note(step=step)
+    process_report.set_numbers(step=step)
     session.report(step, result, batch.micro_batches)
     return True
 
@@ -198,7 +198,7 @@ def _end_preempted(session: Session, batch: Batch) -> None:
     """Commit the last step, unless it is committed already, and record that the run was preempted."""
     last = Step(batch.step - 1)
     logger.info("preempted after step=%s commits=%s", last, batch.has_orchestrator_part)
-    progress.doing(f"committing step {last}")
+    process_report.begin(f"committing step {last}")
     if batch.has_orchestrator_part:
         session.save(last, parts=PARTS)
     session.ending = "preempted"

@@ -13,7 +13,7 @@ from trivet.faults import arm
 from trivet.lifetime import die_with_parent
 from trivet.lock import hold_role
 from trivet.secret import find_secret
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.loop import extend_wait_of_ranks, run
 from trivet.trainer.losses.select import make_policy_loss
@@ -91,8 +91,8 @@ def set_up_rank(config: TrainingConfig, world: World, *, role: str) -> None:
     )
     disable_progress_bar()
     layout = RunLayout(config.output_dir)
-    progress.start_reports(layout, role=role, attempt=config.run.attempt, rank=world.rank, num_ranks=world.size)
-    progress.doing("loading the model")
+    process_report.start_reports(layout, role=role, attempt=config.run.attempt, rank=world.rank, num_ranks=world.size)
+    process_report.begin("loading the model")
     if config.deterministic:
         # cuBLAS reads this variable when it is first used. Without it, torch refuses deterministic algorithms on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

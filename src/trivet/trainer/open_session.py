@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from trivet.checkpoints.budget import Sizes
-from trivet.checkpoints.commit import discard_later, discard_staging, verify_checkpoint
+from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
 from trivet.checkpoints.parts import TRAINER
 from trivet.checkpoints.resume import choose_start
 from trivet.config.layout import RunLayout
@@ -35,7 +35,7 @@ from trivet.trainer.ranks.world import World, barrier
 from trivet.trainer.session import Session
 from trivet.trainer.step import Learner
 from trivet.trainer.step_reporter import StepReporter
-from trivet.weights.catalog import discard_after
+from trivet.weights.catalog import discard_policies_after
 from trivet.wire.events import Start, Stop
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -154,9 +154,9 @@ def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: 
 
 def _discard_after(layout: RunLayout, step: Step) -> None:
     """Remove what an earlier attempt wrote after `step`."""
-    discard_later(layout, step)
+    discard_checkpoints_after(layout, step)
     discard_staging(layout)  # the other part is not begun before this process answers
-    discard_after(layout, PolicyVersion(step))
+    discard_policies_after(layout, PolicyVersion(step))
 
 
 def _open_telemetry(

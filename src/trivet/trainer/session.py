@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trivet.config.layout import RunLayout
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
-from trivet.telemetry.progress import waiting
+from trivet.telemetry.process_report import waiting
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.checkpoint.saver import CheckpointSaver
 from trivet.trainer.checkpoint.state import TrainerProgress

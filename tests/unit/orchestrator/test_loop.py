@@ -205,7 +205,7 @@ def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_fligh
     assert part.buffer.in_flight_ids[:2] == [1, 3]
     assert again[: len(part.buffer.in_flight)] == part.buffer.in_flight_ids
     assert not trained & set(later)
-    assert set(range(part.next_group_id)) == trained | set(waiting) | set(part.buffer.in_flight_ids)
+    assert set(range(part.sampler.next_group_id)) == trained | set(waiting) | set(part.buffer.in_flight_ids)
 
 
 def test_groups_not_started_again_yet_are_in_the_next_checkpoint_too(tmp_path):

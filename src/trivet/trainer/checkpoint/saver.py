@@ -18,7 +18,7 @@ from trivet.config.sections.trainer import TrainingConfig
 from trivet.disk import explaining_full_disk, require_room
 from trivet.durable import FileRecord
 from trivet.faults import reach
-from trivet.telemetry.progress import waiting
+from trivet.telemetry.process_report import waiting
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.state import TrainerProgress, state_of
