@@ -18,7 +18,7 @@ from trivet.trainer.ranks.world import World, gather_bytes
 from trivet.trainer.rows import RowTensors
 from trivet.weights.catalog import latest_version
 
-_HUGE = 1e4
+_HUGE_ADVANTAGE = 1e4
 """An advantage beyond this is named in the message: normalized ones are below 10."""
 _MAX_NAMED = 5
 """Rows or parameters that a message lists; it counts the rest."""
@@ -153,7 +153,7 @@ def _describe_values(name: str, values: torch.Tensor) -> str | None:
     bad = values[~values.isfinite()]
     if len(bad):
         return f"{name} is {float(bad[0])} at {len(bad)} of {len(values)} tokens"
-    if name == "the advantage" and float(values.abs().max()) > _HUGE:
+    if name == "the advantage" and float(values.abs().max()) > _HUGE_ADVANTAGE:
         return f"{name} is {float(values[values.abs().argmax()]):.4g}"
     return None
 

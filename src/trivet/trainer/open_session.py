@@ -20,7 +20,7 @@ from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.saver import CheckpointSaver
-from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_part
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume
 from trivet.trainer.disk_budget import measure_sizes, require_budget
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.performance import model_cost
@@ -146,7 +146,7 @@ def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: 
     saved = load_part(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
     if config.model.optim_cpu_offload:
         return_state(learner.optimizer)
-    progress = begin_anew(saved, config.ckpt)
+    progress = progress_to_resume(saved, config.ckpt)
     learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
     logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
     return progress
