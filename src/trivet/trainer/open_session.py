@@ -122,16 +122,23 @@ def open_session(
         ),
     )
     learner.before_update = session.release_state
+    with _ending_in_order(session):
+        yield session
+
+
+@contextmanager
+def _ending_in_order(session: Session) -> Iterator[None]:
+    """Wait for the last writes after the block, then close the session and record why it ended."""
     reason = "failed"
     try:
         with _loaded_objects_frozen():
-            yield session
+            yield
             session.settle(does_wait=True)
             reason = session.ending
     finally:
         session.close()
-        if telemetry is not None:
-            _write_stop(telemetry, Stop(step=Step(session.progress.step), reason=reason))
+        if session.telemetry is not None:
+            _write_stop(session.telemetry, Stop(step=Step(session.progress.step), reason=reason))
 
 
 def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> TrainerProgress:

@@ -16,7 +16,7 @@ import torch
 _BLOCK_TOKENS = 256
 """Query tokens that are computed at once, against the keys up to their end. This saves about half of a long sample's products."""
 _MIN_LENGTH_SHARE = 0.75
-"""Least length of a sample in a group, as a share of the longest: at 1.0 nothing is padded and groups are many."""
+"""Least length of a sample in a group, as a share of the longest; `_FREE_PADDING_TOKENS` lets shorter ones in too."""
 _FREE_PADDING_TOKENS = 48
 """Tokens of padding that cost less than one more group would."""
 _LENGTH_MULTIPLE = 32

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trivet.trainer.ranks.world import gather_tensor
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5 in each iteration, from the source: they bring small singular values up fastest."""
+"""Coefficients of x, x^3 and x^5 in each iteration, from the source: they bring small singular values up fastest."""
 _ITERATIONS = 5
 """Iterations of the source: singular values are near 1 after so many."""
 _MIN_NORM = 1e-7
