@@ -9,7 +9,7 @@ SOURCE, UNIT = ROOT / "src" / "trivet", Path(__file__).parent
 ELSEWHERE = {
     # module: the test that covers it, below tests/
     "checkpoints/fork.py": "unit/checkpoints/test_resume.py",
-    "checkpoints/halves.py": "unit/checkpoints/test_commit.py",
+    "checkpoints/parts.py": "unit/checkpoints/test_commit.py",
     "client/names.py": "unit/client/test_server_pool.py",
     "client/server.py": "unit/client/test_server_pool.py",
     "config/chat_template.py": "unit/config/checks/test_all_checks.py",
