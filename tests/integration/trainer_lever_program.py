@@ -33,7 +33,7 @@ from trivet.trainer.model.policy_model import PolicyModel, load_policy
 from trivet.trainer.model.reference import Reference
 from trivet.trainer.optim.host_state import keep_state_on_host, return_state
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
-from trivet.trainer.ranks.world import World, barrier, open_world, whole
+from trivet.trainer.ranks.world import World, barrier, gather_tensor, open_world
 from trivet.trainer.step import Learner, train_step
 
 LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_proj"])
@@ -110,7 +110,7 @@ def move(model: PolicyModel) -> None:
     moved = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            start = whole(parameter.detach())
+            start = gather_tensor(parameter.detach())
             wave = torch.sin(torch.arange(start.numel(), dtype=torch.float32)).reshape(start.shape)
             moved[name] = start + 0.02 * wave
     set_model_state_dict(model, moved, options=StateDictOptions(full_state_dict=True, strict=False))
@@ -133,7 +133,7 @@ def measure(model_dir: str, oracle: ModuleType, world: World, *, levers: Sequenc
             learner.reference = reference if config.beta else None
             result = train_step(learner, rows, step=1)
             trained = [(path, each) for path, each in learner.model.named_parameters() if each.requires_grad]
-            gradients = {path.removeprefix("causal_lm."): whole(each.grad) for path, each in trained}
+            gradients = {path.removeprefix("causal_lm."): gather_tensor(each.grad) for path, each in trained}
             results[lever, name] = {"loss": result.loss, "norm": result.grad_norm, "gradients": gradients}
     return results
 

@@ -22,7 +22,7 @@ from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.export import gather_weights
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
-from trivet.trainer.ranks.world import World, barrier, broadcast_bytes, open_world, whole
+from trivet.trainer.ranks.world import World, barrier, broadcast_bytes, gather_tensor, open_world
 from trivet.trainer.step import Learner, train_step
 
 LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_proj"])
@@ -89,7 +89,7 @@ def measure_gradients(model_dir: str, oracle: ModuleType, world: World, *, lora:
             learner.micro_batch_tokens = MICRO_BATCH_TOKENS if layout == "packed anew" else None
             result = train_step(learner, rows, step=1)
             trained = [(name, each) for name, each in learner.model.named_parameters() if each.requires_grad]
-            gradients = {name: whole(parameter.grad) for name, parameter in trained}
+            gradients = {name: gather_tensor(parameter.grad) for name, parameter in trained}
             named = {name.removeprefix("causal_lm."): gradient for name, gradient in gradients.items()}
             kl = float(result.values["mismatch_kl"].mean()) if world.is_main else None
             results[loss, layout] = {"loss": result.loss, "norm": result.grad_norm, "gradients": named, "kl": kl}

@@ -5,7 +5,7 @@ Called by `trainer.step` on the rank that meets the failure. Nothing here lets a
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +18,7 @@ from trivet.trainer.ranks.world import World, gather_bytes
 from trivet.trainer.rows import RowTensors
 from trivet.weights.catalog import latest_version
 
-_HUGE = 1e4
+_HUGE_ADVANTAGE = 1e4
 """An advantage beyond this is named in the message: normalized ones are below 10."""
 _MAX_NAMED = 5
 """Rows or parameters that a message lists; it counts the rest."""
@@ -72,8 +72,7 @@ def naming_last_weights(layout: RunLayout, *, await_policy: Callable[[], None] =
         raise Diverged(f"{exc}. Nothing was published for this step; the last good weights are {where}{unwritten}") from exc
 
 
-@contextmanager
-def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> Iterator[None]:
+def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> AbstractContextManager[None]:
     """Explain how to shrink `row` when memory runs out in its forward or backward pass.
 
     Args:
@@ -82,33 +81,27 @@ def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> I
     Raises:
         OutOfMemory: instead of the allocator's error.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as exc:
-        if not is_out_of_memory(exc):
-            raise
-        raise OutOfMemory(_explain_row(row, exc, chunk_size=chunk_size, key_prefix=key_prefix)) from exc
+    return _raising_out_of_memory(lambda exc: _explain_row(row, exc, chunk_size=chunk_size, key_prefix=key_prefix))
+
+
+def explaining_update_memory(*, key_prefix: str) -> AbstractContextManager[None]:
+    """Explain how to save memory when it runs out in the optimizer's update; see `explaining_memory`."""
+    return _raising_out_of_memory(
+        lambda exc: (
+            f"memory ran out in the optimizer's update, whose state is made in the first step: {_first_line(exc)}. Use more ranks, "
+            f"set {key_prefix}model.optim_cpu_offload = true (on a GPU), or train an adapter with [{key_prefix}model.lora]"
+        )
+    )
 
 
 @contextmanager
-def explaining_update_memory(*, key_prefix: str) -> Iterator[None]:
-    """Explain how to save memory when it runs out in the optimizer's update.
-
-    Args:
-        key_prefix: as in `explaining_memory`.
-
-    Raises:
-        OutOfMemory: instead of the allocator's error.
-    """
+def _raising_out_of_memory(explain: Callable[[BaseException], str]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as exc:
         if not is_out_of_memory(exc):
             raise
-        raise OutOfMemory(
-            f"memory ran out in the optimizer's update, whose state is made in the first step: {_first_line(exc)}. Use more ranks, "
-            f"set {key_prefix}model.optim_cpu_offload = true (on a GPU), or train an adapter with [{key_prefix}model.lora]"
-        ) from exc
+        raise OutOfMemory(explain(exc)) from exc
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
@@ -153,7 +146,7 @@ def _describe_values(name: str, values: torch.Tensor) -> str | None:
     bad = values[~values.isfinite()]
     if len(bad):
         return f"{name} is {float(bad[0])} at {len(bad)} of {len(values)} tokens"
-    if name == "the advantage" and float(values.abs().max()) > _HUGE:
+    if name == "the advantage" and float(values.abs().max()) > _HUGE_ADVANTAGE:
         return f"{name} is {float(values[values.abs().argmax()]):.4g}"
     return None
 

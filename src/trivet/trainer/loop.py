@@ -107,7 +107,7 @@ def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:
 def extend_wait_of_ranks(world: World) -> None:
     """Restart the timeout of the other ranks. Rank 0 calls it while it waits for a batch in `receive`.
 
-    A rank that hears nothing for as long as a collective may take assumes that the connection is broken.
+    A rank that hears nothing for the timeout of its group takes the connection for broken and ends.
     """
     broadcast_bytes(world, b"")
 

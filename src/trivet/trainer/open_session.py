@@ -20,7 +20,7 @@ from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.saver import CheckpointSaver
-from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_part
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume
 from trivet.trainer.disk_budget import measure_sizes, require_budget
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.performance import model_cost
@@ -122,16 +122,23 @@ def open_session(
         ),
     )
     learner.before_update = session.release_state
+    with _ending_in_order(session):
+        yield session
+
+
+@contextmanager
+def _ending_in_order(session: Session) -> Iterator[None]:
+    """Wait for the last writes after the block, then close the session and record why it ended."""
     reason = "failed"
     try:
         with _loaded_objects_frozen():
-            yield session
+            yield
             session.settle(does_wait=True)
             reason = session.ending
     finally:
         session.close()
-        if telemetry is not None:
-            _write_stop(telemetry, Stop(step=Step(session.progress.step), reason=reason))
+        if session.telemetry is not None:
+            _write_stop(session.telemetry, Stop(step=Step(session.progress.step), reason=reason))
 
 
 def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> TrainerProgress:
@@ -146,7 +153,7 @@ def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: 
     saved = load_part(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
     if config.model.optim_cpu_offload:
         return_state(learner.optimizer)
-    progress = begin_anew(saved, config.ckpt)
+    progress = progress_to_resume(saved, config.ckpt)
     learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
     logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
     return progress

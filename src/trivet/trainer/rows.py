@@ -74,10 +74,10 @@ def rows_of_rank(
             packed.append(list(range(len(samples), len(samples) + len(kept))))
             samples += [(index, number) for number in kept]
     lengths = [int(rows[index].sequence_lengths_S[number]) for index, number in samples]
-    dealt = arrange(packed, lengths, num_ranks=num_ranks, cost=cost, max_tokens=max_tokens)
-    mine = [_take(rows, [samples[each] for each in row], device=device) for row in dealt[rank]]
+    rows_by_rank = arrange(packed, lengths, num_ranks=num_ranks, cost=cost, max_tokens=max_tokens)
+    mine = [_take(rows, [samples[each] for each in row], device=device) for row in rows_by_rank[rank]]
     return [row for row in mine if row.num_samples] + [_dummy(device)] * (
-        max(map(len, dealt)) - sum(row.num_samples > 0 for row in mine)
+        max(map(len, rows_by_rank)) - sum(row.num_samples > 0 for row in mine)
     )
 
 

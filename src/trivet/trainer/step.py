@@ -108,14 +108,14 @@ def _accumulate(
     """Add the gradients of the step's loss to the parameters; return the loss, each row's values and each row's outcome."""
     world, model = learner.world, learner.model
     longest = learner.micro_batch_tokens or max(len(row.token_ids_T) for row in rows)
-    beside_others = model.lanes.max_tokens(longest)
+    lane_tokens = model.lanes.max_tokens(longest)
     mine = rows_of_rank(
         rows,
         rank=world.rank,
         num_ranks=world.size,
         device=world.device,
         cost=model_cost(model).flops,
-        max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else beside_others,
+        max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else lane_tokens,
     )
     if learner.reference is not None:
         learner.before_update()  # the reference takes the parameters' place for the time of a forward
@@ -126,7 +126,7 @@ def _accumulate(
         return _compute(learner, mine[index], counts=counts)
 
     model.renew_casts()
-    num_alone = sum(row.num_tokens > beside_others for row in mine)  # samples that fill more than a lane; they come first
+    num_alone = sum(row.num_tokens > lane_tokens for row in mine)  # samples that fill more than a lane; they come first
     computed = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(mine)))
     found = [each for each in computed if each is not None]
     total = torch.zeros((), dtype=torch.float64, device=world.device)

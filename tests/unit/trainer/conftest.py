@@ -1,6 +1,6 @@
 """Tiny models with a tokenizer, a world of one rank, and the oracle."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -17,8 +17,31 @@ from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
 from trivet.trainer.ranks.world import World, open_world
 from trivet.trainer.step import Learner
+from trivet.wire.events import Event
 
 MakeLearner = Callable[..., Learner]
+
+
+class FakeTelemetry:
+    """Keeps what it is given to write."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.steps: list[tuple[int, Mapping[str, float]]] = []
+
+    def write_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def write_step(self, step: int, values: Mapping[str, float]) -> None:
+        self.steps.append((step, values))
+
+    def sync_events(self) -> None:
+        """Every event is kept at once."""
+
+
+@pytest.fixture
+def telemetry() -> FakeTelemetry:
+    return FakeTelemetry()
 
 
 @pytest.fixture(scope="session")

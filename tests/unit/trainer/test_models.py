@@ -13,7 +13,7 @@ from trivet.config.sections.trainer import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.model.export import Exporter
 from trivet.trainer.model.policy_model import load_policy
-from trivet.trainer.ranks.world import whole
+from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 
@@ -89,7 +89,7 @@ def test_loss_and_gradient_equal_those_of_plain_transformers_however_rows_are_pa
         result = train_step(learner, rows, step=1)
         assert result.loss == pytest.approx(expected_loss, rel=TOLERANCE), name
         named = [(each.removeprefix("causal_lm."), parameter) for each, parameter in learner.model.named_parameters()]
-        gradients = {each: whole(parameter.grad) for each, parameter in named}
+        gradients = {each: gather_tensor(parameter.grad) for each, parameter in named}
         assert oracle.gradient_error(gradients, expected) < 2 * TOLERANCE, name
 
 

@@ -13,7 +13,7 @@ from trivet.errors import DiskFull, WeightsError
 from trivet.trainer.background import Background
 from trivet.trainer.policy_publisher import PolicyPublisher
 from trivet.weights.catalog import published_versions
-from trivet.wire.events import Event, Publish
+from trivet.wire.events import Publish
 from trivet.wire.versions import Step
 
 
@@ -32,23 +32,15 @@ class FakeExporter:
             (directory / name).write_bytes(weights["weight"].numpy().tobytes())
 
 
-class FakeTelemetry:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def write_event(self, event: Event) -> None:
-        self.events.append(event)
-
-
 @pytest.fixture
-def publisher(world, tmp_path: Path) -> Iterator[PolicyPublisher]:
+def publisher(world, telemetry, tmp_path: Path) -> Iterator[PolicyPublisher]:
     publisher = PolicyPublisher(
         layout=RunLayout(tmp_path),
         world=world,
         exporter=FakeExporter(),
         run_id="run",
         num_bytes=4,
-        telemetry=FakeTelemetry(),
+        telemetry=telemetry,
         work=Background("publisher"),
     )
     yield publisher

@@ -11,16 +11,12 @@ from trivet.trainer.policy_retention import PolicyRetention
 from trivet.weights.catalog import published_versions
 from trivet.weights.publish import publish
 from trivet.weights.retention import acknowledge
-from trivet.wire.events import Event, Retire
+from trivet.wire.events import Retire
 from trivet.wire.versions import PolicyVersion, Step
 
 
-class FakeTelemetry:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def write_event(self, event: Event) -> None:
-        self.events.append(event)
+def write_weights(directory: Path) -> None:
+    (directory / "weights").write_bytes(b"w")
 
 
 @pytest.fixture
@@ -31,7 +27,7 @@ def layout(tmp_path: Path) -> RunLayout:
             layout,
             version=PolicyVersion(version),
             run_id="run",
-            write=lambda path: (path / "weights").write_bytes(b"w") and None,
+            write=write_weights,
         )
     return layout
 
@@ -77,8 +73,7 @@ def test_multiples_of_the_users_interval_stay(layout: RunLayout) -> None:
     assert make_retention(layout, keep_interval=2).find_unneeded(step=6, newest_checkpoint=None) == [1, 3]
 
 
-def test_what_nobody_needs_is_removed_and_recorded(layout: RunLayout) -> None:
-    telemetry = FakeTelemetry()
+def test_what_nobody_needs_is_removed_and_recorded(layout: RunLayout, telemetry) -> None:
     make_retention(layout).retire_unneeded(telemetry, step=6, newest_checkpoint=None)
     assert published_versions(layout) == [5, 6]
     assert telemetry.events == [Retire(version=PolicyVersion(version)) for version in (1, 2, 3, 4)]

@@ -8,7 +8,7 @@ import torch
 
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.errors import BatchError, Diverged
-from trivet.trainer.ranks.world import whole
+from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 
@@ -26,7 +26,7 @@ LOSSES = {
 
 
 def full_gradients(model) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("causal_lm."): whole(parameter.grad) for name, parameter in model.named_parameters()}
+    return {name.removeprefix("causal_lm."): gather_tensor(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("loss", LOSSES)

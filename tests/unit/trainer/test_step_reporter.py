@@ -19,14 +19,6 @@ RESULT = StepResult(
 PROGRESS = TrainerProgress(step=4, total_tokens=100, total_samples=7)
 
 
-class FakeTelemetry:
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, Mapping[str, float]]] = []
-
-    def write_step(self, step: int, values: Mapping[str, float]) -> None:
-        self.steps.append((step, values))
-
-
 class FakeProfiler:
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -36,12 +28,12 @@ class FakeProfiler:
 
 
 @pytest.fixture
-def reporter(world) -> Iterator[StepReporter]:
+def reporter(world, telemetry) -> Iterator[StepReporter]:
     background = Background("test", is_async=False)
     yield StepReporter(
         world=world,
         cost=ModelCost(matmul_parameters=1, num_layers=1, attention_width=1, hidden_size=1),
-        telemetry=FakeTelemetry(),
+        telemetry=telemetry,
         profiler=FakeProfiler(),
         background={"write_weights": background},
     )

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-_BLOCK = 256
+_BLOCK_TOKENS = 256
 """Query tokens that are computed at once, against the keys up to their end. This saves about half of a long sample's products."""
-_PADDING = 0.75
-"""Least length of a sample in a group, as a share of the longest: at 1.0 nothing is padded and groups are many."""
-_SHORT = 48
+_MIN_LENGTH_SHARE = 0.75
+"""Least length of a sample in a group, as a share of the longest; `_FREE_PADDING_TOKENS` lets shorter ones in too."""
+_FREE_PADDING_TOKENS = 48
 """Tokens of padding that cost less than one more group would."""
-_ALIGNMENT = 32
+_LENGTH_MULTIPLE = 32
 """A group's length is a multiple of this: matrix products and softmax of odd lengths take a CPU twice as long."""
 
 
@@ -52,7 +52,7 @@ class Groups:
         places = torch.empty(int(starts[-1]), dtype=torch.int64)
         place = 0
         for members in _group(lengths):
-            longest = -(-lengths[members[0]] // _ALIGNMENT) * _ALIGNMENT
+            longest = -(-lengths[members[0]] // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
             index_1L, lengths_B1 = torch.arange(longest)[None], lengths_S[members][:, None]
             is_padding_BL = index_1L >= lengths_B1
             tokens_BL = starts[members][:, None] + torch.minimum(index_1L, lengths_B1 - 1)
@@ -68,7 +68,7 @@ def _group(lengths: Sequence[int]) -> Iterator[list[int]]:
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[members[0]] if members else 0
-        if members and lengths[index] < min(_PADDING * longest, longest - _SHORT):
+        if members and lengths[index] < min(_MIN_LENGTH_SHARE * longest, longest - _FREE_PADDING_TOKENS):
             yield members
             members = []
         members.append(index)
@@ -102,7 +102,7 @@ class _GroupedAttention(torch.autograd.Function):
             for start, stop in _blocks(group.length):
                 probabilities = _probabilities(query_MGLD[:, :, start:stop], key_MLD[:, :stop], start=start, scale=scale)
                 blocks.append(torch.bmm(probabilities, value_MLD[:, :stop]).unflatten(1, (-1, stop - start)))
-                if group.length <= _BLOCK:
+                if group.length <= _BLOCK_TOKENS:
                     saved.append(probabilities)
             outputs.append(_to_rows(blocks, group))
         ctx.save_for_backward(query, key, value, *saved)
@@ -116,7 +116,7 @@ class _GroupedAttention(torch.autograd.Function):
         for group in ctx.groups.parts:
             tensors = _gather(group, query, key, value)
             grad_MGLD = _per_key_head(_pick(grads[0], group), group, num_kv_heads=key.shape[1])
-            probabilities = saved.pop(0) if group.length <= _BLOCK else None
+            probabilities = saved.pop(0) if group.length <= _BLOCK_TOKENS else None
             for parts, part in zip(found, _backward(group, tensors, grad_MGLD, probabilities, ctx.scale), strict=True):
                 parts.append(part)
         shapes = (query.shape, key.shape, value.shape)
@@ -170,7 +170,7 @@ def _in_row_order(parts: Sequence[torch.Tensor], groups: Groups) -> torch.Tensor
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK))
+    return ((start, min(start + _BLOCK_TOKENS, length)) for start in range(0, length, _BLOCK_TOKENS))
 
 
 def _probabilities(query_MGQD: torch.Tensor, key_MED: torch.Tensor, *, start: int, scale: float) -> torch.Tensor:

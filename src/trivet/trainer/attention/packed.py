@@ -95,7 +95,7 @@ def choose_attention(
     """Resolve `model.attn` on this device: "auto" becomes the fastest attention, any other value is checked.
 
     Args:
-        capability: of the CUDA device.
+        capability: compute capability of the CUDA device.
         is_float32: the model computes in float32, which no flash attention takes.
 
     Raises:

@@ -28,7 +28,7 @@ from trivet.durable import FileRecord
 Hold = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
 """Gives the tensor to write in place of one of the state's; it does not change inside the block."""
 
-_TOGETHER_BYTES = 16 << 20
+_MAX_HELD_BYTES = 16 << 20
 """Bytes of tensors that are held and written together: a thread that returns from the disk takes time from the others."""
 
 
@@ -65,7 +65,7 @@ class ShardWriter(FileSystemWriter):
                 if data.numel() == 0 or key not in written:
                     held = held_until_written.enter_context(self._hold(data))
                     written[key] = _put_tensor(stream, name, held.detach())
-                    if stream.num_waiting > _TOGETHER_BYTES:
+                    if stream.num_waiting > _MAX_HELD_BYTES:
                         stream.flush()
                     if not stream.num_waiting:
                         held_until_written.close()

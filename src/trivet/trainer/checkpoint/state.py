@@ -171,7 +171,7 @@ def _own(model: PolicyModel, tensors: State) -> State:
     return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
-def begin_anew(progress: TrainerProgress, ckpt: CkptConfig) -> TrainerProgress:
+def progress_to_resume(progress: TrainerProgress, ckpt: CkptConfig) -> TrainerProgress:
     """Return `progress` of the checkpoint resumed from, without what `ckpt` says to leave behind."""
     step = progress.step
     return TrainerProgress(

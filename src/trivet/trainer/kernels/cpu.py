@@ -20,7 +20,7 @@ from trivet.trainer.optim.master_weights import MasterWeights
 logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS, _PROBE_FEATURES = 3, 64
-"""Size of the input on which a part is compared with its replacement: small, because every module is probed."""
+"""Size of the input on which a part is compared with its replacement."""
 
 
 def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> MasterWeights | None:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _SKIPPED_STEPS, _WARMUP_STEPS, _TRACED_STEPS = 1, 1, 2
 """The first step is slow for reasons of its own, the next pays for the profiler's start, the two after it are kept."""
 _MAX_EVENTS = 100_000
-"""Newest allocations and frees that a memory snapshot contains; each takes memory of the process."""
+"""Newest allocations and frees that a memory snapshot contains."""
 
 
 class Profiler:

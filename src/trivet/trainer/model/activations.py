@@ -33,27 +33,27 @@ class Copy(Protocol):
 class Transfers(Protocol):
     """Copies between the GPU and main memory."""
 
-    def leave(self, tensor: torch.Tensor) -> Copy:
+    def copy_to_host(self, tensor: torch.Tensor) -> Copy:
         """Start to copy `tensor` to main memory; it must stay until the copy was joined."""
         ...
 
-    def bring_back(self, tensor: torch.Tensor) -> Copy:
+    def copy_to_device(self, tensor: torch.Tensor) -> Copy:
         """Start to copy `tensor` from main memory."""
         ...
 
-    def is_away(self, tensor: torch.Tensor) -> bool:
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Tell whether `tensor` is in main memory already."""
         ...
 
 
 @dataclass(slots=True, weakref_slot=True)
 class _Kept:
-    leaving: Copy
-    here: torch.Tensor | None
+    to_host: Copy
+    on_device: torch.Tensor | None
     """The tensor on the GPU, as long as it is being copied from there."""
-    before: "weakref.ref[_Kept] | None"
+    previous: "weakref.ref[_Kept] | None"
     """The activation kept before this one; the backward pass wants it after this one."""
-    returning: Copy | None = None
+    to_device: Copy | None = None
 
 
 class ActivationOffload:
@@ -81,13 +81,13 @@ class ActivationOffload:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         is_weight = isinstance(tensor, torch.nn.Parameter)
-        if is_weight or tensor.nbytes < self._min_bytes or self._transfers.is_away(tensor):
+        if is_weight or tensor.nbytes < self._min_bytes or self._transfers.is_on_host(tensor):
             return tensor
-        kept = _Kept(leaving=self._transfers.leave(tensor.detach()), here=tensor.detach(), before=self._last)
+        kept = _Kept(to_host=self._transfers.copy_to_host(tensor.detach()), on_device=tensor.detach(), previous=self._last)
         self._last = weakref.ref(kept)
         self._inflight.append(kept)
         while len(self._inflight) > self._max_inflight:
-            self._let_go(self._inflight.popleft())
+            self._free_device_copy(self._inflight.popleft())
         return kept
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -95,25 +95,25 @@ class ActivationOffload:
             return packed
         # The backward pass has begun: no more tensors leave, and those still on the GPU need not come back.
         self._inflight.clear()
-        self._prefetch(packed.before)
-        if packed.here is not None:
-            packed.leaving.join()
-            return packed.here
-        returning = packed.returning or self._transfers.bring_back(packed.leaving.tensor)
-        packed.returning = None
-        returning.join()
-        return returning.tensor
+        self._prefetch(packed.previous)
+        if packed.on_device is not None:
+            packed.to_host.join()
+            return packed.on_device
+        to_device = packed.to_device or self._transfers.copy_to_device(packed.to_host.tensor)
+        packed.to_device = None
+        to_device.join()
+        return to_device.tensor
 
     def _prefetch(self, wanted: "weakref.ref[_Kept] | None") -> None:
         kept = wanted() if wanted is not None else None
-        if kept is not None and kept.here is None and kept.returning is None:
-            kept.returning = self._transfers.bring_back(kept.leaving.tensor)
+        if kept is not None and kept.on_device is None and kept.to_device is None:
+            kept.to_device = self._transfers.copy_to_device(kept.to_host.tensor)
 
     @staticmethod
-    def _let_go(kept: _Kept) -> None:
+    def _free_device_copy(kept: _Kept) -> None:
         # The next computation gets its memory, and must not overtake the copy.
-        kept.leaving.join()
-        kept.here = None
+        kept.to_host.join()
+        kept.on_device = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,28 +140,28 @@ class CudaTransfers:
         """
         self._device = device
         self._does_pin = does_pin
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def is_away(self, tensor: torch.Tensor) -> bool:
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Tell whether `tensor` is in main memory already."""
         return not tensor.is_cuda
 
-    def leave(self, tensor: torch.Tensor) -> Copy:
+    def copy_to_host(self, tensor: torch.Tensor) -> Copy:
         """Start to copy `tensor` to main memory, once the current stream has computed it."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._does_pin)
-        return self._copy(tensor, host, self._out)
+        return self._copy(tensor, host, self._to_host)
 
-    def bring_back(self, tensor: torch.Tensor) -> Copy:
+    def copy_to_device(self, tensor: torch.Tensor) -> Copy:
         """Start to copy `tensor` back, once it has arrived in main memory."""
-        with torch.cuda.stream(self._back):
-            arriving = torch.empty_like(tensor, device=self._device, pin_memory=False)
-        return self._copy(tensor, arriving, self._back)
+        with torch.cuda.stream(self._to_device):
+            target = torch.empty_like(tensor, device=self._device, pin_memory=False)
+        return self._copy(tensor, target, self._to_device)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> Copy:
-        if stream is self._out:
+        if stream is self._to_host:
             stream.wait_stream(torch.cuda.current_stream())
         else:
-            stream.wait_stream(self._out)
+            stream.wait_stream(self._to_host)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=self._does_pin)
             done = torch.cuda.Event()

@@ -15,7 +15,7 @@ from trivet.config.chat_template import read_chat_template
 from trivet.config.sections.trainer import TrainingConfig
 from trivet.errors import ConfigError
 from trivet.trainer.model.policy_model import PolicyModel, has_adapter
-from trivet.trainer.ranks.world import whole
+from trivet.trainer.ranks.world import gather_tensor
 
 _PREFIX = "causal_lm."
 
@@ -59,7 +59,7 @@ def gather_weights(
         if id(tensor) in seen or (only_trained and not tensor.requires_grad):
             continue
         seen.add(id(tensor))
-        full = whole(tensor.detach())
+        full = gather_tensor(tensor.detach())
         if keep:
             name = name.removeprefix(_PREFIX)
             kept_dtype = dtype if full.is_floating_point() else full.dtype

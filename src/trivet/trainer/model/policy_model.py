@@ -169,7 +169,7 @@ def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
     """Refuse dtypes in which the device, or the configured attention, cannot compute.
 
     Raises:
-        ConfigError: one of the dtypes is such a dtype.
+        ConfigError: the device, or the attention, cannot compute in one of them.
     """
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         for key in ("compute_dtype", "optimization_dtype", "reduce_dtype"):

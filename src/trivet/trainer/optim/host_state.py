@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 logger = logging.getLogger(__name__)
 
 _PART_BYTES = 512 << 20
-"""Bytes of parameters whose state is on the GPU at one time: few enough to fit, enough to keep copies fast."""
+"""Bytes of parameters whose state is on the GPU at one time."""
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, *, part_bytes: int = _PART_BYTES) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-_TILE = 1 << 18
+_TILE_NUMBERS = 1 << 18
 """Numbers of a gradient that are widened and added at one time: so many stay in the cache of a core."""
 
 
@@ -91,6 +91,6 @@ def _add(total: torch.Tensor, part: torch.Tensor) -> None:
     if part.dtype == total.dtype:
         total.add_(part)
         return
-    size = max(1, _TILE // part[0].numel())
+    size = max(1, _TILE_NUMBERS // part[0].numel())
     for wide, narrow in zip(total.split(size), part.split(size), strict=True):
         wide.add_(narrow)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from trivet.trainer.ranks.world import whole
+from trivet.trainer.ranks.world import gather_tensor
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5 in each iteration, from the source: they bring small singular values up fastest."""
+"""Coefficients of x, x^3 and x^5 in each iteration, from the source: they bring small singular values up fastest."""
 _ITERATIONS = 5
 """Iterations of the source: singular values are near 1 after so many."""
 _MIN_NORM = 1e-7
@@ -78,7 +78,7 @@ class WholeMatrixMuon(torch.optim.Optimizer):
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor on the device that computes, wherever the shards are kept. Collective."""
-    return whole(tensor.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor)
+    return gather_tensor(tensor.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor)
 
 
 def _is_own_turn(matrix: torch.Tensor, turn: int) -> bool:

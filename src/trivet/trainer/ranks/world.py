@@ -201,7 +201,7 @@ def gather_bytes(world: World, data: bytes) -> list[bytes]:
     return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a sharded tensor on each rank; return other tensors as they are. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -14,7 +14,7 @@ from trivet.trainer.checkpoint import part_writer
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.model.reference import Reference
-from trivet.trainer.ranks.world import whole
+from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.step import Learner, train_step
 
 
@@ -43,7 +43,7 @@ def train(learner: Learner, oracle, step: int) -> None:
 
 
 def parameters_of(learner: Learner) -> list[torch.Tensor]:
-    return [whole(parameter).detach().clone() for parameter in learner.model.parameters()]
+    return [gather_tensor(parameter).detach().clone() for parameter in learner.model.parameters()]
 
 
 def test_a_step_taken_during_the_write_is_not_in_it(

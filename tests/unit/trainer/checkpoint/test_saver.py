@@ -16,19 +16,8 @@ from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.saver import CheckpointSaver
 from trivet.trainer.checkpoint.state import TrainerProgress
 from trivet.trainer.step import Learner
-from trivet.wire.events import Commit, Event
+from trivet.wire.events import Commit
 from trivet.wire.versions import Step
-
-
-class FakeTelemetry:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def write_event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def sync_events(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -37,13 +26,13 @@ def learner(make_learner, tiny_model: Path) -> Learner:
 
 
 @pytest.fixture
-def saver(world, tiny_model: Path, tmp_path: Path) -> Iterator[CheckpointSaver]:
+def saver(world, telemetry, tiny_model: Path, tmp_path: Path) -> Iterator[CheckpointSaver]:
     config = TrainerConfig.model_validate(
         {"output_dir": tmp_path, "model": {"name": str(tiny_model)}, "ckpt": {"keep_last": 2}}
     )
     writer = PartWriter(world, is_async=True, timeout_s=30)
     yield CheckpointSaver(
-        config=config, layout=RunLayout(tmp_path), world=world, writer=writer, num_bytes=1, telemetry=FakeTelemetry()
+        config=config, layout=RunLayout(tmp_path), world=world, writer=writer, num_bytes=1, telemetry=telemetry
     )
     writer.close()
 

@@ -8,8 +8,8 @@ import torch
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.errors import CheckpointError
-from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_part, state_of, write_state
-from trivet.trainer.ranks.world import whole
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume, state_of, write_state
+from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.step import Learner, train_step
 
 
@@ -73,7 +73,7 @@ def test_an_optimizer_that_is_skipped_starts_like_a_new_one(tiny_model: Path, ma
     (before, *_), (now, *_) = first.model.parameters(), second.model.parameters()
     train(second, oracle, range(4, 5))
     # The first step of AdamW moves every parameter that has a gradient by the learning rate, of whatever size the gradient is.
-    moved = (whole(now) - whole(before)).abs().max()
+    moved = (gather_tensor(now) - gather_tensor(before)).abs().max()
     torch.testing.assert_close(moved, torch.tensor(1e-2), rtol=1e-3, atol=0)
 
 
@@ -103,6 +103,6 @@ def test_an_optimizer_without_state_is_reloaded(tiny_model: Path, make_learner, 
 
 def test_what_is_to_be_left_behind_starts_anew_and_steps_go_on() -> None:
     saved = TrainerProgress(step=7, total_tokens=70, total_samples=14, schedule_start=2, data_start=3)
-    assert begin_anew(saved, CkptConfig()) == saved
-    anew = begin_anew(saved, CkptConfig(skip_progress=True, skip_scheduler=True, skip_dataloader=True))
+    assert progress_to_resume(saved, CkptConfig()) == saved
+    anew = progress_to_resume(saved, CkptConfig(skip_progress=True, skip_scheduler=True, skip_dataloader=True))
     assert anew == TrainerProgress(step=7, schedule_start=7, data_start=7)

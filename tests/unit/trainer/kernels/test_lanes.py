@@ -11,7 +11,7 @@ from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.model import TrainerModelConfig
 from trivet.trainer.kernels.lanes import Lanes
 from trivet.trainer.model.policy_model import load_policy
-from trivet.trainer.ranks.world import World, whole
+from trivet.trainer.ranks.world import World, gather_tensor
 from trivet.trainer.step import train_step
 
 TOLERANCE = 1e-6
@@ -37,7 +37,7 @@ def test_loss_and_gradients_equal_the_oracle(tiny_model: Path, make_learner, ora
         learner.micro_batch_tokens = max_tokens
         for name, rows in oracle.layouts(examples).items():
             result = train_step(learner, rows, step=1)
-            gradients = {name.removeprefix("causal_lm."): whole(p.grad) for name, p in learner.model.named_parameters()}
+            gradients = {name.removeprefix("causal_lm."): gather_tensor(p.grad) for name, p in learner.model.named_parameters()}
             assert result.loss == pytest.approx(expected_loss, rel=TOLERANCE), (max_tokens, name)
             assert oracle.gradient_error(gradients, expected) < TOLERANCE, (max_tokens, name)
 

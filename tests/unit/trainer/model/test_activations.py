@@ -29,13 +29,13 @@ class FakeTransfers:
     copies: int = 0
     numbers: dict[int, int] = field(default_factory=dict)
 
-    def is_away(self, tensor: torch.Tensor) -> bool:
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() in self.numbers
 
-    def leave(self, tensor: torch.Tensor) -> FakeCopy:
+    def copy_to_host(self, tensor: torch.Tensor) -> FakeCopy:
         return self._start("leave", tensor, number=self.copies)
 
-    def bring_back(self, tensor: torch.Tensor) -> FakeCopy:
+    def copy_to_device(self, tensor: torch.Tensor) -> FakeCopy:
         return self._start("back", tensor, number=self.numbers[tensor.data_ptr()])
 
     def _start(self, way: str, tensor: torch.Tensor, *, number: int) -> FakeCopy:

@@ -20,7 +20,7 @@ from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.export import Exporter, load_tokenizer
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.model.reference import open_reference
-from trivet.trainer.ranks.world import whole
+from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import Learner, train_step
 from trivet.weights.publish import publish
@@ -59,7 +59,7 @@ def logprobs_of(learner: Learner, row) -> torch.Tensor:
 
 def frozen_of(learner: Learner) -> dict[str, torch.Tensor]:
     named = learner.model.named_parameters()
-    return {name: whole(each).clone() for name, each in named if not each.requires_grad}
+    return {name: gather_tensor(each).clone() for name, each in named if not each.requires_grad}
 
 
 def test_an_adapter_changes_nothing_before_the_first_step(any_model: Path, make_learner, oracle) -> None:
@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_plain_pefts_however_rows_are_packed(
     for layout, rows in oracle.layouts(examples).items():
         loss = train_step(learner, rows, step=3).loss
         found = {
-            name.removeprefix("causal_lm."): whole(each.grad)
+            name.removeprefix("causal_lm."): gather_tensor(each.grad)
             for name, each in learner.model.named_parameters()
             if each.requires_grad
         }

@@ -9,7 +9,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.losses import GrpoLossConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.model.reference import Reference, open_reference
-from trivet.trainer.ranks.world import whole
+from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 from trivet.weights.retention import reference_version
@@ -19,7 +19,7 @@ BETA = GrpoLossConfig(beta=0.5, reference_update_interval=2)
 
 
 def weights_of(model):
-    return [whole(parameter).clone() for parameter in model.parameters()]
+    return [gather_tensor(parameter).clone() for parameter in model.parameters()]
 
 
 def row_of(oracle, seed=0):
