@@ -254,13 +254,13 @@ def _rename(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
 
 def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
-    said = f"{'.'.join(entry.path)} ({entry.origin})"
+    named = f"{'.'.join(entry.path)} ({entry.origin})"
     if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
-        findings.notice(f"{said}: {SINGLE_VALUES[name]} is the only choice here; the key can go")
+        findings.notice(f"{named}: {SINGLE_VALUES[name]} is the only choice here; the key can go")
     elif old := _longest_prefix(name, IGNORED):
-        findings.notice(f"{said} has no effect: {IGNORED[old]}")
+        findings.notice(f"{named} has no effect: {IGNORED[old]}")
     elif old := _longest_prefix(name, REFUSED):
-        findings.refuse(f"{said} does not exist here: {REFUSED[old]}")
+        findings.refuse(f"{named} does not exist here: {REFUSED[old]}")
     else:
         return False
     return True
