@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
-from trivet.checkpoints.halves import DONE, HALVES, ORCHESTRATOR, TRAINER, read_listing
+from trivet.checkpoints.parts import DONE, ORCHESTRATOR, PARTS, TRAINER, read_listing
 from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout, parse_step
 from trivet.durable import DECODE_ERRORS, list_files
@@ -20,7 +20,7 @@ from trivet.history.groups import Owed
 from trivet.history.outline import Extent, read_lines
 from trivet.history.replay import Replay
 from trivet.lock import holder_of
-from trivet.orchestrator.checkpoint import OrchestratorHalf
+from trivet.orchestrator.checkpoint import OrchestratorPart
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.wire.codec import decode
@@ -81,20 +81,20 @@ class Files:
             return {}
 
     def owed(self, step: Step) -> Owed:
-        """The groups in the orchestrator's half of a committed step.
+        """The groups in the orchestrator's part of a committed step.
 
         Raises:
             CheckpointError: it cannot be read.
         """
         path = self.layout.checkpoint_step(step) / ORCHESTRATOR / _STATE_FILE
         try:
-            half = decode(path.read_bytes(), OrchestratorHalf)
+            part = decode(path.read_bytes(), OrchestratorPart)
         except (OSError, MessageRefused) as exc:
             raise CheckpointError(f"{path} cannot be read: {exc}") from exc
         return Owed(
-            next_group_id=half.next_group_id,
-            ready=frozenset(group.group_id for group in half.buffer.ready),
-            in_flight=frozenset(half.buffer.in_flight_ids),
+            next_group_id=part.next_group_id,
+            ready=frozenset(group.group_id for group in part.buffer.ready),
+            in_flight=frozenset(part.buffer.in_flight_ids),
         )
 
     def compare(self, replay: Replay, extent: Extent) -> None:
@@ -167,15 +167,15 @@ class Files:
             )
             try:
                 record = verify_checkpoint(self.layout, step)
-                expected = HALVES if replay.groups.last_batch else (TRAINER,)
+                expected = PARTS if replay.groups.last_batch else (TRAINER,)
                 replay.ledger.require(
-                    set(record.halves) == set(expected),
+                    set(record.parts) == set(expected),
                     _COMMIT,
-                    f"checkpoint {step} has the halves {sorted(record.halves)}; it must have {sorted(expected)}",
+                    f"checkpoint {step} has the parts {sorted(record.parts)}; it must have {sorted(expected)}",
                 )
                 self._compare_record(replay, step)
                 self._refuse_added(replay, step)
-                if ORCHESTRATOR in record.halves:
+                if ORCHESTRATOR in record.parts:
                     self._compare_owed(replay, step)
             except CheckpointError as exc:
                 if self._has_commit(step):
@@ -209,7 +209,7 @@ class Files:
     def _refuse_added(self, replay: Replay, step: Step) -> None:
         directory = self.layout.checkpoint_step(step)
         listed = {COMMITTED}
-        for name in HALVES:
+        for name in PARTS:
             if (directory / name).exists():
                 listed |= {f"{name}/{file}" for file in (DONE, *read_listing(directory / name).files)}
         added = sorted(set(list_files(directory)) - listed)
