@@ -58,12 +58,12 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
         The command's exit code; 0 when the user detached or closed the terminal, and it goes on.
     """
     with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch, Interrupts(clock=time.monotonic) as interrupts:
-        order, result = Path(scratch) / "order.json", Path(scratch) / "result"
-        order.touch(mode=0o600)  # the environment may hold keys
-        order.write_text(json.dumps({"command": command, "environ": dict(os.environ), "result": str(result)}))
+        job, result = Path(scratch) / "job.json", Path(scratch) / "result"
+        job.touch(mode=0o600)  # the environment may hold keys
+        job.write_text(json.dumps({"command": command, "environ": dict(os.environ), "result": str(result)}))
         log = layout.log_file("inference.stdout").resolve()
         follow = ("tail", "-n", "200", "-F", "--", str(log))
-        train = module_command("trivet.dialects.vf_tmux", str(order))
+        train = module_command("trivet.dialects.vf_tmux", str(job))
         top = _tmux("new-session", "-d", "-s", session, "-x", "200", "-y", "50", *_PRINT_PANE_ID, *follow)
         pane = _tmux("split-window", "-t", top, "-c", str(Path.cwd()), *_PRINT_PANE_ID, *train)
         for title, each in (("inference", top), ("trainer", pane)):
@@ -72,7 +72,7 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
         _tmux("set-option", "-w", "-t", pane, "pane-border-format", " #{pane_title} ")
         _tmux("set-option", "-w", "-t", pane, "remain-on-exit", "on")
         viewer = _attach(session)
-        left = _wait(order, result, session=session, pane=pane, viewer=viewer, interrupts=interrupts)
+        left = _wait(job, result, session=session, pane=pane, viewer=viewer, interrupts=interrupts)
         return _conclude(result, session=session, pane=pane, viewer=viewer) if left is None else left
 
 
@@ -92,7 +92,7 @@ def _attach(session: str) -> "subprocess.Popen[bytes] | None":
 
 
 def _wait(
-    order: Path,
+    job: Path,
     result: Path,
     *,
     session: str,
@@ -113,7 +113,7 @@ def _wait(
             return _CLOSED
         if is_dead:
             return None
-        if not order.exists():  # the lower pane has taken it
+        if not job.exists():  # the lower pane has taken it
             if interrupts.first == signal.SIGHUP or (viewer is not None and viewer.poll() is not None):
                 _print_text(f"session '{session}' goes on; attach again with: tmux attach -t {session}")
                 return 0
@@ -124,13 +124,13 @@ def _wait(
 
 def _conclude(result: Path, *, session: str, pane: str, viewer: "subprocess.Popen[bytes] | None") -> int:
     """End the session and show its last lines here; return the command's exit code."""
-    said = ""
+    last_lines = ""
     with suppress(ConfigError):  # the session was closed meanwhile
-        said = _tmux("capture-pane", "-p", "-t", pane, "-S", f"-{_LAST_LINES}")
+        last_lines = _tmux("capture-pane", "-p", "-t", pane, "-S", f"-{_LAST_LINES}")
         _tmux("kill-session", "-t", f"={session}")
     if viewer is not None:
         viewer.wait()
-    _print_text("\n".join(line for line in said.splitlines() if line.strip()))
+    _print_text("\n".join(line for line in last_lines.splitlines() if line.strip()))
     return int(result.read_text()) if result.exists() else _KILLED
 
 
@@ -167,19 +167,19 @@ def _exists(session: str) -> bool:
     return subprocess.run(["tmux", "has-session", "-t", f"={session}"], capture_output=True, check=False).returncode == 0
 
 
-def main(order: Path) -> int:
+def main(job: Path) -> int:
     """Run the lower pane's program: the command in the environment of whoever typed it. It leaves its exit code in a file."""
-    said = json.loads(order.read_text())
-    process = subprocess.Popen(said["command"], env=said["environ"])
+    content = json.loads(job.read_text())
+    process = subprocess.Popen(content["command"], env=content["environ"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: process.send_signal(received))
-    order.unlink()  # from here on signals arrive; and no key stays in a file, whatever becomes of whoever wrote it
+    job.unlink()  # from here on signals arrive; and no key stays in a file, whatever becomes of whoever wrote it
     code = process.wait()
     code = code if code >= 0 else 128 - code
-    partial = Path(said["result"] + ".tmp")
+    partial = Path(content["result"] + ".tmp")
     with suppress(FileNotFoundError):  # whoever waited for it has detached and gone
         partial.write_text(str(code))
-        partial.replace(said["result"])
+        partial.replace(content["result"])
     return code
 
 

@@ -209,8 +209,8 @@ def _inference(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
 
 def _max_model_len(config: VfRLConfig) -> tuple[object, str]:
     """Return the longest context, and the key of the dialect that sets it."""
-    said = ((value, source) for key, value, source in _inference(config) if key == "model.max_model_len")
-    return next(said, (config.trainer.args.max_seq_len, f"{_ARGS}.max_seq_len"))
+    written = ((value, source) for key, value, source in _inference(config) if key == "model.max_model_len")
+    return next(written, (config.trainer.args.max_seq_len, f"{_ARGS}.max_seq_len"))
 
 
 def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:

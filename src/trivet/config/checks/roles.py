@@ -106,7 +106,7 @@ def _ratio_problems(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
 def orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
     """Yield the notices of an orchestrator that was started by hand; the launcher gives a run's own notices."""
     if config.run.id != RunIdentity().id:
-        return  # started by the launcher, which has said it
+        return  # started by the launcher, which gave these notices
     if config.max_steps is None:
         yield "max_steps is not set: the orchestrator goes on until it is stopped"
     yield from sampling_notices(config, "")

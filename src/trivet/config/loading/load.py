@@ -237,8 +237,8 @@ def _describe(kind: type[Section], error: ErrorDetails, draft: Draft) -> str:
     if error["type"] == "union_tag_invalid":
         return f'{key}.type must be one of {context["expected_tags"]}, got "{context["tag"]}"{origin}'
     expected = _EXPECTED.get(error["type"])
-    said = f"must be {expected.format(**context)}" if expected else f"is not valid: {error['msg']}"
-    return f"{key} {said}, got {_shown(mask(path, error['input']))}{origin}"
+    problem = f"must be {expected.format(**context)}" if expected else f"is not valid: {error['msg']}"
+    return f"{key} {problem}, got {_shown(mask(path, error['input']))}{origin}"
 
 
 def _tag(draft: Draft, section: str) -> object:

@@ -169,8 +169,8 @@ def _sections(kind: type[Section], path: KeyPath = (), header: str = "", text: s
             remarks.append(f'`{name} = "None"` takes it away.')
         for section in key.sections:
             variant = f' type = "{section.model_fields["type"].default}"' if len(key.sections) > 1 else ""
-            said = " ".join(remark for remark in (*remarks, inspect.cleandoc(section.__doc__ or "")) if remark)
-            yield from _sections(section, inner, brackets + variant, said.strip())
+            description = " ".join(remark for remark in (*remarks, inspect.cleandoc(section.__doc__ or "")) if remark)
+            yield from _sections(section, inner, brackets + variant, description.strip())
 
 
 def _row(name: str, field: FieldInfo) -> KeyRow:
@@ -202,10 +202,10 @@ def _member_name(member: Any) -> str:
 
 def _bounds(field: FieldInfo) -> str:
     signs = {Ge: "≥ {ge}", Gt: "> {gt}", Le: "≤ {le}", Lt: "< {lt}", MinLen: "at least {min_length}"}
-    said = [
+    bounds = [
         sign.format(**{name: getattr(bound, name) for name in bound.__slots__ or vars(bound)})
         for bound in field.metadata
         for kind, sign in signs.items()
         if isinstance(bound, kind)
     ]
-    return f", {', '.join(said)}" if said else ""
+    return f", {', '.join(bounds)}" if bounds else ""

@@ -30,10 +30,21 @@ ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     VfRLConfig: ("vf",),
 }
 
+_TRAINING = ("", "trainer.", "orchestrator.")
+"""Prefixes of sections that a run may write once for trainer and orchestrator: the run's own and each role's."""
+_ROLES = (*_TRAINING, "inference.")
+"""Prefixes of sections that a run may write once for all roles."""
+_EVALS = ("eval.", "orchestrator.eval.")
+"""Prefixes of evaluations: those of the command `eval`, and those during a run."""
+
+
+def _at(prefixes: Sequence[str], names: Sequence[str], text: str) -> dict[str, str]:
+    """Return a table that has `text` for each of `names` behind each of `prefixes`."""
+    return {f"{prefix}{name}": text for prefix in prefixes for name in names}
+
+
 RENAMED = {
-    "environment": "orchestrator.env",
-    "orchestrator.environment": "orchestrator.env",
-    "orchestrator.train.env": "orchestrator.env",
+    **dict.fromkeys(("environment", "orchestrator.environment", "orchestrator.train.env"), "orchestrator.env"),
     "orchestrator.train.sampling": "orchestrator.sampling",
     "orchestrator.sampling.max_completion_tokens": "orchestrator.sampling.max_tokens",
     "orchestrator.group_size": "orchestrator.rollouts_per_example",
@@ -41,16 +52,11 @@ RENAMED = {
     "orchestrator.train.filter_zero_advantages": "orchestrator.buffer.online_difficulty_filtering",
     "orchestrator.model.client": "orchestrator.client",
     "orchestrator.sampling.reasoning_effort": "orchestrator.sampling.extra_body.reasoning_effort",
-    "orchestrator.eval.sampling.reasoning_effort": "orchestrator.eval.sampling.extra_body.reasoning_effort",
-    "eval.sampling.reasoning_effort": "eval.sampling.extra_body.reasoning_effort",
+    **{f"{evals}sampling.reasoning_effort": f"{evals}sampling.extra_body.reasoning_effort" for evals in _EVALS},
     "orchestrator.concurrency.max_inflight": "orchestrator.max_concurrent",
-    "monitors.wandb": "wandb",
     "rollout_transport": "trainer.rollout_transport",
-    "trainer.monitors.wandb": "trainer.wandb",
-    "orchestrator.monitors.wandb": "orchestrator.wandb",
-    "resume.step": "ckpt.resume_step",
-    "trainer.resume.step": "trainer.ckpt.resume_step",
-    "orchestrator.resume.step": "orchestrator.ckpt.resume_step",
+    **{f"{role}monitors.wandb": f"{role}wandb" for role in _TRAINING},
+    **{f"{role}resume.step": f"{role}ckpt.resume_step" for role in _TRAINING},
     "trainer.model.experimental.lora": "trainer.model.lora",
     "trainer.model.fused_lm_head_token_chunk_size": "trainer.model.fused_lm_head_chunk_size",
     "trainer.data.seq_len": "trainer.model.seq_len",
@@ -73,12 +79,10 @@ RENAMED = {
 }
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
 
-_ROLES = ("", "trainer.", "orchestrator.", "inference.")
-"""Prefixes of sections that a run may write once for all roles: the run's own and each role's."""
 _AS_FILES = "policies go to the servers as safetensors in weights/, which they load while they run; remove the key"
 
 REFUSED = {
-    **{f"{role}weight_broadcast": _AS_FILES for role in _ROLES},
+    **_at(_ROLES, ["weight_broadcast"], _AS_FILES),
     "trainer.max_concurrent_runs": "a trainer trains one model; start a run for each",
     "orchestrator.optim": "set trainer.optim",
     "orchestrator.model.lora": "set trainer.model.lora",
@@ -91,11 +95,12 @@ REFUSED = {
     "orchestrator.mask_env_responses": "what the environment says is always masked: the policy did not sample it, so there is no"
     " log-probability to weigh it by; remove the key, and to learn such texts too train on conversations with `uv run sft` and"
     " data.loss_mask.tool = true or data.loss_mask.user = true",
-    **{
-        f"{role}rollout_transport.type": "batches go from orchestrator to trainer over ZeroMQ; remove the key. To keep them as"
-        " files set trainer.data.record = true; `uv run trainer` trains on such files again with data.replay"
-        for role in _ROLES[:3]
-    },
+    **_at(
+        _TRAINING,
+        ["rollout_transport.type"],
+        "batches go from orchestrator to trainer over ZeroMQ; remove the key. To keep them as files set"
+        " trainer.data.record = true; `uv run trainer` trains on such files again with data.replay",
+    ),
     "orchestrator.buffer.skip_verification": "set trainer.loss.adv_tau = 0 to learn from a teacher alone; rewards are computed"
     " and recorded all the same",
     "run": "the launcher names the run; set output_dir to choose where it is kept",
@@ -103,13 +108,13 @@ REFUSED = {
     "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
     "resume": "set ckpt.resume_step; -1 takes the newest committed checkpoint",
     "deployment": "set inference_gpu_ids and trainer_gpu_ids",
-    "eval.save.hf": "results stay on this machine: upload evals/ with `hf upload` if others should have them",
-    "eval.save.env_hub": "results stay on this machine: upload evals/ by other means if others should have them",
-    "eval.per_rollout": "the rollouts of an example are scored together, as rewards of groups need it; remove the key",
-    "orchestrator.eval.save.hf": "results stay on this machine: upload evals/ with `hf upload` if others should have them",
-    "orchestrator.eval.save.env_hub": "results stay on this machine: upload evals/ by other means if others should have them",
-    "orchestrator.eval.per_rollout": "the rollouts of an example are scored together, as rewards of groups need it; remove the"
-    " key",
+    **_at(_EVALS, ["save.hf"], "results stay on this machine: upload evals/ with `hf upload` if others should have them"),
+    **_at(_EVALS, ["save.env_hub"], "results stay on this machine: upload evals/ by other means if others should have them"),
+    **_at(
+        _EVALS,
+        ["per_rollout"],
+        "the rollouts of an example are scored together, as rewards of groups need it; remove the key",
+    ),
     "trainer.model.ep": "experts are not spread over ranks: FSDP shards them like every other parameter; remove the key,"
     " and for memory use more ranks, or trainer.model.fsdp_cpu_offload on a GPU",
     "trainer.model.tp": "FSDP shards parameters, and no matrix product is split over ranks; remove the key, and for memory use"
@@ -119,44 +124,38 @@ REFUSED = {
 }
 """Old prefix to what replaced it."""
 
-HELD_OUT = "the held-out loss is the mean over the whole set, in any order and packing, at model.seq_len"
-
 IGNORED = {
-    **{f"{role}log.file": "everything is written to files, in logs/" for role in _ROLES},
-    **{f"{role}log.vf_level": "what environments log is in logs/env_workers/" for role in _ROLES},
-    **{f"{role}log.env_worker_logs": "what environments log is in logs/env_workers/" for role in _ROLES},
-    **{f"{role}log.log_data": "trainer.data.record keeps batches, rollouts/ has the texts" for role in _ROLES},
-    **{f"{role}wandb.id": "a run that is resumed goes on as the run that it was" for role in _ROLES[:3]},
-    "trainer.weight_broadcast.save_sharded": "ckpt.weights.save_sharded says it for every policy",
-    "weight_broadcast.save_sharded": "ckpt.weights.save_sharded says it for every policy",
-    "trainer.rollout_transport.hwm": "two batches wait in the trainer at most",
-    "orchestrator.rollout_transport.hwm": "two batches wait in the trainer at most",
-    "rollout_transport.hwm": "two batches wait in the trainer at most",
+    **_at(_ROLES, ["log.file"], "everything is written to files, in logs/"),
+    **_at(_ROLES, ["log.vf_level", "log.env_worker_logs"], "what environments log is in logs/env_workers/"),
+    **_at(_ROLES, ["log.log_data"], "trainer.data.record keeps batches, rollouts/ has the texts"),
+    **_at(_TRAINING, ["wandb.id"], "a run that is resumed goes on as the run that it was"),
+    **_at(["", "trainer."], ["weight_broadcast.save_sharded"], "ckpt.weights.save_sharded says it for every policy"),
+    **_at(_TRAINING, ["rollout_transport.hwm"], "two batches wait in the trainer at most"),
     "trainer.model.impl": "models are those of transformers",
     "trainer.model.moe_use_grouped_mm": "transformers chooses how experts are multiplied",
     "trainer.tokenizer.trust_remote_code": "model.trust_remote_code counts for the tokenizer too",
     "orchestrator.prime_monitor": "runs are watched by `trivet view`, wandb and metrics_server",
     "orchestrator.client.skip_model_check": "servers are asked which policy they hold, not for a list of models",
     "inference.api_server_count": "one process answers requests",
-    "eval.save.disk": "results are always written, to evals/step_N/<env>/ in output_dir",
-    "eval.save.stream": "results are always written as examples finish",
+    **_at(_EVALS, ["save.disk"], "results are always written, to evals/step_N/<env>/ in output_dir"),
+    **_at(_EVALS, ["save.stream"], "results are always written as examples finish"),
     "eval.skip_eval_on_resume": "resume_path never repeats what is finished",
-    "eval.reasoning_field": "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with the message",
-    "orchestrator.eval.save.disk": "results are always written, to evals/step_N/<env>/ in output_dir",
-    "orchestrator.eval.save.stream": "results are always written as examples finish",
+    **_at(
+        _EVALS,
+        ["reasoning_field"],
+        "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with the message",
+    ),
     "orchestrator.eval.retry": "a rollout is tried three times, and again on another server when its own was lost",
-    "orchestrator.eval.reasoning_field": "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with"
-    " the message",
-    "ckpt.weights.save_adapter_separately": "with LoRA the adapter's own files are what is published",
-    "trainer.ckpt.weights.save_adapter_separately": "with LoRA the adapter's own files are what is published",
+    **_at(
+        ["", "trainer."], ["ckpt.weights.save_adapter_separately"], "with LoRA the adapter's own files are what is published"
+    ),
     "trainer.loss_impl": "head and loss are computed together, in chunks of model.fused_lm_head_chunk_size tokens",
     "trainer.data.num_workers": "a batch is read and tokenized in the milliseconds before its step",
-    "trainer.val.data.batch_size": HELD_OUT,
-    "trainer.val.data.micro_batch_size": HELD_OUT,
-    "trainer.val.data.pack_function": HELD_OUT,
-    "trainer.val.data.shuffle": HELD_OUT,
-    "trainer.val.data.num_workers": HELD_OUT,
-    "trainer.val.data.seq_len": HELD_OUT,
+    **_at(
+        ["trainer.val.data."],
+        ["batch_size", "micro_batch_size", "pack_function", "shuffle", "num_workers", "seq_len"],
+        "the held-out loss is the mean over the whole set, in any order and packing, at model.seq_len",
+    ),
     "vf.trainer.args.gradient_accumulation_steps": "batch_size says how many rollouts a step has",
     "vf.trainer.args.generation_batch_size": "max_concurrent says how many rollouts are in flight",
     "vf.trainer.args.ds3_gather_for_generation": "a server of its own generates",
@@ -168,24 +167,16 @@ IGNORED = {
 """Old prefix to why it needs no key here."""
 
 SINGLE_VALUES = {
-    "weight_broadcast.save_format": "safetensors",
-    "trainer.weight_broadcast.save_format": "safetensors",
-    "trainer.max_concurrent_runs": "1",
-    "trainer.model.ep": "1",
-    "trainer.model.tp": "1",
-    "trainer.model.cp": "1",
+    **_at(["", "trainer."], ["weight_broadcast.save_format"], "safetensors"),
+    **_at(["trainer."], ["max_concurrent_runs", "model.ep", "model.tp", "model.cp"], "1"),
     "trainer.val.data.type": "sft",
-    **{f"{role}rollout_transport.type": "zmq" for role in _ROLES[:3]},
-    "weight_broadcast.type": "filesystem",
-    "trainer.weight_broadcast.type": "filesystem",
-    "orchestrator.weight_broadcast.type": "filesystem",
-    "inference.weight_broadcast.type": "filesystem",
+    **_at(_TRAINING, ["rollout_transport.type"], "zmq"),
+    **_at(_ROLES, ["weight_broadcast.type"], "filesystem"),
     "orchestrator.mask_env_responses": "true",
-    "eval.per_rollout": "false",
-    "orchestrator.eval.per_rollout": "false",
+    **_at(_EVALS, ["per_rollout"], "false"),
     "orchestrator.buffer.skip_verification": "false",
 }
-"""Choices of the reference of which one alone exists here: naming it is right and changes nothing."""
+"""The one value of a prime-rl key whose other values do not exist here. Setting it is right and changes nothing."""
 
 SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile")
 """Tables that `true` turns on as they are, and `false` off."""
@@ -196,6 +187,7 @@ GPU_COUNTS = {
     "trainer_gpus": "trainer",
     "deployment.num_train_gpus": "trainer",
 }
+"""Role by the key that says how many GPUs it has."""
 
 
 def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
@@ -262,13 +254,13 @@ def _rename(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
 
 def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
-    said = f"{'.'.join(entry.path)} ({entry.origin})"
+    named = f"{'.'.join(entry.path)} ({entry.origin})"
     if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
-        findings.notice(f"{said}: {SINGLE_VALUES[name]} is the only choice here; the key can go")
+        findings.notice(f"{named}: {SINGLE_VALUES[name]} is the only choice here; the key can go")
     elif old := _longest_prefix(name, IGNORED):
-        findings.notice(f"{said} has no effect: {IGNORED[old]}")
+        findings.notice(f"{named} has no effect: {IGNORED[old]}")
     elif old := _longest_prefix(name, REFUSED):
-        findings.refuse(f"{said} does not exist here: {REFUSED[old]}")
+        findings.refuse(f"{named} does not exist here: {REFUSED[old]}")
     else:
         return False
     return True

@@ -106,6 +106,15 @@ def test_a_section_given_as_null_can_be_given_again_by_a_flag(tmp_path: Path) ->
     assert wandb.project == "p"
 
 
+def test_a_section_given_again_above_a_null_has_the_keys_below_it(tmp_path: Path) -> None:
+    base = write(tmp_path / "base.toml", "[wandb]\nproject = 'p'\n")
+    off = write(tmp_path / "off.toml", "wandb = 'None'\n")
+    assert load_config(TrainerConfig, ["@", base, "@", off], environ={}).config.wandb is None
+    wandb = load_config(TrainerConfig, ["@", base, "@", off, "--wandb.offline"], environ={}).config.wandb
+    assert wandb is not None
+    assert (wandb.project, wandb.offline) == ("p", True)
+
+
 def test_booleans_are_flags_without_a_value(tmp_path: Path) -> None:
     file = write(tmp_path / "a.toml", "[orchestrator]\nrollouts_per_example = 2\n")
     assert load_config(RLConfig, ["--clean", "@", file], environ={}).config.clean is True
@@ -250,6 +259,7 @@ def test_a_scalar_where_a_section_stands_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.toml", "optim = 3\n")
     assert refusal(TrainerConfig, "@", file) == f"optim must be a table of keys, got 3 ({file})"
     assert refusal(TrainerConfig, "--optim", "3") == "optim must be a table of keys, got 3 (flag --optim)"
+    assert refusal(SftConfig, "--data", "3") == "data must be a table of keys, got 3 (flag --data)"
 
 
 def test_all_problems_are_reported_together(tmp_path: Path) -> None:
