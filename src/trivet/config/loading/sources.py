@@ -1,4 +1,4 @@
-"""Reads the sources of values, which are files, flags and the environment, each into a layer, and merges the layers.
+"""Reads files, flags and the environment, each into a layer. pydantic-settings merges the layers.
 
 A layer is a tree of values with their origins. Reading knows the keys' types (to decode text, to find lists) but
 validates nothing: that is one step for all layers together, in config.loading.load.
@@ -9,7 +9,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from trivet.config.layout import SECRET_FILE
 from trivet.config.loading.arguments import FlagArgument
@@ -132,19 +135,29 @@ def _path_problem(path: Sequence[str]) -> str | None:
 
 def merge_layers(layers: Sequence[Tree]) -> Tree:
     """Lay each layer over those before it: tables are merged key by key, anything else is replaced."""
-    merged: Tree = {}
-    for layer in reversed(layers):  # from the top: a table that a middle layer took away counts again where the top writes it
-        merged = _lay_over(layer, merged)
-    return merged
+
+    class Layers(BaseSettings):
+        model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
+
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *_args: Any, **_sources: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return tuple(_LayerSource(settings_cls, layer) for layer in reversed(layers))
+
+    return dict(Layers().model_extra or {})
 
 
-def _lay_over(below: Tree, above: Tree) -> Tree:
-    """Return both tables as one; neither is changed."""
-    merged = dict(below)
-    for name, node in above.items():
-        lower = merged.get(name)
-        merged[name] = _lay_over(lower, node) if isinstance(lower, dict) and isinstance(node, dict) else node
-    return merged
+class _LayerSource(PydanticBaseSettingsSource):
+    def __init__(self, settings_cls: type[BaseSettings], layer: Tree) -> None:
+        super().__init__(settings_cls)
+        self._layer = layer
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self._layer.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return dict(self._layer)
 
 
 def decode(key: ConfigKey, text: str) -> object:
