@@ -16,6 +16,8 @@ from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
 from trivet.weights.manifest import read_manifest
 from trivet.wire.events import BatchFormed, Dispatch, Load, Publish, Start
+from trivet.wire.rollouts import GroupId
+from trivet.wire.versions import Step
 
 pytestmark = pytest.mark.vllm
 
@@ -92,7 +94,7 @@ def assert_evaluated(layout: RunLayout) -> None:
     assert any("val_reward/mean" in line for line in (*read_metrics(layout, "orchestrator"), *logged))
 
 
-def read_batches(layout: RunLayout, *, up_to: int, attempt: int | None = None) -> dict[int, list[int]]:
+def read_batches(layout: RunLayout, *, up_to: int, attempt: int | None = None) -> dict[Step, list[GroupId]]:
     """Groups by step, as they were formed last."""
     return {
         event.step: event.group_ids

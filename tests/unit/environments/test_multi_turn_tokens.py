@@ -223,7 +223,7 @@ def test_a_conversation_that_the_environment_rewrites_goes_on_as_a_new_sample():
 
 
 def test_each_turn_has_a_seed_of_its_own_that_depends_on_the_rollout_s():
-    def seeds(seed: int) -> list[int]:
+    def seeds(seed: int) -> list[int | None]:
         _, server = run(CASES["plain chat"], strategy="interleaved", sampling_seed=seed)
         return server.seeds
 

@@ -1,5 +1,6 @@
 import json
 import sys
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from trivet.examples import quickstart_data
 
 def pairs(count: int, **changes) -> list[tuple[str, str]]:
     arguments = {"min_length": 3, "max_length": 4, "share_reversed": 0.5, "seed": 0} | changes
-    made = list(quickstart_data.conversations(count, **arguments))
+    made: list[Any] = list(quickstart_data.conversations(count, **arguments))
     return [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in made]
 
 

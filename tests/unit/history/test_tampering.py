@@ -48,7 +48,7 @@ def check(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> str:
     return captured.out + captured.err
 
 
-def as_older_version(layout: RunLayout, change: Callable[[Lines], None]) -> None:
+def as_older_version(layout: RunLayout, change: Callable[[Lines], object]) -> None:
     """Change the history, and write it as a version did that sealed no lines and recorded no rollouts."""
     lines = [json.loads(line) for line in layout.events.read_text().splitlines()]
     lines = [line for line in lines if line["event"] != "rollouts"]
@@ -77,19 +77,19 @@ def test_the_history_of_an_older_version_is_consistent_and_says_what_was_not_exa
     assert "texts and scores in the rollouts" in out
 
 
-def drop(**wanted: object) -> Callable[[Lines], None]:
-    return lambda lines: lines.pop(last(lines, **wanted)) and None
+def drop(**wanted: object) -> Callable[[Lines], object]:
+    return lambda lines: lines.pop(last(lines, **wanted))
 
 
-def drop_first(**wanted: object) -> Callable[[Lines], None]:
-    return lambda lines: lines.pop(first(lines, **wanted)) and None
+def drop_first(**wanted: object) -> Callable[[Lines], object]:
+    return lambda lines: lines.pop(first(lines, **wanted))
 
 
-def repeat(**wanted: object) -> Callable[[Lines], None]:
+def repeat(**wanted: object) -> Callable[[Lines], object]:
     return lambda lines: lines.insert(last(lines, **wanted) + 1, dict(lines[last(lines, **wanted)]))
 
 
-def change(name: str, value: object, **wanted: object) -> Callable[[Lines], None]:
+def change(name: str, value: object, **wanted: object) -> Callable[[Lines], object]:
     return lambda lines: lines[last(lines, **wanted)].update({name: value})
 
 
@@ -162,7 +162,7 @@ def batch_relabelled(lines: Lines) -> None:
     batch["oldest_version"] = batch["newest_version"] = batch["step"] - 1
 
 
-WITHOUT_SEALS: list[tuple[str, Callable[[Lines], None], str]] = [
+WITHOUT_SEALS: list[tuple[str, Callable[[Lines], object], str]] = [
     ("a retire is missing", drop(event="retire"), "was published and not removed"),
     ("the orchestrator's start is missing", drop(event="start", role="orchestrator"), ""),
     (
@@ -201,7 +201,7 @@ def test_tampering_with_events_is_found_without_their_chain(layout, capsys, name
     assert said in out
 
 
-ONLY_BY_THE_CHAIN: list[tuple[str, Callable[[Lines], None]]] = [
+ONLY_BY_THE_CHAIN: list[tuple[str, Callable[[Lines], object]]] = [
     ("the last try of a group is missing", drop(event="dispatch")),
     ("a stop between attempts is missing", drop(event="stop")),
     ("a commit is missing", drop_first(event="commit")),

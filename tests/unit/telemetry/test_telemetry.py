@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -63,7 +64,7 @@ def test_events_of_two_roles_share_a_file(layout):
     assert found == [("trainer", Start, 2), ("orchestrator", Dispatch, 2), ("trainer", Commit, 2)]
 
 
-EVENTS: list[AnyEvent] = [
+EVENTS: Sequence[AnyEvent] = [
     Start(run_id="r", from_step=0),
     Dispatch(group_id=1, env="e", example_id=0, version=0),
     Finish(group_id=1, reward_mean=0.5, oldest_version=0, newest_version=1),

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ def layouts(examples: list[Example]) -> dict[str, list[MicroBatch]]:
     }
 
 
-def load_model(directory: Path, *, adapter: Path | None = None) -> torch.nn.Module:
+def load_model(directory: Path, *, adapter: Path | None = None) -> Any:
     """By plain transformers and PEFT, in float64; with an adapter only that is trainable."""
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
@@ -76,7 +77,7 @@ def load_model(directory: Path, *, adapter: Path | None = None) -> torch.nn.Modu
 
 def loss_and_gradients(
     model_dir: Path, examples: list[Example], config: DefaultLossConfig | None, *, adapter: Path | None = None
-) -> tuple[float, dict[str, torch.Tensor]]:
+) -> tuple[Any, dict[str, Any]]:
     """The policy loss of `config`, or the mean cross-entropy without one, and its gradients by parameter name."""
     model = load_model(model_dir, adapter=adapter)
     num_tokens = sum(sum(example.is_trained) for example in examples)

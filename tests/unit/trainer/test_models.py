@@ -174,6 +174,7 @@ def test_logits_that_are_changed_in_an_unknown_way_are_refused(world, models, mo
 
     def forward_with_scaled_logits(self, *args, **kwargs):
         outputs = forward(self, *args, **kwargs)
+        assert outputs.logits is not None
         outputs.logits = outputs.logits * 2.0
         return outputs
 
