@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from trivet.checkpoints.halves import ORCHESTRATOR
+from trivet.checkpoints.parts import ORCHESTRATOR
 from trivet.config.layout import RunLayout
 from trivet.errors import CheckpointError, MessageRefused
 from trivet.wire.codec import decode

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
-from trivet.checkpoints.halves import DONE, HALVES, ORCHESTRATOR, TRAINER, read_listing
 from trivet.checkpoints.orchestrator_part import read_owed_groups
+from trivet.checkpoints.parts import DONE, ORCHESTRATOR, PARTS, TRAINER, read_listing
 from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.durable import DECODE_ERRORS, list_files
@@ -148,15 +148,15 @@ class Files:
             )
             try:
                 record = verify_checkpoint(self.layout, step)
-                expected = HALVES if replay.groups.last_batch else (TRAINER,)
+                expected = PARTS if replay.groups.last_batch else (TRAINER,)
                 replay.ledger.require(
-                    set(record.halves) == set(expected),
+                    set(record.parts) == set(expected),
                     _COMMIT,
-                    f"checkpoint {step} has the halves {sorted(record.halves)}; it must have {sorted(expected)}",
+                    f"checkpoint {step} has the parts {sorted(record.parts)}; it must have {sorted(expected)}",
                 )
                 self._compare_record(replay, step)
                 self._refuse_added(replay, step)
-                if ORCHESTRATOR in record.halves:
+                if ORCHESTRATOR in record.parts:
                     self._compare_owed(replay, step)
             except CheckpointError as exc:
                 if self._has_commit(step):
@@ -190,7 +190,7 @@ class Files:
     def _refuse_added(self, replay: Replay, step: Step) -> None:
         directory = self.layout.checkpoint_step(step)
         listed = {COMMITTED}
-        for name in HALVES:
+        for name in PARTS:
             if (directory / name).exists():
                 listed |= {f"{name}/{file}" for file in (DONE, *read_listing(directory / name).files)}
         added = sorted(set(list_files(directory)) - listed)

@@ -1,7 +1,7 @@
 """What becomes of every group between dispatch and batch. The one owner of that state; each transition writes its event.
 
 States of a group: in flight -> ready -> in a batch, or out: filtered (finished, carries no signal), dropped (failed, stale).
-`snapshot` is part of the orchestrator's half of a checkpoint: what would otherwise be lost.
+`snapshot` goes into the orchestrator's part of a checkpoint: what would otherwise be lost.
 """
 
 import logging

@@ -1,13 +1,13 @@
-"""The orchestrator's half of a checkpoint: everything that would otherwise be lost (design invariant 3).
+"""The orchestrator's part of a checkpoint: everything that would otherwise be lost (design invariant 3).
 
 It is written before batch N is sent, as of the moment batch N was formed, so the trainer can commit step N as soon as its own
-half is on disk.
+part is on disk.
 """
 
 import msgspec
 
-from trivet.checkpoints.halves import ORCHESTRATOR, begin_half, finish_half
 from trivet.checkpoints.orchestrator_part import SCHEMA, STATE_FILE, read_state
+from trivet.checkpoints.parts import ORCHESTRATOR, begin_part, finish_part
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -29,7 +29,7 @@ class RunTotals(msgspec.Struct, kw_only=True):
     total_problems: int = 0
 
 
-class OrchestratorHalf(msgspec.Struct, kw_only=True):
+class OrchestratorPart(msgspec.Struct, kw_only=True):
     schema: int = SCHEMA
     progress: RunTotals
     sampler: SamplerState
@@ -37,29 +37,29 @@ class OrchestratorHalf(msgspec.Struct, kw_only=True):
     rollouts_per_example: int
 
 
-def write_half(layout: RunLayout, half: OrchestratorHalf, *, config: OrchestratorConfig) -> None:
-    """Returns once the half is on disk, with the configuration that made it."""
-    step = half.progress.step
+def write_part(layout: RunLayout, part: OrchestratorPart, *, config: OrchestratorConfig) -> None:
+    """Returns once the part is on disk, with the configuration that made it."""
+    step = part.progress.step
     reach("orchestrator_half.before", step=step)
-    directory = begin_half(layout, step, ORCHESTRATOR)
+    directory = begin_part(layout, step, ORCHESTRATOR)
     write_settings(directory, config)
-    (directory / STATE_FILE).write_bytes(encode(half))
+    (directory / STATE_FILE).write_bytes(encode(part))
     reach("orchestrator_half.during", step=step, path=directory)
-    finish_half(layout, step, ORCHESTRATOR)
+    finish_part(layout, step, ORCHESTRATOR)
     reach("orchestrator_half.after", step=step)
 
 
-def read_half(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorHalf:
+def read_part(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorPart:
     """
     Raises:
         CheckpointError: missing, unreadable, of another schema, or made with another group size, which the groups that wait in
             it have.
     """
-    half = read_state(layout, step, OrchestratorHalf)
-    if half.rollouts_per_example != rollouts_per_example:
+    part = read_state(layout, step, OrchestratorPart)
+    if part.rollouts_per_example != rollouts_per_example:
         raise CheckpointError(
-            f"orchestrator.rollouts_per_example was {half.rollouts_per_example} when checkpoint step_{step} was made and is "
+            f"orchestrator.rollouts_per_example was {part.rollouts_per_example} when checkpoint step_{step} was made and is "
             f"{rollouts_per_example} now; the groups that wait in it have that size: set it back, or start a new run "
             f"from {layout.weights_step(step)}"
         )
-    return half
+    return part

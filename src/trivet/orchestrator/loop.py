@@ -1,4 +1,4 @@
-"""The orchestrator's loop: fill batch n, write its checkpoint half if one is due, send it, go on to n+1.
+"""The orchestrator's loop: fill batch n, write its checkpoint part if one is due, send it, go on to n+1.
 
 Consumes finished groups from the buffer. Produces batches for the trainer. Beside it run the dispatcher (fills the buffer),
 the policy watcher (keeps the servers up to date) and what else the start gives it; all are tasks of one group, so a failure of
@@ -18,7 +18,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, write_half
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, write_part
 from trivet.orchestrator.counters import Tally
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.garbage import collect_by_the_clock, rare_collections
@@ -114,7 +114,7 @@ class Loop:
 
     async def _run_steps(self, dispatching: asyncio.Task[None]) -> None:
         step = Step(self.progress.step + 1)
-        unwritten: OrchestratorHalf | None = None  # of the last batch, when it was not due
+        unwritten: OrchestratorPart | None = None  # of the last batch, when it was not due
         self._begin(step)
         while self.config.max_steps is None or step <= self.config.max_steps:
             started = time.monotonic()
@@ -123,7 +123,7 @@ class Loop:
                 await self._send_stop(step, unwritten)
                 return
             # Until the next await this is the moment at which batch and checkpoint were formed.
-            half, is_due = self._half(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
+            part, is_due = self._part(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
             tally, self.buffer.tally = self.buffer.tally, Tally()
             values = flow_metrics(
                 tally,
@@ -142,8 +142,8 @@ class Loop:
             filled = time.monotonic()
             version = self.watcher.version
             values |= {"time/generate_completions": filled - started, "time/update_weights": self.watcher.last_load_s}
-            values |= await self._hand_over(step, groups, half, is_due=is_due)
-            unwritten = None if is_due else half
+            values |= await self._hand_over(step, groups, part, is_due=is_due)
+            unwritten = None if is_due else part
             values |= {**progress_metrics(self.progress, version=version), **self.gauges()}
             if self.evals is not None:
                 values |= self.evals.take_val_metrics()
@@ -153,32 +153,32 @@ class Loop:
             self.telemetry.write_step(step, values)
             step = Step(step + 1)
 
-    async def _hand_over(self, step: Step, groups: list[Group], half: OrchestratorHalf, *, is_due: bool) -> dict[str, float]:
-        """Pack and send batch `step`, its checkpoint half first; what is long happens in threads. Returns its metrics."""
+    async def _hand_over(self, step: Step, groups: list[Group], part: OrchestratorPart, *, is_due: bool) -> dict[str, float]:
+        """Pack and send batch `step`, its checkpoint part first; what is long happens in threads. Returns its metrics."""
         times: dict[str, float] = {}
         with timed(times, "parallel_preprocess"):
-            batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_half=is_due)
+            batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_part=is_due)
         self.progress = RunTotals(
             step=step,
             total_tokens=self.progress.total_tokens + batch.num_tokens,
             total_samples=self.progress.total_samples + batch.num_rollouts,
             total_problems=self.progress.total_problems + len(groups),
         )
-        half.progress = self.progress
+        part.progress = self.progress
         if is_due:
             with timed(times, "save_ckpt"):
-                await asyncio.to_thread(write_half, self.layout, half, config=self.config)
+                await asyncio.to_thread(write_part, self.layout, part, config=self.config)
         with timed(times, "wait_for_receipt"), process_report.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
         process_report.set_numbers(step=step)
         self.telemetry.write_event(await asyncio.to_thread(write_rollouts, self.layout, step, groups))
         return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
-    async def _send_stop(self, step: Step, half: OrchestratorHalf | None) -> None:
-        """Instead of batch `step`: the trainer commits the step before with `half`, if it is not committed, and ends."""
-        if half is not None:
-            await asyncio.to_thread(write_half, self.layout, half, config=self.config)
-        logger.info("making room after batch=%s commits=%s", step - 1, half is not None)
+    async def _send_stop(self, step: Step, part: OrchestratorPart | None) -> None:
+        """Instead of batch `step`: the trainer commits the step before with `part`, if it is not committed, and ends."""
+        if part is not None:
+            await asyncio.to_thread(write_part, self.layout, part, config=self.config)
+        logger.info("making room after batch=%s commits=%s", step - 1, part is not None)
         with process_report.waiting(f"the end of step {step - 1}", on="trainer"):
             await self.sender.send(
                 Batch(
@@ -187,7 +187,7 @@ class Loop:
                     micro_batches=[],
                     group_ids=[],
                     num_rollouts=0,
-                    has_orchestrator_half=half is not None,
+                    has_orchestrator_part=part is not None,
                 )
             )
 
@@ -233,8 +233,8 @@ class Loop:
                 groups = self.buffer.take_batch(step, num_groups=num_groups)
         return groups
 
-    def _half(self) -> OrchestratorHalf:
-        return OrchestratorHalf(
+    def _part(self) -> OrchestratorPart:
+        return OrchestratorPart(
             progress=self.progress,
             sampler=self.sampler.snapshot(),
             buffer=self.buffer.snapshot(also_in_flight=self.dispatcher.waiting_again),
@@ -242,7 +242,7 @@ class Loop:
         )
 
 
-def _make_batch(step: Step, groups: list[Group], *, seq_len: int, has_half: bool) -> Batch:
+def _make_batch(step: Step, groups: list[Group], *, seq_len: int, has_part: bool) -> Batch:
     items = [
         PackItem(sample=sample, advantage=rollout.advantage)
         for group in groups
@@ -255,5 +255,5 @@ def _make_batch(step: Step, groups: list[Group], *, seq_len: int, has_half: bool
         micro_batches=pack(items, seq_len=seq_len),
         group_ids=[group.group_id for group in groups],
         num_rollouts=sum(len(group.rollouts) for group in groups),
-        has_orchestrator_half=has_half,
+        has_orchestrator_part=has_part,
     )

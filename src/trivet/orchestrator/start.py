@@ -22,7 +22,7 @@ from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
-from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, read_half
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
@@ -57,7 +57,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     """
     layout = RunLayout(config.output_dir)
     _require_examples(config, pool)
-    half = _starting_point(config, layout)
+    part = _starting_point(config, layout)
     telemetry = Telemetry(
         "orchestrator",
         layout=layout,
@@ -67,12 +67,12 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         heartbeat=config.heartbeat,
         detectors=config.detectors,
         shown_samples=config.shown_samples,
-        resume_step=half.progress.step,
+        resume_step=part.progress.step,
     )
-    telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
-    discard_rollouts_after(layout, half.progress.step)
-    if half.progress.step:
-        discard_evals_after(layout, PolicyVersion(half.progress.step))
+    telemetry.write_event(Start(run_id=config.run.id, from_step=part.progress.step))
+    discard_rollouts_after(layout, part.progress.step)
+    if part.progress.step:
+        discard_evals_after(layout, PolicyVersion(part.progress.step))
     pool.report_to(telemetry.write_event)
     process_report.set_worker_source(pool.status)
     reason = "failed"
@@ -80,7 +80,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     process_report.begin_waiting("servers that answer", on="inference")
     try:
         async with _servers(config, telemetry) as servers, open_teacher(config) as teacher, _sender(config) as sender:
-            loop = _make_loop(config, layout, half, pool, servers, sender, telemetry, teacher)
+            loop = _make_loop(config, layout, part, pool, servers, sender, telemetry, teacher)
             _report_numbers(loop)
             process_report.begin_waiting("a policy to start from", on="trainer")
             await _bring_policy(loop, config)
@@ -95,7 +95,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         reason = "interrupted"
         raise
     finally:
-        telemetry.write_event(Stop(step=loop.progress.step if loop else half.progress.step, reason=reason))
+        telemetry.write_event(Stop(step=loop.progress.step if loop else part.progress.step, reason=reason))
         telemetry.close()
 
 
@@ -139,26 +139,26 @@ def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None
         logger.info("environment loaded env=%s examples=%s", name, info.num_examples)
 
 
-def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> OrchestratorHalf:
+def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> OrchestratorPart:
     if config.ckpt.resume_step is None:
-        return OrchestratorHalf(
+        return OrchestratorPart(
             progress=RunTotals(),
             sampler=SamplerState(),
             buffer=BufferState(),
             rollouts_per_example=config.rollouts_per_example,
         )
     step = resolve_resume_step(layout, config.ckpt.resume_step)
-    half = read_half(layout, step, rollouts_per_example=config.rollouts_per_example)
+    part = read_part(layout, step, rollouts_per_example=config.rollouts_per_example)
     if config.max_steps is not None and config.max_steps <= step:
         raise ConfigError(
             f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
         )
     if config.ckpt.skip_progress:
-        half.progress = RunTotals(step=step)
+        part.progress = RunTotals(step=step)
     logger.info(
-        "resumed step=%s ready_groups=%s groups_dispatched_again=%s", step, len(half.buffer.ready), len(half.buffer.in_flight)
+        "resumed step=%s ready_groups=%s groups_dispatched_again=%s", step, len(part.buffer.ready), len(part.buffer.in_flight)
     )
-    return half
+    return part
 
 
 @asynccontextmanager
@@ -249,7 +249,7 @@ def is_trained(batch: Batch, layout: RunLayout) -> bool:
 def _make_loop(
     config: OrchestratorConfig,
     layout: RunLayout,
-    half: OrchestratorHalf,
+    part: OrchestratorPart,
     pool: EnvironmentPool,
     servers: ServerPool,
     sender: BatchSender,
@@ -258,8 +258,8 @@ def _make_loop(
 ) -> Loop:
     changed = Waker()
     examples = {env.label: pool.infos[env.label].example_hashes for env in config.env}
-    sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=half.sampler)
-    waiting, left_out = half.buffer, dict[GroupId, str]()
+    sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=part.sampler)
+    waiting, left_out = part.buffer, dict[GroupId, str]()
     if config.ckpt.skip_buffer:
         left_out = dict.fromkeys([*(group.group_id for group in waiting.ready), *waiting.in_flight_ids], "ckpt.skip_buffer")
         waiting = BufferState()
@@ -306,13 +306,13 @@ def _make_loop(
         timeout_s=config.rollout_transport.timeout_s,
         on_load=on_load,
     )
-    evals = _make_evals(config, layout, half, pool, servers, watcher, telemetry)
+    evals = _make_evals(config, layout, part, pool, servers, watcher, telemetry)
     lag = LoopLag()
     load_watcher = LoadWatcher(config.concurrency, servers=servers, dispatcher=dispatcher)
     return Loop(
         config=config,
         layout=layout,
-        progress=half.progress,
+        progress=part.progress,
         sampler=sampler,
         buffer=buffer,
         dispatcher=dispatcher,
@@ -334,7 +334,7 @@ def _make_loop(
 def _make_evals(
     config: OrchestratorConfig,
     layout: RunLayout,
-    half: OrchestratorHalf,
+    part: OrchestratorPart,
     pool: EnvironmentPool,
     servers: ServerPool,
     watcher: PolicyWatcher,
@@ -343,7 +343,7 @@ def _make_evals(
     if config.eval is None and config.val is None:
         return None
     return OnlineEval(
-        make_series(config, pool, layout=layout, resumed_from=PolicyVersion(half.progress.step)),
+        make_series(config, pool, layout=layout, resumed_from=PolicyVersion(part.progress.step)),
         policy=watcher,
         digest=lambda: watcher.digest,
         run_group=pool.run_group,

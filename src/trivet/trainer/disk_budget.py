@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def measure_sizes(model: PolicyModel, config: TrainingConfig) -> Sizes:
-    """Over all ranks. A half holds the trained parameters and the optimizer's state."""
+    """Over all ranks. A part holds the trained parameters and the optimizer's state."""
     parameters = model.trained_parameters
     held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     served_dtype: torch.dtype = torch_dtype(config.model.compute_dtype)

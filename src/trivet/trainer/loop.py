@@ -1,4 +1,4 @@
-"""The trainer's loop: receive batch n, take step n, publish policy n, commit the checkpoint of n if it has its other half.
+"""The trainer's loop: receive batch n, take step n, publish policy n, commit the checkpoint of n if it has its other part.
 
 Consumes batches from the orchestrator. Produces weights/step_n, checkpoints/step_n, metrics and events.
 Waits for: the batch (rank 0, deadline rollout_transport.timeout_s), the other ranks (dist_timeout_seconds), the files of policy
@@ -9,7 +9,7 @@ Unblocked by: the orchestrator, which acts on each published policy.
 import logging
 from collections.abc import Callable, Sequence
 
-from trivet.checkpoints.halves import HALVES, TRAINER
+from trivet.checkpoints.parts import PARTS, TRAINER
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, WeightsError
 from trivet.faults import reach
@@ -37,7 +37,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
 
     Args:
         make_receiver: called on rank 0, with the step that the run starts from, once what an earlier attempt left is cleared
-            away: only then may the orchestrator be answered, because it writes halves of checkpoints after the first answer.
+            away: only then may the orchestrator be answered, because it writes parts of checkpoints after the first answer.
     """
     loss = make_policy_loss(config.loss)
     interval = config.loss.reference_update_interval if config.loss.beta else None
@@ -165,8 +165,8 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
             session.telemetry.write_event(Train(step=step, group_ids=batch.group_ids))
         session.publish(step)
         _update_reference(session, config, step)
-        if halves := _halves_due(config, batch):
-            session.save(step, halves=halves)
+        if parts := _parts_due(config, batch):
+            session.save(step, parts=parts)
         session.settle()
     process_report.set_numbers(step=step)
     session.report(step, result, batch.micro_batches)
@@ -183,17 +183,17 @@ def _update_reference(session: Session, config: TrainerConfig, step: Step) -> No
 def _make_room(session: Session, batch: Batch) -> None:
     """Commit the last step, unless it is committed already, and record why the run ends here."""
     last = Step(batch.step - 1)
-    logger.info("asked to make room after step=%s commits=%s", last, batch.has_orchestrator_half)
+    logger.info("asked to make room after step=%s commits=%s", last, batch.has_orchestrator_part)
     process_report.begin(f"committing step {last}")
-    if batch.has_orchestrator_half:
-        session.save(last, halves=HALVES)
+    if batch.has_orchestrator_part:
+        session.save(last, parts=PARTS)
     session.ending = "preempted"
 
 
-def _halves_due(config: TrainerConfig, batch: Batch) -> Sequence[str]:
+def _parts_due(config: TrainerConfig, batch: Batch) -> Sequence[str]:
     """What the checkpoint of `batch` consists of, nothing when none is due: the orchestrator decides, in a replay the key."""
     if config.data.replay is None and config.data.fake is None:
-        return HALVES if batch.has_orchestrator_half else ()
+        return PARTS if batch.has_orchestrator_part else ()
     return (TRAINER,) if config.ckpt.is_due(batch.step, max_steps=config.max_steps) else ()
 
 

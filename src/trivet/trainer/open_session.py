@@ -10,15 +10,15 @@ from typing import Literal
 import torch
 
 from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
-from trivet.checkpoints.halves import TRAINER
+from trivet.checkpoints.parts import TRAINER
 from trivet.checkpoints.resume import choose_start
 from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainingConfig
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.background import Background
-from trivet.trainer.checkpoint.part_writer import HalfWriter
-from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_half
+from trivet.trainer.checkpoint.part_writer import PartWriter
+from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_part
 from trivet.trainer.disk_budget import measure_sizes, require_budget
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.performance import model_cost
@@ -96,7 +96,7 @@ def open_session(
     telemetry = None
     if world.is_main:
         discard_checkpoints_after(layout, from_step)
-        discard_staging(layout)  # the other half is not begun before this process answers
+        discard_staging(layout)  # the other part is not begun before this process answers
         discard_policies_after(layout, PolicyVersion(from_step))
         require_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
         telemetry = Telemetry(
@@ -130,7 +130,7 @@ def open_session(
         keep_recent=keep_recent,
         reference_interval=reference_interval,
         publisher=Background("publisher", is_async=config.ckpt.async_write),
-        writer=HalfWriter(
+        writer=PartWriter(
             world, is_async=config.ckpt.async_write, timeout_s=max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
         ),
         sizes=sizes,
@@ -170,7 +170,7 @@ def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: S
     if learner.world.is_main:
         verify_checkpoint(layout, step)
     barrier(learner.world)
-    saved = load_half(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
+    saved = load_part(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
     if config.model.optim_cpu_offload:
         return_state(learner.optimizer)
     progress = begin_anew(saved, config.ckpt)

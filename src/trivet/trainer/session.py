@@ -13,7 +13,7 @@ import torch
 
 from trivet.checkpoints.budget import Sizes
 from trivet.checkpoints.commit import commit, committed_steps
-from trivet.checkpoints.halves import TRAINER, begin_half, finish_half, staging_directory
+from trivet.checkpoints.parts import TRAINER, begin_part, finish_part, staging_directory
 from trivet.checkpoints.retention import removable_steps, remove_checkpoint
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
@@ -27,7 +27,7 @@ from trivet.telemetry.stats import summarize
 from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed
 from trivet.trainer.background import Background
-from trivet.trainer.checkpoint.part_writer import HalfWriter
+from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.state import TrainerProgress, state_of
 from trivet.trainer.measurement.performance import ModelCost, speed_metrics
 from trivet.trainer.measurement.profiling import Profiler
@@ -63,7 +63,7 @@ class Session:
     reference_interval: int | None
     """Steps after which the reference policy is renewed; None: it is not a published one."""
     publisher: Background
-    writer: HalfWriter
+    writer: PartWriter
     sizes: Sizes
     profiler: Profiler
     ending: str = "done"
@@ -116,8 +116,8 @@ class Session:
         assert self.telemetry is not None
         self.telemetry.write_event(Publish(version=manifest.version, digest=manifest.digest))
 
-    def save(self, step: Step, *, halves: Sequence[str]) -> None:
-        """Write the trainer's half of checkpoint `step` and commit it together with the other `halves`. Collective.
+    def save(self, step: Step, *, parts: Sequence[str]) -> None:
+        """Write the trainer's part of checkpoint `step` and commit it together with the other `parts`. Collective.
 
         Returns at once, unless ckpt.async_write is off; the commit follows while the next step runs.
 
@@ -130,8 +130,8 @@ class Session:
                 self.writer.work.wait()
             reach("trainer_half.before", step=step)
             if self.world.is_main:
-                require_room(self.layout.checkpoints, self.sizes.checkpoint, what=f"the trainer's half of checkpoint {step}")
-                write_settings(begin_half(self.layout, step, TRAINER), self.config)
+                require_room(self.layout.checkpoints, self.sizes.checkpoint, what=f"the trainer's part of checkpoint {step}")
+                write_settings(begin_part(self.layout, step, TRAINER), self.config)
             barrier(self.world)
             self.being_written = step
             policy = self.publisher.running
@@ -139,7 +139,7 @@ class Session:
                 self.writer.start(
                     staging_directory(self.layout, step) / TRAINER,
                     state_of(self.learner, self.progress),
-                    then=lambda known: self._commit(step, halves, known, policy),
+                    then=lambda known: self._commit(step, parts, known, policy),
                 )
             reach("trainer_half.during", step=step)
 
@@ -190,7 +190,7 @@ class Session:
         with self.timed("wait_for_ckpt"):
             self.writer.release()
 
-    def _commit(self, step: Step, halves: Sequence[str], known: Mapping[str, FileRecord], policy: Future[None] | None) -> None:
+    def _commit(self, step: Step, parts: Sequence[str], known: Mapping[str, FileRecord], policy: Future[None] | None) -> None:
         """Runs on the writer's thread once every rank's shards are written.
 
         Args:
@@ -201,10 +201,10 @@ class Session:
             return
         if policy is not None:
             policy.result()
-        finish_half(self.layout, step, TRAINER, known=known)
+        finish_part(self.layout, step, TRAINER, known=known)
         reach("trainer_half.after", step=step)
         self.telemetry.sync_events()
-        record = commit(self.layout, step, halves=halves, run_id=self.config.run.id)
+        record = commit(self.layout, step, parts=parts, run_id=self.config.run.id)
         self.telemetry.write_event(Commit(step=step, digest=record.digest))
         logger.info("checkpoint committed step=%s", step)
         # Here rather than between two steps: the content of large files goes away slowly.

@@ -104,8 +104,8 @@ class ReplayReceiver:
     def receive(self, step: Step) -> Batch:
         if step == self._from_step:
             return Batch(step=step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
-        # The recorded run's orchestrator wrote its half of that run's checkpoint, not of this one's.
-        return msgspec.structs.replace(read_recorded(self._layout, step), has_orchestrator_half=False)
+        # The recorded run's orchestrator wrote its part of that run's checkpoint, not of this one's.
+        return msgspec.structs.replace(read_recorded(self._layout, step), has_orchestrator_part=False)
 
     def close(self) -> None:
         pass

@@ -1,7 +1,7 @@
-"""Writes the trainer's half of a checkpoint while the next step computes, and then runs what makes it count.
+"""Writes the trainer's part of a checkpoint while the next step computes, and then runs what makes it count.
 
 consumes: the learner's state of one step; in host memory it is read from where it lies until `release`
-produces: the half's files, then whatever `then` does (on the main rank: mark, commit)
+produces: the part's files, then whatever `then` does (on the main rank: mark, commit)
 waits for: the write before it, in `start` and `work.wait`; its thread waits for the other ranks' threads
 unblocked by: the disk; the ranks' group gives up after `timeout_s`
 """
@@ -23,10 +23,10 @@ Then = Callable[[Mapping[str, FileRecord]], None]
 """Receives the records of every rank's shards on the main rank, nothing on the others."""
 
 
-class HalfWriter:
-    """At most one half is being written.
+class PartWriter:
+    """At most one part is being written.
 
-    >>> writer = HalfWriter(world, is_async=True, timeout_s=1800)
+    >>> writer = PartWriter(world, is_async=True, timeout_s=1800)
     >>> writer.start(directory, state_of(learner, progress), then=commit_it)
     >>> writer.release()  # before the learner changes
     >>> writer.work.wait()

@@ -1,4 +1,4 @@
-"""The trainer's half of a checkpoint: model, optimizer, random state and progress, in shards that fit any number of ranks.
+"""The trainer's part of a checkpoint: model, optimizer, random state and progress, in shards that fit any number of ranks.
 
 Of the model it holds what is trained: beside an adapter the frozen weights are those of model.name.
 
@@ -54,7 +54,7 @@ class TrainerProgress(msgspec.Struct, kw_only=True):
 
 
 def state_of(learner: Learner, progress: TrainerProgress) -> State:
-    """What makes the half of this moment. Tensors are the learner's own, not copies. Collective."""
+    """What makes the part of this moment. Tensors are the learner's own, not copies. Collective."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
     return {"model": _own(learner.model, model), "optimizer": optimizer} | _state_beside(progress)
 
@@ -95,7 +95,7 @@ def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold
     return writer.records
 
 
-def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> TrainerProgress:
+def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> TrainerProgress:
     """Collective: bring model, optimizer and random state to where `directory` was written.
 
     Args:

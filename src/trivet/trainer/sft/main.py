@@ -7,7 +7,7 @@ the other ranks.
 import logging
 import sys
 
-from trivet.checkpoints.halves import TRAINER
+from trivet.checkpoints.parts import TRAINER
 from trivet.config.command import run_command
 from trivet.config.sections.sft import SftConfig
 from trivet.faults import arm, reach
@@ -90,7 +90,7 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
             session.telemetry.write_event(Train(step=step, group_ids=[]))
         if config.ckpt.is_due(step, max_steps=config.max_steps):
             session.publish(step)
-            session.save(step, halves=(TRAINER,))
+            session.save(step, parts=(TRAINER,))
         session.settle()
     extra = {
         "data/epoch": batches.epoch(data_step),
