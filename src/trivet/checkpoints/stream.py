@@ -40,7 +40,8 @@ class FileStream:
     """
 
     def __init__(self, path: Path) -> None:
-        """
+        """Create the file.
+
         Args:
             path: does not exist yet.
 
@@ -78,7 +79,7 @@ class FileStream:
 
     @property
     def position(self) -> int:
-        """Where the next byte goes, or the zeros before it."""
+        """Offset of the next byte, or of the zeros before it."""
         return self._num_whole + self._end - self._begin
 
     def write(self, data: bytes | memoryview, *, before: bytes = b"", after: bytes = b"") -> int:
@@ -113,7 +114,7 @@ class FileStream:
         return start
 
     def flush(self) -> None:
-        """Returns once nobody's memory is needed any more.
+        """Return once nobody's memory is needed any more.
 
         Raises:
             OSError: the disk refused.
@@ -130,7 +131,7 @@ class FileStream:
         self._buffer[:num_left] = left
 
     def finish(self) -> FileRecord:
-        """Returns once everything is on disk."""
+        """Write the rest, and return once everything is on disk."""
         self.flush()
         num_bytes, num_left = self.position, self._end
         self._hash.update(self._buffer[:num_left])
@@ -150,7 +151,7 @@ class FileStream:
             self._end, taken = self._end + num_bytes, taken + num_bytes
 
     def _end_part(self) -> None:
-        """What is in the buffer, a multiple of the alignment, is a part."""
+        """Make a part of what is in the buffer, which is a multiple of the alignment."""
         self._add_part(self._buffer[self._begin : self._end])
         self._begin = self._end
 
@@ -182,7 +183,7 @@ class FileStream:
 
 
 def _first_of(parts: Iterable[memoryview]) -> list[memoryview]:
-    """As much of the beginning as one write takes."""
+    """Return as much of the beginning as one write takes."""
     taken: list[memoryview] = []
     room = _WRITE_BYTES
     for part in parts:

@@ -28,6 +28,8 @@ _NEVER_EXAMINED = "what lies in logs/, metrics/, evals/ and configs/ beyond the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
+    """The findings of one check, and the numbers of the run."""
+
     run_id: str
     num_events: int
     num_checks: int
@@ -55,7 +57,8 @@ class CheckReport:
 
 
 def check_run(layout: RunLayout) -> CheckReport:
-    """
+    """Compare everything that a run left behind with its history.
+
     Raises:
         ConfigError: no run wrote there; or the file that `TRIVET_SECRET_FILE` names holds no secret.
         HistoryError: a line is no event.
@@ -117,7 +120,7 @@ def _inherited(files: Files, first_step: int) -> OwedGroups | None:
 
 
 def _max_off_policy_steps(files: Files) -> int:
-    """As the run's last attempt had it; a run without an orchestrator has no use for it."""
+    """Return the limit that the run's last attempt had; a run without an orchestrator does not use it."""
     value = files.config(ORCHESTRATOR).get("max_off_policy_steps")
     return value if isinstance(value, int) else OrchestratorConfig.model_fields["max_off_policy_steps"].default
 

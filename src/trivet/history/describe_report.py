@@ -1,4 +1,4 @@
-"""A report in words, for the terminal."""
+"""Describes a report of the checker in text, for the terminal."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ _MAX_BREACHES = 10
 
 
 def describe_report(report: CheckReport, *, events: Path) -> str:
+    """Return the lines that `trivet check` prints; `events` is read for the lines that break an invariant."""
     return "\n".join(_lines(report, events))
 
 

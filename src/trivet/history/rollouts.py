@@ -39,7 +39,8 @@ def compare_step(
     written: RolloutsWritten | None,
     group_size: int | None,
 ) -> None:
-    """
+    """Compare the files in rollouts/step_N/ with the groups of batch N.
+
     Args:
         groups: of batch `step`, as they were when it was formed.
         written: the orchestrator's word about the files; None in histories of older versions.

@@ -1,4 +1,4 @@
-"""A warning that strangers can cause as often as they like, in at most one line a minute."""
+"""Logs a warning that strangers can cause as often as they like, in at most one line a minute."""
 
 import logging
 import time

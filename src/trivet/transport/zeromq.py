@@ -1,4 +1,4 @@
-"""Batches over ZeroMQ: the trainer's rank 0 binds, the orchestrator connects. Either may start first, or start again.
+"""Sends batches over ZeroMQ: the trainer's rank 0 binds, the orchestrator connects. Either may start first, or start again.
 
 ZeroMQ drops messages when a peer goes away, read by it or not, so nothing here relies on it: what counts is the trainer's
 acknowledgement. The last one may go with the trainer, which ends by itself; then another sign that it had the batch counts.
@@ -97,7 +97,7 @@ class _Handshakes:
 
 
 def derive_keys(secret: RunSecret) -> tuple[bytes, bytes]:
-    """The public and the private key of the trainer's end."""
+    """Return the public and the private key of the trainer's end."""
     private = z85.encode(secret.derive("transport/trainer"))
     return zmq.curve_public(private), private
 
@@ -129,7 +129,8 @@ class ZmqSender:
         attempt: int = 1,
         has_arrived: Callable[[Batch], bool] = lambda batch: False,
     ) -> None:
-        """
+        """Connect, without waiting for the trainer.
+
         Args:
             has_arrived: asked before a batch is sent again: whether something else shows that the trainer has it.
         """
@@ -151,6 +152,7 @@ class ZmqSender:
         self._socket.connect(_address(config))
 
     async def send(self, batch: Batch) -> None:
+        """Send `batch` until the trainer acknowledges it, as `BatchSender.send`."""
         message = make_message(batch, key=self._key, max_message_mib=self._config.max_message_mib)
         deadline = time.monotonic() + self._config.timeout_s
         num_sent = 0
@@ -173,9 +175,11 @@ class ZmqSender:
         raise no_acknowledgement(batch.step, config=self._config, met=self._find_stranger() or "")
 
     async def say_alive(self) -> None:
+        """Tell a trainer that waits that the orchestrator is well, as `BatchSender.say_alive`."""
         await self._say()
 
     async def aclose(self) -> None:
+        """Close the socket, after at most a second for the last message to leave."""
         self._handshakes.close()
         self._socket.close(_LAST_WORDS_MS)
         self._context.term()
@@ -225,7 +229,8 @@ class ZmqReceiver:
         attempt: int = 1,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """
+        """Listen, and answer in a thread from now on.
+
         Args:
             on_wait: called now and then while `receive` waits, by the thread that called it.
         """
@@ -256,9 +261,11 @@ class ZmqReceiver:
         self._thread.start()
 
     def receive(self, step: Step) -> Batch:
+        """Wait for the batch of `step`, as `BatchReceiver.receive`."""
         return self._inbox.take(step)
 
     def close(self) -> None:
+        """End the thread and free the port, once the last answer was read or after a few seconds."""
         self._inbox.wait_until_read(_LAST_ANSWER_S)
         self._is_closing.set()
         self._thread.join()
@@ -267,7 +274,7 @@ class ZmqReceiver:
         self._inbox.fail("the receiver was closed")
 
     def _answer(self) -> None:
-        """Runs in the thread, the only one that touches the socket until it has ended."""
+        """Run in the thread, the only one that touches the socket until it has ended."""
         try:
             while not self._is_closing.is_set():
                 if self._socket.poll(_CLOSE_POLL_MS):

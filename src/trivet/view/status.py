@@ -1,4 +1,4 @@
-"""What a run's status says, read from its files and put into words. Used by the tools that look at a run; changes nothing."""
+"""Reads a run's status from its files and describes it in sentences. Used by the tools that look at a run; changes nothing."""
 
 import os
 import time
@@ -23,7 +23,7 @@ _STUCK_WORKER_S = 30.0
 
 
 def read_status(layout: RunLayout) -> RunStatus:
-    """What the launcher wrote; of roles that were started by hand, their own reports.
+    """Return the launcher's status; for roles that were started by hand, one made of their reports.
 
     Raises:
         ConfigError: the directory holds no run, or its status cannot be read.
@@ -62,7 +62,7 @@ def read_status(layout: RunLayout) -> RunStatus:
 
 
 def read_reports(layout: RunLayout) -> list[ProcessReport]:
-    """Of every process that has reported in this directory.
+    """Return the report of every process that has reported in this directory.
 
     Raises:
         ConfigError: a report cannot be read.
@@ -139,7 +139,7 @@ def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) ->
 
 
 def is_over(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> bool:
-    """Nothing more is to be expected of it."""
+    """Return whether nothing more is to be expected of the run."""
     return status.exit_code is not None or (now - status.time > _OLD_S and not (status.pid and is_alive(status.pid)))
 
 
@@ -191,7 +191,7 @@ def _clock(unix_s: float) -> str:
 
 
 def process_exists(pid: int) -> bool:
-    """Whether a process of this machine has this id."""
+    """Return whether a process of this machine has this id."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # no process id is that large

@@ -25,6 +25,8 @@ from trivet.wire.versions import PolicyVersion, Step
 
 
 class Event(msgspec.Struct, kw_only=True, tag_field="event", tag=str.lower):
+    """The fields of every event."""
+
     time: float = 0.0
     """Unix seconds; set by the writer, like role and attempt."""
     role: str = ""
@@ -32,12 +34,16 @@ class Event(msgspec.Struct, kw_only=True, tag_field="event", tag=str.lower):
 
 
 class Start(Event):
+    """A role began an attempt."""
+
     run_id: str
     from_step: Step
     """0 for a fresh run; N when resumed from the checkpoint of step N."""
 
 
 class Dispatch(Event):
+    """A group was sent to a server, for the first time or again."""
+
     group_id: GroupId
     env: str
     example_id: int
@@ -48,6 +54,8 @@ class Dispatch(Event):
 
 
 class Finish(Event):
+    """All rollouts of a group are scored."""
+
     group_id: GroupId
     reward_mean: float
     oldest_version: PolicyVersion
@@ -55,18 +63,24 @@ class Finish(Event):
 
 
 class Filter(Event):
+    """A finished group was discarded: it carries no signal."""
+
     group_id: GroupId
     reason: str
     """A `algorithms.filters.FilterReason`."""
 
 
 class Drop(Event):
+    """A group was discarded: it failed, or became stale."""
+
     group_id: GroupId
     reason: str
     """`stale`, or `failed: …`."""
 
 
 class BatchFormed(Event, tag="batch"):
+    """The groups of a batch were chosen."""
+
     step: Step
     group_ids: list[GroupId]
     oldest_version: PolicyVersion
@@ -83,23 +97,29 @@ class RolloutsWritten(Event, tag="rollouts"):
 
 
 class Train(Event):
+    """The trainer finished an optimizer step."""
+
     step: Step
     group_ids: list[GroupId]
 
 
 class Publish(Event):
+    """A policy is about to become readable."""
+
     version: PolicyVersion
     digest: str
 
 
 class Load(Event):
+    """A server serves a policy."""
+
     version: PolicyVersion
     digest: str
     server: str
 
 
 class ServerDown(Event):
-    """A server is set aside: it failed, reported another policy, or left the list."""
+    """A server was marked unhealthy: it failed, reported another policy, or left the list."""
 
     server: str
     reason: str
@@ -114,6 +134,8 @@ class ServerUp(Event):
 
 
 class Retire(Event):
+    """A published policy was removed."""
+
     version: PolicyVersion
 
 
@@ -130,12 +152,16 @@ class Evaluate(Event):
 
 
 class Commit(Event):
+    """A checkpoint became valid."""
+
     step: Step
     digest: str = ""
     """`CommitRecord.digest`, which stands for every byte of the checkpoint; empty in histories of older versions."""
 
 
 class Stop(Event):
+    """A role ended in order."""
+
     step: Step
     reason: str
     """`done`, `failed`, `interrupted`, or `preempted`: it committed and made room, because it was asked to."""

@@ -22,7 +22,7 @@ MAX_UNPACKED_BYTES = 1 << 30
 
 
 class SampleTokens(msgspec.Struct, kw_only=True, array_like=True):
-    """Kept as four byte strings, each in the order of the tokens."""
+    """One sample as four byte strings, each in the order of the tokens."""
 
     token_ids: bytes
     """int32 [T], little-endian."""
@@ -35,7 +35,7 @@ class SampleTokens(msgspec.Struct, kw_only=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, kw_only=True):
-    """What `SampleTokens` says, as arrays."""
+    """The arrays that a `SampleTokens` holds."""
 
     token_ids_T: np.ndarray
     is_sampled_T: np.ndarray
@@ -44,14 +44,14 @@ class Tokens(msgspec.Struct, kw_only=True):
 
 
 def pack_tokens(rollouts: Iterable[Rollout]) -> bytes:
-    """The content of the file."""
+    """Return the content of the file."""
     return zlib.compress(
         msgspec.msgpack.encode([[_pack(sample) for sample in rollout.samples] for rollout in rollouts]), _LEVEL
     )
 
 
 def unpack_tokens(data: bytes) -> list[list[Tokens]]:
-    """The samples of each rollout.
+    """Return the samples of each rollout.
 
     Raises:
         MessageRefused: `data` is not what `pack_tokens` wrote.

@@ -1,4 +1,4 @@
-"""What an environment run yields: samples, the rollout around them, and the group of rollouts of one example.
+"""Defines what an environment produces: samples, the rollout around them, and the group of rollouts of one example.
 
 They cross from environment workers to the orchestrator and into its checkpoint. Legend: T tokens of one sample.
 None of them is ever part of a cycle, so the garbage collector need not look at the thousands that are in flight (gc=False).
@@ -34,10 +34,12 @@ class Sample(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the sample, prompt included."""
         return len(self.token_ids_T)
 
     @property
     def num_loss_tokens(self) -> int:
+        """Tokens to train on."""
         return int(np.count_nonzero(self.loss_mask_T))
 
 
@@ -88,14 +90,16 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def oldest_version(self) -> PolicyVersion:
+        """The oldest policy of its sampled tokens; raises ValueError when nothing was sampled."""
         return min(oldest_version(versions) for versions in self._versions())
 
     @property
     def newest_version(self) -> PolicyVersion:
+        """The newest policy of its sampled tokens; raises ValueError when nothing was sampled."""
         return max(newest_version(versions) for versions in self._versions())
 
     def _versions(self) -> list[list[VersionRun]]:
-        """Of the samples that have a sampled token."""
+        """Return the encodings of the samples that have a sampled token."""
         return [sample.versions for rollout in self.rollouts for sample in rollout.samples if sample.versions]
 
     @property

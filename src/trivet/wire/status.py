@@ -1,4 +1,4 @@
-"""What a run says about itself while it runs: the reports of its processes, and status.json, which the launcher makes of them.
+"""Defines what a run says about itself while it runs: its processes' reports, and the status.json that the launcher makes of them.
 
 Times are Unix seconds. They are for words alone: who is stuck is judged by whether a report changes, not by its clock.
 """
@@ -31,7 +31,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process says about itself, about once a second."""
+    """One process's report about itself, written about once a second."""
 
     role: str
     rank: int = 0
@@ -56,6 +56,8 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleState(StrEnum):
+    """States where a role is in its life."""
+
     RUNNING = "running"
     STOPPING = "stopping"
     BACKING_OFF = "backing off"
@@ -64,6 +66,8 @@ class RoleState(StrEnum):
 
 
 class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A role as its launcher sees it."""
+
     name: str
     state: RoleState
     pid: int
@@ -76,6 +80,8 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestartRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One restart of roles by the launcher."""
+
     time: float
     roles: list[str]
     cause: str
@@ -89,6 +95,8 @@ class RestartRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunState(StrEnum):
+    """States how the run goes, or how it ended."""
+
     RUNNING = "running"
     PREEMPTED = "preempted"
     """SIGTERM came: the roles commit and stop."""

@@ -1,4 +1,4 @@
-"""What travels between a pool of environment workers and one worker: orders to it, answers and pulses from it."""
+"""Defines the messages between a pool of environment workers and one worker: orders to it, answers and pulses from it."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ PULSE_INTERVAL_S = 1.0
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the host of one environment needs to know."""
+    """Configures the host of one environment."""
 
     env_id: str
     name: str
@@ -40,46 +40,62 @@ class LoadEnvironment(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunGroupOrder(msgspec.Struct, frozen=True, tag=True):
+    """Order to run a group."""
+
     call_id: int
     """Handed out by the pool; names the answer."""
     request: GroupRequest
 
 
 class AskPrompt(msgspec.Struct, frozen=True, tag=True):
+    """Order to return an example's prompt."""
+
     call_id: int
     split: Split
     example_id: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """The answer is not wanted any more."""
+    """Order to stop a call: its answer is not wanted any more."""
 
     call_id: int
 
 
 class WorkerOrder(msgspec.Struct, frozen=True):
+    """Envelope of an order."""
+
     body: LoadEnvironment | RunGroupOrder | AskPrompt | Cancel
 
 
 class EnvironmentLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `LoadEnvironment`."""
+
     info: EnvironmentInfo
 
 
 class EnvironmentLoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `LoadEnvironment` that ends the worker."""
+
     message: str
 
 
 class GroupDone(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `RunGroupOrder`."""
+
     call_id: int
     rollouts: list[Rollout]
 
 
 class PromptFound(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `AskPrompt`."""
+
     call_id: int
     messages: list[dict[str, Any]]
 
 
 class CallFailed(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a call that raised."""
+
     call_id: int
     kind: str
     """Name of the error's type."""
@@ -87,6 +103,8 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True):
+    """Envelope of an answer."""
+
     body: EnvironmentLoaded | EnvironmentLoadFailed | GroupDone | PromptFound | CallFailed
 
 
