@@ -33,7 +33,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     """The files of one part."""
 
     files: dict[str, FileRecord]
-    """By path relative to the part."""
+    """Records by path relative to the part."""
     digest: str
     """SHA-256 over the sorted names, sizes and digests of the files."""
 

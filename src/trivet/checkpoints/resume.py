@@ -21,14 +21,17 @@ class Resumable(Protocol):
     @property
     def output_dir(self) -> Path:
         """The run's directory."""
+        ...
 
     @property
     def max_steps(self) -> int | None:
         """The last step of the run; None: it has no end."""
+        ...
 
     @property
     def ckpt(self) -> CkptConfig:
         """Settings that say whether, and where from, the role resumes."""
+        ...
 
 
 def require_resumable(config: Resumable) -> None:

@@ -78,7 +78,7 @@ EVERY_KEY = "*"
 """In ckpt.allow_changes; what a fork's roles are started with."""
 
 Values = Mapping[str, Any]
-"""By dotted key."""
+"""Values by dotted key."""
 
 
 def write_settings(part: Path, config: Section) -> None:

@@ -20,14 +20,15 @@ import xxhash
 from trivet.durable import FileRecord
 
 _ALIGNMENT = 4096
-"""Of offsets and of addresses that go to the disk directly; no disk asks for more."""
+"""Alignment of offsets and addresses of direct writes, in bytes; no disk asks for more."""
 _BUFFER_BYTES = 1 << 20
+"""Memory for data that is copied; it is written when it is full."""
 _DIRECT_BYTES = 64 << 10
-"""What is shorter is copied: it costs less than a write of its own."""
+"""Shorter data is copied: that costs less than a write of its own."""
 _WRITE_BYTES = 32 << 20
-"""Longest single write."""
+"""Limit of one write."""
 _MAX_PARTS = 512
-"""Of a single write: half of what Linux takes."""
+"""Limit of one write's parts: half of what Linux takes."""
 
 
 class FileStream:
@@ -52,9 +53,9 @@ class FileStream:
         self._hash = xxhash.xxh3_128()
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
         self._parts: list[memoryview] = []
-        """What comes next in the file, of the buffer and of callers' memory, each a multiple of the alignment."""
+        """The next parts of the file, of the buffer and of callers' memory, each a multiple of the alignment."""
         self._begin, self._end = 0, 0
-        """In the buffer, of what comes after these."""
+        """Bounds in the buffer of the bytes after these parts."""
         self.num_waiting = 0
         """Bytes of callers' memory that were not written yet."""
         self._num_whole = 0

@@ -22,7 +22,7 @@ class Breach:
     invariant: Invariant
     reason: str
     line: int | None = None
-    """Of events.jsonl, from 1; None where a file contradicts the history as a whole."""
+    """Line of events.jsonl, counted from 1. None where a file contradicts the history as a whole."""
 
 
 class Ledger:

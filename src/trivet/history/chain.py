@@ -69,7 +69,7 @@ class ChainHistory:
                 ledger.breach(_RECORD, f"the line carries no signature, and the line before of the {role} does")
         self._last[role] = parts.link
 
-    def tell(self) -> None:
+    def report_not_examined(self) -> None:
         """Put what was not looked at into the ledger."""
         self._ledger.line = None
         if self.num_unsealed:

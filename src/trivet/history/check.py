@@ -35,11 +35,11 @@ class CheckReport:
     num_checks: int
     breaches: list[Breach]
     starts: dict[str, int]
-    """By role."""
+    """Number of starts by role."""
     last_step: int
     last_batch: int
     last_stop: Stop | None
-    """How the trainer ended; None while it runs, or when it was killed."""
+    """The trainer's end; None while it runs, or when it was killed."""
     groups: GroupCounts
     live: OwedGroups
     """Groups that have not ended: still going, or owed by the last checkpoint."""
@@ -86,8 +86,8 @@ def check_run(layout: RunLayout) -> CheckReport:
     replay.ledger.line = None
     replay.ledger.require(bool(replay.starts), Invariant.INTACT_RECORD, f"{layout.events} holds no start of a role")
     files.compare(replay, extent)
-    replay.roles.tell()
-    chain.tell()
+    replay.roles.report_clocks()
+    chain.report_not_examined()
     return _report(replay, num_signatures=chain.num_signed if key is not None else 0)
 
 

@@ -23,7 +23,7 @@ def describe_report(report: CheckReport, *, events: Path) -> str:
 
 
 def _lines(report: CheckReport, events: Path) -> Iterator[str]:
-    yield f"run {report.run_id}: {report.num_events:,} events, {_how_it_stands(report)}"
+    yield f"run {report.run_id}: {report.num_events:,} events, {_describe_end(report)}"
     groups, live = report.groups, report.live
     yield (
         f"groups: {groups.dispatched:,} dispatched = {groups.batched:,} in batches + {groups.filtered.total():,} filtered + "
@@ -59,7 +59,7 @@ def _breaches(report: CheckReport, events: Path) -> Iterator[str]:
         yield f"  and {len(report.breaches) - _MAX_BREACHES} more, which may follow from these"
 
 
-def _how_it_stands(report: CheckReport) -> str:
+def _describe_end(report: CheckReport) -> str:
     if report.last_stop is None:
         return f"at step {report.last_step}, running or killed"
     return f"{report.last_stop.reason} at step {report.last_step}"

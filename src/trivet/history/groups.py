@@ -27,9 +27,9 @@ class LiveGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     env: str
     example_id: int
     version: PolicyVersion
-    """Of its last dispatch."""
+    """Policy version of its last dispatch."""
     is_owed: bool = False
-    """In flight when the checkpoint was made that the run went back to, and not dispatched again yet."""
+    """The group was in flight in the checkpoint that the run went back to, and was not dispatched again yet."""
     is_finished: bool = False
     oldest: PolicyVersion = _NO_TOKENS
     newest: PolicyVersion = _NO_TOKENS
@@ -50,9 +50,9 @@ class GroupCounts:
     tried_again: int = 0
     batched: int = 0
     filtered: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Number by reason."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """By the reason up to its colon."""
+    """Number by the reason up to its colon."""
 
     def copy(self) -> "GroupCounts":
         """Return counts that change independently of these."""
@@ -110,9 +110,9 @@ class GroupHistory:
         self._formed: dict[int, list[int]] = {}
         """Batches that were not trained yet."""
         self.formed: dict[int, dict[int, LiveGroup]] = {}
-        """By step of those with rollouts: the batch's groups as they were when it was formed."""
+        """The groups of each batch as they were when it was formed, by step, for steps with rollouts."""
         self.rollouts: dict[int, RolloutsWritten] = {}
-        """By step: what the orchestrator says of the files that it wrote."""
+        """The event of each step's files, by step."""
         self._newest_dispatch = PolicyVersion(0)
         """Version of the last dispatch since the orchestrator started."""
         self.num_since_start = 0

@@ -30,12 +30,12 @@ class PolicyHistory:
         """Digest by version, of those removed."""
         self._from_step = START_VERSION
         self._has_published = False
-        """Since the trainer started."""
+        """Whether it has published since it started."""
         self._start_digest: str | None = None
         self._held: dict[str, tuple[int, str]] = {}
         """Version and digest by server, since the orchestrator started or the server came back."""
         self._highest: dict[str, int] = {}
-        """By server, since the orchestrator started: not forgotten when the server goes."""
+        """Highest version by server, since the orchestrator started. It is kept when the server goes down."""
         self._up: set[str] = set()
         self._newest = START_VERSION
         self.num_loads = 0

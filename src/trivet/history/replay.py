@@ -84,12 +84,12 @@ class Replay:
         self.policies = PolicyHistory(self.ledger, first_step=outline.first_step)
         self.steps = StepHistory(self.ledger)
         self.starts: dict[str, int] = {}
-        """How often each role started."""
+        """Number of starts by role."""
         self.last_stop: Stop | None = None
-        """How the trainer ended, None while it has not."""
+        """The trainer's end, None while it runs."""
         self.run_id = ""
         self.first_step = outline.first_step
-        """As `Outline` has it."""
+        """The `first_step` of the outline."""
         self.trainer_role = TRAINER
         """Role that trains: SFT in supervised fine-tuning."""
         self.num_events = 0

@@ -35,9 +35,9 @@ class RoleHistory:
         self._does_count_attempts = does_count_attempts
         self._lives: dict[str, _Life] = {}
         self.starts_after_cut: dict[str, list[int]] = {}
-        """By role: the steps of starts that found the attempt before without an orderly stop."""
+        """Steps by role, of starts that found the attempt before without an orderly stop."""
         self._clock_steps: dict[str, tuple[int, float, int | None]] = {}
-        """By role: how often its clock went back, by how many seconds at most, and at which line first."""
+        """Number, greatest seconds and first line of the times that a role's clock went back."""
 
     @property
     def last_attempt(self) -> int:
@@ -79,7 +79,7 @@ class RoleHistory:
         life = self._lives.get(role)
         return life.attempt if life is not None else None
 
-    def tell(self) -> None:
+    def report_clocks(self) -> None:
         """Put what is unusual about the clocks into the ledger."""
         for role, (count, seconds, line) in self._clock_steps.items():
             times = "once" if count == 1 else f"{count} times"

@@ -26,7 +26,7 @@ class _Row(msgspec.Struct):
     example_id: int
     index: int
     reward: float | None
-    """None for one that is no number."""
+    """The reward; None when it is no number."""
     versions: list[VersionRun] = []
 
 

@@ -24,7 +24,7 @@ class StepHistory:
         self.recent: set[int] = set()
         """Steps committed since the trainer started, and the one that it started from."""
         self.fingerprints: dict[int, int] = {}
-        """By step that was trained: `fingerprint` of its groups."""
+        """`fingerprint` of each trained step's groups."""
         self.has_started = False
         self.has_stopped = True
         """False while an attempt runs, and for ever when it was killed: then it may have committed without saying so."""

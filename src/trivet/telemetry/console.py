@@ -63,7 +63,7 @@ def sft_line(step: int, values: Mapping[str, float]) -> str:
 LineFunction = Callable[[int, Mapping[str, float]], str]
 
 LINES: dict[str, LineFunction] = {"trainer": trainer_line, "orchestrator": orchestrator_line, "sft": sft_line}
-"""By role."""
+"""Formats a step's metrics, by role."""
 
 
 def eval_line(version: int, values: Mapping[str, float]) -> str:

@@ -26,7 +26,7 @@ from trivet.wire.events import AnyEvent, Event
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _FIRST_KEY = b'{"event":'
-"""How every line starts; within a string its quotes would be escaped."""
+"""Start of every line; within a string its quotes would be escaped."""
 _OFFSET, _CHAIN, _MAC = b',"offset":', b',"chain":"', b',"mac":"'
 _END = b'"}\n'
 

@@ -8,6 +8,7 @@ import httpx
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
+"""Seconds for one call. `close` waits that long for a call under way."""
 
 
 class Heartbeat:

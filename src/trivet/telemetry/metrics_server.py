@@ -32,7 +32,7 @@ GAUGES: dict[str, tuple[str, str]] = {
 """Gauge and its help, by the metric it shows. Names: prime-rl's trainer of early 2026."""
 
 _POLL_INTERVAL_S = 0.05
-"""How often the server looks whether it should end: the longest that `close` waits."""
+"""Seconds between two looks whether the server should end: `close` waits that long at most."""
 
 
 class MetricsServer:

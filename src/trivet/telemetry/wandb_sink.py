@@ -14,6 +14,7 @@ from trivet.wire.rollouts import Rollout
 _PRIMARY_ROLE = "trainer"
 """The one that ends the shared run."""
 _MAX_CELL_CHARS = 20_000
+"""Characters of a prompt or completion in a table: a longer one is cut."""
 _COLUMNS: list[str | int] = ["step", "prompt", "completion", "reward", "advantage", "turns"]
 
 

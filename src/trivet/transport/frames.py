@@ -19,10 +19,10 @@ Buffer = bytes | memoryview
 HeaderT = TypeVar("HeaderT", BatchHeader, BatchReply, Alive)
 
 MAX_FRAME_BYTES = 1 << 20
-"""Largest frame. ZeroMQ reads a whole frame before it knows whether the sender has the run's secret, so a connection of a stranger
-costs no more."""
+"""Limit of one frame. ZeroMQ reads a whole frame before it knows whether the sender has the run's secret, so a stranger's
+connection costs no more."""
 MAX_REASON_CHARS = 500
-"""Longest reason that is logged or answered: it may quote what was sent."""
+"""Limit of a reason that is logged or answered: it may quote what was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 _CALL_INTERVAL_S = 30.0
-"""How often `on_wait` is called."""
+"""Seconds between two calls of `on_wait` while `take` waits."""
 MAX_HELD = 2
 """Batches that wait for the trainer. A further one gets no answer, so the sender keeps it and sends it again."""
 
@@ -54,7 +54,7 @@ class Inbox:
         self._changed = threading.Condition()
         self._held: dict[Step, Batch] = {}
         self._checksums: dict[Step, int] = {}
-        """Of every batch accepted so far; tells a duplicate from another batch under the same step."""
+        """Checksums of the accepted batches: they tell a duplicate from another batch under the same step."""
         self._wanted: Step | None = None
         self._failure: str | None = None
         self._last_arrival: tuple[Step, float] | None = None

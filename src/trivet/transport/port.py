@@ -27,6 +27,7 @@ class BatchSender(Protocol):
 
     async def aclose(self) -> None:
         """Close the connection. May be called again."""
+        ...
 
 
 class BatchReceiver(Protocol):
@@ -46,3 +47,4 @@ class BatchReceiver(Protocol):
 
     def close(self) -> None:
         """Close the connection; a waiting `receive` fails."""
+        ...

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 _INTERVAL_S = 60.0
+"""Seconds between two lines: often enough to be seen, too seldom to fill a log."""
 
 
 class RepeatedWarning:

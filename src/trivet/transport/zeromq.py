@@ -44,11 +44,11 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 _CLOSE_POLL_MS = 50
-"""How long the receiver's thread takes to notice that it should end."""
+"""The receiver's thread notices within this time that it should end."""
 _LAST_ANSWER_S = 5.0
-"""How long the receiver stays for the sender to read its last answer."""
-_LAST_WORDS_MS = 1_000
-"""How long the sender stays for its last message to leave."""
+"""The receiver waits this long for the sender to read its last answer."""
+_LINGER_MS = 1_000
+"""The sender waits this long for its last message to leave."""
 _HEARTBEAT_MS = 10_000
 """A peer whose machine vanished is noticed and the connection made anew."""
 _MAX_CURVE_BYTES = 64
@@ -58,9 +58,9 @@ _HANDSHAKE_MS = 10_000
 _MAX_QUEUED = 4
 """Messages of a peer that wait to be read; it sends one and waits for the answer."""
 _MAX_RECONNECT_MS = 1_000
-"""Longest pause between attempts to connect."""
-_SAID_FROM = 3
-"""Failed handshakes in a row that are spoken of: a trainer that ends may cut one short."""
+"""The pause between attempts to connect grows up to this."""
+_REPORTED_FAILURES = 3
+"""Failed handshakes in a row that are reported: a trainer that ends may cut one or two short."""
 _SAME_SECRET = f"give both roles the same {SECRET_FILE}"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -181,19 +181,19 @@ class ZmqSender:
     async def aclose(self) -> None:
         """Close the socket, after at most a second for the last message to leave."""
         self._handshakes.close()
-        self._socket.close(_LAST_WORDS_MS)
+        self._socket.close(_LINGER_MS)
         self._context.term()
 
     async def _say(self, *, acknowledged: Step | None = None) -> None:
-        # There is no trainer, or a batch is on its way, which says as much; behind one the word would stand in a queue.
+        # Without a trainer there is nobody to tell. A batch on its way says as much, and this message would queue behind it.
         with contextlib.suppress(zmq.Again, TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_MS / 1000):
+            async with asyncio.timeout(_LINGER_MS / 1000):
                 await self._socket.send(make_alive(self._key, acknowledged=acknowledged), zmq.NOBLOCK)
 
     def _find_stranger(self) -> str | None:
         """Describe whoever listens in the trainer's place without the run's secret; None when nobody does."""
         self._handshakes.read()
-        if self._handshakes.num_failed_in_a_row < _SAID_FROM:
+        if self._handshakes.num_failed_in_a_row < _REPORTED_FAILURES:
             return None
         return f"what listens on {self._config.host}:{self._config.port} does not have this run's secret; {_SAME_SECRET}"
 

@@ -25,9 +25,11 @@ from trivet.view.timeline import make_timeline
 from trivet.wire.rollout_tokens import Tokens
 
 _MAX_POINTS = 5000
+"""Points of a curve: more than a screen has pixels across."""
 _MAX_ROWS = 200
 _MAX_STEPS = 500
 _MAX_METRICS = 64
+"""Limits of one request: rollouts, steps of a time line, curves. They bound the time of an answer."""
 _MAX_DIGITS = 20
 
 Query = Mapping[str, str]
@@ -44,7 +46,7 @@ class PageAnswer:
     body: bytes
     """JSON; empty when `is_known`."""
     tag: str
-    """Of this content; the same content has the same."""
+    """Identifies the content: equal content has an equal tag."""
     is_known: bool = False
     """Whoever asked has it already."""
 

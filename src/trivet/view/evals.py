@@ -24,9 +24,9 @@ class EvalResult:
     name: str
     """The environment, `val/` before it for a validation."""
     summary: Summary | None
-    """None while it is being evaluated."""
+    """The scores; None while it is being evaluated."""
     fault: str = ""
-    """Why its summary cannot be read."""
+    """The reason why its summary cannot be read."""
 
 
 class RunEvals:

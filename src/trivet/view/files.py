@@ -13,6 +13,7 @@ from trivet.durable import open_regular
 from trivet.errors import TrivetError
 
 _CHUNK_BYTES = 1 << 22
+"""Read at once: bounds the memory for a file that grew by gigabytes."""
 
 
 class NotServed(TrivetError):

@@ -20,7 +20,9 @@ from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, s
 from trivet.wire.rollout_tokens import TOKENS_FILE, Tokens, unpack_tokens
 
 _KEPT_FILES = 4
+"""Files whose lines stay in memory, for paging back and forth."""
 _PREVIEW_CHARS = 160
+"""Characters of a prompt or completion in the list: one line on a screen."""
 
 
 class RolloutRow(msgspec.Struct, kw_only=True):
@@ -44,7 +46,7 @@ class RowPreview:
     """A rollout as the list shows it."""
 
     line: int
-    """Of its file, from 0: names the rollout to `RolloutFiles.record`."""
+    """Line of the file, counted from 0, as `RolloutFiles.record` takes it."""
     row: RolloutRow
     prompt: str
     completion: str
@@ -55,7 +57,7 @@ class Page:
     """Some rows of a file."""
 
     num_rows: int
-    """That fit what was asked for."""
+    """Rows that the query selects, on all pages."""
     rows: list[RowPreview]
     envs: list[str]
     num_damaged: int
@@ -79,7 +81,7 @@ class _Indexed:
     stamp: FileStamp | None
     lines: list[bytes]
     rows: list[RolloutRow | None]
-    """None for a damaged line."""
+    """Decoded lines; None for a damaged one."""
 
 
 _SORT_KEYS: dict[str, Callable[[tuple[int, RolloutRow]], float]] = {

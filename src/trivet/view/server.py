@@ -45,10 +45,13 @@ _GUARDS = {
     "Cache-Control": "no-cache",
 }
 _ZIP_FROM_BYTES = 4096
+"""Answers longer than this are compressed: shorter ones fit into a few packets anyway."""
 _IDLE_S = 60.0
 """An idle connection is closed then; the page asks every two seconds."""
 _MAX_TARGET_CHARS = 8192
+"""Characters of an address: room for the names of all metrics that one request may ask for."""
 _MAX_FIELDS = 20
+"""Fields of a query; no request of the page has as many."""
 _MAX_CONNECTIONS = 64
 """Each takes a thread; a browser opens six to one server."""
 

@@ -14,9 +14,9 @@ from trivet.launcher.supervision.describe_exit import describe_restart
 from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
-_OLD_S = 15.0
+_REPORT_IS_OLD_S = 15.0
 """A launcher writes every two seconds, a role every second; what is older than this is said to be old."""
-_UNBELIEVABLE_S = 1e9
+_MAX_SHOWN_S = 1e9
 """Thirty years: such a length comes of a damaged file."""
 _STUCK_WORKER_S = 30.0
 """A worker in the environment's own code for longer than this is named."""
@@ -122,7 +122,7 @@ def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
             if report.waits_for
             else f"{name} alive, {report.activity} for {for_s}"
         )
-        if now - report.time > _OLD_S:
+        if now - report.time > _REPORT_IS_OLD_S:
             line += f"; it has not reported for {_seconds(now - report.time)}"
         yield line + "".join(f"; {number}" for number in _numbers(report))
 
@@ -130,7 +130,7 @@ def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
 def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> str:
     if status.exit_code is not None:
         return f"{status.state} with exit code {status.exit_code} at {_clock(status.time)} ({status.reason})"
-    if now - status.time <= _OLD_S:
+    if now - status.time <= _REPORT_IS_OLD_S:
         return f"{status.state} for {_seconds(now - status.started)}"
     silent = f"last heard of {_seconds(now - status.time)} ago"
     if status.pid and is_alive(status.pid):
@@ -140,7 +140,7 @@ def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) ->
 
 def is_over(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> bool:
     """Return whether nothing more is to be expected of the run."""
-    return status.exit_code is not None or (now - status.time > _OLD_S and not (status.pid and is_alive(status.pid)))
+    return status.exit_code is not None or (now - status.time > _REPORT_IS_OLD_S and not (status.pid and is_alive(status.pid)))
 
 
 def _numbers(report: ProcessReport) -> Iterator[str]:
@@ -175,7 +175,7 @@ def _describe_workers(workers: Sequence[WorkerStatus]) -> Iterator[str]:
 
 def _seconds(seconds: float) -> str:
     """`41 s`, `12 min`, `3 h 5 min`."""
-    if not seconds < _UNBELIEVABLE_S:
+    if not seconds < _MAX_SHOWN_S:
         return "an unknown time"
     minutes = int(seconds // 60)
     if minutes < 5:

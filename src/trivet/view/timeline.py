@@ -32,6 +32,7 @@ _LOADING = ("loads a policy", "")
 _NOTED = {"load", "commit", "restart", "serverdown", "serverup", "stop", "start", "evaluate"}
 _NOTED_STARTS = tuple(f'{{"event":"{name}"'.encode() for name in sorted(_NOTED))
 _MAX_NOTES = 20_000
+"""The newest events that are kept in memory."""
 
 
 class Note(msgspec.Struct, kw_only=True):

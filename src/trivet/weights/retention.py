@@ -17,7 +17,7 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
     """A reader's statement of the version that it serves."""
 
     version: PolicyVersion
-    """What the reader has loaded."""
+    """The version that the reader has loaded."""
     time: float
     """Unix seconds."""
     expires: float | None = None

@@ -53,6 +53,6 @@ class BatchReply(msgspec.Struct, frozen=True, kw_only=True):
     magic: str = MAGIC
     step: Step
     checksum: int
-    """Of the batch it answers, so that a late answer is not taken for another's."""
+    """Checksum of the batch it answers, so that a late answer is not treated as another's."""
     verdict: BatchVerdict
     reason: str = ""

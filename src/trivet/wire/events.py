@@ -8,9 +8,9 @@ in flight when a run stops: after a resume those in flight are dispatched again,
 Life of a policy: publish, load, retire. Its publish is written before anybody can load it, and after the train of its step; a
 batch is written before it is trained. A commit is written after it became valid, so that of a run that was killed in between
 the checkpoint is there and the event is not. `trivet check` (trivet.history) proves that a history is of this form.
-Life of a server: load, `serverup`, then loads of newer versions. `serverdown` sets it aside, and whatever it held is forgotten:
-before its next `serverup` comes a load of what the other servers hold then, which it may have held before. No group is
-dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
+Life of a server: load, `serverup`, then loads of newer versions. `serverdown` marks it unhealthy, and the version that it served
+is forgotten: before its next `serverup` comes a load of the version that the other servers serve then, which it may have served
+before. No group is dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
 The first event of a role is its `start`; after its `stop` comes nothing but the `start` of the next attempt. A process that is
 killed writes no `stop`.
 A `rollouts` event is written after the files of batch N, before batch N+1 is formed.
@@ -48,7 +48,7 @@ class Dispatch(Event):
     env: str
     example_id: int
     version: PolicyVersion
-    """What the server held at least when this try started: while a load is under way some servers hold a newer one already."""
+    """The server served at least this version when the try started. While a load is under way, some serve a newer one."""
     server: str = ""
     """Base URL of the server that its requests go to."""
 
@@ -164,7 +164,7 @@ class Stop(Event):
 
     step: Step
     reason: str
-    """`done`, `failed`, `interrupted`, or `preempted`: it committed and made room, because it was asked to."""
+    """`done`, `failed`, `interrupted`, or `preempted`: it was asked to end, and committed before."""
 
 
 class EnvRestart(Event):
@@ -173,12 +173,12 @@ class EnvRestart(Event):
     env: str
     worker: str
     pid: int
-    """Of the one that ended."""
+    """Process id of the worker that ended."""
     cause: str
 
 
 class Restart(Event):
-    """The launcher ended what was left of these roles and starts them again. What that voids is told by their next `start`."""
+    """The launcher ended what was left of these roles and starts them again. Their next `start` tells what that voids."""
 
     roles: list[str]
     cause: str

@@ -19,7 +19,7 @@ class SamplingArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Fixes how the tokens of a group are sampled, when the group starts."""
 
     temperature: float | None
-    """None: the server's default; only where nothing is trained."""
+    """Temperature; None: the server's default, only where nothing is trained."""
     seed: int | None = None
     """Each request's own seed is derived from it, the group id and the rollout's index; None: not reproducible."""
     fields: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from trivet.wire.versions import VersionRun
 
 TOKENS_FILE = "tokens.msgpack.z"
 _LEVEL = 1
-"""Of zlib: higher levels save another tenth and cost several times the time."""
+"""Compression level of zlib: higher ones save another tenth and cost several times the time."""
 MAX_UNPACKED_BYTES = 1 << 30
 """A step of a hundred million tokens; a damaged or hostile file does not fill the memory of who reads it."""
 
@@ -31,7 +31,7 @@ class SampleTokens(msgspec.Struct, kw_only=True, array_like=True):
     logprobs: bytes
     """float16 [S], little-endian: exact to three digits, which is what a colour can show."""
     versions: list[VersionRun]
-    """Of the sampled tokens."""
+    """Policy of each sampled token."""
 
 
 class Tokens(msgspec.Struct, kw_only=True):

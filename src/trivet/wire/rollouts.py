@@ -60,7 +60,7 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     ran_out_of_context: bool = False
     """It ended because what the model had to read next was longer than its context; the turns before it are kept."""
     is_cut: bool = False
-    """A turn ended at a length limit, by the word of a server that gives no token ids: there are no samples to tell it."""
+    """A turn ended at a length limit, as reported by a server that gives no token ids: there are no samples to tell it."""
     counted_tokens: int = 0
     """Tokens of the completions as such a server counts them."""
     generation_s: float = 0.0
@@ -70,7 +70,7 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def is_truncated(self) -> bool:
-        """A turn ended at a length limit, or there was no room for the next."""
+        """A turn ended at a length limit, or the context had no place for the next."""
         return self.ran_out_of_context or self.is_cut or any(sample.is_truncated for sample in self.samples)
 
     @property

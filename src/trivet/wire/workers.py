@@ -8,6 +8,7 @@ from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 
 PULSE_INTERVAL_S = 1.0
+"""Seconds between two pulses of a worker."""
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +16,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     env_id: str
     name: str
-    """In logs, metrics and requests."""
+    """The environment's name in logs, metrics and requests."""
     args: dict[str, Any]
     model_name: str
     client: dict[str, Any]
@@ -27,7 +28,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_variables: list[str] = []
     """Credentials of the run that stay in the worker's environment."""
     rollout_timeout_s: float | None = None
-    """Longest time for a group, from its first request to its last score."""
+    """Limit of a group's time, from its first request to its last score."""
     is_plain: bool = False
     """Servers are none of ours and answer text alone: rollouts are scored, and have no samples."""
     log_level: str = "info"
@@ -112,10 +113,10 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """Sent by a thread of the worker, about once a second, whatever its event loop does."""
 
     loop_age_s: float
-    """Since the event loop last turned."""
+    """Seconds since the event loop last turned."""
     num_generating: int
     num_scoring: int
     scoring_for_s: float
     """Age of the oldest group that is being scored."""
     lags_s: list[float]
-    """How late the event loop was, for each time it was measured since the last pulse."""
+    """Lateness of the event loop, for each time it was measured since the last pulse."""
