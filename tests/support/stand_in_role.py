@@ -4,7 +4,6 @@
 On SIGUSR1 the orchestrator has the trainer end after its step, as the real one does, and ends itself.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
+from trivet.lifetime import tied_command
 from trivet.listening import listen
 from trivet.telemetry import process_report
 
@@ -29,11 +29,7 @@ def main(name: str, behaviour: str, port: int, attempt: int) -> int:
     if name == "orchestrator":
         signal.signal(signal.SIGUSR1, lambda *_: _LAST_BATCH.touch())
     process_report.start_reports(RunLayout(Path.cwd()), role=name, attempt=attempt)
-    command = (
-        _IGNORING
-        if behaviour == "loose-child"
-        else [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), *_SLEEPER]
-    )
+    command = _IGNORING if behaviour == "loose-child" else tied_command(_SLEEPER)
     subprocess.Popen(command, start_new_session=True)
     with listen("127.0.0.1", port):
         print(f"12:00:00 SUCCESS Step 1 | {name}", flush=True)

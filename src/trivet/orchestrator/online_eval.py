@@ -1,6 +1,6 @@
 """Evaluations during a run: which are due, on which policy, and where their scores go.
 
-Consumes loaded policies. Produces evals/step_N/<env>/, metrics/eval.jsonl and Evaluate events. Waits on its waker, rung when a
+Consumes loaded policies. Produces evals/step_N/<env>/, metrics/eval.jsonl and Evaluate events. Waits for its event, notified when a
 policy is loaded or the last batch was sent. While it runs, the servers keep the policy that it measures; training goes on as
 far as `max_async_level` lets it.
 """
@@ -20,10 +20,10 @@ from trivet.config.sections.sampling import EvalSamplingConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.evaluation.evaluate import evaluate, make_task
-from trivet.evaluation.placement import PlacementServers, RunOnServer, run_somewhere
+from trivet.evaluation.placement import PlacementServers, RunOnServer, run_on_least_loaded
 from trivet.evaluation.results import holds_task, read_summary
 from trivet.evaluation.scores import Summary, eval_metrics
-from trivet.orchestrator.waker import Waker
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.step_directories import discard_after, list_steps
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
@@ -163,7 +163,7 @@ def discard_evals_after(layout: RunLayout, version: PolicyVersion) -> None:
     discard_after(layout.evals, version)
 
 
-class HeldPolicy(Protocol):
+class PinnablePolicy(Protocol):
     """What the servers hold. Adapter: `orchestrator.policy.PolicyWatcher`."""
 
     version: PolicyVersion
@@ -174,7 +174,7 @@ class HeldPolicy(Protocol):
 class OnlineEval:
     """
     >>> evaluating = tasks.create_task(evals.run())
-    >>> evals.waker.ring()
+    >>> evals.changed.notify()
     >>> evals.finish(PolicyVersion(max_steps))
     >>> await evaluating
     """
@@ -183,7 +183,7 @@ class OnlineEval:
         self,
         series: Sequence[Series],
         *,
-        policy: HeldPolicy,
+        policy: PinnablePolicy,
         digest: Callable[[], str],
         run_group: RunOnServer,
         servers: PlacementServers,
@@ -207,8 +207,8 @@ class OnlineEval:
         self._telemetry = telemetry
         self._final: PolicyVersion | None = None
         self._val_reward: dict[str, float] = {}
-        self.waker = Waker()
-        """To be rung after every load."""
+        self.changed = ChangeEvent()
+        """To be notified after every load."""
 
     async def run(self) -> None:
         """Until `finish` was called and the last policy is evaluated."""
@@ -221,12 +221,12 @@ class OnlineEval:
             elif is_last:
                 return
             else:
-                await self.waker.wait(_IDLE_WAIT_S)
+                await self.changed.wait(_IDLE_WAIT_S)
 
     def finish(self, version: PolicyVersion) -> None:
         """No policy comes after `version`: evaluate it, whatever the interval, and end."""
         self._final = version
-        self.waker.ring()
+        self.changed.notify()
 
     def take_val_metrics(self) -> dict[str, float]:
         """`val_reward/mean` and `val_reward/<env>` of a validation that ended since the last call."""
@@ -274,7 +274,7 @@ class OnlineEval:
         return await evaluate(
             task,
             env=one.pool_name,
-            run_group=partial(run_somewhere, run_group=self._run_group, servers=self._servers, version=version),
+            run_group=partial(run_on_least_loaded, run_group=self._run_group, servers=self._servers, version=version),
             slots=slots,
             directory=directory,
             does_continue=version != one.repeats and holds_task(directory, task),

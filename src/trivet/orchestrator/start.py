@@ -18,10 +18,11 @@ from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.errors import ConfigError, EnvironmentLoadError
+from trivet.errors import EnvironmentLoadError
 from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
@@ -33,7 +34,6 @@ from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
-from trivet.orchestrator.waker import Waker
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry
@@ -53,7 +53,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     """From start to max_steps; every error of a task leaves as an exception group.
 
     Args:
-        on_loop: gets the loop when it begins to fill batches, to ask it to make room.
+        on_loop: gets the loop when it begins to fill batches, to preempt it.
     """
     layout = RunLayout(config.output_dir)
     _require_examples(config, pool)
@@ -90,7 +90,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
             await _send_self_check(loop, config, pool, servers)
             on_loop(loop)
             await loop.run()
-            reason = "preempted" if loop.is_making_room else "done"
+            reason = "preempted" if loop.preempt_requested else "done"
     except asyncio.CancelledError:
         reason = "interrupted"
         raise
@@ -149,10 +149,6 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
         )
     step = resolve_resume_step(layout, config.ckpt.resume_step)
     part = read_part(layout, step, rollouts_per_example=config.rollouts_per_example)
-    if config.max_steps is not None and config.max_steps <= step:
-        raise ConfigError(
-            f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
-        )
     if config.ckpt.skip_progress:
         part.progress = RunTotals(step=step)
     logger.info(
@@ -256,7 +252,7 @@ def _make_loop(
     telemetry: Telemetry,
     teacher: Teacher | None,
 ) -> Loop:
-    changed = Waker()
+    group_ended = ChangeEvent()
     examples = {env.label: pool.infos[env.label].example_hashes for env in config.env}
     sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=part.sampler)
     waiting, left_out = part.buffer, dict[GroupId, str]()
@@ -276,7 +272,7 @@ def _make_loop(
     )
     for group_id, reason in left_out.items():
         telemetry.write_event(Drop(group_id=group_id, reason=reason))
-    again, gone = sampler.find_again(waiting.in_flight)
+    resumed_draws, gone = sampler.locate_draws(waiting.in_flight)
     buffer.gone(gone)
     run_group = group_runner(pool, sampling_of=sampling_plan(config), rollouts_per_example=config.rollouts_per_example)
     dispatcher = Dispatcher(
@@ -286,17 +282,17 @@ def _make_loop(
         servers=servers,
         advantage=make_advantage(config.advantage),
         limits=Limits.of(config),
-        on_change=changed.ring,
-        again=again,
+        on_group_end=group_ended.notify,
+        resumed_draws=resumed_draws,
     )
 
-    servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.waker.ring
+    servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.changed.notify
 
-    def on_load(version: PolicyVersion) -> None:
+    def on_policy_served(version: PolicyVersion) -> None:
         dispatcher.version = version
-        dispatcher.waker.ring()
+        dispatcher.changed.notify()
         if evals is not None:
-            evals.waker.ring()
+            evals.changed.notify()
 
     watcher = PolicyWatcher(
         layout=layout,
@@ -304,7 +300,7 @@ def _make_loop(
         max_async_level=config.max_async_level,
         is_strict=config.strict_async_level,
         timeout_s=config.rollout_transport.timeout_s,
-        on_load=on_load,
+        on_policy_served=on_policy_served,
     )
     evals = _make_evals(config, layout, part, pool, servers, watcher, telemetry)
     lag = LoopLag()
@@ -319,9 +315,14 @@ def _make_loop(
         watcher=watcher,
         sender=sender,
         telemetry=telemetry,
-        changed=changed,
+        group_ended=group_ended,
         evals=evals,
-        beside={"servers": servers.run, "load-watcher": load_watcher.run, "environments": pool.run, "loop-lag": lag.run},
+        background_tasks={
+            "servers": servers.run,
+            "load-watcher": load_watcher.run,
+            "environments": pool.run,
+            "loop-lag": lag.run,
+        },
         gauges=lambda: {
             **load_watcher.metrics(),
             **pool.metrics(),

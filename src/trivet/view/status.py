@@ -1,6 +1,5 @@
 """Reads a run's status from its files and describes it in sentences. Used by the tools that look at a run; changes nothing."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,7 +9,7 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.durable import DECODE_ERRORS, open_regular
 from trivet.errors import ConfigError
-from trivet.launcher.supervision.describe_exit import describe_restart
+from trivet.exits import describe_restart
 from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
@@ -188,14 +187,3 @@ def _clock(unix_s: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
     except (OverflowError, ValueError, OSError):
         return "an unknown time"
-
-
-def process_exists(pid: int) -> bool:
-    """Return whether a process of this machine has this id."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # no process id is that large
-        return False
-    except PermissionError:
-        return True
-    return True

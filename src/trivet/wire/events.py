@@ -164,7 +164,7 @@ class Stop(Event):
 
     step: Step
     reason: str
-    """`done`, `failed`, `interrupted`, or `preempted`: it was asked to end, and committed before."""
+    """`done`, `failed`, `interrupted`, or `preempted`: it was asked to commit and to end."""
 
 
 class EnvRestart(Event):

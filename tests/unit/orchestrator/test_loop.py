@@ -19,11 +19,11 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
-from trivet.orchestrator.waker import Waker
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.batches import Batch, BatchPurpose
@@ -72,7 +72,7 @@ def run_loop(
     run_group,
     attempt: int = 1,
     rules: BufferConfig | None = None,
-    make_room_after: int | None = None,
+    preempt_after: int | None = None,
 ) -> list[Batch]:
     config = OrchestratorConfig(
         output_dir=directory,
@@ -89,7 +89,7 @@ def run_loop(
     layout = RunLayout(directory)
     telemetry = Telemetry("orchestrator", layout=layout, run=config.run)
     sender = ReadyTrainer()
-    changed = Waker()
+    group_ended = ChangeEvent()
     buffer = GroupBuffer(
         write_event=telemetry.write_event,
         online_difficulty_filtering=False,
@@ -104,8 +104,8 @@ def run_loop(
         servers=FakeServers(),
         advantage=mean_baseline,
         limits=Limits.of(config),
-        on_change=changed.ring,
-        again=part.buffer.in_flight,
+        on_group_end=group_ended.notify,
+        resumed_draws=part.buffer.in_flight,
     )
     loop = Loop(
         config=config,
@@ -117,9 +117,9 @@ def run_loop(
         watcher=IdleWatcher(),  # type: ignore[arg-type]  stands in for PolicyWatcher
         sender=sender,
         telemetry=telemetry,
-        changed=changed,
+        group_ended=group_ended,
     )
-    sender.on_batch = lambda batch: loop.make_room() if batch.step == make_room_after else None
+    sender.on_batch = lambda batch: loop.preempt() if batch.step == preempt_after else None
     try:
         asyncio.run(loop.run())
     finally:
@@ -155,8 +155,8 @@ def test_a_step_says_how_long_its_parts_took(tmp_path):
     assert "time/save_ckpt" not in first  # no part was due
 
 
-def test_a_run_that_makes_room_writes_the_part_of_the_last_batch_and_says_stop(tmp_path):
-    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=3)
+def test_a_preempted_run_writes_the_part_of_the_last_batch_and_says_stop(tmp_path):
+    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=3)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_part) for batch in batches[2:]] == [
         (3, BatchPurpose.TRAIN, False),
         (4, BatchPurpose.PREEMPT, True),
@@ -170,8 +170,8 @@ def test_a_run_that_makes_room_writes_the_part_of_the_last_batch_and_says_stop(t
     assert not trained & owed
 
 
-def test_a_run_that_makes_room_after_a_checkpoint_writes_no_other(tmp_path):
-    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=2)
+def test_a_run_preempted_after_a_checkpoint_writes_no_other(tmp_path):
+    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=2)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_part) for batch in batches[1:]] == [
         (2, BatchPurpose.TRAIN, True),
         (3, BatchPurpose.PREEMPT, False),

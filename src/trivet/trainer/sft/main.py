@@ -1,7 +1,7 @@
-"""Supervised fine-tuning, one rank of it: `python -m trivet.trainer.sft.main @ sft.toml`, alone or with others.
+"""Runs one rank of supervised fine-tuning: `python -m trivet.trainer.sft.main @ sft.toml`, alone or with others.
 
-Shares model, step, optimizer, checkpoints and publishing with the RL loop; data and loss are its own. Waits for nothing but
-the other ranks.
+Shares model, step, optimizer, checkpoints and publishing with the RL loop; data and loss are its own. It waits only for the other
+ranks.
 """
 
 import logging
@@ -31,11 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
+    """Run one rank from the command line; return its exit code."""
     die_with_parent()
     return run_command(SftConfig, start)
 
 
 def start(config: SftConfig) -> int:
+    """Join the other ranks and train, or measure with `--bench`; return the exit code."""
     with open_world(
         device=config.device, timeout_s=config.dist_timeout_seconds, num_replicas=config.model.dp_replicate
     ) as world:
@@ -49,7 +51,7 @@ def start(config: SftConfig) -> int:
 
 
 def run(config: SftConfig, world: World) -> None:
-    """Train to max_steps, by default once over the data; publish and commit at the interval and at the end."""
+    """Train to max_steps, by default one epoch; publish and commit at the interval and at the end."""
     process_report.begin("reading the data")
     tokenizer = load_tokenizer(config)
     batches = open_batches(config, tokenizer, vocab_size=len(tokenizer))
@@ -85,7 +87,7 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
         session.progress.total_tokens += sum(row.num_tokens for row in batch.rows)
         session.progress.total_samples += batch.num_samples
         process_report.set_numbers(step=step)
-        session.await_policy()  # the history tells one step after the other
+        session.await_policy()  # the history lists the events of one step before those of the next
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=[]))
         if config.ckpt.is_due(step, max_steps=config.max_steps):
