@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from trivet.config.layout import RunLayout
@@ -21,10 +22,20 @@ from trivet.wire.rollouts import Rollout
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryOutputs:
+    """The outputs besides the run's own files; None switches one off."""
+
+    wandb: WandbConfig | None = None
+    heartbeat: HeartbeatConfig | None = None
+    shown_samples: ShownSamplesConfig | None = None
+    metrics_server: MetricsServerConfig | None = None
+
+
 class Telemetry:
     """Hands each step, evaluation and event to the outputs that are configured.
 
-    >>> telemetry = Telemetry("trainer", layout=layout, run=config.run, wandb=config.wandb, resume_step=0)
+    >>> telemetry = Telemetry("trainer", layout=layout, run=config.run, resume_step=0)
     >>> telemetry.write_event(Start(run_id=config.run.id, from_step=0))
     >>> telemetry.write_step(1, {"loss/mean": 0.5, "time/step": 2.0})
     >>> telemetry.close()
@@ -36,12 +47,9 @@ class Telemetry:
         *,
         layout: RunLayout,
         run: RunIdentity,
-        wandb: WandbConfig | None = None,
         events: EventsConfig = EventsConfig(),  # noqa: B008  frozen
-        heartbeat: HeartbeatConfig | None = None,
         detectors: DetectorsConfig | None = None,
-        shown_samples: ShownSamplesConfig | None = None,
-        metrics_server: MetricsServerConfig | None = None,
+        outputs: TelemetryOutputs = TelemetryOutputs(),
         resume_step: int = 0,
     ) -> None:
         """Open the role's outputs.
@@ -50,24 +58,24 @@ class Telemetry:
             ConfigError: the metrics server's port is taken, or the secret that signs events cannot be read.
         """
         self._server = None
-        if metrics_server is not None:
+        if outputs.metrics_server is not None:
             # Most runs have none, and need not pay for importing its library.
             from trivet.telemetry.metrics_server import MetricsServer
 
-            self._server = MetricsServer(metrics_server)
+            self._server = MetricsServer(outputs.metrics_server)
         self._make_line = LINES[role]
         self._events = EventWriter(layout.events, role=role, attempt=run.attempt, key=event_key(events, layout))
         self._metrics = MetricsWriter(layout.metrics / f"{role}.jsonl", resume_step=resume_step)
         self._evals = MetricsWriter(layout.metrics / "eval.jsonl", resume_step=resume_step) if role == "orchestrator" else None
-        self._heartbeat = Heartbeat(heartbeat.url) if heartbeat is not None else None
+        self._heartbeat = Heartbeat(outputs.heartbeat.url) if outputs.heartbeat is not None else None
         self._watch = Watch(detectors) if detectors is not None else None
-        self._shown_samples = shown_samples
+        self._shown_samples = outputs.shown_samples
         self._wandb = None
-        if wandb is not None:
+        if outputs.wandb is not None:
             # Importing W&B costs a second that a run without it need not pay.
             from trivet.telemetry.wandb_sink import WandbSink
 
-            self._wandb = WandbSink(wandb, role=role, run_id=run.id, output_dir=layout.root)
+            self._wandb = WandbSink(outputs.wandb, role=role, run_id=run.id, output_dir=layout.root)
 
     def write_step(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a finished step, and the console line made of them.
