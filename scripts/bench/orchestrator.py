@@ -181,7 +181,7 @@ def run_loop(
         return {}
 
     async def measure() -> None:
-        telemetry = Telemetry("orchestrator", layout=RunLayout(directory), run=config.run, shown_samples=None)
+        telemetry = Telemetry("orchestrator", layout=RunLayout(directory), run=config.run)
         sender = ZmqSender(config.rollout_transport, secret=SECRET, run_id=config.run.id)
         try:
             loop = make_loop(config, run_group, sender, telemetry, examples)

@@ -1,4 +1,4 @@
-"""How much disk a run will take, estimated before its first step. Pure; the trainer calls it once its model is loaded."""
+"""Estimates how much disk a run will take, before its first step. Pure; the trainer calls it once its model is loaded."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from trivet.config.sections.shared import CkptConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes of one of each, sidecar files aside."""
+    """Bytes of one checkpoint and of one policy, sidecar files aside."""
 
     checkpoint: int
     weights: int
@@ -15,6 +15,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskEstimate:
+    """Bytes that a run will take."""
+
     minimum: int
     """Bytes without which not even the first checkpoint can be committed."""
     total: int | None
@@ -22,7 +24,8 @@ class DiskEstimate:
 
 
 def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int | None, keep_recent: int) -> DiskEstimate:
-    """
+    """Estimate from the sizes of one checkpoint and one policy.
+
     Args:
         from_step: the last step done.
         keep_recent: policies that stay besides the newest, for servers that lag.

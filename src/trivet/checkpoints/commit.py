@@ -1,4 +1,4 @@
-"""The one commit of a checkpoint, which parts there are to go back to, and what a run that goes back removes.
+"""Commits a checkpoint, lists those there are to go back to, and removes what a run that goes back makes again.
 
 Only the trainer commits. A checkpoint exists once COMMITTED does; whatever lacks it is ignored and removed on resume.
 """
@@ -98,7 +98,7 @@ def committed_steps(layout: RunLayout) -> list[Step]:
 
 
 def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
-    """The committed step that `requested` means; -1 is the newest.
+    """Return the committed step that `requested` means; -1 is the newest.
 
     Raises:
         ResumeError: there is none, or none of that step; lists those there are.
@@ -138,7 +138,8 @@ def discard_staging(layout: RunLayout) -> None:
 
 
 def read_record(layout: RunLayout, step: Step) -> CommitRecord:
-    """
+    """Return the record in COMMITTED, without reading the files.
+
     Raises:
         CheckpointError: the step is not committed, its record cannot be read, is of another step or of other parts than lie
             there, or it has another schema.
@@ -184,7 +185,8 @@ def verify_checkpoint(layout: RunLayout, step: Step) -> CommitRecord:
 
 
 def verify_part(layout: RunLayout, record: CommitRecord, name: str) -> None:
-    """
+    """Read every file of one part and compare it with what was committed.
+
     Raises:
         CheckpointError: a file of the part is missing, truncated or altered; names it.
     """

@@ -16,7 +16,7 @@ from trivet.wire.versions import Step
 
 
 def choose_fork(layout: RunLayout, *, source: Path, resume_step: int | None) -> Step:
-    """The step of the other run that ckpt.resume_from and ckpt.resume_step mean. Changes nothing.
+    """Return the step of the other run that ckpt.resume_from and ckpt.resume_step mean. Changes nothing.
 
     Raises:
         ResumeError: it is this run's own directory, or there is no such checkpoint.

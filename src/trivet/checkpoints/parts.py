@@ -33,17 +33,18 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     """The files of one part."""
 
     files: dict[str, FileRecord]
-    """By path relative to the part."""
+    """Records by path relative to the part."""
     digest: str
     """SHA-256 over the sorted names, sizes and digests of the files."""
 
 
 def staging_directory(layout: RunLayout, step: Step) -> Path:
+    """Return the directory in which the parts of `step` wait for their commit."""
     return layout.checkpoints / f".{layout.checkpoint_step(step).name}.tmp"
 
 
 def begin_part(layout: RunLayout, step: Step, name: str) -> Path:
-    """An empty directory for the part `name` of step `step`; what an earlier attempt left there is gone."""
+    """Return an empty directory for the part `name` of step `step`; what an earlier attempt left there is gone."""
     _require_known(name)
     part = staging_directory(layout, step) / name
     remove_directory(part, marker=DONE)
@@ -74,12 +75,14 @@ def finish_part(layout: RunLayout, step: Step, name: str, *, known: Mapping[str,
 
 
 def is_part_done(layout: RunLayout, step: Step, name: str) -> bool:
+    """Return whether the part is whole and waits for its commit."""
     _require_known(name)
     return (staging_directory(layout, step) / name / DONE).exists()
 
 
 def read_listing(part: Path) -> Listing:
-    """
+    """Return the listing of a part that is done.
+
     Raises:
         CheckpointError: the part has no marker, or it cannot be read.
     """

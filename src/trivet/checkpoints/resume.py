@@ -1,4 +1,4 @@
-"""What must hold before a run goes back to a checkpoint, checked before anything is started or removed."""
+"""Checks what must hold before a run goes back to a checkpoint, before anything is started or removed."""
 
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -20,22 +20,28 @@ class Resumable(Protocol):
     """A role's configuration that may name a step to resume from."""
 
     @property
-    def output_dir(self) -> Path: ...
+    def output_dir(self) -> Path:
+        """The run's directory."""
+        ...
 
     @property
-    def max_steps(self) -> int | None: ...
+    def max_steps(self) -> int | None:
+        """The last step of the run; None: it has no end."""
+        ...
 
     @property
-    def ckpt(self) -> CkptConfig: ...
+    def ckpt(self) -> CkptConfig:
+        """Settings that say whether, and where from, the role resumes."""
+        ...
 
 
 def require_resumable(config: Resumable) -> None:
-    """`choose_start` as a command's check, before it starts anything."""
+    """Run `choose_start` as a command's check, before it starts anything."""
     choose_start(config)
 
 
 def choose_start(config: Resumable, *, is_whole_verified: bool = False) -> Step:
-    """`choose_resume_step` for a role that starts now: 0 for a fresh start, which would write over what is there.
+    """Return the step that a role starts from: `choose_resume_step`'s, or 0 for a fresh start.
 
     Raises:
         ConfigError: a fresh start over committed checkpoints.
@@ -53,7 +59,7 @@ def choose_start(config: Resumable, *, is_whole_verified: bool = False) -> Step:
 
 
 def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) -> Step | None:
-    """The step that `config` resumes from, checked; an orchestrator reads its own part alone, a trainer every file.
+    """Return the step that `config` resumes from, checked. An orchestrator reads its own part alone, a trainer every file.
 
     Args:
         config: a role's, with its own values of the keys.

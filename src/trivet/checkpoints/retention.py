@@ -1,4 +1,4 @@
-"""Which committed checkpoints may go, and their removal. Called by the trainer after each commit."""
+"""Chooses which committed checkpoints may go, and removes them. Called by the trainer after each commit."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from trivet.wire.versions import Step
 
 
 def removable_steps(committed: Sequence[Step], *, keep_last: int | None, keep_interval: int | None) -> list[Step]:
-    """Steps that are neither among the newest `keep_last` nor multiples of `keep_interval`, oldest first.
+    """Return the steps that are neither among the newest `keep_last` nor multiples of `keep_interval`, oldest first.
 
     With neither set all are kept. The newest is always kept: it is what a crash goes back to.
     """

@@ -78,7 +78,7 @@ EVERY_KEY = "*"
 """In ckpt.allow_changes; what a fork's roles are started with."""
 
 Values = Mapping[str, Any]
-"""By dotted key."""
+"""Values by dotted key."""
 
 
 def write_settings(part: Path, config: Section) -> None:
@@ -87,7 +87,8 @@ def write_settings(part: Path, config: Section) -> None:
 
 
 def require_same_settings(part: Path, config: Section, *, ckpt: CkptConfig, step: Step) -> None:
-    """
+    """Compare `config` with the settings under which a committed part was made.
+
     Args:
         part: committed, of the role that `config` is of.
 
@@ -111,7 +112,7 @@ def require_same_settings(part: Path, config: Section, *, ckpt: CkptConfig, step
 
 
 def changes(saved: Values, now: Values, *, defaults: Values, allowed: list[str]) -> dict[str, tuple[Any | None, Any | None]]:
-    """Keys that have another value now than when saved and may not, with both values; None is unset.
+    """Return the keys whose value differs from the saved one and must not, with both values; None is unset.
 
     Args:
         defaults: the value of a key that did not exist, or was null, when it was saved.
@@ -129,7 +130,7 @@ def changes(saved: Values, now: Values, *, defaults: Values, allowed: list[str])
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key; tables in a list get their position as a name."""
+    """Return values by dotted key; tables in a list get their position as a name."""
     values: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):

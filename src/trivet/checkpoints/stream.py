@@ -20,14 +20,15 @@ import xxhash
 from trivet.durable import FileRecord
 
 _ALIGNMENT = 4096
-"""Of offsets and of addresses that go to the disk directly; no disk asks for more."""
+"""Alignment of offsets and addresses of direct writes, in bytes; no disk asks for more."""
 _BUFFER_BYTES = 1 << 20
+"""Memory for data that is copied; it is written when it is full."""
 _DIRECT_BYTES = 64 << 10
-"""What is shorter is copied: it costs less than a write of its own."""
+"""Shorter data is copied: that costs less than a write of its own."""
 _WRITE_BYTES = 32 << 20
-"""Longest single write."""
+"""Limit of one write."""
 _MAX_PARTS = 512
-"""Of a single write: half of what Linux takes."""
+"""Limit of one write's parts: half of what Linux takes."""
 
 
 class FileStream:
@@ -40,7 +41,8 @@ class FileStream:
     """
 
     def __init__(self, path: Path) -> None:
-        """
+        """Create the file.
+
         Args:
             path: does not exist yet.
 
@@ -51,9 +53,9 @@ class FileStream:
         self._hash = xxhash.xxh3_128()
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
         self._parts: list[memoryview] = []
-        """What comes next in the file, of the buffer and of callers' memory, each a multiple of the alignment."""
+        """The next parts of the file, of the buffer and of callers' memory, each a multiple of the alignment."""
         self._begin, self._end = 0, 0
-        """In the buffer, of what comes after these."""
+        """Bounds in the buffer of the bytes after these parts."""
         self.num_waiting = 0
         """Bytes of callers' memory that were not written yet."""
         self._num_whole = 0
@@ -78,7 +80,7 @@ class FileStream:
 
     @property
     def position(self) -> int:
-        """Where the next byte goes, or the zeros before it."""
+        """Offset of the next byte, or of the zeros before it."""
         return self._num_whole + self._end - self._begin
 
     def write(self, data: bytes | memoryview, *, before: bytes = b"", after: bytes = b"") -> int:
@@ -113,7 +115,7 @@ class FileStream:
         return start
 
     def flush(self) -> None:
-        """Returns once nobody's memory is needed any more.
+        """Return once nobody's memory is needed any more.
 
         Raises:
             OSError: the disk refused.
@@ -130,7 +132,7 @@ class FileStream:
         self._buffer[:num_left] = left
 
     def finish(self) -> FileRecord:
-        """Returns once everything is on disk."""
+        """Write the rest, and return once everything is on disk."""
         self.flush()
         num_bytes, num_left = self.position, self._end
         self._hash.update(self._buffer[:num_left])
@@ -150,7 +152,7 @@ class FileStream:
             self._end, taken = self._end + num_bytes, taken + num_bytes
 
     def _end_part(self) -> None:
-        """What is in the buffer, a multiple of the alignment, is a part."""
+        """Make a part of what is in the buffer, which is a multiple of the alignment."""
         self._add_part(self._buffer[self._begin : self._end])
         self._begin = self._end
 
@@ -182,7 +184,7 @@ class FileStream:
 
 
 def _first_of(parts: Iterable[memoryview]) -> list[memoryview]:
-    """As much of the beginning as one write takes."""
+    """Return as much of the beginning as one write takes."""
     taken: list[memoryview] = []
     room = _WRITE_BYTES
     for part in parts:

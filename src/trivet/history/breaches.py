@@ -1,4 +1,4 @@
-"""What the checker finds: which invariant a history breaks, at which line, and why."""
+"""Records which invariant a history breaks, at which line, and why."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,14 +17,16 @@ class Invariant(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breach:
+    """One statement about the run that does not hold."""
+
     invariant: Invariant
     reason: str
     line: int | None = None
-    """Of events.jsonl, from 1; None where a file contradicts the history as a whole."""
+    """Line of events.jsonl, counted from 1. None where a file contradicts the history as a whole."""
 
 
 class Ledger:
-    """Where the parts of the checker write what they find about the event that is being read.
+    """Collects what the parts of the checker find about the event that is being read.
 
     >>> ledger = Ledger()
     >>> ledger.line = 12

@@ -1,4 +1,4 @@
-"""Whether events.jsonl holds every line as it was written, from what each line carries about its place (`telemetry.events`).
+"""Checks that events.jsonl holds every line as it was written, from what each line says of its place (`telemetry.events`).
 
 Each role's lines are a chain: a line that was changed, removed, repeated or moved breaks it at the next one. Each line says how
 long the file was when it was written: a line that stands earlier has lost something before it, whoever wrote that. It does not
@@ -12,8 +12,11 @@ _RECORD = Invariant.INTACT_RECORD
 
 
 class ChainHistory:
+    """Follows the chain of each role's lines."""
+
     def __init__(self, ledger: Ledger, *, key: bytes | None = None, must_be_signed: bool = False) -> None:
-        """
+        """Start before the first line.
+
         Args:
             key: verifies signatures; None: they are not looked at.
             must_be_signed: the configuration of the run's last attempt asks for signatures.
@@ -28,7 +31,8 @@ class ChainHistory:
         self.num_unsigned = 0
 
     def read(self, text: bytes, *, role: str, place: int) -> None:
-        """
+        """Check one line against the last line of its role.
+
         Args:
             text: the line, with its end.
             place: where it begins in the file.
@@ -65,7 +69,7 @@ class ChainHistory:
                 ledger.breach(_RECORD, f"the line carries no signature, and the line before of the {role} does")
         self._last[role] = parts.link
 
-    def tell(self) -> None:
+    def report_not_examined(self) -> None:
         """Put what was not looked at into the ledger."""
         self._ledger.line = None
         if self.num_unsealed:

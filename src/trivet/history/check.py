@@ -28,16 +28,18 @@ _NEVER_EXAMINED = "what lies in logs/, metrics/, evals/ and configs/ beyond the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
+    """The findings of one check, and the numbers of the run."""
+
     run_id: str
     num_events: int
     num_checks: int
     breaches: list[Breach]
     starts: dict[str, int]
-    """By role."""
+    """Number of starts by role."""
     last_step: int
     last_batch: int
     last_stop: Stop | None
-    """How the trainer ended; None while it runs, or when it was killed."""
+    """The trainer's end; None while it runs, or when it was killed."""
     groups: GroupCounts
     live: OwedGroups
     """Groups that have not ended: still going, or owed by the last checkpoint."""
@@ -55,7 +57,8 @@ class CheckReport:
 
 
 def check_run(layout: RunLayout) -> CheckReport:
-    """
+    """Compare everything that a run left behind with its history.
+
     Raises:
         ConfigError: no run wrote there; or the file that `TRIVET_SECRET_FILE` names holds no secret.
         HistoryError: a line is no event.
@@ -83,8 +86,8 @@ def check_run(layout: RunLayout) -> CheckReport:
     replay.ledger.line = None
     replay.ledger.require(bool(replay.starts), Invariant.INTACT_RECORD, f"{layout.events} holds no start of a role")
     files.compare(replay, extent)
-    replay.roles.tell()
-    chain.tell()
+    replay.roles.report_clocks()
+    chain.report_not_examined()
     return _report(replay, num_signatures=chain.num_signed if key is not None else 0)
 
 
@@ -117,7 +120,7 @@ def _inherited(files: Files, first_step: int) -> OwedGroups | None:
 
 
 def _max_off_policy_steps(files: Files) -> int:
-    """As the run's last attempt had it; a run without an orchestrator has no use for it."""
+    """Return the limit that the run's last attempt had; a run without an orchestrator does not use it."""
     value = files.config(ORCHESTRATOR).get("max_off_policy_steps")
     return value if isinstance(value, int) else OrchestratorConfig.model_fields["max_off_policy_steps"].default
 

@@ -1,4 +1,4 @@
-"""A report in words, for the terminal."""
+"""Describes a report of the checker in text, for the terminal."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +18,12 @@ _MAX_BREACHES = 10
 
 
 def describe_report(report: CheckReport, *, events: Path) -> str:
+    """Return the lines that `trivet check` prints; `events` is read for the lines that break an invariant."""
     return "\n".join(_lines(report, events))
 
 
 def _lines(report: CheckReport, events: Path) -> Iterator[str]:
-    yield f"run {report.run_id}: {report.num_events:,} events, {_how_it_stands(report)}"
+    yield f"run {report.run_id}: {report.num_events:,} events, {_describe_end(report)}"
     groups, live = report.groups, report.live
     yield (
         f"groups: {groups.dispatched:,} dispatched = {groups.batched:,} in batches + {groups.filtered.total():,} filtered + "
@@ -58,7 +59,7 @@ def _breaches(report: CheckReport, events: Path) -> Iterator[str]:
         yield f"  and {len(report.breaches) - _MAX_BREACHES} more, which may follow from these"
 
 
-def _how_it_stands(report: CheckReport) -> str:
+def _describe_end(report: CheckReport) -> str:
     if report.last_stop is None:
         return f"at step {report.last_step}, running or killed"
     return f"{report.last_stop.reason} at step {report.last_step}"

@@ -46,7 +46,7 @@ class _RunFile(msgspec.Struct):
 
 
 class Files:
-    """What lay in the directory before the history was read: anything there has its event by then.
+    """Lists what lay in the directory before the history was read: all of it has its event by then.
 
     A running run may remove what was seen; what is gone when its turn comes is passed over.
     """
@@ -79,6 +79,7 @@ class Files:
             return {}
 
     def compare(self, replay: Replay, extent: Extent) -> None:
+        """Record in the replay's ledger what the files say otherwise than the history."""
         ledger = replay.ledger
         ledger.line = None
         self._compare_identity(replay)
@@ -171,7 +172,7 @@ class Files:
             )
 
     def _compare_record(self, replay: Replay, step: Step) -> None:
-        """That COMMITTED is the one of this run that the history's commit speaks of."""
+        """Require that COMMITTED is the record of this run that the history's commit names."""
         record, directory = read_record(self.layout, step), self.layout.checkpoint_step(step)
         is_of_another = step == replay.first_step  # a fork's own first checkpoint
         replay.ledger.require(

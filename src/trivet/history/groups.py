@@ -1,4 +1,4 @@
-"""Invariant 1 and what batches say of versions: follows every group from dispatch to its one end.
+"""Checks invariant 1, and what batches say of versions: follows every group from dispatch to its one end.
 
 Fed with the orchestrator's events. Holds the groups that live (in flight or ready) and, for each step that some attempt
 resumes from or that is committed, those that lived when its batch was formed: memory does not grow with the run's length.
@@ -27,9 +27,9 @@ class LiveGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     env: str
     example_id: int
     version: PolicyVersion
-    """Of its last dispatch."""
+    """Policy version of its last dispatch."""
     is_owed: bool = False
-    """In flight when the checkpoint was made that the run went back to, and not dispatched again yet."""
+    """The group was in flight in the checkpoint that the run went back to, and was not dispatched again yet."""
     is_finished: bool = False
     oldest: PolicyVersion = _NO_TOKENS
     newest: PolicyVersion = _NO_TOKENS
@@ -43,18 +43,19 @@ _READY_ELSEWHERE = LiveGroup(env="", example_id=-1, version=PolicyVersion(0), is
 
 @dataclass(slots=True, kw_only=True)
 class GroupCounts:
-    """Of what counts in the end: without what resumes took back."""
+    """Counts the groups that stand: work undone by a resume is excluded."""
 
     dispatched: int = 0
     """Groups, not tries."""
     tried_again: int = 0
     batched: int = 0
     filtered: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Number by reason."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """By the reason up to its colon."""
+    """Number by the reason up to its colon."""
 
     def copy(self) -> "GroupCounts":
+        """Return counts that change independently of these."""
         return replace(self, filtered=Counter(self.filtered), dropped=Counter(self.dropped))
 
 
@@ -84,6 +85,8 @@ class _State:
 
 
 class GroupHistory:
+    """Holds the state of every group that has not ended."""
+
     def __init__(
         self,
         ledger: Ledger,
@@ -92,7 +95,8 @@ class GroupHistory:
         remembered: Collection[int],
         with_rollouts: Collection[int] = (),
     ) -> None:
-        """
+        """Start with no groups.
+
         Args:
             remembered: steps whose state will be asked for: by a start from them, or by `owed_after`.
             with_rollouts: steps whose groups will be asked for, by `formed`.
@@ -106,9 +110,9 @@ class GroupHistory:
         self._formed: dict[int, list[int]] = {}
         """Batches that were not trained yet."""
         self.formed: dict[int, dict[int, LiveGroup]] = {}
-        """By step of those with rollouts: the batch's groups as they were when it was formed."""
+        """The groups of each batch as they were when it was formed, by step, for steps with rollouts."""
         self.rollouts: dict[int, RolloutsWritten] = {}
-        """By step: what the orchestrator says of the files that it wrote."""
+        """The event of each step's files, by step."""
         self._newest_dispatch = PolicyVersion(0)
         """Version of the last dispatch since the orchestrator started."""
         self.num_since_start = 0
@@ -118,18 +122,21 @@ class GroupHistory:
 
     @property
     def counts(self) -> GroupCounts:
+        """Counts of the groups that stand."""
         return self._state.counts
 
     @property
     def last_batch(self) -> int:
+        """Step of the last batch formed."""
         return self._state.step
 
     @property
     def live(self) -> OwedGroups:
+        """The groups that have not ended."""
         return self._state.owed
 
     def owed_after(self, step: int) -> OwedGroups | None:
-        """What lived when batch `step` was formed, for a remembered step; None when it was not formed."""
+        """Return the groups that lived when batch `step` was formed. None: it was not formed, or is not remembered."""
         state = self._states.get(step)
         return state.owed if state is not None and state.ended is None else None
 
@@ -151,7 +158,7 @@ class GroupHistory:
         self._state = self._states[step] = _State(step=step, next_group_id=owed.next_group_id, live=live)
 
     def start(self, from_step: Step) -> None:
-        """What came behind batch `from_step` is void; groups in flight then are owed another dispatch."""
+        """Go back to batch `from_step`: later events are void, and groups in flight then are owed another dispatch."""
         dispatched = self._state.counts.dispatched
         state = self._states.get(from_step)
         if state is None:
@@ -175,6 +182,7 @@ class GroupHistory:
         self.num_since_start = 0
 
     def dispatch(self, event: Dispatch) -> None:
+        """Check a group's first dispatch, or another after a lost try or a resume."""
         self.num_since_start += 1
         self._ledger.require(
             event.version >= self._newest_dispatch,
@@ -209,6 +217,7 @@ class GroupHistory:
         state.live[event.group_id] = LiveGroup(env=event.env, example_id=event.example_id, version=event.version)
 
     def finish(self, event: Finish, *, newest_published: PolicyVersion) -> None:
+        """Check that the group was in flight, and the versions of its tokens."""
         name, group = f"group {event.group_id}", self._find(event.group_id, "finishes")
         if group is None:
             return
@@ -233,6 +242,7 @@ class GroupHistory:
         )
 
     def filter(self, event: Filter) -> None:
+        """End a finished group that carries no signal."""
         group = self._find(event.group_id, "is filtered")
         if group is None:
             return
@@ -242,6 +252,7 @@ class GroupHistory:
         self._end(event.group_id)
 
     def drop(self, event: Drop) -> None:
+        """End a group that failed or is stale."""
         if self._find(event.group_id, "is dropped") is None:
             return
         self._ledger.require(bool(event.reason), _ONCE, f"group {event.group_id} is dropped without a reason")
@@ -249,6 +260,7 @@ class GroupHistory:
         self._end(event.group_id)
 
     def batch(self, event: BatchFormed) -> None:
+        """End the batch's groups, and remember those that live on."""
         state, name = self._state, f"batch {event.step}"
         self._ledger.require(event.step == state.step + 1, _ONCE, f"{name} is formed, but {state.step + 1} is the next")
         self.num_since_start += 1
@@ -268,6 +280,7 @@ class GroupHistory:
             self._states[event.step] = state.copy()
 
     def rollouts_written(self, event: RolloutsWritten) -> None:
+        """Keep the digest of a step's files, written once and right after its batch."""
         step = self._state.step
         self._ledger.require(
             event.step == step and event.step not in self.rollouts,
@@ -313,7 +326,10 @@ class GroupHistory:
             )
 
     def _check_age(self, step: Step) -> None:
-        """The group dispatched longest ago; a step of grace, because those in flight are looked at between batches."""
+        """Require that the group dispatched longest ago is not stale.
+
+        One step of grace, because groups in flight are looked at between batches.
+        """
         for group_id, group in self._state.live.items():
             if not group.is_owed and group.env:
                 oldest = group.oldest if group.is_finished else group.version

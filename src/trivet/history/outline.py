@@ -1,4 +1,7 @@
-"""The first look at events.jsonl: where attempts started, and how far the file reaches, so that a run may go on meanwhile."""
+"""Reads events.jsonl line by line, and first for where attempts started and how far the file reaches.
+
+A run may go on while it is checked.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +19,8 @@ _START, _ORCHESTRATOR = b'"start"', b'"role":"orchestrator"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
+    """The part of events.jsonl that is checked."""
+
     outline: Outline
     num_bytes: int
     """Length of the complete lines."""
@@ -25,6 +30,8 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Line:
+    """One line of events.jsonl."""
+
     number: int
     """Line number; the first is 1."""
     place: int
@@ -34,7 +41,8 @@ class Line:
 
 
 def outline(path: Path, *, does_count_attempts: bool) -> Extent:
-    """
+    """Read where the attempts started, and the length of the file.
+
     Args:
         does_count_attempts: as `Outline` has it.
 

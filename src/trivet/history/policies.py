@@ -1,4 +1,4 @@
-"""Invariants 2 and 4: follows every policy from its publication over the servers that load it to its removal.
+"""Checks invariants 2 and 4: follows every policy from its publication over the servers that load it to its removal.
 
 Fed with the trainer's publications and removals and the orchestrator's loads. Holds one digest per policy that may still be
 loaded.
@@ -12,8 +12,11 @@ _VERSIONS, _READERS = Invariant.VERSIONS_TELL_THE_TRUTH, Invariant.READERS_ARE_S
 
 
 class PolicyHistory:
+    """Holds the digest of each policy, and which server serves which."""
+
     def __init__(self, ledger: Ledger, *, first_step: int = 0) -> None:
-        """
+        """Start before the first publication.
+
         Args:
             first_step: what the run itself began from: policies up to there are another run's, whose publications it copied.
         """
@@ -27,34 +30,36 @@ class PolicyHistory:
         """Digest by version, of those removed."""
         self._from_step = START_VERSION
         self._has_published = False
-        """Since the trainer started."""
+        """Whether it has published since it started."""
         self._start_digest: str | None = None
         self._held: dict[str, tuple[int, str]] = {}
         """Version and digest by server, since the orchestrator started or the server came back."""
         self._highest: dict[str, int] = {}
-        """By server, since the orchestrator started: not forgotten when the server goes."""
+        """Highest version by server, since the orchestrator started. It is kept when the server goes down."""
         self._up: set[str] = set()
         self._newest = START_VERSION
         self.num_loads = 0
 
     @property
     def newest_published(self) -> PolicyVersion:
+        """The newest version that the trainer published, or started from."""
         return self._newest
 
     def start_orchestrator(self) -> None:
-        """Servers go back to what the run starts from."""
+        """Forget the servers: they go back to what the run starts from."""
         self._held.clear()
         self._highest.clear()
         self._up.clear()
 
     def start_trainer(self, from_step: Step) -> None:
-        """Policies after `from_step` are void."""
+        """Forget the policies after `from_step`, which are void."""
         self.published = {version: digest for version, digest in self.published.items() if version <= from_step}
         self.retired = {version: digest for version, digest in self.retired.items() if version <= from_step}
         self._from_step, self._has_published = PolicyVersion(from_step), False
         self._newest = PolicyVersion(from_step)
 
     def publish(self, event: Publish, *, last_step: int) -> None:
+        """Check that a version is published once, after its step."""
         known = self.published.get(event.version)
         self._ledger.require(
             event.version == last_step, _VERSIONS, f"policy {event.version} is published after step {last_step}"
@@ -76,6 +81,7 @@ class PolicyHistory:
         self._newest = max(self._newest, event.version)
 
     def load(self, event: Load) -> None:
+        """Check that a server loads what was published, and never an older version."""
         self.num_loads += 1
         name = f"{event.server} loads policy {event.version}"
         if event.version == START_VERSION:
@@ -93,11 +99,13 @@ class PolicyHistory:
         self._held[event.server] = (event.version, event.digest)
 
     def server_down(self, event: ServerDown) -> None:
+        """Forget what the server held."""
         self._ledger.require(event.server in self._up, _VERSIONS, f"{event.server} goes down, which was not up")
         self._up.discard(event.server)
         self._held.pop(event.server, None)
 
     def server_up(self, event: ServerUp) -> None:
+        """Check that the server serves what it loaded last."""
         held = self._held.get(event.server)
         self._ledger.require(event.server not in self._up, _VERSIONS, f"{event.server} is up, and comes up again")
         self._ledger.require(
@@ -109,6 +117,7 @@ class PolicyHistory:
         self._up.add(event.server)
 
     def dispatch(self, event: Dispatch) -> None:
+        """Check that a server which is up holds the group's version."""
         newest = max((version for version, _ in self._held.values()), default=None)
         self._ledger.require(
             newest is not None and event.version <= newest,
@@ -121,6 +130,7 @@ class PolicyHistory:
             )
 
     def retire(self, event: Retire) -> None:
+        """Check that no server may still read the removed policy."""
         readers = sorted(server for server, (version, _) in self._held.items() if version <= event.version)
         self._ledger.require(
             not readers, _READERS, f"policy {event.version} is removed, and {', '.join(readers)} may still need it"
@@ -134,6 +144,7 @@ class PolicyHistory:
         self.retired[event.version] = self.published.pop(event.version, "")
 
     def evaluate(self, event: Evaluate) -> None:
+        """Check that the evaluated policy is the published one."""
         known = self.published.get(event.version) or self.retired.get(event.version)
         if event.version == START_VERSION:
             known = self._start_digest

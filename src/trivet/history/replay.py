@@ -1,7 +1,8 @@
 """Reads events one after the other and hands each to the parts of the checker that it concerns. No files, no clock."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from trivet.checkpoints.orchestrator_part import OwedGroups
 from trivet.history.breaches import Invariant, Ledger
@@ -34,7 +35,7 @@ ORCHESTRATOR, TRAINER, SFT = "orchestrator", "trainer", "sft"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What must be known of a history before it is read."""
+    """Facts about a history that must be known before it is read."""
 
     start_steps: frozenset[int]
     """Every step that an attempt started from."""
@@ -47,7 +48,8 @@ class Outline:
 
 
 class Replay:
-    """
+    """Hands each event to the parts of the checker.
+
     >>> replay = Replay(outline, max_off_policy_steps=8)
     >>> for line, event in enumerate(events, start=1):
     ...     replay.read(event, line=line)
@@ -64,7 +66,8 @@ class Replay:
         with_rollouts: Collection[int] = (),
         inherited: OwedGroups | None = None,
     ) -> None:
-        """
+        """Start before the first event.
+
         Args:
             remembered: steps, besides those of starts, whose owed groups will be asked for.
             with_rollouts: steps whose groups will be asked for.
@@ -81,20 +84,33 @@ class Replay:
         self.policies = PolicyHistory(self.ledger, first_step=outline.first_step)
         self.steps = StepHistory(self.ledger)
         self.starts: dict[str, int] = {}
-        """How often each role started."""
+        """Number of starts by role."""
         self.last_stop: Stop | None = None
-        """How the trainer ended, None while it has not."""
+        """The trainer's end, None while it runs."""
         self.run_id = ""
         self.first_step = outline.first_step
-        """As `Outline` has it."""
+        """The `first_step` of the outline."""
         self.trainer_role = TRAINER
         """Role that trains: SFT in supervised fine-tuning."""
         self.num_events = 0
         self._outline = outline
         self._inherited = inherited
         self._from_step: dict[str, int] = {}
+        self._orchestrator_handlers: dict[type, Callable[[Any], None]] = {
+            Dispatch: self.groups.dispatch,
+            Finish: lambda event: self.groups.finish(event, newest_published=self.policies.newest_published),
+            Filter: self.groups.filter,
+            Drop: self.groups.drop,
+            BatchFormed: self.groups.batch,
+            RolloutsWritten: self.groups.rollouts_written,
+            Load: self.policies.load,
+            Evaluate: self.policies.evaluate,
+            ServerDown: self.policies.server_down,
+            ServerUp: self.policies.server_up,
+        }
 
     def read(self, event: AnyEvent, *, line: int) -> None:
+        """Check the event at line `line` of events.jsonl."""
         self.ledger.line = line
         self.num_events += 1
         self.roles.read(event)
@@ -126,30 +142,10 @@ class Replay:
             self.last_stop = None
 
     def _read_orchestrator(self, event: AnyEvent) -> None:
-        match event:
-            case Dispatch():
-                self.policies.dispatch(event)
-                self.groups.dispatch(event)
-            case Finish():
-                self.groups.finish(event, newest_published=self.policies.newest_published)
-            case Filter():
-                self.groups.filter(event)
-            case Drop():
-                self.groups.drop(event)
-            case BatchFormed():
-                self.groups.batch(event)
-            case RolloutsWritten():
-                self.groups.rollouts_written(event)
-            case Load():
-                self.policies.load(event)
-            case Evaluate():
-                self.policies.evaluate(event)
-            case ServerDown():
-                self.policies.server_down(event)
-            case ServerUp():
-                self.policies.server_up(event)
-            case _:
-                pass
+        if isinstance(event, Dispatch):
+            self.policies.dispatch(event)
+        if handle := self._orchestrator_handlers.get(type(event)):
+            handle(event)
 
     def _read_trainer(self, event: AnyEvent) -> None:
         match event:

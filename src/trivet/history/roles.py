@@ -1,4 +1,4 @@
-"""The lives of the roles: each begins with a start, ends with a stop unless it was killed, and writes in the order of its clock.
+"""Checks each role's attempts: a start, events in the order of its clock, and a stop unless it was killed.
 
 Fed with every event. Knows nothing of what the events mean beyond that.
 """
@@ -23,8 +23,11 @@ class _Life:
 
 
 class RoleHistory:
+    """Holds the last event of each role."""
+
     def __init__(self, ledger: Ledger, *, does_count_attempts: bool) -> None:
-        """
+        """Start before the first event.
+
         Args:
             does_count_attempts: a launcher started the roles, and counted; roles started by hand may all say attempt 1.
         """
@@ -32,15 +35,17 @@ class RoleHistory:
         self._does_count_attempts = does_count_attempts
         self._lives: dict[str, _Life] = {}
         self.starts_after_cut: dict[str, list[int]] = {}
-        """By role: the steps of starts that found the attempt before without an orderly stop."""
+        """Steps by role, of starts that found the attempt before without an orderly stop."""
         self._clock_steps: dict[str, tuple[int, float, int | None]] = {}
-        """By role: how often its clock went back, by how many seconds at most, and at which line first."""
+        """Number, greatest seconds and first line of the times that a role's clock went back."""
 
     @property
     def last_attempt(self) -> int:
+        """The highest attempt of any role."""
         return max((life.attempt for life in self._lives.values()), default=0)
 
     def read(self, event: AnyEvent) -> None:
+        """Check the event's attempt, time and place between start and stop."""
         life = self._lives.get(event.role)
         if isinstance(event, Start) or (life is None and event.role == LAUNCHER):
             self._begin(event, life)
@@ -60,19 +65,21 @@ class RoleHistory:
         life.has_stopped = isinstance(event, Stop)
 
     def is_cut_short(self, role: str) -> bool:
-        """Whether the role's last attempt has no orderly stop: it runs, was killed, or failed."""
+        """Return whether the role's last attempt has no orderly stop: it runs, was killed, or failed."""
         life = self._lives.get(role)
         return life is None or not (isinstance(life.last, Stop) and life.last.reason in _ORDERLY)
 
     def has_stopped(self, role: str) -> bool:
+        """Return whether the role's last event is a stop."""
         life = self._lives.get(role)
         return life is not None and life.has_stopped
 
     def attempt_of(self, role: str) -> int | None:
+        """Return the role's last attempt, None before its first event."""
         life = self._lives.get(role)
         return life.attempt if life is not None else None
 
-    def tell(self) -> None:
+    def report_clocks(self) -> None:
         """Put what is unusual about the clocks into the ledger."""
         for role, (count, seconds, line) in self._clock_steps.items():
             times = "once" if count == 1 else f"{count} times"

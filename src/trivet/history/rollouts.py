@@ -26,7 +26,7 @@ class _Row(msgspec.Struct):
     example_id: int
     index: int
     reward: float | None
-    """None for one that is no number."""
+    """The reward; None when it is no number."""
     versions: list[VersionRun] = []
 
 
@@ -39,7 +39,8 @@ def compare_step(
     written: RolloutsWritten | None,
     group_size: int | None,
 ) -> None:
-    """
+    """Compare the files in rollouts/step_N/ with the groups of batch N.
+
     Args:
         groups: of batch `step`, as they were when it was formed.
         written: the orchestrator's word about the files; None in histories of older versions.

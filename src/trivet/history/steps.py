@@ -1,4 +1,4 @@
-"""Invariants 1 and 3 on the trainer's side: each step trained once, on the batch that was formed for it; commits and starts.
+"""Checks invariants 1 and 3 on the trainer's side: steps are trained once, on the batch formed for them; commits and starts.
 
 Fed with the trainer's events, and with the batches that the orchestrator formed.
 """
@@ -13,6 +13,8 @@ _ONCE, _COMMIT = Invariant.EXACTLY_ONCE, Invariant.ONE_COMMIT
 
 
 class StepHistory:
+    """Holds the trainer's last step and its commits."""
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.last_step = Step(0)
@@ -22,7 +24,7 @@ class StepHistory:
         self.recent: set[int] = set()
         """Steps committed since the trainer started, and the one that it started from."""
         self.fingerprints: dict[int, int] = {}
-        """By step that was trained: `fingerprint` of its groups."""
+        """`fingerprint` of each trained step's groups."""
         self.has_started = False
         self.has_stopped = True
         """False while an attempt runs, and for ever when it was killed: then it may have committed without saying so."""
@@ -30,6 +32,7 @@ class StepHistory:
         """Steps that resumes took back."""
 
     def start(self, event: Start) -> None:
+        """Check that an attempt starts from a committed step."""
         if self.has_started and event.from_step:
             self._ledger.require(
                 event.from_step in self.commits or self.may_have_committed(event.from_step),
@@ -50,10 +53,11 @@ class StepHistory:
         self.has_started, self.has_stopped = True, False
 
     def may_have_committed(self, step: int) -> bool:
-        """Whether a commit of `step` may be real without an event: it is written just before the event is."""
+        """Return whether a commit of `step` may be real without an event: it is written just before the event is."""
         return not self.has_stopped and self.from_step < step <= self.last_step
 
     def train(self, event: Train, *, formed: Sequence[int] | None) -> None:
+        """Check that the step is the next, and trains what its batch was formed of."""
         self._ledger.require(
             event.step == self.last_step + 1, _ONCE, f"step {event.step} is trained, but {self.last_step + 1} is the next"
         )
@@ -71,6 +75,7 @@ class StepHistory:
         self.last_step = Step(max(self.last_step, step))
 
     def commit(self, event: Commit) -> None:
+        """Check that a trained step is committed once."""
         self._ledger.require(event.step not in self.commits, _COMMIT, f"step {event.step} is committed twice")
         self._ledger.require(
             event.step <= self.last_step,

@@ -36,7 +36,7 @@ from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import process_report
-from trivet.telemetry.telemetry import Telemetry
+from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
 from trivet.weights.catalog import latest_version
@@ -62,11 +62,9 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         "orchestrator",
         layout=layout,
         run=config.run,
-        wandb=config.wandb,
         events=config.events,
-        heartbeat=config.heartbeat,
         detectors=config.detectors,
-        shown_samples=config.shown_samples,
+        outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, shown_samples=config.shown_samples),
         resume_step=part.progress.step,
     )
     telemetry.write_event(Start(run_id=config.run.id, from_step=part.progress.step))

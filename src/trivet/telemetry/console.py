@@ -1,5 +1,7 @@
-"""What the console says of a step: one line per role in the form that users of prime-rl search their logs for, and rollouts.
-Pure."""
+"""Formats what the console shows of a step: one line per role, and rollouts. Pure.
+
+The lines have the form that users of prime-rl search their logs for.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +42,7 @@ _ORCHESTRATOR = (
 
 
 def trainer_line(step: int, values: Mapping[str, float]) -> str:
-    """`Step 7 | Time: 1.99s | Loss: 0.0123 | …`; the level SUCCESS stands before it in the log.
+    """Return `Step 7 | Time: 1.99s | Loss: 0.0123 | …`; the level SUCCESS stands before it in the log.
 
     Args:
         values: metrics by name; `perf/mfu` in percent, `perf/peak_memory` in GiB. A part without its metric is left out.
@@ -49,23 +51,23 @@ def trainer_line(step: int, values: Mapping[str, float]) -> str:
 
 
 def orchestrator_line(step: int, values: Mapping[str, float]) -> str:
-    """`Step 28 | Time: 73.77s | Reward: 0.3887 | …`, with parts as in `trainer_line`."""
+    """Return `Step 28 | Time: 73.77s | Reward: 0.3887 | …`, with parts as in `trainer_line`."""
     return _line(step, values, _ORCHESTRATOR)
 
 
 def sft_line(step: int, values: Mapping[str, float]) -> str:
-    """As `trainer_line`, with the held-out loss of the steps that measured it."""
+    """Return the line of `trainer_line`, with the held-out loss of the steps that measured it."""
     return _line(step, values, _SFT)
 
 
 LineFunction = Callable[[int, Mapping[str, float]], str]
 
 LINES: dict[str, LineFunction] = {"trainer": trainer_line, "orchestrator": orchestrator_line, "sft": sft_line}
-"""By role."""
+"""Formats a step's metrics, by role."""
 
 
 def eval_line(version: int, values: Mapping[str, float]) -> str:
-    """`Eval of policy 20 | reverse-text/avg@2: 0.5400 ± 0.0210 | reverse-text/pass@2: 0.6100 ± 0.0300`."""
+    """Return `Eval of policy 20 | reverse-text/avg@2: 0.5400 ± 0.0210 | reverse-text/pass@2: 0.6100 ± 0.0300`."""
     scores = {
         name: value
         for name, value in values.items()
@@ -79,10 +81,10 @@ def eval_line(version: int, values: Mapping[str, float]) -> str:
 
 
 def sample_lines(step: int, rollout: Rollout, *, max_chars: int) -> list[str]:
-    """`=== Step 5 Sample ===`, `Prompt: …`, `Completion: …`, `Reward: 1.0`, as verifiers' trainer shows them.
+    """Return `=== Step 5 Sample ===`, `Prompt: …`, `Completion: …`, `Reward: 1.0`, as verifiers' trainer shows them.
 
     Args:
-        max_chars: prompt and completion are each cut to this; line breaks inside them are written as `\\n`.
+        max_chars: prompt and completion are each cut to this; a line break inside them is written as a backslash and an n.
     """
     return [
         f"=== Step {step} Sample ===",
@@ -93,7 +95,7 @@ def sample_lines(step: int, rollout: Rollout, *, max_chars: int) -> list[str]:
 
 
 def conversation_text(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> str:
-    """The messages in one line; the role stands before each where there are several."""
+    """Return the messages as one line; the role stands before each where there are several."""
     parts = [_message_text(message) for message in messages]
     if len(parts) > 1:
         parts = [f"[{message.get('role')}] {text}" for message, text in zip(messages, parts, strict=True)]
@@ -110,7 +112,7 @@ def _message_text(message: Mapping[str, Any]) -> str:
 
 
 def _call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Tool calls come in OpenAI's nested form and in a flat one."""
+    """Return the call itself: tool calls come in OpenAI's nested form and in a flat one."""
     return call.get("function") or call
 
 

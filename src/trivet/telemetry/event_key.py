@@ -1,4 +1,4 @@
-"""The key that signs a run's events, derived from the run's secret. Asked for by every process that writes events."""
+"""Derives the key that signs a run's events from the run's secret. Called by every process that writes events."""
 
 import os
 
@@ -10,7 +10,7 @@ PURPOSE = "events"
 
 
 def event_key(config: EventsConfig, layout: RunLayout) -> bytes | None:
-    """None when events are not signed.
+    """Return the key that signs events, None when they are not signed.
 
     Raises:
         ConfigError: the run's secret cannot be read.

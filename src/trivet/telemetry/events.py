@@ -26,14 +26,14 @@ from trivet.wire.events import AnyEvent, Event
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _FIRST_KEY = b'{"event":'
-"""How every line starts; within a string its quotes would be escaped."""
+"""Start of every line; within a string its quotes would be escaped."""
 _OFFSET, _CHAIN, _MAC = b',"offset":', b',"chain":"', b',"mac":"'
 _END = b'"}\n'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainLink:
-    """The state that a line hands on to the next line of its role."""
+    """The values that a line hands on to the next line of its role."""
 
     chain: bytes = b""
     mac: bytes = b""
@@ -70,7 +70,8 @@ class EventWriter:
         key: bytes | None = None,
         clock: Callable[[], float] = lambda: time.time(),
     ) -> None:
-        """
+        """Open the file for appending, and find where the role's chain ended.
+
         Args:
             key: signs each line; None: lines carry no `mac`.
         """
@@ -85,6 +86,7 @@ class EventWriter:
         self._lock = threading.Lock()
 
     def write(self, event: Event) -> None:
+        """Append the event as one line; raises OSError when the disk took only a part of it."""
         with self._lock:
             event.time, event.role, event.attempt = self._clock(), self._role, self._attempt
             offset = os.fstat(self._fd).st_size
@@ -95,17 +97,18 @@ class EventWriter:
             self._last = link
 
     def sync(self) -> None:
-        """Returns once everything written is on disk."""
+        """Return once everything written is on disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:
+        """Close the file. May be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def seal(event: bytes, *, offset: int, last: ChainLink, key: bytes | None = None) -> tuple[bytes, ChainLink]:
-    """The line for an encoded event, and what it hands on.
+    """Return the line for an encoded event, and what it hands on.
 
     Args:
         offset: length of the file now.
@@ -122,15 +125,17 @@ def seal(event: bytes, *, offset: int, last: ChainLink, key: bytes | None = None
 
 
 def chain_value(content: bytes, last: ChainLink) -> bytes:
+    """Return the hexadecimal XXH3 over the last line's chain value and this line's content."""
     return xxhash.xxh3_64_hexdigest(last.chain + content).encode()
 
 
 def mac_value(signed: bytes, last: ChainLink, *, key: bytes) -> bytes:
+    """Return the hexadecimal HMAC-SHA256 over the last line's mac and what this line signs."""
     return hmac.digest(key, last.mac + signed, "sha256").hex().encode()
 
 
 def take_apart(line: bytes) -> SealedLine | None:
-    """The parts of a line; None for one of a version that sealed none, or whose seal was altered beyond recognition."""
+    """Return the parts of a line. None: an older version sealed none, or the seal was altered beyond recognition."""
     content, found, rest = line.rpartition(_CHAIN)
     _, has_offset, offset = content.rpartition(_OFFSET)
     if not found or not has_offset or not rest.endswith(_END) or not offset.isdigit():
@@ -166,7 +171,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def num_complete_bytes(path: Path) -> int:
-    """Length of the file up to the end of its last complete line."""
+    """Return the length of the file up to the end of its last complete line."""
     if not path.exists() or not path.stat().st_size:
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -174,7 +179,7 @@ def num_complete_bytes(path: Path) -> int:
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """Events in the order they were written; a last line cut short by a crash is left out."""
+    """Yield events in the order they were written; a last line cut short by a crash is left out."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -182,7 +187,7 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
 
 
 def decode_event(line: bytes) -> AnyEvent:
-    """The event of one line. What a full disk left of an earlier event in front of it never counted: its writer failed.
+    """Return the event of one line, without what a full disk left of an earlier event in front of it: its writer failed.
 
     Raises:
         msgspec.DecodeError: there is no whole event in the line.

@@ -8,10 +8,11 @@ import httpx
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
+"""Seconds for one call. `close` waits that long for a call under way."""
 
 
 class Heartbeat:
-    """A step never waits for the service: while one call is under way the next beats are left out.
+    """Calls the URL in a thread: while one call is under way, the next beats are left out, so that no step waits.
 
     >>> heartbeat = Heartbeat("https://uptime.example/heartbeat/abc")
     >>> heartbeat.beat()
@@ -19,7 +20,8 @@ class Heartbeat:
     """
 
     def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None) -> None:
-        """
+        """Call nothing yet.
+
         Args:
             transport: for tests; unset: TCP.
         """
@@ -29,13 +31,14 @@ class Heartbeat:
         self._has_failed = False
 
     def beat(self) -> None:
+        """Start a call, unless one is under way."""
         if self._call is not None and self._call.is_alive():
             return
         self._call = threading.Thread(target=self._get, name="heartbeat", daemon=True)
         self._call.start()
 
     def close(self) -> None:
-        """Waits for a call under way, for as long as its time-out."""
+        """Wait for a call under way, for as long as its time-out."""
         if self._call is not None:
             self._call.join(_TIMEOUT_S)
         self._client.close()

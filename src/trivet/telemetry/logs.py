@@ -55,6 +55,7 @@ class JsonFormatter(logging.Formatter):
         self._role = role
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line of JSON."""
         error = self.formatException(record.exc_info) if record.exc_info else record.exc_text
         return json_line(
             level=record.levelname,

@@ -24,7 +24,8 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, *, resume_step: int = 0, clock: Callable[[], float] = lambda: time.time()) -> None:
-        """
+        """Open the file for appending, without the lines of steps that happen again.
+
         Args:
             resume_step: lines of later steps, left by an earlier attempt, are removed: those steps happen again.
         """
@@ -34,16 +35,19 @@ class MetricsWriter:
         self._clock = clock
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """A value that is NaN or infinite is left out: it does not exist in this step."""
+        """Append the metrics of a step. A value that is NaN or infinite is left out: it does not exist in this step."""
         numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         self._file.write(msgspec.json.encode({"step": step, "time": self._clock(), **numbers}) + b"\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRows:
+    """The lines of a metrics file."""
+
     rows: list[dict[str, Any]]
     """The lines in their order, each with an integer `step`."""
     num_damaged: int
@@ -51,7 +55,7 @@ class MetricRows:
 
 
 def read_metrics(path: Path) -> MetricRows:
-    """The rows of a file that may be damaged, be written to, or not exist."""
+    """Return the rows of a file that may be damaged, be written to, or not exist."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     rows = [_row_of(line) for line in lines if line]
     whole = [row for row in rows if row is not None]

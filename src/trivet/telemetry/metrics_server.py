@@ -1,4 +1,4 @@
-"""The numbers of the last step over HTTP, in the text form that Prometheus reads. Opened by the trainer's telemetry on rank 0.
+"""Serves the numbers of the last step over HTTP, in the text form of Prometheus. Opened by the trainer's telemetry on rank 0.
 
 Must never hold up a step: a step leaves its numbers here, and threads of the server's own answer whoever asks.
 """
@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from trivet.config.sections.shared import MetricsServerConfig
 from trivet.errors import ConfigError
@@ -28,19 +31,21 @@ GAUGES: dict[str, tuple[str, str]] = {
 }
 """Gauge and its help, by the metric it shows. Names: prime-rl's trainer of early 2026."""
 
-_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_POLL_S = 0.05
+_POLL_INTERVAL_S = 0.05
+"""Seconds between two looks whether the server should end: `close` waits that long at most."""
 
 
 class MetricsServer:
-    """
+    """Answers with the gauges of the last step.
+
     >>> server = MetricsServer(MetricsServerConfig(port=8010))
     >>> server.update(1, {"loss/mean": 0.5})  # GET http://127.0.0.1:8010/metrics answers "trainer_loss 0.5" and more
     >>> server.close()
     """
 
     def __init__(self, config: MetricsServerConfig, *, clock: Callable[[], float] = lambda: time.time()) -> None:
-        """
+        """Listen, and answer in threads from now on.
+
         Raises:
             ConfigError: the port is taken, or the host is none of this machine's.
         """
@@ -54,7 +59,7 @@ class MetricsServer:
                 body = answers.get(self.path.partition("?")[0])
                 self.send_response(HTTPStatus.OK if body is not None else HTTPStatus.NOT_FOUND)
                 body = body if body is not None else b"GET /metrics or /health\n"
-                self.send_header("Content-Type", _CONTENT_TYPE)
+                self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -71,7 +76,7 @@ class MetricsServer:
             ) from exc
         self._http.daemon_threads = True
         self._thread = threading.Thread(
-            target=self._http.serve_forever, kwargs={"poll_interval": _POLL_S}, name="metrics-server", daemon=True
+            target=self._http.serve_forever, kwargs={"poll_interval": _POLL_INTERVAL_S}, name="metrics-server", daemon=True
         )
         self._thread.start()
         self._is_open = True
@@ -79,24 +84,24 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         return int(self._http.server_address[1])
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """From now on answer with the metrics of `step`. One that does not exist in it is absent, as in metrics/."""
+        """Answer with the metrics of `step` until the next call. One that does not exist in it is absent, as in metrics/."""
         shown = {
             "trainer_step": ("Last finished step", float(step)),
             "trainer_last_step_timestamp_seconds": ("When the last step was finished, Unix seconds", self._clock()),
             **{name: (said, values[metric]) for metric, (name, said) in GAUGES.items() if metric in values},
         }
-        self._text = b"".join(
-            f"# HELP {name} {said}\n# TYPE {name} gauge\n{name} {float(value)!r}\n".encode()
-            for name, (said, value) in shown.items()
-            if math.isfinite(value)
-        )
+        registry = CollectorRegistry()
+        for name, (said, value) in shown.items():
+            if math.isfinite(value):
+                Gauge(name, said, registry=registry).set(value)
+        self._text = generate_latest(registry)
 
     def close(self) -> None:
-        """The port is free when this returns. May be called again."""
+        """Free the port. May be called again."""
         if self._is_open:
             self._is_open = False
             self._http.shutdown()

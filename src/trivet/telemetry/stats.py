@@ -1,10 +1,10 @@
-"""The five numbers by which an array is exported as metrics."""
+"""Computes the five numbers by which an array is exported as metrics."""
 
 import numpy as np
 
 
 def summarize(name: str, values: np.ndarray) -> dict[str, float]:
-    """`name`/mean, /median, /std, /min and /max of `values`; nothing when it is empty.
+    """Return `name`/mean, /median, /std, /min and /max of `values`; nothing when it is empty.
 
     A NaN in `values` makes all five NaN, which a metrics file leaves out: it is never averaged away.
 

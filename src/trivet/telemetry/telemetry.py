@@ -1,7 +1,8 @@
-"""All that a role says about itself: one line per step, metrics, events and W&B. Owned by the role's loop; one per process."""
+"""Writes everything that a role reports: step lines, metrics, events and W&B. Owned by the role's loop; one per process."""
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from trivet.config.layout import RunLayout
@@ -14,7 +15,6 @@ from trivet.telemetry.events import EventWriter
 from trivet.telemetry.heartbeat import Heartbeat
 from trivet.telemetry.logs import SUCCESS
 from trivet.telemetry.metrics import MetricsWriter
-from trivet.telemetry.metrics_server import MetricsServer
 from trivet.telemetry.watch import Watch
 from trivet.wire.events import Event
 from trivet.wire.rollouts import Rollout
@@ -22,9 +22,20 @@ from trivet.wire.rollouts import Rollout
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryOutputs:
+    """The outputs besides the run's own files; None switches one off."""
+
+    wandb: WandbConfig | None = None
+    heartbeat: HeartbeatConfig | None = None
+    shown_samples: ShownSamplesConfig | None = None
+    metrics_server: MetricsServerConfig | None = None
+
+
 class Telemetry:
-    """
-    >>> telemetry = Telemetry("trainer", layout=layout, run=config.run, wandb=config.wandb, resume_step=0)
+    """Hands each step, evaluation and event to the outputs that are configured.
+
+    >>> telemetry = Telemetry("trainer", layout=layout, run=config.run, resume_step=0)
     >>> telemetry.write_event(Start(run_id=config.run.id, from_step=0))
     >>> telemetry.write_step(1, {"loss/mean": 0.5, "time/step": 2.0})
     >>> telemetry.close()
@@ -36,35 +47,38 @@ class Telemetry:
         *,
         layout: RunLayout,
         run: RunIdentity,
-        wandb: WandbConfig | None = None,
         events: EventsConfig = EventsConfig(),  # noqa: B008  frozen
-        heartbeat: HeartbeatConfig | None = None,
         detectors: DetectorsConfig | None = None,
-        shown_samples: ShownSamplesConfig | None = None,
-        metrics_server: MetricsServerConfig | None = None,
+        outputs: TelemetryOutputs = TelemetryOutputs(),
         resume_step: int = 0,
     ) -> None:
-        """
+        """Open the role's outputs.
+
         Raises:
             ConfigError: the metrics server's port is taken, or the secret that signs events cannot be read.
         """
-        self._server = MetricsServer(metrics_server) if metrics_server is not None else None
+        self._server = None
+        if outputs.metrics_server is not None:
+            # Most runs have none, and need not pay for importing its library.
+            from trivet.telemetry.metrics_server import MetricsServer
+
+            self._server = MetricsServer(outputs.metrics_server)
         self._make_line = LINES[role]
         self._events = EventWriter(layout.events, role=role, attempt=run.attempt, key=event_key(events, layout))
         self._metrics = MetricsWriter(layout.metrics / f"{role}.jsonl", resume_step=resume_step)
         self._evals = MetricsWriter(layout.metrics / "eval.jsonl", resume_step=resume_step) if role == "orchestrator" else None
-        self._heartbeat = Heartbeat(heartbeat.url) if heartbeat is not None else None
+        self._heartbeat = Heartbeat(outputs.heartbeat.url) if outputs.heartbeat is not None else None
         self._watch = Watch(detectors) if detectors is not None else None
-        self._shown_samples = shown_samples
+        self._shown_samples = outputs.shown_samples
         self._wandb = None
-        if wandb is not None:
+        if outputs.wandb is not None:
             # Importing W&B costs a second that a run without it need not pay.
             from trivet.telemetry.wandb_sink import WandbSink
 
-            self._wandb = WandbSink(wandb, role=role, run_id=run.id, output_dir=layout.root)
+            self._wandb = WandbSink(outputs.wandb, role=role, run_id=run.id, output_dir=layout.root)
 
     def write_step(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics of a finished step, and the console line made of them.
+        """Write the metrics of a finished step, and the console line made of them.
 
         Raises:
             Diverged: a detector that is set to `stop` spoke; all was written before.
@@ -81,7 +95,7 @@ class Telemetry:
             self._watch.look(step, values)
 
     def write_eval(self, version: int, values: Mapping[str, float]) -> None:
-        """The scores of a policy, in metrics/eval.jsonl and on the console."""
+        """Write the scores of a policy to metrics/eval.jsonl and the console."""
         assert self._evals is not None, "only the orchestrator evaluates during a run"
         self._evals.write(version, values)
         if self._wandb is not None:
@@ -89,7 +103,7 @@ class Telemetry:
         logger.log(SUCCESS, "%s", eval_line(version, values))
 
     def show_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Some rollouts of a step on the console and in W&B, every so many steps."""
+        """Show some rollouts of a step on the console and in W&B, every so many steps."""
         shown = self._shown_samples
         if shown is not None and step % shown.interval == 0:
             for rollout in rollouts[: shown.count]:
@@ -99,14 +113,15 @@ class Telemetry:
             self._wandb.write_rollouts(step, rollouts)
 
     def write_event(self, event: Event) -> None:
+        """Append the event to events.jsonl."""
         self._events.write(event)
 
     def sync_events(self) -> None:
-        """Returns once every event is on disk: before a checkpoint is committed that relies on them."""
+        """Return once every event is on disk: before a checkpoint is committed that relies on them."""
         self._events.sync()
 
     def close(self) -> None:
-        """May be called again."""
+        """Close every output. May be called again."""
         self._events.close()
         self._metrics.close()
         if self._evals is not None:

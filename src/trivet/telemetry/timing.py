@@ -1,4 +1,4 @@
-"""How long the parts of a step take, as metrics."""
+"""Measures how long the parts of a step take, as metrics."""
 
 import time
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def timed(times: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the seconds of the block to `times["time/<name>"]`; those of a block that raises are not counted."""
+    """Add the seconds of the block to `times["time/<name>"]`; those of a block that raises are not counted."""
     started = time.monotonic()
     yield
     key = f"time/{name}"

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases: both roles write to one run, named after ours. Imported only when [wandb] is set."""
+"""Writes metrics to Weights & Biases: both roles write to one run, named after ours. Imported only when [wandb] is set."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,18 +14,21 @@ from trivet.wire.rollouts import Rollout
 _PRIMARY_ROLE = "trainer"
 """The one that ends the shared run."""
 _MAX_CELL_CHARS = 20_000
+"""Characters of a prompt or completion in a table: a longer one is cut."""
 _COLUMNS: list[str | int] = ["step", "prompt", "completion", "reward", "advantage", "turns"]
 
 
 class WandbSink:
-    """
+    """Writes one role's part of the shared W&B run.
+
     >>> sink = WandbSink(config, role="trainer", run_id="20260101-ab12", output_dir=path)
     >>> sink.write(1, {"loss/mean": 0.5})
     >>> sink.close()
     """
 
     def __init__(self, config: WandbConfig, *, role: str, run_id: str, output_dir: Path) -> None:
-        """
+        """Start or join the run.
+
         Raises:
             ConfigError: W&B refused to start, for example without a login.
         """
@@ -49,16 +52,16 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Names get the role in front: both roles have a `time/step`."""
+        """Write a step's metrics, with the role in front of each name: both roles have a `time/step`."""
         numbers = {f"{self._role}/{name}": value for name, value in values.items() if math.isfinite(value)}
         self._run.log({"step": step, **numbers})
 
     def write_eval(self, version: int, values: Mapping[str, float]) -> None:
-        """Scores keep their own names: `eval/<env>/…`."""
+        """Write scores under their own names: `eval/<env>/…`."""
         self._run.log({"step": version, **values})
 
     def write_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A table and histograms, in the steps that `log_extras.interval` names."""
+        """Write a table and histograms, in the steps that `log_extras.interval` names."""
         extras = self._extras
         if extras is None or step % extras.interval or not rollouts:
             return
@@ -78,6 +81,7 @@ class WandbSink:
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
+        """End this role's part of the run, and wait until it is on disk."""
         self._run.finish()
         # `finish` returns before an offline run is on disk; the end of W&B's own process is what comes after that.
         wandb.teardown()

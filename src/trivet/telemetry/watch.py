@@ -11,7 +11,8 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """
+    """Asks each detector that is not off about every step.
+
     >>> watch = Watch(config)
     >>> watch.look(7, {"optim/grad_norm": 0.3})
     """
@@ -30,7 +31,8 @@ class Watch:
         self._detectors = [detector for detector in detectors if self._reactions[detector.name] != "off"]
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """
+        """Show a step's metrics to the detectors.
+
         Raises:
             Diverged: a detector that is set to `stop` spoke.
         """

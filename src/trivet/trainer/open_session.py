@@ -16,7 +16,7 @@ from trivet.checkpoints.resume import choose_start
 from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainingConfig
-from trivet.telemetry.telemetry import Telemetry
+from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.saver import CheckpointSaver
@@ -173,11 +173,9 @@ def _open_telemetry(
         role,
         layout=layout,
         run=config.run,
-        wandb=config.wandb,
         events=config.events,
-        heartbeat=config.heartbeat,
         detectors=config.detectors,
-        metrics_server=config.metrics_server,
+        outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, metrics_server=config.metrics_server),
         resume_step=from_step,
     )
     telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))

@@ -1,4 +1,4 @@
-"""A batch as frames, a header and parts of the payload, and the checks that come before anything of it is decoded. Pure."""
+"""Turns a batch into frames, a header and parts of the payload, and checks them before anything is decoded. Pure."""
 
 import zlib
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ Buffer = bytes | memoryview
 HeaderT = TypeVar("HeaderT", BatchHeader, BatchReply, Alive)
 
 MAX_FRAME_BYTES = 1 << 20
-"""Largest frame. ZeroMQ reads a whole frame before it knows whether the sender has the run's secret, so a connection of a stranger
-costs no more."""
+"""Limit of one frame. ZeroMQ reads a whole frame before it knows whether the sender has the run's secret, so a stranger's
+connection costs no more."""
 MAX_REASON_CHARS = 500
-"""Longest reason that is logged or answered: it may quote what was sent."""
+"""Limit of a reason that is logged or answered: it may quote what was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunKey:
-    """Both ends must agree on it."""
+    """Identifies the run that both ends must be of."""
 
     run_id: str
     attempt: int
@@ -36,18 +36,22 @@ class RunKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMessage:
+    """A batch as it is sent."""
+
     header: BatchHeader
     payload: bytes
 
     @property
     def frames(self) -> list[Buffer]:
+        """The header, then the payload in parts of at most `MAX_FRAME_BYTES`."""
         payload = memoryview(self.payload)
         parts = [payload[start : start + MAX_FRAME_BYTES] for start in range(0, len(payload), MAX_FRAME_BYTES)]
         return [encode(self.header), *(parts or [b""])]
 
 
 def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> BatchMessage:
-    """
+    """Encode a batch under its header.
+
     Raises:
         MessageRefused: the encoded batch is larger than the limit.
     """
@@ -66,12 +70,13 @@ def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> BatchMes
 
 
 def make_alive(key: RunKey, *, acknowledged: Step | None = None) -> bytes:
-    """The one frame by which the orchestrator says that it is well, or what it has read."""
+    """Encode the one frame by which the orchestrator says that it is well, or what it has read."""
     return encode(Alive(run_id=key.run_id, attempt=key.attempt, acknowledged=acknowledged))
 
 
 def read_header(frame: Buffer, kind: type[HeaderT]) -> HeaderT:
-    """
+    """Decode the first frame of a message.
+
     Raises:
         MessageRefused: the frame is not ours at all.
     """
@@ -82,7 +87,7 @@ def read_header(frame: Buffer, kind: type[HeaderT]) -> HeaderT:
 
 
 def refusal(header: BatchHeader, parts: Sequence[Buffer], *, key: RunKey, max_message_mib: int) -> str | None:
-    """Why a message can never be accepted, in the receiver's words, or None when its payload may be decoded."""
+    """Return the reason why a message can never be accepted, or None when its payload may be decoded."""
     name = f"batch {header.step}"
     if header.schema != key.schema:
         return f"{name} has schema {header.schema}, the trainer reads {key.schema}; install the same version on both sides"
@@ -107,11 +112,12 @@ def refusal(header: BatchHeader, parts: Sequence[Buffer], *, key: RunKey, max_me
 
 
 def make_reply(header: BatchHeader, verdict: BatchVerdict, *, reason: str = "") -> bytes:
+    """Encode the trainer's reply to the batch under `header`."""
     return encode(BatchReply(step=header.step, checksum=header.checksum, verdict=verdict, reason=reason))
 
 
 def is_acknowledged(frame: Buffer, *, message: BatchMessage) -> bool:
-    """Whether `frame` acknowledges `message`; a late answer to another message does not.
+    """Return whether `frame` acknowledges `message`; a late answer to another message does not.
 
     Raises:
         MessageRefused: the receiver refused `message`; carries its reason.
@@ -128,7 +134,8 @@ def is_acknowledged(frame: Buffer, *, message: BatchMessage) -> bool:
 
 
 def no_acknowledgement(step: Step, *, config: TransportConfig, met: str = "") -> WaitTimeout:
-    """
+    """Return the error of a batch that was not acknowledged in time.
+
     Args:
         met: what was found instead of the run's trainer; empty: nothing is known.
     """

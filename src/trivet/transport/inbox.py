@@ -1,4 +1,4 @@
-"""The receiving end without a network: decides about each message, holds a bounded number of batches, delivers each once.
+"""Decides about each message that the trainer receives, holds a bounded number of batches, and delivers each once.
 
 A network thread calls `accept`, the trainer calls `take`.
 """
@@ -19,14 +19,15 @@ from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
 
-_CALL_EVERY_S = 30.0
-"""How often `on_wait` is called."""
+_CALL_INTERVAL_S = 30.0
+"""Seconds between two calls of `on_wait` while `take` waits."""
 MAX_HELD = 2
 """Batches that wait for the trainer. A further one gets no answer, so the sender keeps it and sends it again."""
 
 
 class Inbox:
-    """
+    """Holds accepted batches until the trainer takes them.
+
     consumes: frames, in any order, any number of times
     produces: the reply to each, and batches by step
     waits for: the batch of the step that `take` names, at most `timeout_s` after the orchestrator last said that it is well
@@ -41,7 +42,8 @@ class Inbox:
         on_wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Start empty.
+
         Args:
             on_wait: called now and then by `take` while it waits.
         """
@@ -52,7 +54,7 @@ class Inbox:
         self._changed = threading.Condition()
         self._held: dict[Step, Batch] = {}
         self._checksums: dict[Step, int] = {}
-        """Of every batch accepted so far; tells a duplicate from another batch under the same step."""
+        """Checksums of the accepted batches: they tell a duplicate from another batch under the same step."""
         self._wanted: Step | None = None
         self._failure: str | None = None
         self._last_arrival: tuple[Step, float] | None = None
@@ -63,7 +65,7 @@ class Inbox:
         """The batch that was acknowledged last, until the orchestrator has read it."""
 
     def accept(self, frames: Sequence[Buffer]) -> bytes | None:
-        """The reply to one message, None when it gets none: it is not ours, or there is no room for it yet."""
+        """Return the reply to one message. None: it is not ours, or its batch finds no place yet."""
         try:
             if len(frames) == 1:
                 self._note_alive(read_header(frames[0], Alive))
@@ -84,7 +86,8 @@ class Inbox:
         return self._wanted
 
     def take(self, step: Step) -> Batch:
-        """
+        """Wait for the batch of `step`, and drop those of earlier steps.
+
         Raises:
             WaitTimeout: the batch did not come in time, or the network side failed.
         """
@@ -99,8 +102,8 @@ class Inbox:
         return batch
 
     def _wait_for(self, step: Step, *, started: float) -> Batch | None:
-        """None when it is time to call `on_wait`."""
-        call_at = self._clock() + _CALL_EVERY_S
+        """Return the batch, or None when it is time to call `on_wait`."""
+        call_at = self._clock() + _CALL_INTERVAL_S
         with self._changed:
             while step not in self._held:
                 now = self._clock()
@@ -115,7 +118,7 @@ class Inbox:
             return self._held.pop(step)
 
     def wait_until_read(self, timeout_s: float) -> None:
-        """Returns once the orchestrator has said that it read the last acknowledgement, or after `timeout_s`.
+        """Return once the orchestrator has said that it read the last acknowledgement, or after `timeout_s`.
 
         Who goes away before takes an acknowledgement that lies unread at the other end with it.
         """

@@ -13,7 +13,7 @@ class BatchSender(Protocol):
     """The orchestrator's end."""
 
     async def send(self, batch: Batch) -> None:
-        """Returns once the trainer has acknowledged `batch`; until then it is sent again at an interval.
+        """Send `batch` at an interval until the trainer acknowledges it.
 
         Raises:
             MessageRefused: larger than the limit, or the trainer belongs to another run, attempt or schema.
@@ -25,7 +25,9 @@ class BatchSender(Protocol):
         """Tell a trainer that waits for the next batch that the orchestrator is well: its deadline starts anew."""
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Close the connection. May be called again."""
+        ...
 
 
 class BatchReceiver(Protocol):
@@ -43,4 +45,6 @@ class BatchReceiver(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the connection; a waiting `receive` fails."""
+        ...

@@ -1,4 +1,4 @@
-"""Batches kept on disk as they were trained, and fed to the trainer again without an orchestrator or servers.
+"""Keeps batches on disk as they were trained, and feeds them to the trainer again without an orchestrator or servers.
 
 `batches/step_N.msgpack` holds the bytes that crossed to the trainer and nothing of which run or attempt they were of, so equal
 batches are equal files.
@@ -20,6 +20,8 @@ from trivet.wire.versions import Step
 
 
 class RecordedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of batches/step_N.msgpack."""
+
     schema: int
     """`codec.SCHEMA_VERSION` of the writer."""
     checksum: int
@@ -29,7 +31,7 @@ class RecordedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_batch(layout: RunLayout, batch: Batch) -> None:
-    """Returns once the batch is on disk."""
+    """Write the batch, and return once it is on disk."""
     payload = encode(batch)
     recorded = RecordedBatch(schema=SCHEMA_VERSION, checksum=zlib.crc32(payload), payload=payload)
     write_atomically(layout.recorded_batch(batch.step), encode(recorded))
@@ -46,7 +48,8 @@ def discard_recorded_after(layout: RunLayout, step: Step) -> None:
 
 
 def read_recorded(layout: RunLayout, step: Step) -> Batch:
-    """
+    """Return the batch of `step` as it was trained.
+
     Raises:
         BatchError: it was not recorded, by another schema, or is damaged.
     """
@@ -70,6 +73,7 @@ def read_recorded(layout: RunLayout, step: Step) -> Batch:
 
 
 def describe_steps(steps: list[Step]) -> str:
+    """Return `steps 1 to 9`, or `none`."""
     return f"steps {steps[0]} to {steps[-1]}" if steps else "none"
 
 
@@ -81,12 +85,14 @@ class RecordingReceiver:
         self._layout = layout
 
     def receive(self, step: Step) -> Batch:
+        """Receive a batch, and record it if it is trained on."""
         batch = self._receiver.receive(step)
         if batch.purpose is BatchPurpose.TRAIN:
             record_batch(self._layout, batch)
         return batch
 
     def close(self) -> None:
+        """Close the receiver that is recorded."""
         self._receiver.close()
 
 
@@ -94,7 +100,8 @@ class ReplayReceiver:
     """A BatchReceiver over the batches that the run in `root` recorded, after an empty self-check."""
 
     def __init__(self, root: Path, *, from_step: Step) -> None:
-        """
+        """Read nothing yet.
+
         Args:
             from_step: the last step done; its batch is asked for first, and is the self-check's.
         """
@@ -102,10 +109,11 @@ class ReplayReceiver:
         self._from_step = from_step
 
     def receive(self, step: Step) -> Batch:
+        """Return the recorded batch of `step`."""
         if step == self._from_step:
             return Batch(step=step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
         # The recorded run's orchestrator wrote its part of that run's checkpoint, not of this one's.
         return msgspec.structs.replace(read_recorded(self._layout, step), has_orchestrator_part=False)
 
     def close(self) -> None:
-        pass
+        """Do nothing: no file stays open."""

@@ -1,10 +1,11 @@
-"""A warning that strangers can cause as often as they like, in at most one line a minute."""
+"""Logs a warning that strangers can cause as often as they like, in at most one line a minute."""
 
 import logging
 import time
 from collections.abc import Callable
 
 _INTERVAL_S = 60.0
+"""Seconds between two lines: often enough to be seen, too seldom to fill a log."""
 
 
 class RepeatedWarning:

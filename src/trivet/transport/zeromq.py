@@ -1,4 +1,4 @@
-"""Batches over ZeroMQ: the trainer's rank 0 binds, the orchestrator connects. Either may start first, or start again.
+"""Sends batches over ZeroMQ: the trainer's rank 0 binds, the orchestrator connects. Either may start first, or start again.
 
 ZeroMQ drops messages when a peer goes away, read by it or not, so nothing here relies on it: what counts is the trainer's
 acknowledgement. The last one may go with the trainer, which ends by itself; then another sign that it had the batch counts.
@@ -44,11 +44,11 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 _CLOSE_POLL_MS = 50
-"""How long the receiver's thread takes to notice that it should end."""
+"""The receiver's thread notices within this time that it should end."""
 _LAST_ANSWER_S = 5.0
-"""How long the receiver stays for the sender to read its last answer."""
-_LAST_WORDS_MS = 1_000
-"""How long the sender stays for its last message to leave."""
+"""The receiver waits this long for the sender to read its last answer."""
+_LINGER_MS = 1_000
+"""The sender waits this long for its last message to leave."""
 _HEARTBEAT_MS = 10_000
 """A peer whose machine vanished is noticed and the connection made anew."""
 _MAX_CURVE_BYTES = 64
@@ -58,9 +58,9 @@ _HANDSHAKE_MS = 10_000
 _MAX_QUEUED = 4
 """Messages of a peer that wait to be read; it sends one and waits for the answer."""
 _MAX_RECONNECT_MS = 1_000
-"""Longest pause between attempts to connect."""
-_SAID_FROM = 3
-"""Failed handshakes in a row that are spoken of: a trainer that ends may cut one short."""
+"""The pause between attempts to connect grows up to this."""
+_REPORTED_FAILURES = 3
+"""Failed handshakes in a row that are reported: a trainer that ends may cut one or two short."""
 _SAME_SECRET = f"give both roles the same {SECRET_FILE}"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -97,7 +97,7 @@ class _Handshakes:
 
 
 def derive_keys(secret: RunSecret) -> tuple[bytes, bytes]:
-    """The public and the private key of the trainer's end."""
+    """Return the public and the private key of the trainer's end."""
     private = z85.encode(secret.derive("transport/trainer"))
     return zmq.curve_public(private), private
 
@@ -129,7 +129,8 @@ class ZmqSender:
         attempt: int = 1,
         has_arrived: Callable[[Batch], bool] = lambda batch: False,
     ) -> None:
-        """
+        """Connect, without waiting for the trainer.
+
         Args:
             has_arrived: asked before a batch is sent again: whether something else shows that the trainer has it.
         """
@@ -151,6 +152,7 @@ class ZmqSender:
         self._socket.connect(_address(config))
 
     async def send(self, batch: Batch) -> None:
+        """Send `batch` until the trainer acknowledges it, as `BatchSender.send`."""
         message = make_message(batch, key=self._key, max_message_mib=self._config.max_message_mib)
         deadline = time.monotonic() + self._config.timeout_s
         num_sent = 0
@@ -173,23 +175,25 @@ class ZmqSender:
         raise no_acknowledgement(batch.step, config=self._config, met=self._find_stranger() or "")
 
     async def say_alive(self) -> None:
+        """Tell a trainer that waits that the orchestrator is well, as `BatchSender.say_alive`."""
         await self._say()
 
     async def aclose(self) -> None:
+        """Close the socket, after at most a second for the last message to leave."""
         self._handshakes.close()
-        self._socket.close(_LAST_WORDS_MS)
+        self._socket.close(_LINGER_MS)
         self._context.term()
 
     async def _say(self, *, acknowledged: Step | None = None) -> None:
-        # There is no trainer, or a batch is on its way, which says as much; behind one the word would stand in a queue.
+        # Without a trainer there is nobody to tell. A batch on its way says as much, and this message would queue behind it.
         with contextlib.suppress(zmq.Again, TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_MS / 1000):
+            async with asyncio.timeout(_LINGER_MS / 1000):
                 await self._socket.send(make_alive(self._key, acknowledged=acknowledged), zmq.NOBLOCK)
 
     def _find_stranger(self) -> str | None:
         """Describe whoever listens in the trainer's place without the run's secret; None when nobody does."""
         self._handshakes.read()
-        if self._handshakes.num_failed_in_a_row < _SAID_FROM:
+        if self._handshakes.num_failed_in_a_row < _REPORTED_FAILURES:
             return None
         return f"what listens on {self._config.host}:{self._config.port} does not have this run's secret; {_SAME_SECRET}"
 
@@ -225,7 +229,8 @@ class ZmqReceiver:
         attempt: int = 1,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """
+        """Listen, and answer in a thread from now on.
+
         Args:
             on_wait: called now and then while `receive` waits, by the thread that called it.
         """
@@ -256,9 +261,11 @@ class ZmqReceiver:
         self._thread.start()
 
     def receive(self, step: Step) -> Batch:
+        """Wait for the batch of `step`, as `BatchReceiver.receive`."""
         return self._inbox.take(step)
 
     def close(self) -> None:
+        """End the thread and free the port, once the last answer was read or after a few seconds."""
         self._inbox.wait_until_read(_LAST_ANSWER_S)
         self._is_closing.set()
         self._thread.join()
@@ -267,7 +274,7 @@ class ZmqReceiver:
         self._inbox.fail("the receiver was closed")
 
     def _answer(self) -> None:
-        """Runs in the thread, the only one that touches the socket until it has ended."""
+        """Run in the thread, the only one that touches the socket until it has ended."""
         try:
             while not self._is_closing.is_set():
                 if self._socket.poll(_CLOSE_POLL_MS):

@@ -1,4 +1,6 @@
-"""What the page asks for, as JSON: a function for each route, over the runs that are looked at. No sockets, no paths from outside.
+"""Answers the page's requests as JSON, with a function for each route over the runs that are looked at.
+
+It opens no socket and takes no path from outside.
 
 A route says from the files' stamps whether anything changed before it reads anything, so that a page that asks every two seconds
 costs next to nothing while a run is quiet.
@@ -24,9 +26,11 @@ from trivet.view.timeline import make_timeline
 from trivet.wire.rollout_tokens import Tokens
 
 _MAX_POINTS = 5000
+"""Points of a curve: more than a screen has pixels across."""
 _MAX_ROWS = 200
 _MAX_STEPS = 500
 _MAX_METRICS = 64
+"""Limits of one request: rollouts, steps of a time line, curves. They bound the time of an answer."""
 _MAX_DIGITS = 20
 
 Query = Mapping[str, str]
@@ -38,10 +42,12 @@ class BadQuery(NotServed):
 
 @dataclass(frozen=True, slots=True)
 class PageAnswer:
+    """An answer and the tag of its content."""
+
     body: bytes
     """JSON; empty when `is_known`."""
     tag: str
-    """Of this content; the same content has the same."""
+    """Identifies the content: equal content has an equal tag."""
     is_known: bool = False
     """Whoever asked has it already."""
 
@@ -54,7 +60,8 @@ class _Route:
 
 
 class Api:
-    """
+    """Finds the route and the run of a request.
+
     >>> Api(runs).answer("/api/series", {"run": "0", "names": "trainer:loss/mean"}, known="")
     """
 
@@ -74,7 +81,8 @@ class Api:
         }
 
     def answer(self, path: str, query: Query, *, known: str) -> PageAnswer:
-        """
+        """Answer a request, or say that the answer is known.
+
         Args:
             known: the tag of the answer that whoever asks has; empty when none.
 
@@ -96,7 +104,7 @@ class Api:
     def _status(self, run: ViewedRun, _: Query) -> object:
         now = self._clock()
         if not run.layout.status.exists() and not run.layout.reports.is_dir():
-            return {"words": ["It wrote no status: what it does now cannot be told."], "is_over": False, "num_damaged": 0}
+            return {"words": ["It wrote no status: its current state is unknown."], "is_over": False, "num_damaged": 0}
         try:
             status = read_status(run.layout)
         except ConfigError as exc:

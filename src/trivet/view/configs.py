@@ -10,7 +10,7 @@ from trivet.view.files import NotServed, read_inside
 
 
 def read_configs(layout: RunLayout) -> dict[str, dict[str, str]]:
-    """By role, each key's value as TOML would write it; a file that cannot be read says so in its place."""
+    """Return by role each key's value as TOML would write it. A file that cannot be read says so in its place."""
     if not layout.configs.is_dir():
         return {}
     found: dict[str, dict[str, str]] = {}

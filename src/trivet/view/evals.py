@@ -1,4 +1,4 @@
-"""The evaluations of a run: the scores of each policy on each environment, and where their rollouts lie."""
+"""Reads the evaluations of a run: the scores of each policy on each environment, and where their rollouts lie."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +18,20 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
+    """One evaluation of one policy."""
+
     step: int
     name: str
     """The environment, `val/` before it for a validation."""
     summary: Summary | None
-    """None while it is being evaluated."""
+    """The scores; None while it is being evaluated."""
     fault: str = ""
-    """Why its summary cannot be read."""
+    """The reason why its summary cannot be read."""
 
 
 class RunEvals:
-    """
+    """Reads each summary once, until its file changes.
+
     >>> RunEvals(layout).results()
     """
 
@@ -37,7 +40,7 @@ class RunEvals:
         self._read: dict[Path, tuple[FileStamp | None, Summary | None, str]] = {}
 
     def results(self) -> list[EvalResult]:
-        """By step, then by name."""
+        """Return the evaluations by step, then by name."""
         found: list[EvalResult] = []
         for step, directory in self._steps():
             for results in _results_files(directory):
@@ -48,7 +51,8 @@ class RunEvals:
         return found
 
     def results_file(self, step: int, name: str) -> Path:
-        """
+        """Return the file of one evaluation's rollouts.
+
         Raises:
             NotServed: there is no such evaluation.
         """

@@ -1,4 +1,4 @@
-"""Opening files of a run for somebody who asks over the network. Every file that `trivet view` reads is opened here.
+"""Opens files of a run for somebody who asks over the network. Every file that `trivet view` reads is opened here.
 
 Nothing outside the run's directory is ever opened, through a link neither, and nothing is written.
 """
@@ -13,10 +13,11 @@ from trivet.durable import open_regular
 from trivet.errors import TrivetError
 
 _CHUNK_BYTES = 1 << 22
+"""Read at once: bounds the memory for a file that grew by gigabytes."""
 
 
 class NotServed(TrivetError):
-    """What was asked for is not there, or is not the run's. Its text is shown to who asked."""
+    """The request names nothing that is there, or nothing of the run. The text is sent as the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class FileStamp:
 
 
 def stamp_of(path: Path) -> FileStamp | None:
-    """None when there is no such file."""
+    """Return the file's stamp, None when there is no such file."""
     try:
         found = path.stat()
     except OSError:
@@ -38,7 +39,7 @@ def stamp_of(path: Path) -> FileStamp | None:
 
 
 def check_inside(root: Path, path: Path) -> Path:
-    """The real path of `path`.
+    """Return the real path of `path`.
 
     Raises:
         NotServed: it is not there, or leads out of `root`.
@@ -53,7 +54,7 @@ def check_inside(root: Path, path: Path) -> Path:
 
 
 def is_inside(root: Path, path: Path) -> bool:
-    """Whether `path` is there and is the run's own."""
+    """Return whether `path` is there and belongs to the run."""
     try:
         check_inside(root, path)
     except NotServed:
@@ -62,7 +63,7 @@ def is_inside(root: Path, path: Path) -> bool:
 
 
 def read_inside(root: Path, path: Path) -> bytes:
-    """The content of a file of the run.
+    """Return the content of a file of the run.
 
     Raises:
         NotServed: as `check_inside`, or it cannot be read.
@@ -75,7 +76,7 @@ def read_inside(root: Path, path: Path) -> bytes:
 
 
 class GrowingLines:
-    """The whole lines of a file that somebody appends to, each once.
+    """Reads each whole line of a growing file once.
 
     >>> lines = GrowingLines(root, path)
     >>> if lines.was_replaced(): forget()
@@ -88,7 +89,7 @@ class GrowingLines:
         self._inode: int | None = None
 
     def was_replaced(self) -> bool:
-        """Whether it is not the file that was read before, or lost lines: a resume did that. Reading then starts anew."""
+        """Return whether a resume replaced or shortened the file. Reading then starts anew."""
         found = stamp_of(self.path)
         inode, num_bytes = (found.inode, found.num_bytes) if found is not None else (None, 0)
         is_other = self._inode is not None and (inode != self._inode or num_bytes < self._offset)
@@ -98,7 +99,8 @@ class GrowingLines:
         return is_other
 
     def open(self) -> BinaryIO:
-        """
+        """Open the file.
+
         Raises:
             NotServed: as `read_inside`.
         """
@@ -108,7 +110,7 @@ class GrowingLines:
             raise NotServed(f"{_name_in(self._root, self.path)} cannot be read: {exc.strerror}") from exc
 
     def read_new(self) -> Iterator[bytes]:
-        """Lines that were completed since; half a last line waits for its end."""
+        """Yield the lines that were completed since the last call. An incomplete last line waits for its end."""
         if stamp_of(self.path) is None:
             return
         with self.open() as file:

@@ -1,4 +1,4 @@
-"""The metrics of all roles of a run: which there are, and those that are shown first."""
+"""Reads the metrics of all roles of a run, and names those that are shown first."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from trivet.view.series import Curve, MetricFile
 
 @dataclass(frozen=True, slots=True)
 class MetricKey:
-    """`trainer:loss/mean`."""
+    """A metric and the file that holds it, written `trainer:loss/mean`."""
 
     role: str
     """The name of its file in metrics/."""
@@ -21,6 +21,7 @@ class MetricKey:
 
     @classmethod
     def parse(cls, text: str) -> "MetricKey":
+        """Return the key that `text` writes."""
         role, _, name = text.partition(":")
         return cls(role, name)
 
@@ -67,7 +68,7 @@ _STANDS_IN = {"trainer": "sft"}
 
 
 class RunMetrics:
-    """Not for several threads at a time.
+    """Reads the files of metrics/ as they grow. One thread uses it at a time.
 
     >>> metrics = RunMetrics(layout)
     >>> metrics.refresh(SHOWN_FIRST)
@@ -79,17 +80,19 @@ class RunMetrics:
         self._files: dict[str, MetricFile] = {}
 
     def roles(self) -> list[str]:
-        """Of those whose file is the run's own: one that leads elsewhere takes nothing from the others."""
+        """Return the roles that have a file, leaving out files that lead out of the run."""
         return sorted(path.stem for path in self._layout.metrics.glob("*.jsonl") if is_inside(self._layout.root, path))
 
     def has(self, role: str) -> bool:
+        """Return whether the role has a file."""
         return self._listed(role) is not None
 
     def path(self, role: str) -> Path:
+        """Return where the role's file would lie."""
         return self._layout.metrics / f"{role}.jsonl"
 
     def stamp(self) -> list[FileStamp | None]:
-        """Changes when any metric does."""
+        """Return a value that changes when any metric does."""
         return [stamp_of(self.path(role)) for role in self.roles()]
 
     def refresh(self, keys: Iterable[MetricKey]) -> None:
@@ -102,7 +105,8 @@ class RunMetrics:
                 self.file(role).refresh(name for name in names if name)
 
     def file(self, role: str) -> MetricFile:
-        """
+        """Return the reader of a role's file.
+
         Raises:
             NotServed: there is none of that role.
         """
@@ -114,26 +118,27 @@ class RunMetrics:
         return self._files[listed]
 
     def curve(self, key: MetricKey, *, num_points: int, first: int | None = None, last: int | None = None) -> Curve | None:
-        """None while there is no file of that role, or it was not asked for."""
+        """Return the metric's curve. None: the role has no file, or the metric was not refreshed."""
         if not self.has(key.role) or not self.file(key.role).is_read(key.name):
             return None
         return self.file(key.role).curve(key.name, num_points=num_points, first=first, last=last)
 
     def values(self, key: MetricKey) -> np.ndarray:
-        """float64: the metric of every step that has it; empty while none has."""
+        """Return the metric of every step that has it, as float64; empty while none has."""
         if not self.has(key.role) or not self.file(key.role).is_read(key.name):
             return np.array([])
         values = self.file(key.role).values(key.name)
         return values[np.isfinite(values)]
 
     def measured(self) -> list[MetricKey]:
-        """Of everything that is measured."""
+        """Return the keys of all metrics that the run measures."""
         return [MetricKey(role, name) for role in self.roles() for name in sorted(self.file(role).names())]
 
     def _listed(self, role: str) -> str | None:
-        """The name under which the role's file lies; supervised fine-tuning is a trainer by itself."""
+        """Return the name of the role's file; supervised fine-tuning takes the trainer's place."""
         roles = self.roles()
         return next((name for name in (role, _STANDS_IN.get(role)) if name in roles), None)
 
     def num_damaged(self) -> int:
+        """Return how many lines of all files are damaged."""
         return sum(file.num_damaged for file in self._files.values())

@@ -1,4 +1,7 @@
-"""The rollouts of a step, or of an evaluation, page by page: one file's lines are indexed at a time, and decoded when shown."""
+"""Reads the rollouts of a step, or of an evaluation, page by page.
+
+One file's lines are indexed at a time, and decoded when shown.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,11 +20,13 @@ from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, s
 from trivet.wire.rollout_tokens import TOKENS_FILE, Tokens, unpack_tokens
 
 _KEPT_FILES = 4
+"""Files whose lines stay in memory, for paging back and forth."""
 _PREVIEW_CHARS = 160
+"""Characters of a prompt or completion in the list: one line on a screen."""
 
 
 class RolloutRow(msgspec.Struct, kw_only=True):
-    """A line of the list: what `rollouts.jsonl` and `results.jsonl` have in common, and a few of their own."""
+    """A line of the list: the fields that `rollouts.jsonl` and `results.jsonl` share, and a few of their own."""
 
     index: int = 0
     reward: float = 0.0
@@ -38,8 +43,10 @@ class RolloutRow(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPreview:
+    """A rollout as the list shows it."""
+
     line: int
-    """Of its file, from 0: names the rollout to `RolloutFiles.record`."""
+    """Line of the file, counted from 0, as `RolloutFiles.record` takes it."""
     row: RolloutRow
     prompt: str
     completion: str
@@ -47,8 +54,10 @@ class RowPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
+    """Some rows of a file."""
+
     num_rows: int
-    """That fit what was asked for."""
+    """Rows that the query selects, on all pages."""
     rows: list[RowPreview]
     envs: list[str]
     num_damaged: int
@@ -56,7 +65,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageQuery:
-    """Which rows, in which order."""
+    """Selects and orders the rows of a page."""
 
     offset: int = 0
     limit: int = 50
@@ -72,7 +81,7 @@ class _Indexed:
     stamp: FileStamp | None
     lines: list[bytes]
     rows: list[RolloutRow | None]
-    """None for a damaged line."""
+    """Decoded lines; None for a damaged one."""
 
 
 _SORT_KEYS: dict[str, Callable[[tuple[int, RolloutRow]], float]] = {
@@ -84,7 +93,7 @@ _decoder = msgspec.json.Decoder(RolloutRow)
 
 
 class RolloutFiles:
-    """Not for several threads at a time.
+    """Reads files of rollouts, and keeps the last few. One thread uses it at a time.
 
     >>> files = RolloutFiles(layout)
     >>> files.page(layout.rollouts_step(files.steps()[-1]) / "rollouts.jsonl", PageQuery())
@@ -98,10 +107,11 @@ class RolloutFiles:
 
     @property
     def directory(self) -> Path:
+        """The run's directory of rollouts."""
         return self._layout.rollouts
 
     def steps(self) -> list[int]:
-        """Steps whose rollouts are there, ascending."""
+        """Return the steps whose rollouts are there, ascending."""
         stamp = stamp_of(self.directory)
         if stamp is None:
             return []
@@ -110,7 +120,8 @@ class RolloutFiles:
         return self._steps[1]
 
     def page(self, path: Path, query: PageQuery) -> Page:
-        """
+        """Return the rows that the query selects.
+
         Raises:
             NotServed: the run has no such file.
         """
@@ -131,7 +142,7 @@ class RolloutFiles:
         )
 
     def record(self, path: Path, line: int) -> dict[str, Any]:
-        """Everything that the file says of one rollout.
+        """Return everything that the file says of one rollout.
 
         Raises:
             NotServed: there is no such line, or it is damaged.
@@ -142,7 +153,7 @@ class RolloutFiles:
         return msgspec.json.decode(indexed.lines[line])
 
     def tokens(self, directory: Path, line: int) -> list[Tokens]:
-        """The samples of one rollout; none where their file is missing, as in runs of earlier versions.
+        """Return the samples of one rollout; none where their file is missing, as in runs of earlier versions.
 
         Raises:
             NotServed: the file cannot be read.

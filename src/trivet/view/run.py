@@ -1,4 +1,4 @@
-"""One run that is looked at: its files behind one lock, so that several requests may ask at a time."""
+"""Puts the files of one viewed run behind one lock, so that several requests may ask at a time."""
 
 import threading
 from pathlib import Path
@@ -13,7 +13,8 @@ from trivet.view.token_text import TokenText
 
 
 class ViewedRun:
-    """
+    """One run that is looked at.
+
     >>> run = ViewedRun(open_run(Path("outputs")), name="outputs")
     >>> with run.lock:
     ...     run.metrics.refresh(ALWAYS_READ)
@@ -36,7 +37,8 @@ class ViewedRun:
 
 
 def open_run(directory: Path) -> RunLayout:
-    """
+    """Return the layout of the run in `directory`.
+
     Raises:
         ConfigError: the directory holds no run.
     """
@@ -52,7 +54,7 @@ def open_run(directory: Path) -> RunLayout:
 
 
 def name_runs(directories: list[Path]) -> list[str]:
-    """As few last parts of each path as tell the runs apart."""
+    """Name each run by as few last parts of its path as tell the runs apart."""
     paths = [path.resolve().parts for path in directories]
     depth = 1
     while len({parts[-depth:] for parts in paths}) < len(set(paths)):

@@ -1,4 +1,4 @@
-"""The metrics of a run as columns that grow with their files, and curves of about a thousand points made of them.
+"""Keeps metrics as columns that grow with their files, and makes curves of about a thousand points of them.
 
 A file of ten thousand steps holds about a hundred metrics in 25 MB: only the columns that somebody asked for are kept.
 """
@@ -51,7 +51,7 @@ class _Columns:
 
 
 class MetricFile:
-    """One file of metrics/. Not for several threads at a time.
+    """Reads one file of metrics/. One thread uses it at a time.
 
     >>> metrics = MetricFile(root, path)
     >>> metrics.refresh(["loss/mean"])
@@ -82,23 +82,23 @@ class MetricFile:
                 _append(group, line)
 
     def is_read(self, name: str) -> bool:
-        """Whether `refresh` was asked for it."""
+        """Return whether `refresh` was asked for the metric."""
         return name in self._place
 
     def steps(self, name: str) -> np.ndarray:
-        """int64: the step of each line."""
+        """Return the step of each line, as int64."""
         return self._column(name, 0).astype(np.int64)
 
     def times(self, name: str) -> np.ndarray:
-        """float64: Unix seconds of each line."""
+        """Return the Unix seconds of each line, as float64."""
         return self._column(name, 1)
 
     def values(self, name: str) -> np.ndarray:
-        """float64: NaN where a line has no such value."""
+        """Return the metric of each line as float64: NaN where a line has no such value."""
         return self._column(name, 2 + self._place[name][1])
 
     def curve(self, name: str, *, num_points: int, first: int | None = None, last: int | None = None) -> Curve:
-        """The metric over the steps from `first` to `last`, in about `num_points` points."""
+        """Return the metric over the steps from `first` to `last`, in about `num_points` points."""
         steps, values = self.steps(name), self.values(name)
         keep = np.isfinite(values)
         if first is not None:
@@ -108,7 +108,7 @@ class MetricFile:
         return downsample(steps[keep], values[keep], num_points=num_points)
 
     def names(self) -> list[str]:
-        """Metrics of the first and the last lines of the file: what a run measures changes little."""
+        """Return the metrics of the first and the last lines: what a run measures changes little."""
         lines = GrowingLines(self._root, self._path)
         for line in _ends(lines):
             for name in _names_in(line):
@@ -131,7 +131,7 @@ class MetricFile:
 
 
 def downsample(steps: np.ndarray, values: np.ndarray, *, num_points: int) -> Curve:
-    """Means of runs of neighbours, with the least and the greatest value of each: no spike is lost.
+    """Return means of runs of neighbours, with the least and the greatest value of each: no spike is lost.
 
     Args:
         steps, values: as long as each other; the values are finite.
@@ -149,7 +149,7 @@ def downsample(steps: np.ndarray, values: np.ndarray, *, num_points: int) -> Cur
 
 
 def _rounded(values: np.ndarray) -> list[float]:
-    """To six digits: more is not seen and costs bytes."""
+    """Round to six digits: more is not seen and costs bytes."""
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 
@@ -167,7 +167,7 @@ def _append(group: _Columns, line: bytes) -> None:
 
 
 def _ends(lines: GrowingLines) -> Sequence[bytes]:
-    """Some of the first lines and the last whole ones of the file, without reading what lies between."""
+    """Return some of the first lines and the last whole ones, without reading what lies between."""
     try:
         with lines.open() as file:
             size = os.fstat(file.fileno()).st_size

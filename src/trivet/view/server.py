@@ -1,5 +1,6 @@
-"""The web server of `trivet view`: the page's own files, and the API. It answers GET alone, writes nothing, and knows no paths:
-what a client sends is looked up among names that are there, never joined to a directory.
+"""Serves the page of `trivet view` and its API over HTTP. It answers GET and HEAD alone and writes nothing.
+
+It knows no paths: what a client sends is looked up among names that are there, never joined to a directory.
 
 A page of another site must not read a run through the user's browser: requests are answered only when they name this server as
 their host (a foreign name that resolves to the loopback address is refused), and no answer allows another origin.
@@ -44,10 +45,13 @@ _GUARDS = {
     "Cache-Control": "no-cache",
 }
 _ZIP_FROM_BYTES = 4096
+"""Answers longer than this are compressed: shorter ones fit into a few packets anyway."""
 _IDLE_S = 60.0
 """An idle connection is closed then; the page asks every two seconds."""
 _MAX_TARGET_CHARS = 8192
+"""Characters of an address: room for the names of all metrics that one request may ask for."""
 _MAX_FIELDS = 20
+"""Fields of a query; no request of the page has as many."""
 _MAX_CONNECTIONS = 64
 """Each takes a thread; a browser opens six to one server."""
 
@@ -74,36 +78,38 @@ class ViewServer(ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
+        """The port it listens on."""
         return int(self.server_address[1])
 
     @property
     def url(self) -> str:
-        """Where a browser of this machine finds it."""
+        """The address under which a browser of this machine finds it."""
         host = self.given_host
         if host in ("", "0.0.0.0", "::"):
             host = "localhost"
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A connection too many is closed at once."""
+        """Answer in a thread, or close a connection beyond the limit at once."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, then free the connection's place."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is nothing to tell."""
+        """Ignore a browser that goes away in the middle of an answer."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
     def is_meant(self, host_header: str) -> bool:
-        """Whether a request's Host names this server."""
+        """Return whether a request's Host names this server."""
         try:
             name = urlsplit(f"//{host_header}").hostname or ""
         except ValueError:  # `[` without its end
@@ -197,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def open_server(api: Api, *, host: str, port: int) -> ViewServer:
-    """Listens when this returns.
+    """Return a server that listens already.
 
     Args:
         port: 0 for a free one.
@@ -215,7 +221,7 @@ def open_server(api: Api, *, host: str, port: int) -> ViewServer:
 
 
 def read_pages() -> dict[str, bytes]:
-    """The page's files by the path that they are asked for under."""
+    """Return the page's files by the path of their address."""
     found = {f"/{item.name}": item.read_bytes() for item in files("trivet.view").joinpath("static").iterdir()}
     return {"/": found["/index.html"], **{name: data for name, data in found.items() if name.endswith(tuple(_TYPES))}}
 

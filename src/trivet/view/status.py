@@ -1,4 +1,4 @@
-"""What a run's status says, read from its files and put into words. Used by the tools that look at a run; changes nothing."""
+"""Reads a run's status from its files and describes it in sentences. Used by the tools that look at a run; changes nothing."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +13,16 @@ from trivet.exits import describe_restart
 from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
-_OLD_S = 15.0
+_REPORT_IS_OLD_S = 15.0
 """A launcher writes every two seconds, a role every second; what is older than this is said to be old."""
-_UNBELIEVABLE_S = 1e9
+_MAX_SHOWN_S = 1e9
 """Thirty years: such a length comes of a damaged file."""
 _STUCK_WORKER_S = 30.0
 """A worker in the environment's own code for longer than this is named."""
 
 
 def read_status(layout: RunLayout) -> RunStatus:
-    """What the launcher wrote; of roles that were started by hand, their own reports.
+    """Return the launcher's status; for roles that were started by hand, one made of their reports.
 
     Raises:
         ConfigError: the directory holds no run, or its status cannot be read.
@@ -61,7 +61,7 @@ def read_status(layout: RunLayout) -> RunStatus:
 
 
 def read_reports(layout: RunLayout) -> list[ProcessReport]:
-    """Of every process that has reported in this directory.
+    """Return the report of every process that has reported in this directory.
 
     Raises:
         ConfigError: a report cannot be read.
@@ -121,7 +121,7 @@ def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
             if report.waits_for
             else f"{name} alive, {report.activity} for {for_s}"
         )
-        if now - report.time > _OLD_S:
+        if now - report.time > _REPORT_IS_OLD_S:
             line += f"; it has not reported for {_seconds(now - report.time)}"
         yield line + "".join(f"; {number}" for number in _numbers(report))
 
@@ -129,7 +129,7 @@ def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
 def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> str:
     if status.exit_code is not None:
         return f"{status.state} with exit code {status.exit_code} at {_clock(status.time)} ({status.reason})"
-    if now - status.time <= _OLD_S:
+    if now - status.time <= _REPORT_IS_OLD_S:
         return f"{status.state} for {_seconds(now - status.started)}"
     silent = f"last heard of {_seconds(now - status.time)} ago"
     if status.pid and is_alive(status.pid):
@@ -138,8 +138,8 @@ def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) ->
 
 
 def is_over(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> bool:
-    """Nothing more is to be expected of it."""
-    return status.exit_code is not None or (now - status.time > _OLD_S and not (status.pid and is_alive(status.pid)))
+    """Return whether nothing more is to be expected of the run."""
+    return status.exit_code is not None or (now - status.time > _REPORT_IS_OLD_S and not (status.pid and is_alive(status.pid)))
 
 
 def _numbers(report: ProcessReport) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _describe_workers(workers: Sequence[WorkerStatus]) -> Iterator[str]:
 
 def _seconds(seconds: float) -> str:
     """`41 s`, `12 min`, `3 h 5 min`."""
-    if not seconds < _UNBELIEVABLE_S:
+    if not seconds < _MAX_SHOWN_S:
         return "an unknown time"
     minutes = int(seconds // 60)
     if minutes < 5:

@@ -1,4 +1,4 @@
-"""Who waits for whom: what each role did in some steps, and how its time was spent over the whole run. Pure, but for the events.
+"""Computes who waits for whom: each role's activity in some steps, and how its time was spent over the whole run.
 
 Lengths are measured by the roles; within a step they lie in the order of the role's loop, up to the time at which the step's
 line was written.
@@ -32,6 +32,7 @@ _LOADING = ("loads a policy", "")
 _NOTED = {"load", "commit", "restart", "serverdown", "serverup", "stop", "start", "evaluate"}
 _NOTED_STARTS = tuple(f'{{"event":"{name}"'.encode() for name in sorted(_NOTED))
 _MAX_NOTES = 20_000
+"""The newest events that are kept in memory."""
 
 
 class Note(msgspec.Struct, kw_only=True):
@@ -49,6 +50,8 @@ class Note(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSpan:
+    """A time in which a role did one thing."""
+
     lane: str
     step: int
     start: float
@@ -72,6 +75,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
+    """Some steps of a run, and each role's time over all of them."""
+
     spans: list[TimelineSpan]
     notes: list[Note]
     shares: list[Share]
@@ -81,7 +86,7 @@ class Timeline:
 
 
 class NoteReader:
-    """The events that a time line shows, out of the many of events.jsonl. Not for several threads at a time."""
+    """Reads the events that a time line shows, out of the many of events.jsonl. One thread uses it at a time."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._lines = GrowingLines(layout.root, layout.events)
@@ -106,7 +111,7 @@ class NoteReader:
 
 
 def make_timeline(metrics: RunMetrics, notes: Sequence[Note], *, last_step: int | None, num_steps: int) -> Timeline:
-    """The `num_steps` steps up to `last_step`, or up to the newest.
+    """Return the `num_steps` steps up to `last_step`, or up to the newest.
 
     Args:
         metrics: refreshed with `ALWAYS_READ`.

@@ -1,4 +1,4 @@
-"""The text of each token, by the tokenizer that lies beside the run's newest weights."""
+"""Splits samples into the text of each token, by the tokenizer beside the run's newest weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,8 @@ _MAX_UNFINISHED = 8
 
 
 class TokenText:
-    """
+    """Loads the run's tokenizer once it is there.
+
     >>> texts = TokenText(layout)
     >>> texts.pieces([17, 4])
     ['to', 'ken']
@@ -27,14 +28,14 @@ class TokenText:
         self._tokenizer: Tokenizer | None = None
 
     def pieces(self, token_ids: Sequence[int]) -> list[str] | None:
-        """One text for each token; None while the run has no tokenizer."""
+        """Return one text for each token; None while the run has no tokenizer."""
         if self._tokenizer is None:
             self._tokenizer = _load(self._layout)
         return None if self._tokenizer is None else split_text(self._tokenizer, token_ids)
 
 
 def split_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds. Where tokens make a character only together, the last of them has it."""
+    """Return the text that each token adds. Where tokens make a character only together, the last of them has it."""
     pieces: list[str] = []
     start = read = 0
     before = ""

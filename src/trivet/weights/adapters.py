@@ -1,4 +1,4 @@
-"""Weights directories that hold an adapter instead of a whole model: how they are recognised, and for which model they are."""
+"""Recognises weights directories that hold an adapter instead of a whole model, and finds the model of each."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def is_adapter(directory: Path) -> bool:
+    """Return whether `directory` holds an adapter."""
     return (directory / ADAPTER_CONFIG).exists()
 
 
 def base_of(directory: Path) -> str:
-    """The model that the adapter in `directory` was trained with, as its configuration named it.
+    """Return the model that the adapter in `directory` was trained with, as its configuration names it.
 
     Raises:
         WeightsError: the directory holds no adapter that says so.
@@ -30,5 +31,5 @@ def base_of(directory: Path) -> str:
 
 
 def is_same_model(name: str, other: str) -> bool:
-    """Whether two names of models are one, or two ways to the same directory."""
+    """Return whether two names mean one model, or two ways to the same directory."""
     return name == other or (Path(name).is_dir() and Path(name).resolve() == Path(other).resolve())

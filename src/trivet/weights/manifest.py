@@ -1,4 +1,4 @@
-"""The manifest of a weights directory: which files belong to it, their sizes and digests, and one digest over all.
+"""Describes a weights directory: which files belong to it, their sizes and digests, and one digest over all.
 
 The digest is the identity of a policy: the trainer writes it, the server reports it after loading, and both must be equal.
 """
@@ -14,6 +14,8 @@ from trivet.wire.versions import START_VERSION, PolicyVersion
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of manifest.json."""
+
     version: PolicyVersion
     files: dict[str, FileRecord]
     digest: str
@@ -22,7 +24,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(record.num_bytes for record in self.files.values())
 
 
@@ -37,13 +39,14 @@ def describe(directory: Path, *, version: PolicyVersion, run_id: str = "") -> Ma
 
 
 def describe_start_model(directory: Path) -> Manifest:
-    """Version 0: the start model's weight files, which carry no manifest of ours."""
+    """Describe version 0: the start model's weight files, which carry no manifest of ours."""
     files = hash_files(directory, [path.name for path in directory.glob("*.safetensors")])
     return Manifest(version=START_VERSION, files=files, digest=digest_of(files))
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """
+    """Return the manifest of a published policy, without reading the files that it lists.
+
     Raises:
         WeightsError: the directory has no marker or no readable manifest, or the manifest names what is no file of the directory.
     """

@@ -1,4 +1,4 @@
-"""When a published policy may go: what readers acknowledged, and which versions nobody needs any more."""
+"""Decides when a published policy may go, from what readers acknowledged, and removes it."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -14,8 +14,10 @@ from trivet.wire.versions import START_VERSION, PolicyVersion
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
+    """A reader's statement of the version that it serves."""
+
     version: PolicyVersion
-    """What the reader has loaded."""
+    """The version that the reader has loaded."""
     time: float
     """Unix seconds."""
     expires: float | None = None
@@ -23,12 +25,12 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion, *, lifetime_s: float | None = None) -> None:
-    """Record that `reader` serves `version` and reads nothing older any more.
+    """Record that `reader` serves `version` and will read nothing older.
 
-    Its first word, with what it holds at the start of a run, comes before it loads anything: until then nothing is kept for it.
+    A reader registers, with the version it already holds, before its first load. Until then nothing is retained for it.
 
     Args:
-        lifetime_s: it counts for that long, unless it is said again; None: until the reader says otherwise.
+        lifetime_s: seconds for which it counts, unless it is repeated; None: until the reader writes another.
     """
     now = time.time()
     expires = None if lifetime_s is None else now + lifetime_s
@@ -36,12 +38,12 @@ def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion, *, lifet
 
 
 def forget_reader(layout: RunLayout, reader: str) -> None:
-    """`reader` needs nothing any more."""
+    """Remove the acknowledgement of a reader that needs nothing any more."""
     _reader_file(layout, reader).unlink(missing_ok=True)
 
 
 def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
-    """What each reader acknowledged last, by its name; what has expired is left out.
+    """Return the version that each reader acknowledged last, by its name; what has expired is left out.
 
     Raises:
         WeightsError: a file in weights/readers/ is not an acknowledgement.
@@ -67,7 +69,7 @@ def forget_readers_after(layout: RunLayout, version: PolicyVersion) -> None:
 
 
 def reference_version(step: int, *, interval: int | None) -> PolicyVersion:
-    """The policy that step `step` + 1 is compared with: the last multiple of `interval`, the start model without one."""
+    """Return the policy that step `step` + 1 is compared with: the last multiple of `interval`, without one the start model."""
     return PolicyVersion(step - step % interval if interval else START_VERSION)
 
 
@@ -80,7 +82,7 @@ def retirable(
     kept: Collection[int],
     keep_interval: int | None = None,
 ) -> list[PolicyVersion]:
-    """Versions that nobody needs, oldest first.
+    """Return the versions that nobody needs, oldest first.
 
     A reader may load anything newer than what it holds, at any moment, so everything from the oldest reader on stays.
 
@@ -100,7 +102,7 @@ def retirable(
 
 
 def needed_to_resume(steps: Sequence[int], *, lag: int) -> set[int]:
-    """Policies that a run needs which goes back to one of `steps`.
+    """Return the policies that a run needs which goes back to one of `steps`.
 
     Args:
         lag: how many policies behind a resumed run samples its first batch: max_async_level when the run is deterministic,

@@ -1,4 +1,4 @@
-"""What crosses from the orchestrator to the trainer: one batch per step, packed into rows.
+"""Defines the batch that crosses from the orchestrator to the trainer: one per step, packed into rows.
 
 Legend: T tokens of one row, S samples in it.
 """
@@ -38,10 +38,13 @@ class MicroBatch(msgspec.Struct, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens in the row, prompts included."""
         return len(self.token_ids_T)
 
 
 class BatchPurpose(StrEnum):
+    """States what the trainer does with a batch."""
+
     TRAIN = "train"
     SELF_CHECK = "self_check"
     """A handful of sampled tokens sent before the first batch: the trainer compares log-probabilities and trains nothing."""
@@ -51,7 +54,7 @@ class BatchPurpose(StrEnum):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """All of one step. A self-check carries the step that the first batch will have, less one."""
+    """All rows of one step. A self-check carries the step that the first batch will have, less one."""
 
     step: Step
     purpose: BatchPurpose
@@ -64,8 +67,10 @@ class Batch(msgspec.Struct, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens in all rows, prompts included."""
         return sum(row.num_tokens for row in self.micro_batches)
 
     @property
     def num_loss_tokens(self) -> int:
+        """Tokens that carry gradient."""
         return sum(int(np.count_nonzero(row.loss_mask_T)) for row in self.micro_batches)

@@ -1,4 +1,4 @@
-"""Structs to bytes and back. Arrays travel as dtype, shape and raw little-endian bytes, and are read without a copy."""
+"""Encodes structs as bytes and decodes them. Arrays travel as dtype, shape and raw little-endian bytes, read without a copy."""
 
 import math
 from typing import Any, TypeVar, cast
@@ -51,6 +51,7 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def encode(message: msgspec.Struct) -> bytes:
+    """Encode `message` as MessagePack; raises TypeError for an array of a dtype that has no wire form."""
     return _encoder.encode(message)
 
 

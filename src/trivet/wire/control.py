@@ -1,4 +1,4 @@
-"""What travels around a batch: the header in front of it, and the trainer's answer.
+"""Defines the messages around a batch: the header in front of it, and the trainer's answer.
 
 These structs never change but for fields that may be left out, so that every schema can say to every other why it refuses.
 """
@@ -13,6 +13,8 @@ MAGIC = "trivet"
 
 
 class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes the payload that follows it."""
+
     magic: str = MAGIC
     schema: int
     """`codec.SCHEMA_VERSION` of the sender."""
@@ -37,6 +39,8 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchVerdict(StrEnum):
+    """States whether a batch was accepted."""
+
     ACKNOWLEDGED = "acknowledged"
     """The batch is held, or was delivered before."""
     REFUSED = "refused"
@@ -44,9 +48,11 @@ class BatchVerdict(StrEnum):
 
 
 class BatchReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's answer to one batch."""
+
     magic: str = MAGIC
     step: Step
     checksum: int
-    """Of the batch it answers, so that a late answer is not taken for another's."""
+    """Checksum of the batch it answers, so that a late answer is not treated as another's."""
     verdict: BatchVerdict
     reason: str = ""

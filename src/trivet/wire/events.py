@@ -8,9 +8,9 @@ in flight when a run stops: after a resume those in flight are dispatched again,
 Life of a policy: publish, load, retire. Its publish is written before anybody can load it, and after the train of its step; a
 batch is written before it is trained. A commit is written after it became valid, so that of a run that was killed in between
 the checkpoint is there and the event is not. `trivet check` (trivet.history) proves that a history is of this form.
-Life of a server: load, `serverup`, then loads of newer versions. `serverdown` sets it aside, and whatever it held is forgotten:
-before its next `serverup` comes a load of what the other servers hold then, which it may have held before. No group is
-dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
+Life of a server: load, `serverup`, then loads of newer versions. `serverdown` marks it unhealthy, and the version that it served
+is forgotten: before its next `serverup` comes a load of the version that the other servers serve then, which it may have served
+before. No group is dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
 The first event of a role is its `start`; after its `stop` comes nothing but the `start` of the next attempt. A process that is
 killed writes no `stop`.
 A `rollouts` event is written after the files of batch N, before batch N+1 is formed.
@@ -25,6 +25,8 @@ from trivet.wire.versions import PolicyVersion, Step
 
 
 class Event(msgspec.Struct, kw_only=True, tag_field="event", tag=str.lower):
+    """The fields of every event."""
+
     time: float = 0.0
     """Unix seconds; set by the writer, like role and attempt."""
     role: str = ""
@@ -32,22 +34,28 @@ class Event(msgspec.Struct, kw_only=True, tag_field="event", tag=str.lower):
 
 
 class Start(Event):
+    """A role began an attempt."""
+
     run_id: str
     from_step: Step
     """0 for a fresh run; N when resumed from the checkpoint of step N."""
 
 
 class Dispatch(Event):
+    """A group was sent to a server, for the first time or again."""
+
     group_id: GroupId
     env: str
     example_id: int
     version: PolicyVersion
-    """What the server held at least when this try started: while a load is under way some servers hold a newer one already."""
+    """The server served at least this version when the try started. While a load is under way, some serve a newer one."""
     server: str = ""
     """Base URL of the server that its requests go to."""
 
 
 class Finish(Event):
+    """All rollouts of a group are scored."""
+
     group_id: GroupId
     reward_mean: float
     oldest_version: PolicyVersion
@@ -55,18 +63,24 @@ class Finish(Event):
 
 
 class Filter(Event):
+    """A finished group was discarded: it carries no signal."""
+
     group_id: GroupId
     reason: str
     """A `algorithms.filters.FilterReason`."""
 
 
 class Drop(Event):
+    """A group was discarded: it failed, or became stale."""
+
     group_id: GroupId
     reason: str
     """`stale`, or `failed: …`."""
 
 
 class BatchFormed(Event, tag="batch"):
+    """The groups of a batch were chosen."""
+
     step: Step
     group_ids: list[GroupId]
     oldest_version: PolicyVersion
@@ -83,23 +97,29 @@ class RolloutsWritten(Event, tag="rollouts"):
 
 
 class Train(Event):
+    """The trainer finished an optimizer step."""
+
     step: Step
     group_ids: list[GroupId]
 
 
 class Publish(Event):
+    """A policy is about to become readable."""
+
     version: PolicyVersion
     digest: str
 
 
 class Load(Event):
+    """A server serves a policy."""
+
     version: PolicyVersion
     digest: str
     server: str
 
 
 class ServerDown(Event):
-    """A server is set aside: it failed, reported another policy, or left the list."""
+    """A server was marked unhealthy: it failed, reported another policy, or left the list."""
 
     server: str
     reason: str
@@ -114,6 +134,8 @@ class ServerUp(Event):
 
 
 class Retire(Event):
+    """A published policy was removed."""
+
     version: PolicyVersion
 
 
@@ -130,12 +152,16 @@ class Evaluate(Event):
 
 
 class Commit(Event):
+    """A checkpoint became valid."""
+
     step: Step
     digest: str = ""
     """`CommitRecord.digest`, which stands for every byte of the checkpoint; empty in histories of older versions."""
 
 
 class Stop(Event):
+    """A role ended in order."""
+
     step: Step
     reason: str
     """`done`, `failed`, `interrupted`, or `preempted`: it was asked to commit and to end."""
@@ -147,12 +173,12 @@ class EnvRestart(Event):
     env: str
     worker: str
     pid: int
-    """Of the one that ended."""
+    """Process id of the worker that ended."""
     cause: str
 
 
 class Restart(Event):
-    """The launcher ended what was left of these roles and starts them again. What that voids is told by their next `start`."""
+    """The launcher ended what was left of these roles and starts them again. Their next `start` tells what that voids."""
 
     roles: list[str]
     cause: str

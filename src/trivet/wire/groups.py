@@ -1,4 +1,4 @@
-"""What the orchestrator asks of an environment, and what it learns about one. Crosses to environment workers."""
+"""Defines what the orchestrator asks of an environment, and what it learns about one. Crosses to environment workers."""
 
 from enum import StrEnum
 from typing import Any
@@ -9,17 +9,17 @@ from trivet.wire.rollouts import GroupId
 
 
 class Split(StrEnum):
-    """Which data set of an environment."""
+    """Names a data set of an environment."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class SamplingArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of a group are sampled, fixed when the group starts."""
+    """Fixes how the tokens of a group are sampled, when the group starts."""
 
     temperature: float | None
-    """None: the server's default; only where nothing is trained."""
+    """Temperature; None: the server's default, only where nothing is trained."""
     seed: int | None = None
     """Each request's own seed is derived from it, the group id and the rollout's index; None: not reproducible."""
     fields: dict[str, Any] = {}
@@ -42,7 +42,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a loaded environment."""
+    """Describes a loaded environment."""
 
     num_examples: int
     """Rows of the data set that is trained on."""

@@ -16,13 +16,13 @@ from trivet.wire.versions import VersionRun
 
 TOKENS_FILE = "tokens.msgpack.z"
 _LEVEL = 1
-"""Of zlib: higher levels save another tenth and cost several times the time."""
+"""Compression level of zlib: higher ones save another tenth and cost several times the time."""
 MAX_UNPACKED_BYTES = 1 << 30
 """A step of a hundred million tokens; a damaged or hostile file does not fill the memory of who reads it."""
 
 
 class SampleTokens(msgspec.Struct, kw_only=True, array_like=True):
-    """Kept as four byte strings, each in the order of the tokens."""
+    """One sample as four byte strings, each in the order of the tokens."""
 
     token_ids: bytes
     """int32 [T], little-endian."""
@@ -31,11 +31,11 @@ class SampleTokens(msgspec.Struct, kw_only=True, array_like=True):
     logprobs: bytes
     """float16 [S], little-endian: exact to three digits, which is what a colour can show."""
     versions: list[VersionRun]
-    """Of the sampled tokens."""
+    """Policy of each sampled token."""
 
 
 class Tokens(msgspec.Struct, kw_only=True):
-    """What `SampleTokens` says, as arrays."""
+    """The arrays that a `SampleTokens` holds."""
 
     token_ids_T: np.ndarray
     is_sampled_T: np.ndarray
@@ -44,14 +44,14 @@ class Tokens(msgspec.Struct, kw_only=True):
 
 
 def pack_tokens(rollouts: Iterable[Rollout]) -> bytes:
-    """The content of the file."""
+    """Return the content of the file."""
     return zlib.compress(
         msgspec.msgpack.encode([[_pack(sample) for sample in rollout.samples] for rollout in rollouts]), _LEVEL
     )
 
 
 def unpack_tokens(data: bytes) -> list[list[Tokens]]:
-    """The samples of each rollout.
+    """Return the samples of each rollout.
 
     Raises:
         MessageRefused: `data` is not what `pack_tokens` wrote.

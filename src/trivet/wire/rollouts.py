@@ -1,4 +1,4 @@
-"""What an environment run yields: samples, the rollout around them, and the group of rollouts of one example.
+"""Defines what an environment produces: samples, the rollout around them, and the group of rollouts of one example.
 
 They cross from environment workers to the orchestrator and into its checkpoint. Legend: T tokens of one sample.
 None of them is ever part of a cycle, so the garbage collector need not look at the thousands that are in flight (gc=False).
@@ -34,10 +34,12 @@ class Sample(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the sample, prompt included."""
         return len(self.token_ids_T)
 
     @property
     def num_loss_tokens(self) -> int:
+        """Tokens to train on."""
         return int(np.count_nonzero(self.loss_mask_T))
 
 
@@ -58,7 +60,7 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     ran_out_of_context: bool = False
     """It ended because what the model had to read next was longer than its context; the turns before it are kept."""
     is_cut: bool = False
-    """A turn ended at a length limit, by the word of a server that gives no token ids: there are no samples to tell it."""
+    """A turn ended at a length limit, as reported by a server that gives no token ids: there are no samples to tell it."""
     counted_tokens: int = 0
     """Tokens of the completions as such a server counts them."""
     generation_s: float = 0.0
@@ -68,7 +70,7 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def is_truncated(self) -> bool:
-        """A turn ended at a length limit, or there was no room for the next."""
+        """A turn ended at a length limit, or the context had no place for the next."""
         return self.ran_out_of_context or self.is_cut or any(sample.is_truncated for sample in self.samples)
 
     @property
@@ -88,14 +90,16 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def oldest_version(self) -> PolicyVersion:
+        """The oldest policy of its sampled tokens; raises ValueError when nothing was sampled."""
         return min(oldest_version(versions) for versions in self._versions())
 
     @property
     def newest_version(self) -> PolicyVersion:
+        """The newest policy of its sampled tokens; raises ValueError when nothing was sampled."""
         return max(newest_version(versions) for versions in self._versions())
 
     def _versions(self) -> list[list[VersionRun]]:
-        """Of the samples that have a sampled token."""
+        """Return the encodings of the samples that have a sampled token."""
         return [sample.versions for rollout in self.rollouts for sample in rollout.samples if sample.versions]
 
     @property

@@ -1,4 +1,4 @@
-"""What a run says about itself while it runs: the reports of its processes, and status.json, which the launcher makes of them.
+"""Defines what a run says about itself while it runs: its processes' reports, and the status.json that the launcher makes of them.
 
 Times are Unix seconds. They are for words alone: who is stuck is judged by whether a report changes, not by its clock.
 """
@@ -26,12 +26,12 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     scoring_for_s: float = 0.0
     """Age of the oldest of these."""
     blocked_for_s: float = 0.0
-    """How long its event loop has not answered."""
+    """Seconds for which its event loop has not answered."""
     num_restarts: int = 0
 
 
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process says about itself, about once a second."""
+    """One process's report about itself, written about once a second."""
 
     role: str
     rank: int = 0
@@ -40,7 +40,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 1
     time: float
     activity: str = ""
-    """What it does ("training step 12"), or what it waits for ("batch 12") when `waits_for` is set."""
+    """The activity ("training step 12"), or the thing waited for ("batch 12") when `waits_for` is set."""
     waits_for: str = ""
     """The role that it waits for."""
     since: float
@@ -48,7 +48,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     step: Step = Step(0)
     """The last step that it finished."""
     policy_version: PolicyVersion | None = None
-    """What the servers hold (orchestrator)."""
+    """Version that the servers serve (orchestrator)."""
     num_ready: int | None = None
     """Groups that wait for a batch (orchestrator)."""
     num_in_flight: int | None = None
@@ -56,6 +56,8 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleState(StrEnum):
+    """States where a role is in its life."""
+
     RUNNING = "running"
     STOPPING = "stopping"
     BACKING_OFF = "backing off"
@@ -64,18 +66,22 @@ class RoleState(StrEnum):
 
 
 class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A role as its launcher sees it."""
+
     name: str
     state: RoleState
     pid: int
     exit: str = ""
-    """How it ended: `killed by SIGKILL`."""
+    """The way it ended: `killed by SIGKILL`."""
     stuck: str = ""
-    """Why the watchdog holds it for stuck; empty while it is not."""
+    """The watchdog's reason to call it stuck; empty while it is not."""
     reports: list[ProcessReport] = []
     """One, or one for each rank."""
 
 
 class RestartRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One restart of roles by the launcher."""
+
     time: float
     roles: list[str]
     cause: str
@@ -85,10 +91,12 @@ class RestartRecord(msgspec.Struct, frozen=True, kw_only=True):
     lost_steps: int = 0
     """Finished steps that are taken again."""
     down_s: float | None = None
-    """From the failure to the next finished step, or to a server that answers; None until then."""
+    """Seconds from the failure to the next finished step, or to a server that answers; None until then."""
 
 
 class RunState(StrEnum):
+    """States how the run goes, or how it ended."""
+
     RUNNING = "running"
     PREEMPTED = "preempted"
     """SIGTERM came: the roles commit and stop."""
@@ -116,6 +124,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str = ""
     exit_code: int | None = None
     reason: str = ""
-    """Why it ended."""
+    """The reason why it ended."""
     events_bytes: int = 0
     """Length of the complete lines of events.jsonl when this was written: a shorter file lost some."""

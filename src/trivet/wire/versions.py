@@ -1,4 +1,4 @@
-"""Policy versions and steps, and the run-length encoding of versions per token.
+"""Defines policy versions and steps, and encodes the versions of tokens by run length.
 
 Policy version N is the weights after optimizer step N; version 0 is the start model. Batch n is trained in step n (from 1).
 """
@@ -34,7 +34,7 @@ def join_versions(parts: Iterable[Sequence[VersionRun]]) -> list[VersionRun]:
 
 
 def first_versions(runs: Iterable[VersionRun], num_tokens: int) -> list[VersionRun]:
-    """The encoding of the first `num_tokens` tokens."""
+    """Return the encoding of the first `num_tokens` tokens."""
     kept: list[VersionRun] = []
     for run in runs:
         if num_tokens <= 0:
@@ -45,14 +45,15 @@ def first_versions(runs: Iterable[VersionRun], num_tokens: int) -> list[VersionR
 
 
 def count_tokens(runs: Iterable[VersionRun]) -> int:
+    """Return the number of tokens that the runs cover."""
     return sum(run.length for run in runs)
 
 
 def oldest_version(runs: Sequence[VersionRun]) -> PolicyVersion:
-    """Raises ValueError when `runs` is empty: nothing was sampled."""
+    """Return the lowest version; raises ValueError when `runs` is empty: nothing was sampled."""
     return min(run.version for run in runs)
 
 
 def newest_version(runs: Sequence[VersionRun]) -> PolicyVersion:
-    """Raises ValueError when `runs` is empty: nothing was sampled."""
+    """Return the highest version; raises ValueError when `runs` is empty: nothing was sampled."""
     return max(run.version for run in runs)

@@ -11,7 +11,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import MetricsServerConfig, RunIdentity
 from trivet.errors import ConfigError
 from trivet.telemetry.metrics_server import MetricsServer
-from trivet.telemetry.telemetry import Telemetry
+from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 
 
 @pytest.fixture
@@ -63,7 +63,10 @@ def test_the_port_is_free_again_once_telemetry_is_closed(tmp_path):
     port = find_free_port()
     for step in (1, 2):
         telemetry = Telemetry(
-            "trainer", layout=RunLayout(tmp_path), run=RunIdentity(), metrics_server=MetricsServerConfig(port=port)
+            "trainer",
+            layout=RunLayout(tmp_path),
+            run=RunIdentity(),
+            outputs=TelemetryOutputs(metrics_server=MetricsServerConfig(port=port)),
         )
         telemetry.write_step(step, {"time/step": 2.0, "loss/mean": 0.5})
         assert f"trainer_step {step}.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text

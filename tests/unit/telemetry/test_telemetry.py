@@ -14,7 +14,7 @@ from trivet.secret import SECRET_FILE, read_secret
 from trivet.telemetry.console import conversation_text
 from trivet.telemetry.event_key import PURPOSE
 from trivet.telemetry.events import ChainLink, EventWriter, chain_value, mac_value, num_complete_bytes, read_events, take_apart
-from trivet.telemetry.telemetry import Telemetry
+from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.wire.events import (
     AnyEvent,
     BatchFormed,
@@ -155,7 +155,12 @@ def test_a_rollout_is_shown_in_one_line_per_part(layout, caplog):
     prompt = [{"role": "system", "content": "Reverse."}, {"role": "user", "content": "hello\nyou"}]
     completion = [{"role": "assistant", "content": "x" * 30}]
     rollout = Rollout(index=0, reward=1.0, prompt=prompt, completion=completion)
-    telemetry = Telemetry("orchestrator", layout=layout, run=RUN, shown_samples=ShownSamplesConfig(interval=5, max_chars=45))
+    telemetry = Telemetry(
+        "orchestrator",
+        layout=layout,
+        run=RUN,
+        outputs=TelemetryOutputs(shown_samples=ShownSamplesConfig(interval=5, max_chars=45)),
+    )
     with caplog.at_level(logging.INFO):
         telemetry.show_rollouts(4, [rollout])
         telemetry.show_rollouts(5, [rollout, rollout])
@@ -176,7 +181,7 @@ def test_a_long_conversation_is_cut_and_tool_calls_are_named():
 
 
 def test_wandb_gets_a_table_of_rollouts_and_their_distributions(layout):
-    telemetry = Telemetry("orchestrator", layout=layout, run=RUN, wandb=WandbConfig(offline=True))
+    telemetry = Telemetry("orchestrator", layout=layout, run=RUN, outputs=TelemetryOutputs(wandb=WandbConfig(offline=True)))
     telemetry.show_rollouts(10, [Rollout(index=0, reward=0.5, completion=[{"role": "assistant", "content": "olleh"}])])
     telemetry.close()
     (table,) = layout.root.glob("wandb/offline-run-*/files/media/table/**/*.json")
@@ -187,7 +192,7 @@ def test_wandb_gets_a_table_of_rollouts_and_their_distributions(layout):
 
 def test_wandb_offline_writes_a_run_of_our_name_with_the_role_in_front(layout):
     wandb = pytest.importorskip("wandb")
-    telemetry = Telemetry("trainer", layout=layout, run=RUN, wandb=WandbConfig(offline=True))
+    telemetry = Telemetry("trainer", layout=layout, run=RUN, outputs=TelemetryOutputs(wandb=WandbConfig(offline=True)))
     telemetry.write_step(1, {"loss/mean": 0.25, "entropy/mean": float("nan")})
     telemetry.close()
     (record,) = layout.root.glob("wandb/offline-run-*/run-run.wandb")

@@ -9,7 +9,7 @@ const AWAITED = [...LANES, "disk"];
 const SVG = "http://www.w3.org/2000/svg";
 const SEEN = 0.0005; // of the whole; less is not drawn
 const LEFT = 96, LANE = 46, TOP = 24;
-const WORDS = { load: "loads", commit: "commit", restart: "restart", serverdown: "server set aside", serverup: "server back", start: "start", stop: "stop", evaluate: "evaluation" };
+const WORDS = { load: "loads", commit: "commit", restart: "restart", serverdown: "server marked unhealthy", serverup: "server back", start: "start", stop: "stop", evaluate: "evaluation" };
 const COLOURS = {
   "forward and backward": "var(--blue)", optimizer: "var(--violet)", "publishes weights": "var(--green)", checkpoint: "var(--brown)",
   "other work": "var(--grey)",
