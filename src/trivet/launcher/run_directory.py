@@ -156,7 +156,7 @@ class RunDirectory:
             self._remove_uncommitted()
         self._write_record(run)
 
-    def go_back(self, run: RunIdentity) -> None:
+    def begin_next(self, run: RunIdentity) -> None:
         """Clear the way for the next attempt of the run that holds this directory: no role writes to it now."""
         self._remove_uncommitted()
         self._write_record(run)

@@ -50,7 +50,7 @@ class Terminal:
             self._progress = None
 
 
-def waiting_words(status: RunStatus) -> str:
+def describe_activity(status: RunStatus) -> str:
     """What the trainer does, else what the orchestrator does: the end of the line that the run hangs on.
 
     Returns:

@@ -16,6 +16,7 @@ from trivet.launcher.custom_advantage import require_advantage
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import Ports, share_gpus
 from trivet.launcher.ports import HeldPorts
+from trivet.launcher.processes import ProcessHost
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts, role_environment
@@ -77,11 +78,11 @@ def start(config: RLConfig) -> int:
         file = held.enter_context(layout.log_file("rl.log").open("a"))
         log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
         _introduce(attempts, log)
+        environ = role_environment(os.environ) | share_secret(layout, environ=os.environ)
         supervisor = Supervisor(
             attempts,
+            host=ProcessHost(python=sys.executable, environ=environ),
             config=config.recovery,
-            python=sys.executable,
-            environ=role_environment(os.environ) | share_secret(layout, environ=os.environ),
             log=log,
             shutdown_timeout_s=config.shutdown_timeout_s,
             patience_s=config.trainer.rollout_transport.timeout_s,

@@ -35,7 +35,7 @@ class Attempts:
     """
     >>> attempts = Attempts(config=config, directory=directory, run=run, from_step=None, ports=ports, ...)
     >>> attempts.begin()
-    >>> attempts.go_back(log)  # after a failure of trainer or orchestrator
+    >>> attempts.begin_next(log)  # after a failure of trainer or orchestrator
     """
 
     config: RLConfig
@@ -100,7 +100,7 @@ class Attempts:
         self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, versions=versions)
         write_configs(self.planned.configs)
 
-    def go_back(self, log: RunLog) -> None:
+    def begin_next(self, log: RunLog) -> None:
         """Make the next attempt, from the newest checkpoint that is whole, or from where the run began.
 
         To be called when orchestrator and trainer have ended.
@@ -113,7 +113,7 @@ class Attempts:
             self.config = leave_nothing_behind(self.config)
             self.from_step = newest
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
-        self.directory.go_back(self.run)
+        self.directory.begin_next(self.run)
         self.planned = self._plan()
         write_configs({path: config for path, config in self.planned.configs.items() if path.name not in _SERVERS})
 

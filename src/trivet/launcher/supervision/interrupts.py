@@ -25,7 +25,7 @@ class Interrupts:
         return self._received[0][0] if self._received else None
 
     @property
-    def is_hurried(self) -> bool:
+    def is_repeated(self) -> bool:
         """Whoever sent the first does not want to wait for what it began."""
         return bool(self._received) and self.has_any_since(self._received[0][1] + _REPEATED_S)
 
@@ -48,7 +48,7 @@ class Interrupts:
 
 def forward(interrupts: Interrupts, send: Callable[[int], None], forwarded: int) -> int:
     """Pass the first signal on, and once more when a second one says that there is hurry; returns how many were."""
-    wanted = (interrupts.first is not None) + interrupts.is_hurried
+    wanted = (interrupts.first is not None) + interrupts.is_repeated
     if wanted > forwarded and interrupts.first is not None:
         send(interrupts.first)
     return max(wanted, forwarded)

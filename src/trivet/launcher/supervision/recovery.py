@@ -59,7 +59,7 @@ class RoleObservation:
     """A step was finished since the start of its unit, or the server has answered."""
     stuck: str = ""
     """Why the watchdog holds it for stuck."""
-    last_words: str = ""
+    last_log_line: str = ""
     """Of a role that ended: what tells its error from another."""
 
 
@@ -69,7 +69,7 @@ class RunObservation:
     roles: Mapping[str, RoleObservation]
     interrupted_by: int | None = None
     """The first signal that came."""
-    is_hurried: bool = False
+    is_repeated: bool = False
     """A second one came."""
     is_last_step_committed: bool = False
 
@@ -279,7 +279,7 @@ class Recovery:
             why = f", and {failed[0].name} {describe_exit(failed[0].exit_code)} before the commit"
         elif all(role.exit_code == 0 for role in training):
             why = ""
-        elif run.is_hurried:
+        elif run.is_repeated:
             why = ", twice: no wait for the commit"
         elif run.now >= self._commit_deadline:
             why = f", and the step was not over within {self._config.preemption_grace_s:g} s (recovery.preemption_grace_s)"
@@ -338,7 +338,7 @@ def _signature(role: RoleObservation) -> str:
         return f"{role.name} stuck"
     if _is_signal(role.exit_code):
         return f"{role.name} {role.exit_code}"
-    return f"{role.name} {role.exit_code} {role.last_words}"
+    return f"{role.name} {role.exit_code} {role.last_log_line}"
 
 
 def _exit_code(role: RoleObservation) -> int:

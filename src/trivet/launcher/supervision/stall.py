@@ -17,7 +17,7 @@ Situation = tuple[object, ...]
 class StallWatch:
     """
     >>> watch = StallWatch(after_s=600.0)
-    >>> watch.look(situation_of(reports), now=clock())
+    >>> watch.check(situation_of(reports), now=clock())
     """
 
     def __init__(self, *, after_s: float) -> None:
@@ -29,7 +29,7 @@ class StallWatch:
         self.is_first = False
         """Whether the last look that named a stall was the first to name this one."""
 
-    def look(self, situation: Situation, *, now: float) -> float | None:
+    def check(self, situation: Situation, *, now: float) -> float | None:
         """Seconds since which nothing moved: once they are `after_s`, and again after twice the time; else None."""
         if situation != self._situation:
             self._situation, self._since, self._next_s = situation, now, self._after_s

@@ -12,13 +12,13 @@ FIRST_REPORT_S = 300.0
 _AWAY_S = 5.0
 """Looks further apart than this say that the launcher itself was stopped: that time counts for nobody."""
 
-Mark = tuple[int, int] | None
+ReportStamp = tuple[int, int] | None
 """Of a report's file: its inode and when it was written last; None while there is none."""
 
 
 @dataclass(slots=True)
 class _Sight:
-    mark: Mark
+    stamp: ReportStamp
     changed_at: float
 
 
@@ -26,7 +26,7 @@ class Watchdog:
     """
     >>> watchdog = Watchdog(timeout_s=120.0)
     >>> watchdog.begin("trainer", now=0.0)
-    >>> watchdog.look("trainer", marks={"trainer": None}, stopped=(), now=1.0)
+    >>> watchdog.check("trainer", stamps={"trainer": None}, stopped=(), now=1.0)
     ''
     """
 
@@ -53,22 +53,22 @@ class Watchdog:
             self._stopped_at.clear()
         self._looked_at = now
 
-    def look(self, role: str, *, marks: Mapping[str, Mark], stopped: tuple[int, ...], now: float) -> str:
+    def check(self, role: str, *, stamps: Mapping[str, ReportStamp], stopped: tuple[int, ...], now: float) -> str:
         """Why `role` is stuck, empty when it is not.
 
         Args:
-            marks: by the name of each process of the role that reports.
+            stamps: by the name of each process of the role that reports.
             stopped: pids of the role's processes that a signal has stopped.
         """
         reasons: list[str] = []
-        for name, mark in marks.items():
+        for name, stamp in stamps.items():
             sight = self._sights[role].setdefault(name, _Sight(None, self._started[role]))
-            if mark != sight.mark:
-                sight.mark, sight.changed_at = mark, now
+            if stamp != sight.stamp:
+                sight.stamp, sight.changed_at = stamp, now
             silent_s = now - sight.changed_at
-            if sight.mark is None and silent_s > max(self._timeout_s, FIRST_REPORT_S):
+            if sight.stamp is None and silent_s > max(self._timeout_s, FIRST_REPORT_S):
                 reasons.append(f"{name} has not reported since its start {silent_s:.0f} s ago")
-            elif sight.mark is not None and silent_s > self._timeout_s:
+            elif sight.stamp is not None and silent_s > self._timeout_s:
                 reasons.append(f"{name} has not reported for {silent_s:.0f} s")
         if not stopped:
             self._stopped_at.pop(role, None)
