@@ -1,4 +1,4 @@
-"""Has a custom advantage function tried before anything is started, in a process of its own: it is the user's code."""
+"""Tries a custom advantage function before anything is started, in a process of its own: it is the user's code."""
 
 import subprocess
 
@@ -11,7 +11,8 @@ _TIMEOUT_S = 120.0
 
 
 def require_advantage(config: AdvantageConfig) -> None:
-    """
+    """Call the function that the user configured with a few rewards; nothing for the built-in ones.
+
     Raises:
         ConfigError: the function cannot be imported, or does not return what can be trained on.
     """

@@ -46,6 +46,8 @@ _YIELD_CORES = {"OMP_WAIT_POLICY": "passive"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
+    """One process that the launcher starts: its command, environment and log."""
+
     name: str
     argv: tuple[str, ...]
     log: Path
@@ -64,6 +66,8 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
+    """The ports on which the processes of a run listen."""
+
     inference: int
     transport: int
     teacher: int = 0
@@ -72,7 +76,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuShares:
-    """GPU names per role; empty means the CPU."""
+    """The GPUs of each role, by their names in CUDA_VISIBLE_DEVICES; none means the CPU."""
 
     inference: tuple[str, ...]
     trainer: tuple[str, ...]
@@ -81,16 +85,19 @@ class GpuShares:
 
     @property
     def is_shared(self) -> bool:
-        """The inference server is not alone on its GPUs."""
+        """True when the inference server is not alone on its GPUs."""
         return not set(self.inference).isdisjoint((*self.trainer, *self.teacher))
 
     @property
     def is_teacher_shared(self) -> bool:
+        """True when the teacher's server is not alone on its GPUs."""
         return not set(self.teacher).isdisjoint((*self.trainer, *self.inference))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
+    """Everything that a run starts, and the configurations that its roles read."""
+
     processes: tuple[ProcessSpec, ...]
     configs: Mapping[Path, Section]
     """The resolved configuration of each role, by the file that it is written to."""
@@ -111,7 +118,8 @@ def plan(
     ports: Ports,
     resume_step: int | None,
 ) -> RunPlan:
-    """
+    """Plan the processes of a run and the configuration of each role.
+
     Args:
         config: resolved (config.loading.resolve).
         python: the interpreter that runs the roles.
@@ -158,7 +166,7 @@ def plan(
 
 
 def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
-    """Which of the machine's GPUs each role gets.
+    """Choose which of the machine's GPUs each role gets.
 
     Raises:
         ConfigError: an id without a GPU, an id twice, or a role without any.
@@ -193,12 +201,12 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
 
 
 def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
-    """The command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
+    """Return the command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
     return tuple(module_command("trivet.trainer.ranks.starter", str(num_ranks), module, *arguments, python=python))
 
 
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
-    """Environment defaults of trainer ranks on one machine: they share its cores, and connect over loopback."""
+    """Return environment defaults of trainer ranks on one machine: they share its cores, and connect over loopback."""
     common = {
         "OMP_NUM_THREADS": str(max(1, num_cpus // num_ranks)),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -301,7 +309,7 @@ def _trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_ste
 
 
 def _resumed(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
-    """What a role is told: a fork resumes the checkpoint that it was given, under settings of its own."""
+    """Return what a role is told: a fork resumes the checkpoint that it was given, under settings of its own."""
     update: dict[str, object] = {"resume_step": resume_step}
     if ckpt.resume_from is not None:
         update |= {"resume_from": None, "allow_changes": [EVERY_KEY]}
@@ -309,7 +317,7 @@ def _resumed(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
 
 
 def _of_own_server(client: ClientConfig, server: ServerConfig, *, port: int, key_variable: str) -> ClientConfig:
-    """`client` for a server that this run starts on `port`."""
+    """Return `client` for a server that this run starts on `port`."""
     update: dict[str, object] = {"base_url": [_with_port(url, configured=server.port, actual=port) for url in client.base_url]}
     if server.api_key is not None:
         update["api_key_var"] = [key_variable]
@@ -353,7 +361,7 @@ def _server_keys(config: RLConfig) -> dict[str, str]:
 
 
 def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares, machine: Machine) -> ProcessSpec:
-    """The trainer's ranks, which read `file`."""
+    """Return the process that starts the trainer's ranks, which read `file`."""
     num_ranks = len(shares.trainer) or config.trainer_cpu_ranks
     is_on_cpu = not shares.trainer
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}

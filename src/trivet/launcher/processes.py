@@ -39,7 +39,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; -N when signal N ended it."""
+        """Exit code: None while it runs; -N when signal N ended it."""
         return self._process.poll()
 
     def signal_group(self, number: signal.Signals) -> None:

@@ -20,7 +20,7 @@ from trivet.config.sections.inference import ServerConfig
 from trivet.environments.packages.installed import require_installed
 from trivet.errors import ConfigError, RoleFailed
 from trivet.examples.files import example_configs
-from trivet.launcher.ports import HeldPorts
+from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.lifetime import module_command, tied_command
 from trivet.tools.quickstart_report import report
@@ -196,8 +196,8 @@ def _make_start(layout: QuickstartLayout, children: Children, *, seed: int) -> i
 def _measure(layout: QuickstartLayout, configs: Path, children: Children) -> int:
     """Serve the run's start model on a free port, and have `eval` load the last policy into that server."""
     log = layout.run.logs / "measure.stdout"
-    with HeldPorts() as ports:
-        port = ports.take("127.0.0.1", preferred=ServerConfig().port)
+    with ReservedPorts() as ports:
+        port = ports.reserve("127.0.0.1", preferred=ServerConfig().port)
         config = layout.run.configs / "inference.toml"
         server = children.start("trivet.inference.main", "@", str(config), "--server.port", str(port), log=log)
 

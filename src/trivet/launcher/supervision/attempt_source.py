@@ -1,4 +1,4 @@
-"""What the supervisor needs of the attempts of a run: where its processes come from and how far the run has come."""
+"""The port through which the supervisor asks for the attempts of a run: its processes, and how far it has come."""
 
 from collections.abc import Sequence
 from typing import Protocol

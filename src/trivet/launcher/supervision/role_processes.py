@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleReports:
-    """What a role's processes say about themselves."""
+    """The reports of a role's processes."""
 
     readable: tuple[ProcessReport, ...]
     """Those that could be read."""

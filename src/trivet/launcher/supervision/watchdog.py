@@ -9,21 +9,22 @@ from dataclasses import dataclass
 
 FIRST_REPORT_S = 300.0
 """A process imports for seconds, on a loaded machine for minutes, before it can report."""
-_AWAY_S = 5.0
-"""Looks further apart than this say that the launcher itself was stopped: that time counts for nobody."""
+_MAX_CHECK_GAP_S = 5.0
+"""Checks further apart than this say that the launcher itself was stopped: that time counts for nobody."""
 
 ReportStamp = tuple[int, int] | None
-"""Of a report's file: its inode and when it was written last; None while there is none."""
+"""Inode of a report's file and the time when it was written last; None while there is none."""
 
 
 @dataclass(slots=True)
-class _Sight:
+class _LastChange:
     stamp: ReportStamp
-    changed_at: float
+    at: float
 
 
 class Watchdog:
-    """
+    """Compares the reports of each role with what they were before.
+
     >>> watchdog = Watchdog(timeout_s=120.0)
     >>> watchdog.begin("trainer", now=0.0)
     >>> watchdog.check("trainer", stamps={"trainer": None}, stopped=(), now=1.0)
@@ -32,29 +33,29 @@ class Watchdog:
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._sights: dict[str, dict[str, _Sight]] = {}
+        self._changes: dict[str, dict[str, _LastChange]] = {}
         self._started: dict[str, float] = {}
         self._stopped_at: dict[str, float] = {}
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
 
     def begin(self, role: str, *, now: float) -> None:
-        """`role` was started, again or for the first time."""
-        self._sights[role] = {}
+        """Note that `role` was started, again or for the first time."""
+        self._changes[role] = {}
         self._started[role] = now
         self._stopped_at.pop(role, None)
 
     def notice_time(self, now: float) -> None:
-        """To be called before each round of looks."""
-        if self._looked_at is not None and (away_s := now - self._looked_at) > _AWAY_S:
+        """Note the time, before each round of checks; a gap says that the launcher itself was stopped."""
+        if self._checked_at is not None and (away_s := now - self._checked_at) > _MAX_CHECK_GAP_S:
             for role in self._started:
                 self._started[role] += away_s
-                for sight in self._sights[role].values():
-                    sight.changed_at += away_s
+                for change in self._changes[role].values():
+                    change.at += away_s
             self._stopped_at.clear()
-        self._looked_at = now
+        self._checked_at = now
 
     def check(self, role: str, *, stamps: Mapping[str, ReportStamp], stopped: tuple[int, ...], now: float) -> str:
-        """Why `role` is stuck, empty when it is not.
+        """Return why `role` is stuck, empty when it is not.
 
         Args:
             stamps: by the name of each process of the role that reports.
@@ -62,13 +63,13 @@ class Watchdog:
         """
         reasons: list[str] = []
         for name, stamp in stamps.items():
-            sight = self._sights[role].setdefault(name, _Sight(None, self._started[role]))
-            if stamp != sight.stamp:
-                sight.stamp, sight.changed_at = stamp, now
-            silent_s = now - sight.changed_at
-            if sight.stamp is None and silent_s > max(self._timeout_s, FIRST_REPORT_S):
+            change = self._changes[role].setdefault(name, _LastChange(None, self._started[role]))
+            if stamp != change.stamp:
+                change.stamp, change.at = stamp, now
+            silent_s = now - change.at
+            if change.stamp is None and silent_s > max(self._timeout_s, FIRST_REPORT_S):
                 reasons.append(f"{name} has not reported since its start {silent_s:.0f} s ago")
-            elif sight.stamp is not None and silent_s > self._timeout_s:
+            elif change.stamp is not None and silent_s > self._timeout_s:
                 reasons.append(f"{name} has not reported for {silent_s:.0f} s")
         if not stopped:
             self._stopped_at.pop(role, None)
