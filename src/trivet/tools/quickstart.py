@@ -42,7 +42,7 @@ _SERVER_STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickstartLayout:
-    """Where everything lies in the output directory of a quickstart."""
+    """The paths in the output directory of a quickstart."""
 
     root: Path
 
@@ -58,14 +58,17 @@ class QuickstartLayout:
 
     @property
     def warm_up(self) -> RunLayout:
+        """Paths of the supervised warm-up."""
         return RunLayout(self.root / "sft")
 
     @property
     def run(self) -> RunLayout:
+        """Paths of the reinforcement learning."""
         return RunLayout(self.root / "run")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
     parser.add_argument("--seed", type=int, default=0, help="seed of the start model, the data and the training (default: 0)")
     parser.add_argument(
         "--output-dir", type=Path, default=Path("outputs/quickstart"), help="what an earlier quickstart left there is removed"
