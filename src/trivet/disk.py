@@ -78,6 +78,6 @@ def format_bytes(num_bytes: int) -> str:
 def _explain(path: Path, *, what: str, needed: int | None, free: int) -> str:
     amount = "" if needed is None else f"{format_bytes(needed)} needed, "
     return (
-        f"no room to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is whole. Make room, "
+        f"no room to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is whole. Free disk space, "
         "or keep less: ckpt.keep_last, a larger ckpt.interval or ckpt.weights.interval; then go on with ckpt.resume_step = -1"
     )

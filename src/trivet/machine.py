@@ -113,7 +113,7 @@ def make_private_directory(path: Path) -> Path:
         if found.st_mode & 0o077:
             path.chmod(0o700)
     except OSError as exc:
-        raise ConfigError(f"{path} cannot be made: {exc.strerror}; make room there, or set TMPDIR or {_COMPILE_CACHE}") from exc
+        raise ConfigError(f"{path} cannot be made: {exc.strerror}; free disk space there, or set TMPDIR or {_COMPILE_CACHE}") from exc
     return path
 
 

@@ -11,19 +11,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
-    {"shown_text", "errors"},
-    {
-        "stacks",
-        "loop_lag",
-        "durable",
-        "closed_output",
-        "machine",
-        "imports",
-        "listening",
-        "process_table",
-        "noisy_loggers",
-        "signals",
-    },
+    {"shown_text", "errors", "process_table", "noisy_loggers"},
+    {"stacks", "loop_lag", "durable", "closed_output", "machine", "imports", "listening", "signals"},
     {"lifetime", "faults", "lock", "dependencies"},
     {"startup"},
     {"wire", "disk"},

@@ -50,7 +50,7 @@ class Scratch:
                 begun.callback(shutil.rmtree, self.directory, ignore_errors=True)
                 begun.callback(os.close, _lock(self.directory))
             except OSError as exc:
-                raise ConfigError(f"no temporary directory can be made: {exc}; make room there, or set TMPDIR") from exc
+                raise ConfigError(f"no temporary directory can be made: {exc}; free disk space there, or set TMPDIR") from exc
             write_atomically(self._note, f"{self.directory}\n".encode())
             self._held = begun.pop_all()
         return self

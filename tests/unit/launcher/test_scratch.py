@@ -90,7 +90,7 @@ def test_the_path_leaves_room_for_the_name_of_a_socket(
 
 def test_without_a_place_for_temporary_files_it_says_what_to_set(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(layout.root / "not there"))
-    with pytest.raises(ConfigError, match="make room there, or set TMPDIR"), Scratch(layout):
+    with pytest.raises(ConfigError, match="free disk space there, or set TMPDIR"), Scratch(layout):
         pass
 
 
