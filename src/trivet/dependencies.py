@@ -44,7 +44,7 @@ class InstalledPackage:
     name: str
     version: str
     requirements: tuple[str, ...]
-    """As written, with markers."""
+    """Requirements as written, with markers."""
     extras: frozenset[str]
     distribution: metadata.Distribution
 

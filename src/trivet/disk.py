@@ -14,7 +14,7 @@ from trivet.errors import DiskFull
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEXTS = tuple(text for number in _FULL for text in (f"[Errno {number}]", f"os error {number})", os.strerror(number)))
-"""How a full disk is spelled by libraries that report it as an error of their own."""
+"""Texts for a full disk in errors of libraries that report it as an error of their own."""
 
 _GIB = 2**30
 
@@ -31,7 +31,8 @@ def require_room(path: Path, num_bytes: int, *, what: str) -> None:
     """Check that there is enough free disk space.
 
     Args:
-        what: is to be written, in words.
+        num_bytes: to be written.
+        what: name of what is to be written, for the error.
 
     Raises:
         DiskFull: fewer than `num_bytes` are free; nothing was written.
@@ -78,6 +79,7 @@ def format_bytes(num_bytes: int) -> str:
 def _explain(path: Path, *, what: str, needed: int | None, free: int) -> str:
     amount = "" if needed is None else f"{format_bytes(needed)} needed, "
     return (
-        f"no room to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is whole. Free disk space, "
-        "or keep less: ckpt.keep_last, a larger ckpt.interval or ckpt.weights.interval; then go on with ckpt.resume_step = -1"
+        f"no room to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is whole. "
+        "Free disk space, or keep less: ckpt.keep_last, a larger ckpt.interval or ckpt.weights.interval; then go on with "
+        "ckpt.resume_step = -1"
     )

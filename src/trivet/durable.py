@@ -39,7 +39,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     Source: github.com/Cyan4973/xxHash, doc/xxhash_spec.md.
     """
     sha256: str = ""
-    """What versions wrote that had no xxh3_128."""
+    """SHA-256 in hexadecimal, written by versions that had no xxh3_128."""
 
 
 def hash_file(path: Path) -> FileRecord:

@@ -43,7 +43,7 @@ def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None =
     """
     expected = os.getppid() if parent is None else parent
     _prctl(_PR_SET_PDEATHSIG, signal_number)
-    # A process of multiprocessing's fork server is not a child of its starter, so a look at the parent's pid is not enough.
+    # A process of multiprocessing's fork server is not a child of its starter, so comparing the parent's pid is not enough.
     starter = parent_process()
     has_starter_ended = starter is not None and starter.pid is not None and not process_exists(starter.pid)
     if os.getppid() != expected or has_starter_ended:

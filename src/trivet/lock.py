@@ -139,7 +139,7 @@ def _is_number(text: str) -> bool:
 
 
 def hold_role(path: Path) -> FileLock:
-    """Return the lock of a role, of which a directory has one; roles that were started by hand are told apart by it.
+    """Return the lock of a role, of which a directory has one; it tells two trainers that were started by hand apart.
 
     Args:
         path: `RunLayout.role_lock`.

@@ -36,17 +36,17 @@ class Machine:
     """The devices of this machine that a run may use."""
 
     gpus: tuple[str, ...]
-    """What CUDA_VISIBLE_DEVICES calls each GPU; a GPU id in a configuration is a position in it."""
+    """Names of the GPUs, as CUDA_VISIBLE_DEVICES has them; a GPU id in a configuration is a position in it."""
     num_cpus: int
     """Cores that this process may run on."""
     architecture: str = "x86_64"
-    """As the kernel names it."""
+    """Name of the processor architecture, as the kernel has it."""
     cpu_flags: frozenset[str] = frozenset()
     """Instruction sets of the processor, as /proc/cpuinfo spells them."""
     max_cpu_isa: str = ""
     """The limit that the environment sets to oneDNN's instruction sets, in capitals; empty: none."""
     compute_capabilities: tuple[tuple[int, int], ...] = ()
-    """Of the visible GPUs; empty when the driver does not say."""
+    """Major and minor number for each visible GPU; empty when the driver does not say."""
 
     @property
     def bf16_instructions(self) -> tuple[str, ...]:
@@ -113,7 +113,9 @@ def make_private_directory(path: Path) -> Path:
         if found.st_mode & 0o077:
             path.chmod(0o700)
     except OSError as exc:
-        raise ConfigError(f"{path} cannot be made: {exc.strerror}; free disk space there, or set TMPDIR or {_COMPILE_CACHE}") from exc
+        raise ConfigError(
+            f"{path} cannot be made: {exc.strerror}; free disk space there, or set TMPDIR or {_COMPILE_CACHE}"
+        ) from exc
     return path
 
 

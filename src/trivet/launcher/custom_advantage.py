@@ -4,7 +4,7 @@ import subprocess
 
 from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import ConfigError
-from trivet.lifetime import module_command
+from trivet.lifetime import module_command, tied_command
 
 _TIMEOUT_S = 120.0
 """Importing what the user's module imports may take a while."""
@@ -20,7 +20,7 @@ def require_advantage(config: AdvantageConfig) -> None:
         return
     try:
         done = subprocess.run(
-            module_command("trivet.orchestrator.advantage"),
+            tied_command(module_command("trivet.orchestrator.advantage")),
             input=config.model_dump_json(),
             capture_output=True,
             text=True,

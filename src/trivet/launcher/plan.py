@@ -51,17 +51,17 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     log: Path
-    """Gets stdout and stderr."""
+    """File to which stdout and stderr are appended."""
     env: Mapping[str, str]
-    """Set whatever the user's environment says."""
+    """Variables that are set whatever the user's environment says."""
     env_defaults: Mapping[str, str]
-    """Set unless the user's environment has the variable."""
+    """Variables that are set unless the user's environment has them."""
     does_finish: bool
-    """Ends by itself after the last step; a process that does not serves until it is stopped."""
+    """True for a process that ends by itself after the last step; any other serves until it is stopped."""
     num_reports: int = 1
-    """Processes of it that report what they do: the trainer's ranks."""
+    """Number of its processes that report what they do: the trainer's ranks."""
     are_children_watched: bool = False
-    """It cannot do without any of its processes: one that is stopped makes the role stuck."""
+    """True for a role that cannot do without any of its processes: one that is stopped makes the role stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +102,11 @@ class RunPlan:
     configs: Mapping[Path, Section]
     """The resolved configuration of each role, by the file that it is written to."""
     notices: tuple[str, ...]
-    """What the user is told once, before the start."""
+    """Messages for the user, shown once before the start."""
     base_urls: tuple[str, ...]
-    """Where the inference servers answer."""
+    """Addresses at which the inference servers answer."""
     teacher_urls: tuple[str, ...] = ()
-    """Where the teacher that this run starts answers."""
+    """Address at which the teacher answers that this run starts."""
 
 
 def plan(

@@ -76,7 +76,7 @@ class ProcessHost:
     python: str
     """The interpreter that ties a process to this one."""
     environ: Mapping[str, str]
-    """What every process inherits."""
+    """Variables that every process inherits."""
 
     def start(self, spec: ProcessSpec) -> Child:
         """Start a process; its output is appended to its log.

@@ -67,7 +67,7 @@ TOOLS = {
     ),
     "doctor": Tool(module="trivet.tools.doctor", does="what this machine has for a run, what is missing, and how to get it"),
 }
-"""By the name that is typed."""
+"""The tools by the name that is typed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

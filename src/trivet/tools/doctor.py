@@ -55,7 +55,7 @@ class Diagnosis:
     health: Health
     found: str
     remedy: str = ""
-    """What is impossible or slow because of it, and how to change that."""
+    """The consequence, and how to change it; empty when nothing is to be done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +76,10 @@ class Facts:
     disk_bytes: int
     """Free where runs are written."""
     taken_ports: Sequence[int]
-    """Of the ports that a run prefers."""
+    """The ports that are taken of those that a run prefers."""
     max_open_files: int
     programs: frozenset[str]
-    """Of uv and tmux, those on PATH."""
+    """Which of uv and tmux are on PATH."""
     has_wandb_login: bool
 
 

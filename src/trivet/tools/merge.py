@@ -8,7 +8,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this tool."""
     parser.add_argument("adapter", type=Path, metavar="ADAPTER", help="a published weights/step_N, or any adapter of PEFT's")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory to write; it must not be there yet")
-    parser.add_argument("--base", metavar="MODEL", help="the base model, where it lies elsewhere than when it was trained with")
+    parser.add_argument("--base", metavar="MODEL", help="the base model, where it is elsewhere than when it was trained with")
 
 
 def run(arguments: argparse.Namespace) -> int:

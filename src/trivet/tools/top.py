@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once or not (console.is_terminal and sys.stdin.isatty()):
         console.print(picture(viewed, width=console.width, now=time.time()))
         return 0
-    # By way of an exception, so that the terminal is put back.
+    # By way of an exception, so that the terminal is restored.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with reading_keys() as has_ended:
         live = Live(console=console, screen=True, auto_refresh=False)

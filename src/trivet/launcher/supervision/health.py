@@ -93,6 +93,6 @@ class HealthMonitor:
             self._host.show_stacks(pids_of(reports))
         self._log.say(
             f"WARNING nothing has moved for {still_s:.0f} s: {describe(reports)}\n"
-            f"(recovery.stall_warn_s = {self._config.stall_warn_s:g}; where each process is stands in its log, under "
+            f"(recovery.stall_warn_s = {self._config.stall_warn_s:g}; the stacks of each process are in its log, under "
             f"{self._layout.logs})"
         )

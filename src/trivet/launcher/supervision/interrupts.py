@@ -1,4 +1,4 @@
-"""Turns SIGINT, SIGTERM and SIGHUP into a value to look at."""
+"""Turns SIGINT, SIGTERM and SIGHUP into values that can be polled."""
 
 import signal
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Interrupts:
 
     @property
     def is_repeated(self) -> bool:
-        """True when a second signal came: whoever sent the first does not want to wait for what it began."""
+        """True when a second signal came: its sender does not want to wait for what the first began."""
         return bool(self._received) and self.has_any_since(self._received[0][1] + _REPEATED_S)
 
     def has_any_since(self, moment: float) -> bool:

@@ -63,7 +63,7 @@ class RoleObservation:
     has_progressed: bool = False
     """True when a step was finished since the start of its unit, or its servers have answered."""
     stuck: str = ""
-    """Why the watchdog treats it as stuck; empty when it does not."""
+    """The reason why the watchdog treats it as stuck; empty when it does not."""
     last_log_line: str = ""
     """The last line of the log of a role that ended, without numbers: it tells one error from another."""
 
@@ -202,7 +202,7 @@ class Recovery:
             if state.phase is Phase.RUNNING:
                 actions += self._watch(unit, state, roles, run)
             elif state.phase is Phase.STOPPING:
-                actions += self._stop_unit(state, roles, run)
+                actions += self._await_stop(state, roles, run)
             elif run.now >= state.due:
                 state.phase = Phase.RUNNING
                 actions.append(StartUnit(unit=unit))
@@ -259,7 +259,7 @@ class Recovery:
     def _recent_restarts(self, state: _UnitState, now: float) -> list[float]:
         return [at for at in state.restarted_at if now - at <= self._config.restart_window_s]
 
-    def _stop_unit(self, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation) -> Iterator[RecoveryAction]:
+    def _await_stop(self, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation) -> Iterator[RecoveryAction]:
         for role in roles:
             if role.exit_code in _FINAL:
                 yield _finish(Outcome.FAILED, _exit_code(role), describe_exit(role.exit_code), role=role.name)

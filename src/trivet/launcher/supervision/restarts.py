@@ -29,7 +29,7 @@ class RestartLog:
         self._log = log
         self._clock = clock
         self._down: dict[RecoveryUnit, tuple[int, float]] = {}
-        """By unit without progress since its failure: the index of its record, and when it failed."""
+        """The index of its record and the time of its failure, for each unit without progress since."""
 
     @property
     def units_down(self) -> tuple[RecoveryUnit, ...]:

@@ -27,7 +27,7 @@ class RoleReports:
     readable: tuple[ProcessReport, ...]
     """Those that could be read."""
     stamps: Mapping[str, ReportStamp]
-    """By the name of each process that reports: what changes when it reports again."""
+    """A value that changes when a process reports again, by the name of the process."""
 
 
 class RoleProcess:
@@ -43,7 +43,7 @@ class RoleProcess:
         self.child = child
         self.reports = RoleReports(readable=(), stamps={})
         self.stuck = ""
-        """Why the watchdog treats it as stuck; empty when it does not."""
+        """The reason why the watchdog treats it as stuck; empty when it does not."""
         self._stopped: tuple[int, ...] = ()
         self._follower = LogFollower(child.spec.log, offset=child.log_offset)
         self._exit_code: int | None = None

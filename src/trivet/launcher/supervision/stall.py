@@ -1,7 +1,7 @@
 """Notices a run in which nothing moves any more, although every process reports. Pure.
 
-Whoever waits reports that it waits and is not stuck by itself; when all that the roles say stays the same, together they are,
-or something that none of them sees keeps them.
+A role that waits reports that it waits and is not stuck by itself. When nothing changes that the roles report, they wait for each
+other, or for something that none of them sees.
 """
 
 from collections.abc import Iterable, Iterator

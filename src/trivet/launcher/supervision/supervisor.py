@@ -86,7 +86,7 @@ class Supervisor:
         self._shutdown_timeout_s = shutdown_timeout_s
         self._started = clock.now()
         self._roles: dict[str, RoleProcess] = {}
-        """By name; a role that was restarted is here once, with its newest process."""
+        """The newest process of each role, by the role's name."""
         self._recovery = Recovery(config, stop_timeout_s=shutdown_timeout_s, patience_s=patience_s)
         self._restarts = RestartLog(log=log, clock=clock)
         self._progress = UnitProgress(attempts, self._roles)
