@@ -39,7 +39,6 @@ ELSEWHERE = {
     "launcher/commands/*.py": "integration/test_launcher_command.py",
     "launcher/commands/sft.py": "integration/test_sft_command.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
-    "launcher/supervision/attempt_source.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
     "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
     "launcher/vf_tmux.py": "integration/test_vf_tmux.py",
     "launcher/vf_*.py": "unit/launcher/test_vf_rl.py",

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from trivet.launcher.plan import TRAINER
-from trivet.launcher.supervision.attempt_source import AttemptSource
+from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.recovery import RecoveryUnit
 from trivet.launcher.supervision.role_processes import RoleProcess
 
@@ -56,7 +56,7 @@ class UnitProgress:
     False
     """
 
-    def __init__(self, attempts: AttemptSource, roles: Mapping[str, RoleProcess]) -> None:
+    def __init__(self, attempts: Attempts, roles: Mapping[str, RoleProcess]) -> None:
         self._attempts = attempts
         self._roles = roles
         self._probes = {

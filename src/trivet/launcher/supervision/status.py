@@ -9,7 +9,7 @@ from trivet.config.layout import RunLayout
 from trivet.durable import replace_file
 from trivet.exits import describe_exit
 from trivet.launcher.logs import RunLog
-from trivet.launcher.supervision.attempt_source import AttemptSource
+from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.clock import Clock
 from trivet.launcher.supervision.recovery import Phase, Recovery, RecoveryVerdict
 from trivet.launcher.supervision.restarts import RestartLog
@@ -33,7 +33,7 @@ class StatusReporter:
 
     def __init__(
         self,
-        attempts: AttemptSource,
+        attempts: Attempts,
         *,
         roles: Mapping[str, RoleProcess],
         recovery: Recovery,

@@ -24,7 +24,7 @@ from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog, is_for_terminal
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
 from trivet.launcher.processes import ProcessHost
-from trivet.launcher.supervision.attempt_source import AttemptSource
+from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.clock import SYSTEM_CLOCK, Clock
 from trivet.launcher.supervision.health import HealthMonitor
 from trivet.launcher.supervision.interrupts import Interrupts
@@ -64,7 +64,7 @@ class Supervisor:
 
     def __init__(
         self,
-        attempts: AttemptSource,
+        attempts: Attempts,
         *,
         host: ProcessHost,
         config: RecoveryConfig,
