@@ -272,38 +272,42 @@ class Recovery:
             yield StopRoles(roles=running, by_kill=True)
 
     def _preempt(self, run: RunObservation, number: int) -> Iterator[RecoveryAction]:
-        name = signal.Signals(number).name
+        """Have the roles commit, wait for it, and end the run that signal `number` interrupted."""
         training = [role for role in run.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
         if self._commit_deadline is None:
-            if _is_starting(run):
-                yield _finish(
-                    Outcome.INTERRUPTED, 128 + number, f"interrupted by {name} during the start, with no step to commit"
-                )
-                return
-            can_commit = (
-                number == signal.SIGTERM
-                and self._config.preemption_grace_s > 0
-                and self._units[RecoveryUnit.TRAINING].phase is Phase.RUNNING
-                and all((role.exit_code is None or self._is_done(role, run)) and not role.stuck for role in training)
-            )
-            if not can_commit:
-                yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}")
-                return
-            self._commit_deadline = run.now + self._config.preemption_grace_s
-            yield PreemptRun(grace_s=self._config.preemption_grace_s)
-            return
+            end = self._why_no_commit(run, training, number)
+            if end is None:
+                self._commit_deadline = run.now + self._config.preemption_grace_s
+                yield PreemptRun(grace_s=self._config.preemption_grace_s)
+        else:
+            end = self._why_wait_ends(run, training, self._commit_deadline)
+        if end is not None:
+            yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {signal.Signals(number).name}{end}")
+
+    def _why_no_commit(self, run: RunObservation, training: Sequence[RoleObservation], number: int) -> str | None:
+        """Return why the run ends without a commit, as the end of a sentence; None when the roles can commit."""
+        if _is_starting(run):
+            return " during the start, with no step to commit"
+        can_commit = (
+            number == signal.SIGTERM
+            and self._config.preemption_grace_s > 0
+            and self._units[RecoveryUnit.TRAINING].phase is Phase.RUNNING
+            and all((role.exit_code is None or self._is_done(role, run)) and not role.stuck for role in training)
+        )
+        return None if can_commit else ""
+
+    def _why_wait_ends(self, run: RunObservation, training: Sequence[RoleObservation], deadline: float) -> str | None:
+        """Return why the commit is no longer waited for, as the end of a sentence; None while it is."""
         failed = [role for role in training if role.exit_code not in (None, 0)]
         if failed:
-            why = f", and {failed[0].name} {describe_exit(failed[0].exit_code)} before the commit"
-        elif all(role.exit_code == 0 for role in training):
-            why = ""
-        elif run.is_repeated:
-            why = ", twice: no wait for the commit"
-        elif run.now >= self._commit_deadline:
-            why = f", and the step was not over within {self._config.preemption_grace_s:g} s (recovery.preemption_grace_s)"
-        else:
-            return
-        yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}{why}")
+            return f", and {failed[0].name} {describe_exit(failed[0].exit_code)} before the commit"
+        if all(role.exit_code == 0 for role in training):
+            return ""
+        if run.is_repeated:
+            return ", twice: no wait for the commit"
+        if run.now >= deadline:
+            return f", and the step was not over within {self._config.preemption_grace_s:g} s (recovery.preemption_grace_s)"
+        return None
 
     def _is_done(self, role: RoleObservation, run: RunObservation) -> bool:
         """Return whether the role finished, or all that it was there for is on disk when a signal ended it or it hangs."""

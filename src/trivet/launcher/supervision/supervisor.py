@@ -2,18 +2,18 @@
 
 One round of the loop, every `_POLL_INTERVAL_S`:
 
-    role processes --exits, log lines--> RoleProcess ---+
-    reports, /proc --------------------> HealthMonitor -+--> RunObservation --> Recovery.decide (pure)
-    servers, finished steps -----------> UnitProgress --+                             |
-    SIGINT, SIGTERM, SIGHUP -----------> Interrupts ----+                             | actions
-                                                                                      v
-    role processes <--start, signal-- ProcessHost <---------------------------- Supervisor._carry_out
-    rl.log, events.jsonl <----------- RestartLog  <-----------------------------------+
-    status.json, terminal <---------- StatusReporter <--------------------------------+
+    exits, log lines --------> RoleProcess ----+
+    reports, /proc ----------> HealthMonitor --+
+    servers, finished steps -> UnitProgress ---+--> RunObservation --> Recovery.decide (pure) --+
+    SIGINT, SIGTERM, SIGHUP -> Interrupts -----+                                                | actions
+                                                                                                v
+    role processes <--start, signal-- ProcessHost <----+---------------------------- Supervisor._carry_out
+    rl.log, events.jsonl <----------- RestartLog <-----+
+    status.json, terminal <---------- StatusReporter <-+
 
 Consumes the roles' exits, logs and reports. Produces the exit code of the run, status.json and Restart events.
-Waits for nothing but the clock: every input is polled, and a server that is asked has a second to answer.
-Unblocked by the verdict of `Recovery`, which every wait of a role ends in: an exit, a deadline or a signal. Decides nothing itself.
+Waits for the clock alone: every input is polled, and a server that is asked has a second to answer.
+Unblocked by the clock. The loop ends with the verdict of `Recovery`, and decides nothing itself.
 """
 
 import signal
