@@ -62,7 +62,7 @@ async def follow(published: Connection, loop: Loop) -> None:
             await asyncio.sleep(0.005)
             continue
         loop.dispatcher.version = POLICIES.version = PolicyVersion(published.recv())
-        loop.dispatcher.waker.ring()
+        loop.dispatcher.changed.notify()
 
 
 def step_seconds(level: int, *, generate_s: float, train_s: float, num_steps: int, directory: Path) -> float:

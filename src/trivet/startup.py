@@ -18,7 +18,7 @@ def rl() -> int:
 
 def vf_rl() -> int:
     """Run the command `vf-rl`; returns its exit code."""
-    return run_command("trivet.launcher.vf_rl")
+    return run_command("trivet.dialects.vf_rl")
 
 
 def sft() -> int:

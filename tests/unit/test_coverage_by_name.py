@@ -9,14 +9,17 @@ SOURCE, UNIT = ROOT / "src" / "trivet", Path(__file__).parent
 ELSEWHERE = {
     # module: the test that covers it, below tests/
     "checkpoints/fork.py": "unit/checkpoints/test_resume.py",
-    "checkpoints/halves.py": "unit/checkpoints/test_commit.py",
+    "checkpoints/orchestrator_part.py": "unit/orchestrator/test_checkpoint.py",
+    "checkpoints/parts.py": "unit/checkpoints/test_commit.py",
     "client/names.py": "unit/client/test_server_pool.py",
     "client/server.py": "unit/client/test_server_pool.py",
     "config/chat_template.py": "unit/config/checks/test_all_checks.py",
     "config/checks/*.py": "unit/config/checks/test_all_checks.py",
     "config/loading/*.py": "unit/config/loading/test_load.py",
     "config/sections/*.py": "unit/config/loading/test_load.py",  # declarations, read through the loader
-    "config/vf_rl.py": "unit/config/test_vf_translation.py",
+    "config/vllm_keys.py": "unit/inference/test_arguments.py",
+    "dialects/vf_tmux.py": "integration/test_vf_tmux.py",
+    "dialects/*.py": "unit/dialects/test_vf_rl.py",
     "environments/host.py": "unit/environments/test_kinds.py",
     "environments/local_pool.py": "unit/environments/test_kinds.py",
     "environments/model_client.py": "unit/environments/test_runner.py",
@@ -25,7 +28,6 @@ ELSEWHERE = {
     "environments/port.py": "unit/environments/workers/test_pool.py",
     "environments/sampling.py": "unit/environments/test_runner.py",
     "environments/workers/main.py": "integration/test_env_workers.py",  # a process of its own
-    "environments/workers/process.py": "unit/environments/workers/test_pool.py",
     "errors.py": "unit/orchestrator/test_start.py",  # declarations, and `first_error`
     "evaluation/re*.py": "unit/evaluation/test_offline.py",
     "evaluation/*.py": "unit/evaluation/test_evaluate.py",
@@ -40,14 +42,12 @@ ELSEWHERE = {
     "launcher/commands/sft.py": "integration/test_sft_command.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
     "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
-    "launcher/vf_tmux.py": "integration/test_vf_tmux.py",
-    "launcher/vf_*.py": "unit/launcher/test_vf_rl.py",
     "listening.py": "unit/launcher/test_ports.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
     "orchestrator/main.py": "integration/test_rl_run.py",
     "orchestrator/pools.py": "unit/orchestrator/test_sampler.py",
     "orchestrator/self_check.py": "unit/orchestrator/test_start.py",
-    "orchestrator/waker.py": "unit/orchestrator/test_dispatcher.py",
+    "orchestrator/change_event.py": "unit/orchestrator/test_dispatcher.py",
     "shown_text.py": "unit/tools/test_status.py",
     "telemetry/stats.py": "unit/telemetry/test_metrics.py",
     "telemetry/*.py": "unit/telemetry/test_telemetry.py",
@@ -71,7 +71,7 @@ ELSEWHERE = {
     "weights/*.py": "unit/weights/test_publish.py",
     "wire/*.py": "unit/wire/test_codec.py",  # declarations
     "wire/events.py": "unit/history/test_replay.py",
-    "wire/status.py": "unit/telemetry/test_progress.py",
+    "wire/status.py": "unit/telemetry/test_process_report.py",
     "wire/workers.py": "unit/environments/workers/test_pool.py",
 }
 """A pattern, and the test; an exact name goes before a pattern."""

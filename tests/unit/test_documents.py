@@ -17,7 +17,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.tools.cli import TOOLS
 
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.name != "configuration.md"]
@@ -134,4 +134,4 @@ def test_the_page_on_architecture_shows_the_packages_and_their_layers():
     layers = [set(re.findall(r"[a-z_]+", layer)) for layer in shown.split("<")]
     tested = re.search(r"^LAYERS = (\[.*?^\])", (ROOT / "tests/unit/test_imports.py").read_text(), re.MULTILINE | re.DOTALL)
     assert tested
-    assert layers == [set(re.findall(r"[a-z_]+", line)) for line in re.findall(r"\{(.*?)\}", tested[1])]
+    assert layers == [set(re.findall(r"[a-z_]+", line)) for line in re.findall(r"\{(.*?)\}", tested[1], re.DOTALL)]

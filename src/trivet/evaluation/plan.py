@@ -72,8 +72,8 @@ async def prove(plan: EvalPlan, servers: EvalServers) -> str:
         _require_adapters_of(name, plan.targets)
         first = next((target for target in plan.targets if target.directory is not None), None)
         if first is not None:
-            await servers.hold(first)
-        base_digest = await servers.hold(BASE) if BASE in plan.targets or first is None else ""
+            await servers.ensure_policy(first)
+        base_digest = await servers.ensure_policy(BASE) if BASE in plan.targets or first is None else ""
     except ForeignPolicy:
         raise
     except (InferenceError, WeightsError) as exc:

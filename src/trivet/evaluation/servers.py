@@ -38,7 +38,7 @@ PLAIN_DIGEST = "unknown"
 class EvalServers(PlacementServers, Protocol):
     """
     >>> servers = await connect(client, environ=os.environ, weights_dir=weights_dir)
-    >>> digest = await servers.hold(target)
+    >>> digest = await servers.ensure_policy(target)
     >>> await servers.aclose()
     """
 
@@ -51,7 +51,7 @@ class EvalServers(PlacementServers, Protocol):
         """What requests may give as their model."""
         ...
 
-    async def hold(self, target: Target) -> str:
+    async def ensure_policy(self, target: Target) -> str:
         """Have every server serve `target`; returns the digest of its weights.
 
         Raises:
@@ -150,7 +150,7 @@ class OwnServers:
         """
         pool = ServerPool(config, make_client=make_client, write_event=lambda event: None)
         try:
-            before = {client: _findable(client, await client.policy(), weights_dir) for client in clients}
+            before = {client: _findable(client, await client.served_policy(), weights_dir) for client in clients}
             await pool.start()
             return cls(pool, before=before)
         except InferenceError as exc:
@@ -164,13 +164,13 @@ class OwnServers:
         client = next(iter(self._before), None)
         return await client.model_names() if client is not None else []
 
-    async def hold(self, target: Target) -> str:
+    async def ensure_policy(self, target: Target) -> str:
         policy = _START if target.directory is None else _published(target.directory)
         held = self._held
         if held is None or policy.directory is None:  # held by all; of later ones a server that fails is set aside
-            self._held = await self._pool.bring(policy)
+            self._held = await self._pool.ensure_policy_on_all(policy)
         elif (held.version, held.digest) != (policy.version, policy.digest):
-            await self._pool.load(policy)
+            await self._pool.ensure_policy(policy)
             self._held = policy
         assert self._held is not None
         return self._held.digest or ""
@@ -191,12 +191,12 @@ class OwnServers:
         before, self._before = self._before, {}
         for client, policy in before.items():
             try:
-                await Server(client=client).hold(policy)
+                await Server(client=client).ensure_policy(policy)
             except InferenceError as exc:
                 logger.warning("%s could not be put back on policy %s: %s", client.base_url, policy.version, exc)
             await client.aclose()
         if not before and self._pool.roots:  # servers found by name: where they come from they have the start weights
-            await self._pool.bring(_START)
+            await self._pool.ensure_policy_on_all(_START)
         await self._pool.aclose()
 
 
@@ -212,7 +212,7 @@ class PlainServers:
     async def model_names(self) -> list[str]:
         return await self._clients[0].model_names()
 
-    async def hold(self, target: Target) -> str:
+    async def ensure_policy(self, target: Target) -> str:
         if target.directory is not None:
             raise ConfigError(
                 f"{self._clients[0].base_url} is not `uv run inference` and loads no weights: it can be evaluated as it is, "

@@ -16,7 +16,7 @@ from trivet.lock import hold_role
 from trivet.orchestrator.advantage import make_advantage
 from trivet.signals import run_until_signalled
 from trivet.stacks import show_tasks_on_signal
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def check(config: OrchestratorConfig) -> None:
 def start(config: OrchestratorConfig) -> int:
     setup_logging("orchestrator", level=config.log.level, as_json=config.log.json_logging)
     arm(config.faults.schedule)
-    progress.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
-    progress.doing("loading environments")
+    process_report.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
+    process_report.begin("loading environments")
     with without_collections():
         import trivet.orchestrator.start  # noqa: F401  it imports verifiers, which takes seconds
     with hold_role(RunLayout(config.output_dir).role_lock("orchestrator")):

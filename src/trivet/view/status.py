@@ -10,7 +10,7 @@ from trivet.config.layout import RunLayout
 from trivet.durable import DECODE_ERRORS, open_regular
 from trivet.errors import ConfigError
 from trivet.exits import describe_restart
-from trivet.telemetry.progress import read_report
+from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
 _OLD_S = 15.0

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from trivet.backoff import backoff_s
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.exits import describe_exit
 from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TEACHER, TRAINER
@@ -225,7 +226,7 @@ class Recovery:
         recent = self._recent_restarts(state, run.now)
         state.failure_without_progress = "" if first.has_progressed else _signature(first)
         state.restarted_at = [*recent, run.now]
-        delay_s = min(self._config.backoff_s * 2 ** len(recent), MAX_BACKOFF_S)
+        delay_s = backoff_s(len(recent) + 1, first_s=self._config.backoff_s, max_s=MAX_BACKOFF_S)
         state.phase, state.deadline, state.due = Phase.STOPPING, run.now + self._stop_timeout_s, run.now + delay_s
         yield AnnounceRestart(unit=unit, role=first.name, cause=f"{first.name} {cause}", delay_s=delay_s)
         running = [role for role in roles if role.exit_code is None]

@@ -13,7 +13,7 @@ from trivet.launcher.processes import Child
 from trivet.launcher.supervision.recovery import RoleObservation
 from trivet.launcher.supervision.watchdog import ReportStamp, Watchdog
 from trivet.process_table import ProcessTable, descendants
-from trivet.telemetry.progress import read_report
+from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport
 
 _TIME = re.compile(r"^\d\d:\d\d:\d\d ")
