@@ -1,4 +1,4 @@
-"""What a command does when whoever reads its output has gone, as `head -3` has after three lines: it ends without a traceback.
+"""Ends a command without a traceback when whoever reads its output has gone, as `head -3` has after three lines.
 
 Every command runs through `run_until_output_closes`; `telemetry.logs` uses `discard_output` for roles, which outlive their reader.
 """
@@ -39,27 +39,11 @@ def run_until_output_closes(command: Callable[[], int]) -> int:
     try:
         exit_code = command()
         return exit_code if _flush_all() else UNWRITABLE_EXIT_CODE
-    except BrokenPipeError:
-        if not any(map(is_closed, _outputs())):
+    except (OSError, SystemExit, BaseExceptionGroup) as exc:
+        code = _exit_code_for(exc)
+        if code is None:
             raise
-        return EXIT_CODE
-    except SystemExit as exc:
-        if isinstance(exc.__context__, BrokenPipeError):
-            return EXIT_CODE  # rich ends the program so, with code 1
-        if _flush_all():
-            raise
-        return UNWRITABLE_EXIT_CODE
-    except BaseExceptionGroup as group:
-        _, others = group.split(BrokenPipeError)
-        if others is not None or not any(map(is_closed, _outputs())):
-            raise
-        return EXIT_CODE
-    except OSError as exc:
-        if _flush_all():
-            if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            _report_unwritable(exc)
-        return UNWRITABLE_EXIT_CODE
+        return code
     finally:
         # Python flushes once more when it ends, and would print a traceback of its own.
         for stream in _outputs():
@@ -69,8 +53,26 @@ def run_until_output_closes(command: Callable[[], int]) -> int:
                 discard_output(stream)
 
 
+def _exit_code_for(error: OSError | SystemExit | BaseExceptionGroup[BaseException]) -> int | None:
+    """Return the exit code of a command that `error` ended because of its output; None when the error has another cause."""
+    if isinstance(error, SystemExit):
+        if isinstance(error.__context__, BrokenPipeError):
+            return EXIT_CODE  # rich ends the program so, with code 1
+        return None if _flush_all() else UNWRITABLE_EXIT_CODE
+    if isinstance(error, BaseExceptionGroup):
+        _, others = error.split(BrokenPipeError)
+        return EXIT_CODE if others is None and any(map(is_closed, _outputs())) else None
+    if isinstance(error, BrokenPipeError):
+        return EXIT_CODE if any(map(is_closed, _outputs())) else None
+    if _flush_all():
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return None
+        _report_unwritable(error)
+    return UNWRITABLE_EXIT_CODE
+
+
 def _flush_all() -> bool:
-    """Write what is buffered; whether it could be. What cannot be written is said once on standard error and given up."""
+    """Write what is buffered; returns whether that worked. A failure is said once on standard error, and the output is given up."""
     for stream in _outputs():
         try:
             stream.flush()
@@ -89,7 +91,7 @@ def _report_unwritable(error: OSError | ValueError) -> None:
 
 
 def is_closed(stream: TextIO) -> bool:
-    """Whether `stream` is a pipe, a socket or a terminal that nobody reads any more."""
+    """Return whether `stream` is a pipe, a socket or a terminal that nobody reads any more."""
     try:
         poll = select.poll()
         poll.register(stream.fileno(), 0)
@@ -99,7 +101,7 @@ def is_closed(stream: TextIO) -> bool:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Let what is still written to `stream`, by whatever part of this process, go nowhere."""
+    """Send what is still written to `stream`, by whatever part of this process, to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, stream.fileno())

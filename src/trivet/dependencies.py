@@ -32,6 +32,7 @@ class Violation:
     """The specifier, such as `>=0.20`; empty when any version will do."""
 
     def describe(self) -> str:
+        """Return the violation in words."""
         found = "is not installed" if self.found is None else f"{self.found} is installed"
         return f"{self.package} {found}, trivet requires {self.package}{self.required}"
 
@@ -43,7 +44,7 @@ class InstalledPackage:
     name: str
     version: str
     requirements: tuple[str, ...]
-    """As written, with markers."""
+    """Requirements as written, with markers."""
     extras: frozenset[str]
     distribution: metadata.Distribution
 
@@ -60,7 +61,8 @@ class InstalledPackages:
     """The packages on a search path. Metadata is read when it is asked for, and kept: make a new one after an installation."""
 
     def __init__(self, search_path: Sequence[str] | None = None) -> None:
-        """
+        """Read nothing yet.
+
         Args:
             search_path: directories that hold `*.dist-info`; None takes those of this interpreter.
         """
@@ -131,7 +133,8 @@ def find_violations(installed: InstalledPackages | None = None) -> list[Violatio
 
 
 def require_dependencies(installed: InstalledPackages | None = None) -> None:
-    """
+    """Check trivet's own requirements.
+
     Raises:
         DependencyError: an installed version breaks one of trivet's requirements, or a required package is missing.
     """

@@ -1,4 +1,4 @@
-"""Room on the disk: asked for before something large is written, and what is said when there is none.
+"""Checks the free disk space before something large is written, and explains a disk that is full.
 
 Used by whoever writes weights and checkpoints, and by `config.command` for everything else. Removes nothing.
 """
@@ -14,13 +14,13 @@ from trivet.errors import DiskFull
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEXTS = tuple(text for number in _FULL for text in (f"[Errno {number}]", f"os error {number})", os.strerror(number)))
-"""How a full disk is spelled by libraries that report it as an error of their own."""
+"""Texts for a full disk in errors of libraries that report it as an error of their own."""
 
 _GIB = 2**30
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that can be written below `path`, which need not exist yet."""
+    """Return how many bytes can be written below `path`, which need not exist yet."""
     existing = path
     while not existing.exists():
         existing = existing.parent
@@ -28,9 +28,11 @@ def free_bytes(path: Path) -> int:
 
 
 def require_room(path: Path, num_bytes: int, *, what: str) -> None:
-    """
+    """Check that there is enough free disk space.
+
     Args:
-        what: is to be written, in words.
+        num_bytes: to be written.
+        what: name of what is to be written, for the error.
 
     Raises:
         DiskFull: fewer than `num_bytes` are free; nothing was written.
@@ -42,7 +44,7 @@ def require_room(path: Path, num_bytes: int, *, what: str) -> None:
 
 @contextmanager
 def explaining_full_disk(path: Path, *, what: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Whatever error a full disk causes inside becomes a DiskFull; other errors pass unchanged."""
+    """Turn whatever error a full disk causes inside into a DiskFull; other errors pass unchanged."""
     try:
         yield
     except DiskFull:
@@ -54,7 +56,7 @@ def explaining_full_disk(path: Path, *, what: str, num_bytes: int | None = None)
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether `error`, or one that caused it, says that the disk or a quota is full."""
+    """Return whether `error`, or one that caused it, says that the disk or a quota is full."""
     seen: BaseException | None = error
     while seen is not None:
         if (isinstance(seen, OSError) and seen.errno in _FULL) or any(text in str(seen) for text in _TEXTS):
@@ -64,18 +66,20 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def describe_full_disk(error: OSError) -> str:
-    """What to say of a write that failed where nobody expected the disk to be full."""
+    """Return the message for a write that failed where nobody expected the disk to be full."""
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else Path.cwd()
     return _explain(path, what="a file", needed=None, free=free_bytes(path))
 
 
 def format_bytes(num_bytes: int) -> str:
+    """Return a size in GiB, a small one in MiB."""
     return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _explain(path: Path, *, what: str, needed: int | None, free: int) -> str:
     amount = "" if needed is None else f"{format_bytes(needed)} needed, "
     return (
-        f"no room to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is whole. Make room, "
-        "or keep less: ckpt.keep_last, a larger ckpt.interval or ckpt.weights.interval; then go on with ckpt.resume_step = -1"
+        f"no room to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is whole. "
+        "Free disk space, or keep less: ckpt.keep_last, a larger ckpt.interval or ckpt.weights.interval; then go on with "
+        "ckpt.resume_step = -1"
     )

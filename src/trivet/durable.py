@@ -39,20 +39,21 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     Source: github.com/Cyan4973/xxHash, doc/xxhash_spec.md.
     """
     sha256: str = ""
-    """What versions wrote that had no xxh3_128."""
+    """SHA-256 in hexadecimal, written by versions that had no xxh3_128."""
 
 
 def hash_file(path: Path) -> FileRecord:
+    """Return size and digest of a file."""
     return FileRecord(*_digest(path, xxhash.xxh3_128()))
 
 
 def hash_bytes(content: bytes) -> FileRecord:
-    """The record of a file that holds `content`."""
+    """Return the record of a file that holds `content`."""
     return FileRecord(num_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
 
 
 def _digest(path: Path, algorithm: "hashlib._Hash | xxhash.xxh3_128") -> tuple[int, str]:
-    """Size and hexadecimal digest of `path`, as far as it went when it was opened: it may grow faster than it is read."""
+    """Return size and hexadecimal digest of `path`, as far as it went when it was opened: it may grow faster than it is read."""
     num_bytes = 0
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -70,13 +71,13 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
 
 
 def digest_of(files: Mapping[str, FileRecord]) -> str:
-    """One SHA-256 over the sorted names, sizes and digests of `files`."""
+    """Return one SHA-256 over the sorted names, sizes and digests of `files`."""
     lines = [f"{name} {record.num_bytes} {record.xxh3_128 or record.sha256}" for name, record in sorted(files.items())]
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
 
 def explain_difference(directory: Path, files: Mapping[str, FileRecord]) -> str | None:
-    """What makes `directory` differ from the recorded `files`, or None when every byte is as recorded."""
+    """Return how `directory` differs from the recorded `files`, or None when every byte is as recorded."""
     for name, expected in files.items():
         path = directory / name
         if not path.is_file():
@@ -91,18 +92,18 @@ def explain_difference(directory: Path, files: Mapping[str, FileRecord]) -> str 
 
 
 def list_files(directory: Path) -> list[str]:
-    """Every file below `directory`, hidden ones included, as a sorted list of relative paths."""
+    """Return every file below `directory`, hidden ones included, as a sorted list of relative paths."""
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
 
 
 def sync_file(path: Path) -> None:
-    """Returns once the content of `path` is on disk."""
+    """Wait until the content of `path` is on disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """Returns once the names in `path` are on disk: a created, renamed or removed entry is durable only then."""
+    """Wait until the names in `path` are on disk: a created, renamed or removed entry is durable only then."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -131,7 +132,10 @@ def write_atomically(path: Path, data: bytes, *, is_private: bool = False) -> No
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """As `write_atomically` for readers, but not waiting for the disk: for what is worthless after a crash, such as a status."""
+    """Replace `path` as `write_atomically` does, but without waiting for the disk.
+
+    For what is worthless after a crash, such as a status.
+    """
     _replace(path, data, does_sync=False, mode=_FILE_MODE)
 
 
@@ -171,7 +175,7 @@ def _replace(path: Path, data: bytes, *, does_sync: bool, mode: int) -> None:
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """`value` is anything msgspec encodes: a struct, or mappings, lists, strings and numbers."""
+    """Write `value` as JSON: anything msgspec encodes, a struct, or mappings, lists, strings and numbers."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 

@@ -1,98 +1,111 @@
-"""The exception tree. Every error a user can meet is one of these, and says what to change.
+"""The exception tree. Every error a user can meet is one of these, and says what to change. A number is the exit code, else 1.
 
-TrivetError                  exit code 1 unless said otherwise
-├── ConfigError              2: a value the user wrote; nothing was started
-│   └── RunDirectoryBusy     2: another run holds the output directory
-├── EnvironmentLoadError     2: an environment is missing or its load_environment raised
-├── DependencyError          2: an installed package has a version that trivet does not run with; nothing was started
-├── MessageRefused           a message of another run, another schema, or too large
-├── WeightsError             a weights directory is incomplete or altered
-├── CheckpointError          a checkpoint is incomplete, altered or does not fit
-│   └── ResumeError          2: the step to resume from is not there; nothing was started
-├── DiskFull                 no room for what must be written next; everything committed before is whole
-├── OutOfMemory              a row or an update does not fit into the memory of the device
-├── HistoryError             a run's history cannot be read
-├── InferenceError           an inference server is unreachable, refused a request or answered wrongly
-│   ├── InferenceTimeout     it did not answer in time
-│   ├── PolicyRefused        it does not load a weights directory that is not whole
-│   └── ForeignPolicy        it serves a policy that this run did not give it
-├── RolloutFailed            a rollout failed on every attempt or could not be scored; costs its group
-├── WorkerLost               an environment worker ended while it ran a group; the group may be run again
-├── BatchError               no batch can be made: every rollout fails or carries no signal
-├── WaitTimeout              a bounded wait ran out; says who waited for whom
-├── UnknownRank              another program connected in the place of a rank of the trainer
-├── RoleFailed               a process of the run ended early
-└── Diverged                 3: NaN or infinite loss, or a stop rule fired
+TrivetError                  1
+├── ConfigError              2
+│   └── RunDirectoryBusy     2
+├── EnvironmentLoadError     2
+├── DependencyError          2
+├── MessageRefused
+├── WeightsError
+├── CheckpointError
+│   └── ResumeError          2
+├── DiskFull
+├── OutOfMemory
+├── HistoryError
+├── InferenceError
+│   ├── InferenceTimeout
+│   ├── PolicyRefused
+│   └── ForeignPolicy
+├── RolloutFailed
+├── WorkerLost
+├── BatchError
+├── WaitTimeout
+├── UnknownRank
+├── RoleFailed
+└── Diverged                 3
 """
 
 
 class TrivetError(Exception):
+    """Any error that a user can meet."""
+
     exit_code = 1
 
 
 class ConfigError(TrivetError, ValueError):
+    """Raised for a value that the user wrote, before anything is started."""
+
     exit_code = 2
 
 
 class RunDirectoryBusy(ConfigError):
-    pass
+    """Raised when another run, or another process of the same role, holds the output directory."""
 
 
 class EnvironmentLoadError(TrivetError):
+    """Raised when an environment is not installed, its load_environment raised, or it has no data."""
+
     exit_code = 2
 
 
 class DependencyError(TrivetError):
+    """Raised when an installed package has a version that trivet does not run with."""
+
     exit_code = 2
 
 
 class MessageRefused(TrivetError):
-    pass
+    """Raised for a message of another run, of another schema, or too large."""
 
 
 class WeightsError(TrivetError):
-    pass
+    """Raised when a weights directory is incomplete or was altered."""
 
 
 class CheckpointError(TrivetError):
-    pass
+    """Raised when a checkpoint is incomplete, was altered, or does not fit the run."""
 
 
 class ResumeError(CheckpointError):
+    """Raised when the step to resume from is not there, or settings changed that a resumed run must keep."""
+
     exit_code = 2
 
 
 class DiskFull(TrivetError):
-    pass
+    """Raised before or while something is written for which there is no free disk space."""
 
 
 class OutOfMemory(TrivetError):
-    pass
+    """Raised when a row or an update does not fit into the memory of the device."""
 
 
 class HistoryError(TrivetError):
-    pass
+    """Raised when the history of a run cannot be read."""
 
 
 class InferenceError(TrivetError):
-    pass
+    """Raised when an inference server is unreachable, refused a request or answered wrongly."""
 
 
 class InferenceTimeout(InferenceError):
-    pass
+    """Raised when an inference server did not answer in time."""
 
 
 class PolicyRefused(InferenceError):
-    pass
+    """Raised when an inference server does not load a weights directory, because it is not whole."""
 
 
 class ForeignPolicy(InferenceError):
-    pass
+    """Raised when an inference server serves a policy that this run did not give it."""
 
 
 class RolloutFailed(TrivetError):
+    """Raised when a rollout failed on every attempt or could not be scored; it costs its group."""
+
     def __init__(self, message: str, *, kind: str = "RolloutFailed") -> None:
-        """
+        """Keep the type of the error behind it.
+
         Args:
             kind: type of the error behind it, by which failures are counted.
         """
@@ -101,31 +114,33 @@ class RolloutFailed(TrivetError):
 
 
 class WorkerLost(TrivetError):
-    pass
+    """Raised when an environment worker ended while it ran a group; the group may be run again."""
 
 
 class BatchError(TrivetError):
-    pass
+    """Raised when no batch can be made: every rollout fails or carries no signal."""
 
 
 class WaitTimeout(TrivetError):
-    pass
+    """Raised when a bounded wait ran out; the message says who waited for whom."""
 
 
 class UnknownRank(TrivetError):
-    pass
+    """Raised when another program connected in the place of a rank of the trainer."""
 
 
 class RoleFailed(TrivetError):
-    pass
+    """Raised when a process of the run ended early."""
 
 
 class Diverged(TrivetError):
+    """Raised for a NaN or infinite loss, or when a stop rule fired."""
+
     exit_code = 3
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What to show of a group of errors: the first of ours, which says what to do, else the first."""
+    """Return what to show of a group of errors: the first of ours, which says what to do, else the first."""
     leaves = list(_leaves(group))
     return next((leaf for leaf in leaves if isinstance(leaf, TrivetError)), leaves[0])
 

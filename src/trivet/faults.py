@@ -52,6 +52,8 @@ _real_time, _real_time_ns = time.time, time.time_ns
 
 
 class FaultAction(StrEnum):
+    """The kinds of faults."""
+
     KILL = "kill"
     """SIGKILL to this process."""
     STOP = "stop"
@@ -73,6 +75,8 @@ class FaultAction(StrEnum):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault of a schedule."""
+
     name: str
     """Unique in the schedule."""
     point: str
@@ -85,13 +89,15 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """The faults of a run."""
+
     seed: int
-    """What it was drawn from."""
+    """Seed from which the schedule was drawn."""
     faults: list[Fault]
 
 
 class Happened(msgspec.Struct, frozen=True, kw_only=True):
-    """Written just before a fault happens."""
+    """The note of a fault, written just before it happens."""
 
     name: str
     time: float
@@ -101,13 +107,15 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Injector:
-    """
+    """The faults of one process.
+
     >>> injector = Injector(Path("faults.json"), rank=0)
     >>> injector.reach("commit.before", step=6)
     """
 
     def __init__(self, schedule: Path, *, rank: int = 0, sleep: Callable[[float], None] = time.sleep) -> None:
-        """
+        """Read the schedule.
+
         Raises:
             ConfigError: the schedule cannot be read, or names a point that does not exist.
         """
@@ -127,7 +135,7 @@ class Injector:
         return copies
 
     def _claim(self, fault: Fault, step: int) -> bool:
-        """Whether this process is the one that the fault happens to: the first that gets here."""
+        """Return whether this process is the one that the fault happens to: the first that gets here."""
         self._happened.mkdir(parents=True, exist_ok=True)
         record = Happened(name=fault.name, time=_real_time(), pid=os.getpid(), step=step)
         try:
@@ -164,7 +172,7 @@ _injector: Injector | None = None
 
 
 def arm(schedule: Path | None, *, rank: int = 0) -> None:
-    """Called once by each role at its start; None arms nothing.
+    """Read the schedule; None arms nothing. Each role calls it once at its start.
 
     Raises:
         ConfigError: the schedule cannot be read.
@@ -187,12 +195,13 @@ def reach(point: str, *, step: int, path: Path | None = None) -> int:
 
 
 def happened_directory(schedule: Path) -> Path:
-    """Holds a file for each fault of `schedule` that has happened."""
+    """Return the directory that holds a file for each fault of `schedule` that has happened."""
     return schedule.with_name(f"{schedule.name}.happened")
 
 
 def read_schedule(path: Path) -> Schedule:
-    """
+    """Read and check a schedule.
+
     Raises:
         ConfigError: it cannot be read, or names a point that does not exist.
     """

@@ -43,7 +43,7 @@ def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None =
     """
     expected = os.getppid() if parent is None else parent
     _prctl(_PR_SET_PDEATHSIG, signal_number)
-    # A process of multiprocessing's fork server is not a child of its starter, so a look at the parent's pid is not enough.
+    # A process of multiprocessing's fork server is not a child of its starter, so comparing the parent's pid is not enough.
     starter = parent_process()
     has_starter_ended = starter is not None and starter.pid is not None and not process_exists(starter.pid)
     if os.getppid() != expected or has_starter_ended:
@@ -51,7 +51,7 @@ def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None =
 
 
 def tie_forks() -> None:
-    """From now on, what this process forks ends with it, as far as the fork comes from the main thread.
+    """Tie what this process forks from now on to it, as far as the fork comes from the main thread.
 
     The kernel watches the thread that forked, not the process: tied to one that ends early, a child would be killed with it.
     Programs that are started by fork and exec are not reached; they must look after themselves.
@@ -70,7 +70,7 @@ def tie_forks() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent ends, so that it can find and end them."""
+    """Become the parent of every descendant whose own parent ends, so that this process can find and end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

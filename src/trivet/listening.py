@@ -6,7 +6,7 @@ The launcher's socket is bound and allows sharing (SO_REUSEPORT), which the kern
 import errno
 import socket
 
-_ANSWER_S = 1.0
+_CONNECT_TIMEOUT_S = 1.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -29,7 +29,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_held(host: str, port: int) -> bool:
-    """Whether a socket must share `port` to get it: someone has it and does not listen on it."""
+    """Return whether a socket must share `port` to get it: someone has it and does not listen on it."""
     with _socket(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -41,7 +41,7 @@ def is_held(host: str, port: int) -> bool:
 
 def _is_answered(host: str, port: int) -> bool:
     with _socket(host) as caller:
-        caller.settimeout(_ANSWER_S)
+        caller.settimeout(_CONNECT_TIMEOUT_S)
         return caller.connect_ex((host, port)) == 0
 
 

@@ -1,4 +1,7 @@
-"""A file that one process holds at a time. The launcher holds a run's directory, trainer and orchestrator each their role in it."""
+"""Locks a file for one process at a time.
+
+The launcher holds the lock of a run's directory, trainer and orchestrator each that of their role in it.
+"""
 
 import errno
 import fcntl
@@ -10,14 +13,15 @@ from types import TracebackType
 
 from trivet.errors import RunDirectoryBusy
 
-_LOOK_EVERY_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _MAX_DIGITS = 11
+"""Digits of a process id or of a time in seconds; a longer number comes of a damaged file."""
 _ROLE_WAIT_S = 10.0
-"""A role that was killed a moment ago may still be ending."""
+"""Seconds: a role that was killed a moment ago may still be ending."""
 
 
 def holder_of(path: Path) -> int | None:
-    """Process id of who holds the FileLock of `path`, None for nobody; keeps nothing."""
+    """Return the process id of the holder of the FileLock of `path`, None for nobody; keeps nothing."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -33,7 +37,7 @@ def holder_of(path: Path) -> int | None:
 
 
 class FileLock:
-    """The kernel lets go when the process ends in any way; the file stays and blocks nobody.
+    """A lock that the kernel releases when the process ends in any way; the file stays and blocks nobody.
 
     >>> with FileLock(path, what="output_dir 'outputs'"):
     ...     write_into_it()
@@ -49,7 +53,8 @@ class FileLock:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """
+        """Take nothing yet.
+
         Args:
             path: in a directory that exists.
             what: what is held, as the error names it.
@@ -67,7 +72,8 @@ class FileLock:
         self._directory = -1
 
     def __enter__(self) -> "FileLock":
-        """
+        """Take the lock.
+
         Raises:
             RunDirectoryBusy: a live process holds it.
             OSError: the file cannot be written.
@@ -80,7 +86,7 @@ class FileLock:
             if self._clock() >= deadline:
                 self.close()
                 raise RunDirectoryBusy(self._describe_holder())
-            self._sleep(_LOOK_EVERY_S)
+            self._sleep(_POLL_INTERVAL_S)
         os.ftruncate(self._file, 0)
         os.write(self._file, f"{os.getpid()} {time.time():.0f}\n".encode())
         return self
@@ -89,14 +95,14 @@ class FileLock:
         self.close()
 
     def close(self) -> None:
-        """Let go. May be called again."""
+        """Release the lock. May be called again."""
         for descriptor in (self._file, self._directory):
             if descriptor >= 0:
                 os.close(descriptor)
         self._file = self._directory = -1
 
     def keep_over_exec(self) -> None:
-        """The program that replaces this process holds it on."""
+        """Keep the lock for the program that replaces this process."""
         for descriptor in (self._file, self._directory):
             if descriptor >= 0:
                 os.set_inheritable(descriptor, True)
@@ -128,12 +134,12 @@ class FileLock:
 
 
 def _is_number(text: str) -> bool:
-    """Whether `text` can be a process id or a time in seconds; the file may hold anything."""
+    """Return whether `text` can be a process id or a time in seconds; the file may hold anything."""
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 def hold_role(path: Path) -> FileLock:
-    """The lock of a role of which a directory has one; roles that were started by hand are told apart by it.
+    """Return the lock of a role, of which a directory has one; it tells two trainers that were started by hand apart.
 
     Args:
         path: `RunLayout.role_lock`.

@@ -1,4 +1,4 @@
-"""How late an event loop is: the time beyond its due that a sleeping task waits to be called again."""
+"""Measures how late an event loop is: the time beyond its due that a sleeping task waits to be called again."""
 
 import asyncio
 import time
@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 _INTERVAL_S = 0.1
 _MAX_KEPT = 36_000
-"""An hour of them."""
+"""Measurements: an hour of them."""
 
 
 class LoopLag:
-    """
+    """A task that sleeps again and again and measures how late it is woken.
+
     >>> lag = LoopLag()
     >>> task = asyncio.create_task(lag.run())
     >>> lag_metrics("event_loop_lag", lag.take(), ("mean", "max"))
@@ -33,7 +34,7 @@ class LoopLag:
         """When the loop last called the task; another thread may read it."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Measure until cancelled."""
         while True:
             due = self._clock() + self._interval_s
             await self._sleep(self._interval_s)
@@ -41,12 +42,12 @@ class LoopLag:
             self._lags.append(max(self.last_turn - due, 0.0))
 
     def take(self) -> list[float]:
-        """Seconds, one per measurement since the last call; another thread may ask."""
+        """Return the seconds of each measurement since the last call; another thread may ask."""
         return [self._lags.popleft() for _ in range(len(self._lags))]
 
 
 def lag_metrics(name: str, lags: Sequence[float], numbers: Sequence[str]) -> dict[str, float]:
-    """`numbers` (min, mean, med, p90, max) of `lags`, in seconds; nothing when there are none."""
+    """Return `numbers` (min, mean, med, p90, max) of `lags`, in seconds; nothing when there are none."""
     if not lags:
         return {}
     ordered = sorted(lags)

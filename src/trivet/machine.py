@@ -33,22 +33,24 @@ _LIMITS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
+    """The devices of this machine that a run may use."""
+
     gpus: tuple[str, ...]
-    """What CUDA_VISIBLE_DEVICES calls each GPU; a GPU id in a configuration is a position in it."""
+    """Names of the GPUs, as CUDA_VISIBLE_DEVICES has them; a GPU id in a configuration is a position in it."""
     num_cpus: int
     """Cores that this process may run on."""
     architecture: str = "x86_64"
-    """As the kernel names it."""
+    """Name of the processor architecture, as the kernel has it."""
     cpu_flags: frozenset[str] = frozenset()
     """Instruction sets of the processor, as /proc/cpuinfo spells them."""
     max_cpu_isa: str = ""
     """The limit that the environment sets to oneDNN's instruction sets, in capitals; empty: none."""
     compute_capabilities: tuple[tuple[int, int], ...] = ()
-    """Of the visible GPUs; empty when the driver does not say."""
+    """Major and minor number for each visible GPU; empty when the driver does not say."""
 
     @property
     def bf16_instructions(self) -> tuple[str, ...]:
-        """The processor's instructions for bfloat16 products that torch will use. Empty where torch emulates them.
+        """Name the processor's instructions for bfloat16 products that torch will use; none where torch emulates them.
 
         Measured with 1024 x 1024 products on two cores, in GFLOP/s. AMX: 1,240 in bfloat16, 120 in float32. AVX512-BF16 without
         AMX (Zen 5): 895 and 200. AVX-512 with neither: 30 in bfloat16. AVX2 alone: 0.4.
@@ -61,6 +63,11 @@ class Machine:
 
 
 def inspect_machine(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Look at this machine.
+
+    Args:
+        environ: CUDA_VISIBLE_DEVICES and oneDNN's limit count.
+    """
     gpus = visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), installed=_count_gpus) if _has_cuda_torch() else ()
     return Machine(
         gpus=gpus,
@@ -73,7 +80,7 @@ def inspect_machine(environ: Mapping[str, str] = os.environ) -> Machine:
 
 
 def compile_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory in which torch.compile keeps what it compiled for this processor; for TORCHINDUCTOR_CACHE_DIR.
+    """Return the directory in which torch.compile keeps what it compiled for this processor; for TORCHINDUCTOR_CACHE_DIR.
 
     It is made, for this user alone: code is loaded from it, and everyone may make directories where temporary files are.
 
@@ -106,12 +113,14 @@ def make_private_directory(path: Path) -> Path:
         if found.st_mode & 0o077:
             path.chmod(0o700)
     except OSError as exc:
-        raise ConfigError(f"{path} cannot be made: {exc.strerror}; make room there, or set TMPDIR or {_COMPILE_CACHE}") from exc
+        raise ConfigError(
+            f"{path} cannot be made: {exc.strerror}; free disk space there, or set TMPDIR or {_COMPILE_CACHE}"
+        ) from exc
     return path
 
 
 def visible_gpus(visible: str | None, *, installed: Callable[[], int]) -> tuple[str, ...]:
-    """The GPUs that `visible` (a value of CUDA_VISIBLE_DEVICES, or None) leaves of those that `installed` counts."""
+    """Return the GPUs that `visible` (a value of CUDA_VISIBLE_DEVICES, or None) leaves of those that `installed` counts."""
     num_installed = installed()
     if visible is None:
         return tuple(str(index) for index in range(num_installed))
@@ -124,7 +133,7 @@ def visible_gpus(visible: str | None, *, installed: Callable[[], int]) -> tuple[
 
 
 def capabilities_of(gpus: Sequence[str], *, installed: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Compute capabilities of `gpus`; of all `installed` ones where a GPU is not named by its number."""
+    """Return the compute capabilities of `gpus`; of all `installed` ones where a GPU is not named by its number."""
     if all(name.isdigit() and int(name) < len(installed) for name in gpus):
         return tuple(installed[int(name)] for name in gpus)
     return tuple(installed)
@@ -153,7 +162,7 @@ def _query_capabilities() -> list[tuple[int, int]]:
 
 
 def _ask_nvidia_smi(*arguments: str) -> str | None:
-    """What it prints; None when it is not there or fails."""
+    """Return what it prints; None when it is not there or fails."""
     command = ["nvidia-smi", *arguments]
     try:
         answer = subprocess.run(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ProcessEntry:
-    """What /proc says of one process."""
+    """One process as /proc shows it."""
 
     state: str
     parent: int

@@ -1,6 +1,6 @@
-"""The run's secret: whoever has it may change the run, nobody else can.
+"""Keeps the run's secret: whoever has it may change the run, nobody else can.
 
-It lies in a file that its owner alone may read, never in a configuration, an argument or a log. The launcher makes it and names
+It is in a file that its owner alone may read, never in a configuration, an argument or a log. The launcher makes it and names
 the file to its roles by an environment variable; a resumed run keeps it.
 """
 
@@ -30,16 +30,19 @@ class RunSecret:
 
     @property
     def token(self) -> str:
-        """What admin routes want as their bearer token: the 64 hexadecimal digits of the file."""
+        """The bearer token of admin routes: the 64 hexadecimal digits of the file."""
         return self._key.hex()
 
     def derive(self, purpose: str) -> bytes:
-        """A key of 32 bytes for one purpose, from which neither the secret nor another purpose's key can be computed."""
+        """Return a key of 32 bytes for one purpose.
+
+        Neither the secret nor another purpose's key can be computed from it.
+        """
         return hashlib.blake2b(purpose.encode(), key=self._key, digest_size=_NUM_BYTES).digest()
 
 
 def share_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which roles find the secret that `find_secret` finds, wherever they run; the secret is made if need be.
+    """Return the variable by which roles find the secret that `find_secret` finds, wherever they run; it is made if need be.
 
     Raises:
         ConfigError: as `find_secret`.
@@ -49,7 +52,7 @@ def share_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> dict[str, 
 
 
 def find_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> RunSecret:
-    """The secret in the file that `environ` names, else that of the output directory, which is made when it has none.
+    """Return the secret in the file that `environ` names, else that of the output directory, which is made when it has none.
 
     Raises:
         ConfigError: the named file is missing, is not a secret, or other users may read it.
@@ -83,7 +86,8 @@ def make_secret(file: Path) -> RunSecret:
 
 
 def read_secret(file: Path) -> RunSecret:
-    """
+    """Read the secret in `file`.
+
     Raises:
         ConfigError: the file is missing, is not a secret, or other users may read it.
     """

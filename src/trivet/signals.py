@@ -1,6 +1,6 @@
 """Ends an asyncio program when a signal comes, in an orderly way. Roles and commands run their main coroutine through it.
 
-The launcher, which is no asyncio program, looks at its signals by `launcher.supervision.interrupts`.
+The launcher, which is no asyncio program, polls its signals by `launcher.supervision.interrupts`.
 """
 
 import asyncio

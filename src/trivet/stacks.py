@@ -1,4 +1,4 @@
-"""Says where a process is, on request: the stacks of its threads, and what its asyncio tasks wait for, in its log.
+"""Shows where a process is, on request: the stacks of its threads, and what its asyncio tasks wait for, in its log.
 
 Roles and environment workers listen from when they report, and ignore the signal before; the launcher asks when nothing moves or
 before it ends a role that hangs, a pool before it ends a worker that is blocked.
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 STACKS_SIGNAL = signal.SIGUSR2
 STACKS_WITHIN_S = 0.5
-"""Who is about to be ended has this long to write them."""
+"""Seconds that a process which is about to be ended has to write them."""
 _MAX_DEPTH = 100
 
 
 def show_stacks_on_signal() -> None:
-    """From now on, and in what is forked, STACKS_SIGNAL writes the stack of every thread to stderr, whatever they are doing."""
+    """Write the stack of every thread to stderr on STACKS_SIGNAL, whatever they are doing; holds for what is forked, too."""
     _show_stacks(does_call_on=False)
 
 
@@ -43,12 +43,13 @@ def show_tasks_on_signal() -> None:
 
 
 def ignore_until_listening() -> None:
-    """For a process that is about to become another program: that one ignores STACKS_SIGNAL until it listens itself."""
+    """Ignore STACKS_SIGNAL in the program that this process is about to become, until that one listens itself."""
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 def _show_stacks(*, does_call_on: bool) -> None:
-    """
+    """Register the handler.
+
     Args:
         does_call_on: call what listened to the signal before, too.
     """
@@ -58,7 +59,7 @@ def _show_stacks(*, does_call_on: bool) -> None:
 
 
 def describe_tasks(loop: "asyncio.AbstractEventLoop") -> str:
-    """Each task's name and the lines where it and what it awaits are suspended, the innermost last."""
+    """Return each task's name and the lines where it and what it awaits are suspended, the innermost last."""
     import asyncio
 
     lines = ["Tasks (innermost await last):"]
@@ -69,7 +70,7 @@ def describe_tasks(loop: "asyncio.AbstractEventLoop") -> str:
 
 
 def _awaits(awaited: Any) -> Iterator[tuple[CodeType, int]]:
-    """Along what each coroutine, generator or asynchronous generator waits for, until something that is none of them."""
+    """Follow what each coroutine, generator or asynchronous generator waits for, until something that is none of them."""
     for _ in range(_MAX_DEPTH):
         kind = _kind_of(awaited)
         if kind is None:

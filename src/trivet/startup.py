@@ -12,26 +12,32 @@ from trivet.shown_text import print_error
 
 
 def rl() -> int:
+    """Run the command `rl`; returns its exit code."""
     return run_command("trivet.launcher.commands.rl")
 
 
 def vf_rl() -> int:
+    """Run the command `vf-rl`; returns its exit code."""
     return run_command("trivet.dialects.vf_rl")
 
 
 def sft() -> int:
+    """Run the command `sft`; returns its exit code."""
     return run_command("trivet.launcher.commands.sft")
 
 
 def trainer() -> int:
+    """Run the command `trainer`; returns its exit code."""
     return run_command("trivet.launcher.commands.trainer")
 
 
 def orchestrator() -> int:
+    """Run the command `orchestrator`; returns its exit code."""
     return run_command("trivet.orchestrator.main")
 
 
 def inference() -> int:
+    """Run the command `inference`; returns its exit code."""
     return run_command("trivet.inference.main")
 
 

@@ -12,7 +12,7 @@ import psutil
 
 from support.processes import descendants_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
-from trivet.launcher.processes import show_stacks
+from trivet.launcher.processes import ProcessHost
 from trivet.launcher.supervision.stall import describe, pids_of
 from trivet.telemetry.process_report import read_report
 
@@ -109,7 +109,7 @@ class Run:
 
     def _where_it_is(self) -> str:
         reports = [report for path in self.layout.reports.glob("*.json") if (report := read_report(path)) is not None]
-        show_stacks(pids_of(reports))
+        ProcessHost.show_stacks(pids_of(reports))
         time.sleep(_STACKS_WITHIN_S)
         logs = [*self.layout.logs.rglob("*.stdout"), *self.layout.logs.rglob("*.log")]
         tails = [f"{log.relative_to(self.layout.logs)}:\n{log.read_text(errors='replace')[-8000:]}" for log in sorted(logs)]

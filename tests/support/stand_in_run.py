@@ -16,6 +16,7 @@ from trivet.config.sections.supervision import RecoveryConfig
 from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ProcessSpec
+from trivet.launcher.processes import ProcessHost
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.telemetry.events import EventWriter
@@ -28,7 +29,7 @@ _NAMES = ("inference", "orchestrator", "trainer")
 
 @dataclass(kw_only=True)
 class StandInAttempts:
-    """Goes back to the start each time."""
+    """Starts anew each time."""
 
     layout: RunLayout
     behaviours: Sequence[str]
@@ -62,7 +63,7 @@ class StandInAttempts:
     def base_urls(self) -> Sequence[str]:
         return ()
 
-    def go_back(self, log: RunLog) -> None:
+    def begin_next(self, log: RunLog) -> None:
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
 
     def has_completed(self, role: str) -> bool:
@@ -83,9 +84,8 @@ def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
         with layout.log_file("rl.log").open("a") as file:
             return Supervisor(
                 attempts,
+                host=ProcessHost(python=sys.executable, environ=os.environ),
                 config=RecoveryConfig.model_validate_json(recovery),
-                python=sys.executable,
-                environ=os.environ,
                 log=RunLog(sys.stdout, file),
                 shutdown_timeout_s=2.0,
                 patience_s=30.0,

@@ -41,7 +41,7 @@ ELSEWHERE = {
     "launcher/commands/*.py": "integration/test_launcher_command.py",
     "launcher/commands/sft.py": "integration/test_sft_command.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
-    "launcher/supervision/supervisor.py": "integration/test_launcher_recovery.py",
+    "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
     "listening.py": "unit/launcher/test_ports.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
     "orchestrator/main.py": "integration/test_rl_run.py",

@@ -11,20 +11,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
-    {"shown_text", "errors"},
-    {
-        "backoff",
-        "stacks",
-        "loop_lag",
-        "durable",
-        "closed_output",
-        "machine",
-        "imports",
-        "listening",
-        "process_table",
-        "noisy_loggers",
-        "signals",
-    },
+    {"shown_text", "errors", "process_table", "noisy_loggers"},
+    {"backoff", "stacks", "loop_lag", "durable", "closed_output", "machine", "imports", "listening", "signals"},
     {"lifetime", "faults", "lock", "dependencies"},
     {"startup"},
     {"wire", "disk"},
@@ -41,8 +29,6 @@ LAYERS = [
 """Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
 
 ROLES = {"inference", "trainer", "orchestrator"}
-READERS = {"history", "view"}
-"""Packages that read what a run left behind."""
 WITHOUT_TORCH = [
     "config",
     "wire",
@@ -114,17 +100,6 @@ def test_no_role_imports_a_role_and_the_launcher_imports_none():
         if unit(module_name(path)) in ROLES | {"launcher"}
         for line, name in imported_modules(path)
         if name.startswith("trivet.") and unit(name) in ROLES - {unit(module_name(path))}
-    ]
-    assert not faults, "\n".join(faults)
-
-
-def test_what_reads_a_finished_run_does_not_import_the_launcher():
-    faults = [
-        f"{path.relative_to(SOURCE)}:{line} imports {name}"
-        for path in SOURCES
-        if unit(module_name(path)) in READERS
-        for line, name in imported_modules(path)
-        if name.startswith("trivet.launcher")
     ]
     assert not faults, "\n".join(faults)
 

@@ -1,17 +1,18 @@
-"""Has a custom advantage function tried before anything is started, in a process of its own: it is the user's code."""
+"""Tries a custom advantage function before anything is started, in a process of its own: it is the user's code."""
 
 import subprocess
 
 from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import ConfigError
-from trivet.lifetime import module_command
+from trivet.lifetime import module_command, tied_command
 
 _TIMEOUT_S = 120.0
 """Importing what the user's module imports may take a while."""
 
 
 def require_advantage(config: AdvantageConfig) -> None:
-    """
+    """Call the function that the user configured with a few rewards; nothing for the built-in ones.
+
     Raises:
         ConfigError: the function cannot be imported, or does not return what can be trained on.
     """
@@ -19,7 +20,7 @@ def require_advantage(config: AdvantageConfig) -> None:
         return
     try:
         done = subprocess.run(
-            module_command("trivet.orchestrator.advantage"),
+            tied_command(module_command("trivet.orchestrator.advantage")),
             input=config.model_dump_json(),
             capture_output=True,
             text=True,

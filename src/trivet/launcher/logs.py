@@ -12,17 +12,20 @@ from trivet.launcher.terminal import Terminal
 from trivet.telemetry.logs import LAUNCHER, json_line
 
 _TAIL_BYTES = 64 << 10
+"""Enough for the lines that are quoted of a log, whatever its size."""
 _CHUNK_BYTES = 1 << 20
+"""Read at once of a log that grows: more is read in the next round, so that one role cannot hold up the others."""
 _FOR_THE_TERMINAL = re.compile(r".{0,40}\b(SUCCESS|WARNING|ERROR)\b")
 """Step lines, and what went wrong. Everything else of a role stays in its log."""
 
 
 def is_for_terminal(line: str) -> bool:
+    """Return whether the launcher repeats this line of a role on the terminal."""
     return _FOR_THE_TERMINAL.match(line) is not None
 
 
 class LogFollower:
-    """Whole lines that were added to a log since the last look.
+    """Reads the whole lines that were added to a log since the last look.
 
     >>> follower = LogFollower(path, offset=0)
     >>> follower.read_lines()
@@ -35,6 +38,7 @@ class LogFollower:
         self._partial = b""
 
     def read_lines(self) -> list[str]:
+        """Return the new whole lines, at most a chunk of them; none while the log is missing."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -47,7 +51,7 @@ class LogFollower:
 
 
 def last_lines(path: Path, *, offset: int, count: int = 20) -> list[str]:
-    """The last `count` lines of what a log holds from `offset` on."""
+    """Return the last `count` lines of what a log holds from `offset` on."""
     try:
         with path.open("rb") as file:
             start = max(offset, file.seek(0, 2) - _TAIL_BYTES)
@@ -65,7 +69,7 @@ def quote_log(path: Path, *, offset: int) -> str:
 
 
 class RunLog:
-    """What the launcher says: to the terminal as long as there is one, and always to logs/rl.log.
+    """Writes what the launcher says: to the terminal as long as there is one, and always to logs/rl.log.
 
     >>> with path.open("a") as file:
     ...     log = RunLog(sys.stdout, file)
@@ -81,9 +85,11 @@ class RunLog:
         now: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
         as_json: bool = False,
     ) -> None:
-        """
+        """Open nothing; both outputs are given.
+
         Args:
-            as_json: say each line as one JSON object, as the roles do with `log.json_logging`.
+            now: the time of day that starts a line.
+            as_json: write each line as one JSON object, as the roles do with `log.json_logging`.
         """
         self._terminal: Terminal | None = Terminal(terminal)
         self._file = file
@@ -91,17 +97,18 @@ class RunLog:
         self._as_json = as_json
 
     def say(self, text: str) -> None:
+        """Write a message of the launcher, each of its lines with the time."""
         for line in text.splitlines():
             self.show(self._format(line))
 
     def show(self, line: str) -> None:
-        """Pass on a line as it is."""
+        """Pass on a line of a role as it is."""
         with suppress(OSError):  # a full disk: what is not written yet is tried again with the next line, and the run goes on
             print(line, file=self._file, flush=True)
         self._use_terminal(lambda terminal: terminal.print(line))
 
     def show_progress(self, *, step: int, max_steps: int | None, doing: str) -> None:
-        """The bar of a terminal; lines in a file stay lines."""
+        """Update the bar of a terminal; lines in a file stay lines."""
         self._use_terminal(lambda terminal: terminal.show_progress(step=step, max_steps=max_steps, doing=doing))
 
     def close(self) -> None:

@@ -47,24 +47,28 @@ _YIELD_CORES = {"OMP_WAIT_POLICY": "passive"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
+    """One process that the launcher starts: its command, environment and log."""
+
     name: str
     argv: tuple[str, ...]
     log: Path
-    """Gets stdout and stderr."""
+    """File to which stdout and stderr are appended."""
     env: Mapping[str, str]
-    """Set whatever the user's environment says."""
+    """Variables that are set whatever the user's environment says."""
     env_defaults: Mapping[str, str]
-    """Set unless the user's environment has the variable."""
+    """Variables that are set unless the user's environment has them."""
     does_finish: bool
-    """Ends by itself after the last step; a process that does not serves until it is stopped."""
+    """True for a process that ends by itself after the last step; any other serves until it is stopped."""
     num_reports: int = 1
-    """Processes of it that report what they do: the trainer's ranks."""
+    """Number of its processes that report what they do: the trainer's ranks."""
     are_children_watched: bool = False
-    """It cannot do without any of its processes: one that is stopped makes the role stuck."""
+    """True for a role that cannot do without any of its processes: one that is stopped makes the role stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
+    """The ports on which the processes of a run listen."""
+
     inference: int
     transport: int
     teacher: int = 0
@@ -73,7 +77,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuShares:
-    """GPU names per role; empty means the CPU."""
+    """The GPUs of each role, by their names in CUDA_VISIBLE_DEVICES; none means the CPU."""
 
     inference: tuple[str, ...]
     trainer: tuple[str, ...]
@@ -82,25 +86,28 @@ class GpuShares:
 
     @property
     def is_shared(self) -> bool:
-        """The inference server is not alone on its GPUs."""
+        """True when the inference server is not alone on its GPUs."""
         return not set(self.inference).isdisjoint((*self.trainer, *self.teacher))
 
     @property
     def is_teacher_shared(self) -> bool:
+        """True when the teacher's server is not alone on its GPUs."""
         return not set(self.teacher).isdisjoint((*self.trainer, *self.inference))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
+    """Everything that a run starts, and the configurations that its roles read."""
+
     processes: tuple[ProcessSpec, ...]
     configs: Mapping[Path, Section]
     """The resolved configuration of each role, by the file that it is written to."""
     notices: tuple[str, ...]
-    """What the user is told once, before the start."""
+    """Messages for the user, shown once before the start."""
     base_urls: tuple[str, ...]
-    """Where the inference servers answer."""
+    """Addresses at which the inference servers answer."""
     teacher_urls: tuple[str, ...] = ()
-    """Where the teacher that this run starts answers."""
+    """Address at which the teacher answers that this run starts."""
 
 
 def plan(
@@ -112,7 +119,8 @@ def plan(
     ports: Ports,
     resume_step: int | None,
 ) -> RunPlan:
-    """
+    """Plan the processes of a run and the configuration of each role.
+
     Args:
         config: resolved (config.loading.resolve).
         python: the interpreter that runs the roles.
@@ -156,7 +164,7 @@ def plan(
 
 
 def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
-    """Which of the machine's GPUs each role gets.
+    """Choose which of the machine's GPUs each role gets.
 
     Raises:
         ConfigError: an id without a GPU, an id twice, or a role without any.
@@ -191,12 +199,12 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
 
 
 def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
-    """The command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
+    """Return the command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
     return tuple(module_command("trivet.trainer.ranks.starter", str(num_ranks), module, *arguments, python=python))
 
 
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
-    """Environment defaults of trainer ranks on one machine: they share its cores, and connect over loopback."""
+    """Return environment defaults of trainer ranks on one machine: they share its cores, and connect over loopback."""
     common = {
         "OMP_NUM_THREADS": str(max(1, num_cpus // num_ranks)),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -296,7 +304,7 @@ def _trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_ste
 
 
 def _resumed(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
-    """What a role is told: a fork resumes the checkpoint that it was given, under settings of its own."""
+    """Return what a role is told: a fork resumes the checkpoint that it was given, under settings of its own."""
     update: dict[str, object] = {"resume_step": resume_step}
     if ckpt.resume_from is not None:
         update |= {"resume_from": None, "allow_changes": [EVERY_KEY]}
@@ -304,7 +312,7 @@ def _resumed(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
 
 
 def _of_own_server(client: ClientConfig, server: ServerConfig, *, port: int, key_variable: str) -> ClientConfig:
-    """`client` for a server that this run starts on `port`."""
+    """Return `client` for a server that this run starts on `port`."""
     update: dict[str, object] = {"base_url": [_with_port(url, configured=server.port, actual=port) for url in client.base_url]}
     if server.api_key is not None:
         update["api_key_var"] = [key_variable]
@@ -348,7 +356,7 @@ def _server_keys(config: RLConfig) -> dict[str, str]:
 
 
 def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares, machine: Machine) -> ProcessSpec:
-    """The trainer's ranks, which read `file`."""
+    """Return the process that starts the trainer's ranks, which read `file`."""
     num_ranks = len(shares.trainer) or config.trainer_cpu_ranks
     is_on_cpu = not shares.trainer
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}

@@ -1,4 +1,4 @@
-"""Free TCP ports that nobody else takes before a role listens on them."""
+"""Reserves free TCP ports, so that nobody else takes one before a role listens on it."""
 
 import errno
 import socket
@@ -7,21 +7,21 @@ from types import TracebackType
 from trivet.errors import ConfigError
 
 
-class HeldPorts:
-    """Ports kept free for this run until it ends.
+class ReservedPorts:
+    """Keeps ports free for this run until it ends.
 
-    A held port is bound, not listened on, with SO_REUSEPORT set afterwards: the kernel gives it to no other user and to nobody who
-    asks for any port, and a role, which sets the same option, can still listen on it (`trivet.listening`).
+    A reserved port is bound, not listened on, with SO_REUSEPORT set afterwards: the kernel gives it to no other user and to nobody
+    who asks for any port, and a role, which sets the same option, can still listen on it (`trivet.listening`).
 
-    >>> with HeldPorts() as ports:
-    ...     port = ports.take("127.0.0.1", preferred=8000)
+    >>> with ReservedPorts() as ports:
+    ...     port = ports.reserve("127.0.0.1", preferred=8000)
     """
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
 
-    def take(self, host: str, *, preferred: int) -> int:
-        """Hold `preferred` on `host`, or a free port when another program uses it.
+    def reserve(self, host: str, *, preferred: int) -> int:
+        """Reserve `preferred` on `host`, or a free port when another program uses it.
 
         Raises:
             ConfigError: `host` is no address of this machine.
@@ -42,10 +42,11 @@ class HeldPorts:
         return int(held.getsockname()[1])
 
     def close(self) -> None:
+        """Give the ports up. May be called again."""
         while self._sockets:
             self._sockets.pop().close()
 
-    def __enter__(self) -> "HeldPorts":
+    def __enter__(self) -> "ReservedPorts":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -53,9 +54,12 @@ class HeldPorts:
 
 
 def _bind(held: socket.socket, host: str, port: int) -> bool:
-    """False when the port is held by another run, or listened on. Raises OSError for whatever else is in the way.
+    """Return False when the port is reserved by another run, or listened on.
 
     Without SO_REUSEPORT: of two runs that start at one moment, one gets it.
+
+    Raises:
+        OSError: something else is in the way.
     """
     try:
         held.bind((host, port))

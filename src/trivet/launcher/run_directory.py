@@ -1,4 +1,4 @@
-"""One run per output directory: takes it, refuses what another run left there, gives the run its identity."""
+"""Gives a run its output directory: one run per directory, nothing of another run in the way, an identity for each."""
 
 import os
 import secrets
@@ -23,12 +23,12 @@ from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
 
 RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "batches", "evals")
-"""What a run is there for; a fresh run never writes over it."""
+"""Entries that are the result of a run; a fresh run never writes over them."""
 ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports", ".compute_dtype.json")
 """Everything that a run writes and leaves, besides its lock."""
 
 _LOCK_WAIT_S = 0.3
-"""Who asks for the holder touches the lock for a moment."""
+"""Seconds to wait for the lock: a process that asks who holds it locks it for a moment."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,8 @@ class RunDirectory:
         self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", guards=layout.root, wait_s=_LOCK_WAIT_S)
 
     def __enter__(self) -> "RunDirectory":
-        """
+        """Take the directory, which is made when it is not there.
+
         Raises:
             RunDirectoryBusy: a live run holds the directory.
             ConfigError: the directory cannot be written.
@@ -77,7 +78,7 @@ class RunDirectory:
         self._lock.close()
 
     def keep_over_exec(self) -> None:
-        """The program that replaces this process holds the directory on."""
+        """Keep the directory taken when another program replaces this process."""
         self._lock.keep_over_exec()
 
     def choose_start(self, *, resume_step: int | None, does_clean: bool, resume_from: Path | None = None) -> Step | None:
@@ -118,12 +119,12 @@ class RunDirectory:
         return None if resume_from is None else choose_fork(self.layout, source=resume_from, resume_step=resume_step)
 
     def _is_of_measurement(self, found: Sequence[str]) -> bool:
-        """Whether a server by itself and the command `eval` left it, and no role of a run that was started by hand lives here."""
+        """Return whether only a server or the command `eval` left `found`, and no role that was started by hand runs here."""
         is_in_use = any(holder_of(self.layout.role_lock(role)) is not None for role in ("trainer", "orchestrator"))
         return ".reports" in found and not is_in_use and set(found) <= {".reports", ".compute_dtype.json", "logs", "evals"}
 
     def identify(self, *, is_resumed: bool) -> RunIdentity:
-        """The same run's next attempt when resumed, else a new run."""
+        """Return the identity of the same run's next attempt when resumed, else that of a new run."""
         before = read_run(self.layout)
         if is_resumed and before is not None:
             return RunIdentity(id=before.id, attempt=before.attempt + 1)
@@ -156,8 +157,8 @@ class RunDirectory:
             self._remove_uncommitted()
         self._write_record(run)
 
-    def go_back(self, run: RunIdentity) -> None:
-        """Clear the way for the next attempt of the run that holds this directory: no role writes to it now."""
+    def begin_next(self, run: RunIdentity) -> None:
+        """Prepare the directory for the next attempt of the run that holds it: no role writes to it now."""
         self._remove_uncommitted()
         self._write_record(run)
 
@@ -178,7 +179,7 @@ class RunDirectory:
 
 
 def read_run(layout: RunLayout) -> RunRecord | None:
-    """The record of the run that wrote this directory, or None when there is no readable one."""
+    """Return the record of the run that wrote this directory, or None when there is no readable one."""
     try:
         return msgspec.json.decode(layout.run_file.read_bytes(), type=RunRecord)
     except (OSError, *DECODE_ERRORS):

@@ -1,4 +1,4 @@
-"""Temporary files of servers and ranks. A process that is killed leaves its own: vLLM its sockets, ranks their directory.
+"""Keeps the temporary files of servers and ranks. A process that is killed leaves its own: vLLM its sockets, ranks their directory.
 
 Environments keep to the directory that the user has for such files: what they put there may be meant to stay.
 """
@@ -20,16 +20,16 @@ from trivet.machine import compile_cache_directory
 
 _PREFIX = "trivet-"
 _MAX_LENGTH = 70
-"""Of its path: a socket's may have 107 characters, of which vLLM's name takes 37."""
+"""Characters of the directory's path: a socket's path may have 107, of which vLLM's name takes 37."""
 
 
 class Scratch:
-    """A new directory, which goes with the run and all that it holds. For whoever holds the output directory.
+    """A new directory that is removed at the end of the run with all that it holds. For the holder of the output directory.
 
     Its path is noted there: the next run removes what a launcher that was killed left, if no other run is in it.
 
     >>> with Scratch(layout) as scratch:
-    ...     spec = scratch.hold(spec)
+    ...     spec = scratch.redirect(spec)
     """
 
     def __init__(self, layout: RunLayout) -> None:
@@ -37,7 +37,8 @@ class Scratch:
         self._held = ExitStack()
 
     def __enter__(self) -> "Scratch":
-        """
+        """Make the directory, and remove the one that a killed launcher left.
+
         Raises:
             ConfigError: there is no directory for temporary files.
         """
@@ -49,7 +50,7 @@ class Scratch:
                 begun.callback(shutil.rmtree, self.directory, ignore_errors=True)
                 begun.callback(os.close, _lock(self.directory))
             except OSError as exc:
-                raise ConfigError(f"no temporary directory can be made: {exc}; make room there, or set TMPDIR") from exc
+                raise ConfigError(f"no temporary directory can be made: {exc}; free disk space there, or set TMPDIR") from exc
             write_atomically(self._note, f"{self.directory}\n".encode())
             self._held = begun.pop_all()
         return self
@@ -60,8 +61,8 @@ class Scratch:
             with suppress(OSError):  # a note of what is gone harms nobody
                 self._note.unlink()
 
-    def hold(self, spec: ProcessSpec) -> ProcessSpec:
-        """`spec` with its temporary files here; what libraries keep there for the next run stays where that finds it."""
+    def redirect(self, spec: ProcessSpec) -> ProcessSpec:
+        """Return `spec` with its temporary files here; what libraries keep there for the next run stays where that finds it."""
         if spec.name == ORCHESTRATOR:
             return spec
         return replace(
@@ -78,7 +79,11 @@ def _make_directory() -> Path:
 
 
 def _lock(directory: Path) -> int:
-    """Hold it until the file descriptor is closed. Raises OSError if another process does, or it is no directory."""
+    """Lock the directory until the file descriptor that is returned is closed.
+
+    Raises:
+        OSError: another process has locked it, or it is no directory.
+    """
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +106,7 @@ def _remove_if_free(directory: Path) -> None:
 
 
 def _kept_caches() -> dict[str, str]:
-    """Of libraries that keep them among temporary files, by the variable that names each: torch's, tiktoken's, openai-harmony's."""
+    """Return the caches of torch, tiktoken and openai-harmony among temporary files, by the variable that names each."""
     root = Path(tempfile.gettempdir())
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory()),

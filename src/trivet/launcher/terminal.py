@@ -1,4 +1,4 @@
-"""Where the launcher prints: plain lines, and on a terminal a bar below them that says how far the run is and what it waits for."""
+"""Prints for the launcher: plain lines, and on a terminal a bar below them that says how far the run is and what it waits for."""
 
 from collections.abc import Sequence
 from typing import TextIO
@@ -23,13 +23,14 @@ class Terminal:
         self._progress = _make_progress(file) if file.isatty() else None
 
     def print(self, line: str) -> None:
+        """Print a line above the bar."""
         if self._progress is not None and self._progress.live.is_started:
             self._progress.console.out(line, highlight=False)
         else:
             print(line, file=self._file, flush=True)
 
     def show_progress(self, *, step: int, max_steps: int | None, doing: str) -> None:
-        """Nothing where lines go to a file or a pipe.
+        """Update the bar; nothing where lines go to a file or a pipe.
 
         Args:
             step: the last finished one; it may be smaller than before, after a restart.
@@ -50,8 +51,8 @@ class Terminal:
             self._progress = None
 
 
-def waiting_words(status: RunStatus) -> str:
-    """What the trainer does, else what the orchestrator does: the end of the line that the run hangs on.
+def describe_activity(status: RunStatus) -> str:
+    """Say what the trainer does, else what the orchestrator does: the activity that the run waits for.
 
     Returns:
         `waits for batch 12 (filling batch 12)`, `training step 12`, or `starting`.
@@ -67,7 +68,7 @@ def waiting_words(status: RunStatus) -> str:
 
 
 def finished_step(status: RunStatus) -> int:
-    """The last step that a trainer rank of this attempt has finished."""
+    """Return the last step that a trainer rank of this attempt has finished."""
     return max(_trainer_steps(status), default=0)
 
 

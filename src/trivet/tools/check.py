@@ -10,11 +10,12 @@ from trivet.shown_text import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir; the run may be going on")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 proven, 1 broken.
+    """Check the run and print the findings; returns 0 when every promise was kept, else 1.
 
     Raises:
         ConfigError: the directory holds no run.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ToolModule(Protocol):
-    """What a module of a tool offers."""
+    """The functions that the module of a tool offers."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the tool's arguments."""
@@ -31,6 +31,8 @@ class ToolModule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
+    """A tool of the command `trivet`."""
+
     module: str
     does: str
     """Its line in the help."""
@@ -38,7 +40,7 @@ class Tool:
 
 class _Parser(argparse.ArgumentParser):
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """As argparse does, which ignores that the output cannot be written."""
+        """Print the help; argparse's own ignores that the output cannot be written."""
         (file or sys.stdout).write(self.format_help())
 
 
@@ -65,10 +67,18 @@ TOOLS = {
     ),
     "doctor": Tool(module="trivet.tools.doctor", does="what this machine has for a run, what is missing, and how to get it"),
 }
-"""By the name that is typed."""
+"""The tools by the name that is typed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a tool.
+
+    Args:
+        argv: arguments; None takes those of this process.
+
+    Returns:
+        The exit code.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_until_output_closes(lambda: _run_tool(arguments))
 
@@ -91,7 +101,8 @@ def _run_tool(arguments: Sequence[str]) -> int:
 
 
 def _require_usable_paths(parsed: argparse.Namespace) -> None:
-    """
+    """Check every path among the arguments.
+
     Raises:
         ConfigError: an argument is a path that no file can have.
     """
@@ -102,7 +113,8 @@ def _require_usable_paths(parsed: argparse.Namespace) -> None:
 
 
 def _import(tool: Tool) -> ToolModule:
-    """
+    """Import the module of a tool.
+
     Raises:
         DependencyError: the import fails, and an installed package has a version that trivet does not run with.
     """

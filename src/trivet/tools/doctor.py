@@ -38,6 +38,8 @@ _MIN_FILES = 4096
 
 
 class Health(StrEnum):
+    """The weight of a finding."""
+
     OK = "ok"
     NOTE = "note"
     """Works, but something is slower or left out."""
@@ -47,16 +49,18 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
+    """One finding about this machine."""
+
     subject: str
     health: Health
     found: str
     remedy: str = ""
-    """What is impossible or slow because of it, and how to change that."""
+    """The consequence, and how to change it; empty when nothing is to be done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the machine says of itself."""
+    """The state of the machine as it was found."""
 
     system: str
     python: str
@@ -72,14 +76,15 @@ class Facts:
     disk_bytes: int
     """Free where runs are written."""
     taken_ports: Sequence[int]
-    """Of the ports that a run prefers."""
+    """The ports that are taken of those that a run prefers."""
     max_open_files: int
     programs: frozenset[str]
-    """Of uv and tmux, those on PATH."""
+    """Which of uv and tmux are on PATH."""
     has_wandb_login: bool
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
     parser.add_argument(
         "--output-dir", type=Path, default=DEFAULT_OUTPUT_DIR, help="where runs are to be written (its disk is looked at)"
     )
@@ -87,7 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 1 when something is missing that every run needs."""
+    """Print the findings; returns 1 when something is missing that every run needs."""
     findings = diagnose(machine_facts(arguments.output_dir))
     if arguments.json:
         print(json.dumps([{name: str(getattr(item, name)) for name in item.__slots__} for item in findings], indent=1))
@@ -97,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) -> Facts:
-    """
+    """Look at this machine.
+
     Args:
         output_dir: its disk is looked at; need not exist.
     """
@@ -120,6 +126,7 @@ def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
 
 
 def diagnose(facts: Facts) -> list[Diagnosis]:
+    """Return one finding per subject."""
     judges: list[Callable[[Facts], Diagnosis]] = [
         _system,
         _python,
@@ -203,7 +210,7 @@ def _gpu(facts: Facts) -> Diagnosis:
 
 
 def _cpu(facts: Facts) -> Diagnosis:
-    """Says what `compute_dtype = "auto"` will be; nothing is wrong with either."""
+    """Say what `compute_dtype = "auto"` will be; nothing is wrong with either."""
     machine = facts.machine
     chosen = choose_dtype(machine, is_on_gpu=bool(machine.gpus))
     found = f"{machine.num_cpus} cores, runs compute in {chosen.dtype}: {chosen.reason}"

@@ -27,6 +27,7 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     init = actions.add_parser("init", help="write a new environment package that works")
     init.add_argument("name", metavar="NAME", help="its id, in lower case with dashes: my-env")
@@ -46,7 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
+    """Carry out one of the actions; returns the exit code.
+
     Raises:
         ConfigError: a bad name, files in the way, nothing to install, or something to remove that is no environment.
         DependencyError: the package needs another version of what trivet runs on.
@@ -65,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write_package(name: str, *, folder: Path) -> Path:
-    """
+    """Write a new environment package; returns its directory.
+
     Raises:
         ConfigError: the name is none that a package and a module can have, or its directory exists.
     """
@@ -90,7 +93,7 @@ def write_package(name: str, *, folder: Path) -> Path:
 
 
 def package_files(name: str) -> Mapping[str, str]:
-    """Content by file name."""
+    """Return the content of a new package by file name."""
     module = name.replace("-", "_")
     templates = {
         "pyproject.toml": "environment_pyproject.toml",

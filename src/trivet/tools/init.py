@@ -24,7 +24,7 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What `write_workspace` did, by names relative to the workspace."""
+    """The outcome of `write_workspace`, by names relative to the workspace."""
 
     created: Sequence[str]
     kept: Sequence[str]
@@ -39,6 +39,7 @@ def main() -> int:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
     parser.add_argument(
         "directory",
         type=Path,
@@ -131,7 +132,8 @@ def _read_tree(directory: Path, target: str) -> Mapping[str, bytes]:
 
 
 def _read_project(path: Path) -> Mapping[str, Any]:
-    """
+    """Read a project file.
+
     Raises:
         ConfigError: it is no TOML.
     """

@@ -45,7 +45,7 @@ class Conflict:
 
     package: str
     requirement: str
-    """As its author wrote it: `msgspec==0.19.0`."""
+    """The requirement as its author wrote it: `msgspec==0.19.0`."""
     name: str
     """The package that both want."""
 

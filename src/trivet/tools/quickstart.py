@@ -20,7 +20,7 @@ from trivet.config.sections.inference import ServerConfig
 from trivet.environments.packages.installed import require_installed
 from trivet.errors import ConfigError, RoleFailed
 from trivet.examples.files import example_configs
-from trivet.launcher.ports import HeldPorts
+from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.lifetime import module_command, tied_command
 from trivet.tools.quickstart_report import report
@@ -42,7 +42,7 @@ _SERVER_STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickstartLayout:
-    """Where everything lies in the output directory of a quickstart."""
+    """The paths in the output directory of a quickstart."""
 
     root: Path
 
@@ -58,14 +58,17 @@ class QuickstartLayout:
 
     @property
     def warm_up(self) -> RunLayout:
+        """Paths of the supervised warm-up."""
         return RunLayout(self.root / "sft")
 
     @property
     def run(self) -> RunLayout:
+        """Paths of the reinforcement learning."""
         return RunLayout(self.root / "run")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
     parser.add_argument("--seed", type=int, default=0, help="seed of the start model, the data and the training (default: 0)")
     parser.add_argument(
         "--output-dir", type=Path, default=Path("outputs/quickstart"), help="what an earlier quickstart left there is removed"
@@ -196,8 +199,8 @@ def _make_start(layout: QuickstartLayout, children: Children, *, seed: int) -> i
 def _measure(layout: QuickstartLayout, configs: Path, children: Children) -> int:
     """Serve the run's start model on a free port, and have `eval` load the last policy into that server."""
     log = layout.run.logs / "measure.stdout"
-    with HeldPorts() as ports:
-        port = ports.take("127.0.0.1", preferred=ServerConfig().port)
+    with ReservedPorts() as ports:
+        port = ports.reserve("127.0.0.1", preferred=ServerConfig().port)
         config = layout.run.configs / "inference.toml"
         server = children.start("trivet.inference.main", "@", str(config), "--server.port", str(port), log=log)
 

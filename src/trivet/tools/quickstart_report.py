@@ -8,7 +8,7 @@ from typing import Any
 from trivet.telemetry.metrics import read_metrics
 
 WINDOW = 5
-"""How many steps are averaged at either end of the run."""
+"""Number of steps that are averaged at either end of the run."""
 
 
 def read_rewards(metrics: Path) -> list[float]:
@@ -31,7 +31,7 @@ def read_answers(evals: Path, step: int, *, count: int) -> list[tuple[str, str, 
 
 
 def report(output: Path) -> str:
-    """Return rewards, scores and answers before and after the training, and where the files lie.
+    """Return rewards, scores and answers before and after the training, and where the files are.
 
     Args:
         output: the output directory of the quickstart, which holds `run/` and `sft/`.

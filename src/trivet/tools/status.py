@@ -14,12 +14,14 @@ from trivet.view.status import describe_run, read_status
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")
     parser.add_argument("--json", action="store_true", help="print the status as the run wrote it")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
+    """Print the status; returns the exit code.
+
     Raises:
         ConfigError: the directory holds no run.
     """

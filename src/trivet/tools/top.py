@@ -55,6 +55,7 @@ _ERROR_LINES = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
     parser.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the run's output_dir")
     parser.add_argument(
         "--once", action="store_true", help="print one picture and end; so it is too where the output is no terminal"
@@ -62,7 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """
+    """Show the run until a key ends it; returns the exit code.
+
     Raises:
         ConfigError: the directory holds no run.
     """
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once or not (console.is_terminal and sys.stdin.isatty()):
         console.print(picture(viewed, width=console.width, now=time.time()))
         return 0
-    # By way of an exception, so that the terminal is put back.
+    # By way of an exception, so that the terminal is restored.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with reading_keys() as has_ended:
         live = Live(console=console, screen=True, auto_refresh=False)
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def picture(viewed: ViewedRun, *, width: int, now: float, height: int | None = None) -> RenderableType:
-    """One frame.
+    """Return one frame.
 
     Args:
         height: lines of the terminal; the last error is cut to what is left of them.
@@ -119,7 +121,7 @@ def picture(viewed: ViewedRun, *, width: int, now: float, height: int | None = N
 
 
 def sparkline(values: np.ndarray, *, width: int) -> str:
-    """The values as `width` bars at most, each the mean of its neighbours, from the least to the greatest."""
+    """Return the values as `width` bars at most, each the mean of its neighbours, scaled from the least to the greatest."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return ""
@@ -131,9 +133,9 @@ def sparkline(values: np.ndarray, *, width: int) -> str:
 
 @contextmanager
 def reading_keys() -> Iterator[Callable[[float], bool]]:
-    """Keys come at once and are not shown, within; what it gives waits for up to so many seconds and says whether to end.
+    """Read keys as they come, without showing them; yields a function that waits for a key and returns whether to end.
 
-    Ctrl-C is a key like any other here, so that the terminal is always put back.
+    The function takes the seconds to wait. Ctrl-C is a key like any other here, so that the terminal is always restored.
     """
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)

@@ -15,6 +15,7 @@ _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
     parser.add_argument(
         "output_dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="a run's output_dir; several are compared"
     )
@@ -24,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM.
+    """Serve the page until SIGINT or SIGTERM; returns the exit code.
 
     Raises:
         ConfigError: a directory holds no run, or the port is taken.

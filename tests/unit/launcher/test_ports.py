@@ -11,7 +11,7 @@ import pytest
 
 from support.processes import assert_port_free, find_free_port
 from trivet.errors import ConfigError
-from trivet.launcher.ports import HeldPorts
+from trivet.launcher.ports import ReservedPorts
 from trivet.listening import listen
 
 HOST = "127.0.0.1"
@@ -19,16 +19,16 @@ HOST = "127.0.0.1"
 
 def test_a_free_port_is_kept_and_a_taken_one_replaced() -> None:
     wanted = find_free_port()
-    with HeldPorts() as ports:
-        assert ports.take(HOST, preferred=wanted) == wanted
-        with HeldPorts() as others:
-            assert others.take(HOST, preferred=wanted) != wanted
+    with ReservedPorts() as ports:
+        assert ports.reserve(HOST, preferred=wanted) == wanted
+        with ReservedPorts() as others:
+            assert others.reserve(HOST, preferred=wanted) != wanted
     assert_port_free(wanted)
 
 
 def test_a_role_listens_on_a_held_port() -> None:
-    with HeldPorts() as ports:
-        port = ports.take(HOST, preferred=find_free_port())
+    with ReservedPorts() as ports:
+        port = ports.reserve(HOST, preferred=find_free_port())
         for _ in range(2):  # a role that ended is started again
             with listen(HOST, port) as server:
                 socket.create_connection((HOST, port)).close()
@@ -50,8 +50,8 @@ def as_another_user() -> Iterator[None]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 @pytest.mark.parametrize("options", [[], ["REUSEADDR"], ["REUSEPORT"], ["REUSEADDR", "REUSEPORT"]])
 def test_another_user_cannot_listen_on_a_held_port(options: list[str]) -> None:
-    with HeldPorts() as ports:
-        port = ports.take(HOST, preferred=find_free_port())
+    with ReservedPorts() as ports:
+        port = ports.reserve(HOST, preferred=find_free_port())
         with as_another_user():
             taker = socket.socket()
         with taker:
@@ -62,21 +62,21 @@ def test_another_user_cannot_listen_on_a_held_port(options: list[str]) -> None:
 
 
 def test_no_port_is_given_twice() -> None:
-    with HeldPorts() as ports:
-        taken = [ports.take(HOST, preferred=8000) for _ in range(50)]
+    with ReservedPorts() as ports:
+        taken = [ports.reserve(HOST, preferred=8000) for _ in range(50)]
     assert len(set(taken)) == len(taken)
 
 
 def test_of_runs_that_start_at_one_moment_one_gets_the_port() -> None:
     wanted, at_once = find_free_port(), Barrier(4)
 
-    def take(ports: HeldPorts) -> int:
+    def take(ports: ReservedPorts) -> int:
         at_once.wait()
-        return ports.take(HOST, preferred=wanted)
+        return ports.reserve(HOST, preferred=wanted)
 
     with ThreadPoolExecutor(4) as runs:
         for _ in range(200):
-            held = [HeldPorts() for _ in range(4)]
+            held = [ReservedPorts() for _ in range(4)]
             taken = list(runs.map(take, held))
             for ports in held:
                 ports.close()
@@ -85,5 +85,5 @@ def test_of_runs_that_start_at_one_moment_one_gets_the_port() -> None:
 
 
 def test_the_address_of_another_machine_is_refused() -> None:
-    with HeldPorts() as ports, pytest.raises(ConfigError, match="not an address of this machine"):
-        ports.take("192.0.2.1", preferred=8000)
+    with ReservedPorts() as ports, pytest.raises(ConfigError, match="not an address of this machine"):
+        ports.reserve("192.0.2.1", preferred=8000)

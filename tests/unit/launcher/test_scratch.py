@@ -36,7 +36,7 @@ def layout(tmp_path: Path) -> RunLayout:
 def test_what_a_role_leaves_goes_with_the_run(layout: RunLayout, system_tmp: Path) -> None:
     program = "import tempfile; print(tempfile.mkdtemp())"
     with Scratch(layout) as scratch:
-        environ = {**os.environ, **scratch.hold(SPEC).env}
+        environ = {**os.environ, **scratch.redirect(SPEC).env}
         left = subprocess.run([sys.executable, "-c", program], env=environ, check=True, capture_output=True, text=True).stdout
         assert Path(left.strip()).parent == scratch.directory
     kept = [path for path in system_tmp.iterdir() if not path.name.startswith("torchinductor_")]
@@ -90,7 +90,7 @@ def test_the_path_leaves_room_for_the_name_of_a_socket(
 
 def test_without_a_place_for_temporary_files_it_says_what_to_set(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(layout.root / "not there"))
-    with pytest.raises(ConfigError, match="make room there, or set TMPDIR"), Scratch(layout):
+    with pytest.raises(ConfigError, match="free disk space there, or set TMPDIR"), Scratch(layout):
         pass
 
 
@@ -104,12 +104,12 @@ def test_a_start_that_fails_leaves_nothing(layout: RunLayout, system_tmp: Path) 
 def test_environments_keep_the_directory_that_the_user_has(layout: RunLayout, system_tmp: Path) -> None:
     spec = ProcessSpec(name="orchestrator", argv=(), log=Path("log"), env={}, env_defaults={}, does_finish=True)
     with Scratch(layout) as scratch:
-        assert scratch.hold(spec) == spec
+        assert scratch.redirect(spec) == spec
 
 
 def test_what_libraries_keep_among_temporary_files_is_found_by_the_next_run(layout: RunLayout, system_tmp: Path) -> None:
     with Scratch(layout) as scratch:
-        held = scratch.hold(SPEC)
+        held = scratch.redirect(SPEC)
         assert held.env_defaults["TORCHINDUCTOR_CACHE_DIR"] == str(compile_cache_directory())
         assert Path(held.env_defaults["TORCHINDUCTOR_CACHE_DIR"]).parent == system_tmp
         assert held.env_defaults["B"] == "2"

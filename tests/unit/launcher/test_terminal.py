@@ -6,7 +6,7 @@ import os
 import pty
 from collections.abc import Callable
 
-from trivet.launcher.terminal import Terminal, finished_step, waiting_words
+from trivet.launcher.terminal import Terminal, describe_activity, finished_step
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus
 from trivet.wire.versions import Step
 
@@ -71,11 +71,11 @@ def _report(role: str, activity: str, *, step: int = 0, waits_for: str = "") -> 
 
 def test_the_words_name_what_the_run_hangs_on() -> None:
     filling = _report("orchestrator", "filling batch 12")
-    assert waiting_words(_status()) == "starting"
-    assert waiting_words(_status(filling)) == "filling batch 12"
-    assert waiting_words(_status(filling, _report("trainer", "training step 11"))) == "training step 11"
+    assert describe_activity(_status()) == "starting"
+    assert describe_activity(_status(filling)) == "filling batch 12"
+    assert describe_activity(_status(filling, _report("trainer", "training step 11"))) == "training step 11"
     waiting = _report("trainer", "batch 12", waits_for="orchestrator")
-    assert waiting_words(_status(filling, waiting)) == "waits for batch 12 (filling batch 12)"
+    assert describe_activity(_status(filling, waiting)) == "waits for batch 12 (filling batch 12)"
 
 
 def test_the_finished_step_is_the_trainers() -> None:

@@ -13,7 +13,8 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def count_ranks(machine: Machine, *, device: Device, num_ranks: int | None) -> int:
-    """
+    """Return how many ranks to start: `num_ranks`, else one for each GPU, one on the CPU.
+
     Raises:
         ConfigError: more ranks than GPUs, or no GPU where one is asked for.
     """

@@ -15,7 +15,8 @@ from trivet.launcher.commands.bench import measure_trainer
 from trivet.launcher.custom_advantage import require_advantage
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import Ports, share_gpus
-from trivet.launcher.ports import HeldPorts
+from trivet.launcher.ports import ReservedPorts
+from trivet.launcher.processes import ProcessHost
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts, role_environment
@@ -26,6 +27,7 @@ from trivet.stacks import show_stacks_on_signal
 
 
 def main() -> int:
+    """Run the command with the arguments of this process; returns its exit code."""
     return run_command(RLConfig, start, check=check)
 
 
@@ -69,7 +71,7 @@ def start(config: RLConfig) -> int:
             from_step=step,
             machine=inspect_machine(),
             python=sys.executable,
-            ports=_take_ports(config, held.enter_context(HeldPorts())),
+            ports=_reserve_ports(config, held.enter_context(ReservedPorts())),
             scratch=scratch,
         )
         attempts.begin()
@@ -78,11 +80,11 @@ def start(config: RLConfig) -> int:
         file = held.enter_context(layout.log_file("rl.log").open("a"))
         log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
         _introduce(attempts, log)
+        environ = role_environment(os.environ) | share_secret(layout, environ=os.environ)
         supervisor = Supervisor(
             attempts,
+            host=ProcessHost(python=sys.executable, environ=environ),
             config=config.recovery,
-            python=sys.executable,
-            environ=role_environment(os.environ) | share_secret(layout, environ=os.environ),
             log=log,
             shutdown_timeout_s=config.shutdown_timeout_s,
             patience_s=config.trainer.rollout_transport.timeout_s,
@@ -93,16 +95,16 @@ def start(config: RLConfig) -> int:
         return exit_code
 
 
-def _take_ports(config: RLConfig, held: HeldPorts) -> Ports:
+def _reserve_ports(config: RLConfig, held: ReservedPorts) -> Ports:
     transport = config.trainer.rollout_transport
     inference = 0
     if config.inference is not None:
-        inference = held.take(config.inference.server.host, preferred=config.inference.server.port)
+        inference = held.reserve(config.inference.server.host, preferred=config.inference.server.port)
     taught = config.teacher_inference
     return Ports(
         inference=inference,
-        transport=held.take(transport.host, preferred=transport.port),
-        teacher=held.take(taught.server.host, preferred=taught.server.port) if taught is not None else 0,
+        transport=held.reserve(transport.host, preferred=transport.port),
+        teacher=held.reserve(taught.server.host, preferred=taught.server.port) if taught is not None else 0,
     )
 
 

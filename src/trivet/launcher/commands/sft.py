@@ -19,11 +19,12 @@ from trivet.secret import share_secret
 
 
 def main() -> int:
+    """Run the command with the arguments of this process; returns its exit code."""
     return run_command(SftConfig, start, check=check)
 
 
 def check(config: SftConfig) -> None:
-    """Refuse what cannot go on or be forked, and data that cannot be read, before anything is started or written."""
+    """Refuse what cannot be resumed or forked, and data that cannot be read, before anything is started or written."""
     if config.bench is not None:
         return  # made-up rows, and nothing is written
     _require_start(config)
@@ -47,6 +48,7 @@ def _require_start(config: SftConfig) -> None:
 
 
 def start(config: SftConfig) -> int:
+    """Take the output directory, write the configuration and become the ranks."""
     if config.bench is not None:
         return become_ranks("trivet.trainer.sft.main", sys.argv[1:], device=config.device, num_ranks=config.num_ranks)
     layout, ckpt = RunLayout(config.output_dir), config.ckpt

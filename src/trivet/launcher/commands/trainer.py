@@ -9,6 +9,7 @@ from trivet.launcher.commands.ranks import become_ranks
 
 
 def main() -> int:
+    """Run the command with the arguments of this process; returns its exit code."""
     return run_command(TrainerConfig, start, check=check)
 
 
@@ -19,6 +20,7 @@ def check(config: TrainerConfig) -> None:
 
 
 def start(config: TrainerConfig) -> int:
+    """Become the ranks of the trainer."""
     return become_ranks("trivet.trainer.main", sys.argv[1:], device=config.device, num_ranks=None)
 
 

@@ -1,7 +1,7 @@
-"""The attempts of one run: what is started first, and what is started after a failure, from which checkpoint.
+"""Makes the attempts of one run: what is started first, and what is started after a failure, from which checkpoint.
 
 Owned by `launcher.commands.rl`; the supervisor asks it.
-The run directory and the ports are held from the first attempt to the last.
+The run directory and the ports are kept from the first attempt to the last.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,23 +26,24 @@ from trivet.weights.retention import needed_to_resume, reference_version
 from trivet.wire.events import Event, Stop
 from trivet.wire.versions import START_VERSION, Step
 
-_SERVERS = ("inference.toml", "teacher.toml")
-"""Files of roles that stay up while trainer and orchestrator go back."""
+_SERVER_FILES = ("inference.toml", "teacher.toml")
+"""Configurations of roles that stay up while trainer and orchestrator go back."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempts:
-    """
+    """The current attempt of a run, from which the next one is made.
+
     >>> attempts = Attempts(config=config, directory=directory, run=run, from_step=None, ports=ports, ...)
     >>> attempts.begin()
-    >>> attempts.go_back(log)  # after a failure of trainer or orchestrator
+    >>> attempts.begin_next(log)  # after a failure of trainer or orchestrator
     """
 
     config: RLConfig
     """Resolved."""
     directory: RunDirectory
     run: RunIdentity
-    """Of the current attempt."""
+    """Id of the run, and number of the current attempt."""
     from_step: Step | None
     """The step that the current attempt resumed from, None for a fresh start."""
     machine: Machine
@@ -56,31 +57,35 @@ class Attempts:
 
     @property
     def layout(self) -> RunLayout:
+        """Paths of the run's files."""
         return self.directory.layout
 
     @property
     def max_steps(self) -> int | None:
+        """The last step of the run; None for a run without end."""
         return self.config.trainer.max_steps
 
     @property
     def last_commit(self) -> Step | None:
+        """Step of the newest committed checkpoint, None for none."""
         return max(committed_steps(self.layout), default=None)
 
     @property
     def is_last_step_committed(self) -> bool:
+        """True when the run has nothing left to do."""
         last = self.last_commit
         return last is not None and self.max_steps is not None and last >= self.max_steps
 
     def specs(self) -> Sequence[ProcessSpec]:
-        """What the current attempt consists of."""
+        """Return the processes of the current attempt."""
         return self.planned.processes
 
     def base_urls(self) -> Sequence[str]:
-        """Where the inference servers that this run starts answer."""
+        """Return where the inference servers answer that this run starts."""
         return self.planned.base_urls if self.config.inference is not None else ()
 
     def teacher_urls(self) -> Sequence[str]:
-        """Where the teacher that this run starts answers."""
+        """Return where the teacher answers that this run starts."""
         return self.planned.teacher_urls
 
     def begin(self) -> None:
@@ -100,7 +105,7 @@ class Attempts:
         self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, versions=versions)
         write_configs(self.planned.configs)
 
-    def go_back(self, log: RunLog) -> None:
+    def begin_next(self, log: RunLog) -> None:
         """Make the next attempt, from the newest checkpoint that is whole, or from where the run began.
 
         To be called when orchestrator and trainer have ended.
@@ -110,18 +115,19 @@ class Attempts:
         """
         newest = self._newest_whole(log)
         if newest is not None and newest != self.from_step:
-            self.config = leave_nothing_behind(self.config)
+            self.config = keep_every_part(self.config)
             self.from_step = newest
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
-        self.directory.go_back(self.run)
+        self.directory.begin_next(self.run)
         self.planned = self._plan()
-        write_configs({path: config for path, config in self.planned.configs.items() if path.name not in _SERVERS})
+        write_configs({path: config for path, config in self.planned.configs.items() if path.name not in _SERVER_FILES})
 
     def has_completed(self, role: str) -> bool:
-        """Whether `role` recorded in events.jsonl that this attempt reached the last step."""
+        """Return whether `role` recorded in events.jsonl that this attempt reached the last step."""
         return has_completed(self.layout, role, run=self.run, max_steps=self.max_steps)
 
     def record(self, event: Event) -> None:
+        """Append an event of the launcher to events.jsonl."""
         key = event_key(self.config.events, self.layout)
         writer = EventWriter(self.layout.events, role="launcher", attempt=self.run.attempt, key=key)
         try:
@@ -138,7 +144,7 @@ class Attempts:
             ports=self.ports,
             resume_step=self.from_step,
         )
-        return replace(planned, processes=tuple(map(self.scratch.hold, planned.processes)))
+        return replace(planned, processes=tuple(map(self.scratch.redirect, planned.processes)))
 
     def _newest_whole(self, log: RunLog) -> Step | None:
         steps = committed_steps(self.layout)
@@ -158,7 +164,7 @@ class Attempts:
 
 
 def _needed_by_fork(config: RLConfig, step: Step) -> set[int]:
-    """Policies of the other run, older than `step`, that a run which starts from its checkpoint samples from or compares with."""
+    """Return the policies of the other run, older than `step`, that a fork of its checkpoint samples from or compares with."""
     loss, lag = config.trainer.loss, config.trainer.max_async_level if config.deterministic else 0
     needed = needed_to_resume([step], lag=lag)
     if loss.beta:
@@ -166,8 +172,11 @@ def _needed_by_fork(config: RLConfig, step: Step) -> set[int]:
     return needed - {step, START_VERSION}
 
 
-def leave_nothing_behind(config: RLConfig) -> RLConfig:
-    """Without ckpt.skip_*: what a user leaves out of one checkpoint is not left out of those that the run commits itself."""
+def keep_every_part(config: RLConfig) -> RLConfig:
+    """Return `config` without ckpt.skip_*.
+
+    What a user leaves out of the checkpoint that a run starts from is not left out of those that the run commits itself.
+    """
     nothing = {name: False for name in CkptConfig.model_fields if name.startswith("skip_")}
     roles = {
         name: role.model_copy(update={"ckpt": role.ckpt.model_copy(update=nothing)})
@@ -177,7 +186,7 @@ def leave_nothing_behind(config: RLConfig) -> RLConfig:
 
 
 def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: int | None) -> bool:
-    """Whether `role` recorded in events.jsonl that this attempt of `run` reached the last step."""
+    """Return whether `role` recorded in events.jsonl that this attempt of `run` reached the last step."""
     if max_steps is None or not layout.events.exists():
         return False
     try:
@@ -189,5 +198,5 @@ def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: 
 
 
 def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What roles inherit: not the keys that the environment sets, which their configuration files already hold."""
+    """Return what roles inherit: not the keys that the environment sets, which their configuration files already hold."""
     return {name: value for name, value in environ.items() if not name.startswith("TRIVET_")}

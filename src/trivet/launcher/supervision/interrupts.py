@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as a value to look at."""
+"""Turns SIGINT, SIGTERM and SIGHUP into values that can be polled."""
 
 import signal
 from collections.abc import Callable
@@ -9,7 +9,7 @@ _REPEATED_S = 1.0
 
 
 class Interrupts:
-    """What came since the start; a signal that was ignored then (nohup) stays ignored.
+    """Keeps the signals that came since the start; one that was ignored then (nohup) stays ignored.
 
     >>> with Interrupts(clock=time.monotonic) as interrupts:
     ...     interrupts.first
@@ -22,14 +22,16 @@ class Interrupts:
 
     @property
     def first(self) -> int | None:
+        """Number of the first signal, None when none came."""
         return self._received[0][0] if self._received else None
 
     @property
-    def is_hurried(self) -> bool:
-        """Whoever sent the first does not want to wait for what it began."""
+    def is_repeated(self) -> bool:
+        """True when a second signal came: its sender does not want to wait for what the first began."""
         return bool(self._received) and self.has_any_since(self._received[0][1] + _REPEATED_S)
 
     def has_any_since(self, moment: float) -> bool:
+        """Return whether a signal came after `moment`, in seconds of the clock."""
         return any(time > moment for _, time in self._received)
 
     def __enter__(self) -> "Interrupts":
@@ -47,8 +49,15 @@ class Interrupts:
 
 
 def forward(interrupts: Interrupts, send: Callable[[int], None], forwarded: int) -> int:
-    """Pass the first signal on, and once more when a second one says that there is hurry; returns how many were."""
-    wanted = (interrupts.first is not None) + interrupts.is_hurried
+    """Pass the first signal on, and once more when a second one came.
+
+    Args:
+        forwarded: what the last call returned, 0 at first.
+
+    Returns:
+        How many signals were passed on until now.
+    """
+    wanted = (interrupts.first is not None) + interrupts.is_repeated
     if wanted > forwarded and interrupts.first is not None:
         send(interrupts.first)
     return max(wanted, forwarded)

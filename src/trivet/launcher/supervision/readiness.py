@@ -1,18 +1,25 @@
-"""Whether inference servers answer."""
+"""Finds out whether inference servers answer, and whether a unit of the run has done something since it was started."""
 
 import http.client
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
-_INTERVAL_S = 2.0
+from trivet.launcher.plan import TRAINER
+from trivet.launcher.supervision.attempts import Attempts
+from trivet.launcher.supervision.recovery import RecoveryUnit
+from trivet.launcher.supervision.role_processes import RoleProcess
+
+_POLL_INTERVAL_S = 2.0
+"""A server that loads a model takes tens of seconds; more requests would find out nothing sooner."""
 _TIMEOUT_S = 1.0
+"""The supervisor waits for the answer. A server that takes longer is asked again."""
 
 
 class ReadyProbe:
-    """Tells once of each server when it has begun to answer; after `again` anew.
+    """Names each server once when it has begun to answer, and once more after `restart`.
 
     >>> probe = ReadyProbe(["http://127.0.0.1:8000/v1"])
-    >>> probe.look(now=clock())
+    >>> probe.poll(now=clock())
     ['http://127.0.0.1:8000/v1']
     """
 
@@ -23,24 +30,65 @@ class ReadyProbe:
 
     @property
     def are_all_ready(self) -> bool:
+        """True when every server has answered since it was started."""
         return not self._waiting
 
-    def again(self) -> None:
-        """The servers were started again."""
+    def restart(self) -> None:
+        """Note that the servers were started again."""
         self._waiting = list(self._base_urls)
 
-    def look(self, *, now: float) -> list[str]:
-        """Those that have begun to answer."""
+    def poll(self, *, now: float) -> list[str]:
+        """Ask those that have not answered yet; returns those that do now."""
         if not self._waiting or now < self._next_at:
             return []
-        self._next_at = now + _INTERVAL_S
+        self._next_at = now + _POLL_INTERVAL_S
         ready = [url for url in self._waiting if answers(url)]
         self._waiting = [url for url in self._waiting if url not in ready]
         return ready
 
 
+class UnitProgress:
+    """Tells whether a unit has done something since its last start: its servers have answered, or a step was finished.
+
+    >>> progress = UnitProgress(attempts, roles)
+    >>> for unit, url in progress.poll(now=clock()): print(unit, "ready", url)
+    >>> progress.has_progressed(RecoveryUnit.TRAINING)
+    False
+    """
+
+    def __init__(self, attempts: Attempts, roles: Mapping[str, RoleProcess]) -> None:
+        self._attempts = attempts
+        self._roles = roles
+        self._probes = {
+            RecoveryUnit.INFERENCE: ReadyProbe(attempts.base_urls()),
+            RecoveryUnit.TEACHER: ReadyProbe(attempts.teacher_urls()),
+        }
+
+    def poll(self, *, now: float) -> Iterator[tuple[RecoveryUnit, str]]:
+        """Yield each server that has begun to answer, with its unit."""
+        for unit, probe in self._probes.items():
+            for url in probe.poll(now=now):
+                yield unit, url
+
+    def restart(self, unit: RecoveryUnit) -> None:
+        """Note that `unit` is started again."""
+        if unit in self._probes:
+            self._probes[unit].restart()
+
+    def has_progressed(self, unit: RecoveryUnit) -> bool:
+        """Return whether every server of `unit` has answered, or the trainer has finished a step of this attempt."""
+        if unit in self._probes:
+            return self._probes[unit].are_all_ready
+        return self.last_step() > (self._attempts.from_step or 0)
+
+    def last_step(self) -> int:
+        """Return the last step that the trainer of this attempt has finished, 0 for none."""
+        trainer = self._roles.get(TRAINER)
+        return trainer.last_step(attempt=self._attempts.run.attempt) if trainer is not None else 0
+
+
 def answers(base_url: str) -> bool:
-    """Whether GET /health of the server at `base_url` says 200."""
+    """Return whether GET /health of the server at `base_url` says 200."""
     parts = urlsplit(base_url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
     try:

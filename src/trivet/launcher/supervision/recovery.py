@@ -21,11 +21,14 @@ from trivet.exits import describe_exit
 from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TEACHER, TRAINER
 
 MAX_BACKOFF_S = 60.0
+"""A longer wait would cost more than the restarts that it saves."""
 _FINAL = frozenset({2, 3})
 """Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
 
 
 class RecoveryUnit(StrEnum):
+    """Roles that are restarted together."""
+
     INFERENCE = "inference"
     TEACHER = "teacher"
     TRAINING = "training"
@@ -40,6 +43,8 @@ UNIT_OF = {
 
 
 class Outcome(StrEnum):
+    """The way in which a run ended."""
+
     DONE = "done"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
@@ -47,36 +52,40 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleObservation:
-    """What is known of a role at one moment, since it was started last. Times are of one monotonic clock."""
+    """The state of a role at one moment, since it was started last. Times are of one monotonic clock."""
 
     name: str
     does_finish: bool
     exit_code: int | None = None
     ended_at: float = 0.0
     is_complete: bool = False
-    """It recorded that it reached the last step."""
+    """True when it recorded that it reached the last step."""
     last_output_at: float = 0.0
     has_progressed: bool = False
-    """A step was finished since the start of its unit, or the server has answered."""
+    """True when a step was finished since the start of its unit, or its servers have answered."""
     stuck: str = ""
-    """Why the watchdog holds it for stuck."""
-    last_words: str = ""
-    """Of a role that ended: what tells its error from another."""
+    """The reason why the watchdog treats it as stuck; empty when it does not."""
+    last_log_line: str = ""
+    """The last line of the log of a role that ended, without numbers: it tells one error from another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunObservation:
+    """The state of a run at one moment: what a decision is made from."""
+
     now: float
     roles: Mapping[str, RoleObservation]
     interrupted_by: int | None = None
-    """The first signal that came."""
-    is_hurried: bool = False
-    """A second one came."""
+    """Number of the first signal that came."""
+    is_repeated: bool = False
+    """True when a second one came."""
     is_last_step_committed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryVerdict:
+    """The end of a run: how, and why."""
+
     outcome: Outcome
     exit_code: int
     role: str | None
@@ -86,7 +95,7 @@ class RecoveryVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRoles:
-    """End these roles: by SIGTERM, or by SIGKILL."""
+    """End these roles, by SIGTERM or by SIGKILL."""
 
     roles: tuple[str, ...]
     by_kill: bool
@@ -94,7 +103,7 @@ class StopRoles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnounceRestart:
-    """A unit failed and will be restarted after `delay_s`."""
+    """Say that a unit failed and will be restarted after `delay_s`."""
 
     unit: RecoveryUnit
     role: str
@@ -118,6 +127,8 @@ class PreemptRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRun:
+    """End the run: stop what still runs."""
+
     verdict: RecoveryVerdict
 
 
@@ -125,6 +136,8 @@ RecoveryAction = StopRoles | AnnounceRestart | StartUnit | PreemptRun | FinishRu
 
 
 class Phase(StrEnum):
+    """State of a unit, as in the diagram above."""
+
     RUNNING = "running"
     STOPPING = "stopping"
     BACKING_OFF = "backing off"
@@ -134,22 +147,24 @@ class Phase(StrEnum):
 class _UnitState:
     phase: Phase = Phase.RUNNING
     deadline: float = 0.0
-    """While stopping: when what is left is killed."""
+    """Time at which what is left of a stopping unit is killed."""
     due: float = 0.0
-    """When it is started again."""
+    """Time at which it is started again."""
     restarted_at: list[float] = field(default_factory=list[float])
-    fruitless: str = ""
-    """How its last attempt failed, if that was before any progress."""
+    failure_without_progress: str = ""
+    """Signature of its last failure, if that was before any progress."""
 
 
 class Recovery:
-    """
+    """The decisions about one run, and what they depend on: when each unit failed, and how often.
+
     >>> recovery = Recovery(config.recovery, stop_timeout_s=20.0, patience_s=1800.0)
     >>> actions = recovery.decide(RunObservation(now=clock(), roles=roles))
     """
 
     def __init__(self, config: RecoveryConfig, *, stop_timeout_s: float, patience_s: float) -> None:
-        """
+        """Begin with every unit running.
+
         Args:
             stop_timeout_s: between the request to stop and the kill.
             patience_s: how long a role may write nothing after the other has finished.
@@ -161,17 +176,20 @@ class Recovery:
         self._commit_deadline: float | None = None
 
     def phase_of(self, role: str) -> Phase:
+        """Return the phase of the unit that `role` belongs to."""
         return self._units[UNIT_OF[role]].phase
 
     def is_running(self, unit: RecoveryUnit) -> bool:
+        """Return whether `unit` is neither stopping nor waiting for its restart."""
         return self._units[unit].phase is Phase.RUNNING
 
     @property
     def is_preempted(self) -> bool:
+        """True when the roles were asked to commit and to end."""
         return self._commit_deadline is not None
 
     def decide(self, run: RunObservation) -> list[RecoveryAction]:
-        """What to do now. Called again and again; an action is asked for once."""
+        """Return what to do now. It is called in every round of the supervisor; an action is returned once."""
         finishing = [role for role in run.roles.values() if role.does_finish]
         if all(self._is_done(role, run) for role in finishing):
             return [_finish(Outcome.DONE, 0, "every step is done")]
@@ -185,7 +203,7 @@ class Recovery:
             if state.phase is Phase.RUNNING:
                 actions += self._watch(unit, state, roles, run)
             elif state.phase is Phase.STOPPING:
-                actions += self._await_end(state, roles, run)
+                actions += self._await_stop(state, roles, run)
             elif run.now >= state.due:
                 state.phase = Phase.RUNNING
                 actions.append(StartUnit(unit=unit))
@@ -205,20 +223,20 @@ class Recovery:
         if final is not None:
             yield _finish(Outcome.FAILED, _exit_code(first), f"{cause}{final}", role=first.name)
             return
-        recent = self._recent(state, run.now)
-        state.fruitless = "" if first.has_progressed else _signature(first)
+        recent = self._recent_restarts(state, run.now)
+        state.failure_without_progress = "" if first.has_progressed else _signature(first)
         state.restarted_at = [*recent, run.now]
         delay_s = backoff_s(len(recent) + 1, first_s=self._config.backoff_s, max_s=MAX_BACKOFF_S)
         state.phase, state.deadline, state.due = Phase.STOPPING, run.now + self._stop_timeout_s, run.now + delay_s
         yield AnnounceRestart(unit=unit, role=first.name, cause=f"{first.name} {cause}", delay_s=delay_s)
         running = [role for role in roles if role.exit_code is None]
         for by_kill in (False, True):
-            # One that hangs would not heed a request.
+            # A role that hangs would not react to SIGTERM.
             if names := tuple(role.name for role in running if bool(role.stuck) is by_kill):
                 yield StopRoles(roles=names, by_kill=by_kill)
 
     def _why_final(self, state: _UnitState, role: RoleObservation, run: RunObservation) -> str | None:
-        """Why there is no restart, as the end of a sentence; None when there is one."""
+        """Return why there is no restart, as the end of a sentence; None when there is one."""
         config = self._config
         if role.exit_code in _FINAL or config.max_restarts == 0:
             return ""
@@ -230,19 +248,19 @@ class Recovery:
             what = "before it answered" if UNIT_OF[role.name] is not RecoveryUnit.TRAINING else "before the first step"
             if not state.restarted_at and role.exit_code is not None and not _is_signal(role.exit_code):
                 return f", {what}: a restart would meet the same"
-            if state.fruitless == _signature(role):
+            if state.failure_without_progress == _signature(role):
                 return f", again {what} and in the same way: a further restart would meet the same"
-        if len(self._recent(state, run.now)) >= config.max_restarts:
+        if len(self._recent_restarts(state, run.now)) >= config.max_restarts:
             return (
                 f", after {config.max_restarts} restarts within {config.restart_window_s:g} s "
                 "(recovery.max_restarts, recovery.restart_window_s)"
             )
         return None
 
-    def _recent(self, state: _UnitState, now: float) -> list[float]:
+    def _recent_restarts(self, state: _UnitState, now: float) -> list[float]:
         return [at for at in state.restarted_at if now - at <= self._config.restart_window_s]
 
-    def _await_end(self, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation) -> Iterator[RecoveryAction]:
+    def _await_stop(self, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation) -> Iterator[RecoveryAction]:
         for role in roles:
             if role.exit_code in _FINAL:
                 yield _finish(Outcome.FAILED, _exit_code(role), describe_exit(role.exit_code), role=role.name)
@@ -255,41 +273,45 @@ class Recovery:
             yield StopRoles(roles=running, by_kill=True)
 
     def _preempt(self, run: RunObservation, number: int) -> Iterator[RecoveryAction]:
-        name = signal.Signals(number).name
+        """Have the roles commit, wait for it, and end the run that signal `number` interrupted."""
         training = [role for role in run.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
         if self._commit_deadline is None:
-            if _is_starting(run):
-                yield _finish(
-                    Outcome.INTERRUPTED, 128 + number, f"interrupted by {name} during the start, with no step to commit"
-                )
-                return
-            can_commit = (
-                number == signal.SIGTERM
-                and self._config.preemption_grace_s > 0
-                and self._units[RecoveryUnit.TRAINING].phase is Phase.RUNNING
-                and all((role.exit_code is None or self._is_done(role, run)) and not role.stuck for role in training)
-            )
-            if not can_commit:
-                yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}")
-                return
-            self._commit_deadline = run.now + self._config.preemption_grace_s
-            yield PreemptRun(grace_s=self._config.preemption_grace_s)
-            return
+            end = self._why_no_commit(run, training, number)
+            if end is None:
+                self._commit_deadline = run.now + self._config.preemption_grace_s
+                yield PreemptRun(grace_s=self._config.preemption_grace_s)
+        else:
+            end = self._why_wait_ends(run, training, self._commit_deadline)
+        if end is not None:
+            yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {signal.Signals(number).name}{end}")
+
+    def _why_no_commit(self, run: RunObservation, training: Sequence[RoleObservation], number: int) -> str | None:
+        """Return why the run ends without a commit, as the end of a sentence; None when the roles can commit."""
+        if _is_starting(run):
+            return " during the start, with no step to commit"
+        can_commit = (
+            number == signal.SIGTERM
+            and self._config.preemption_grace_s > 0
+            and self._units[RecoveryUnit.TRAINING].phase is Phase.RUNNING
+            and all((role.exit_code is None or self._is_done(role, run)) and not role.stuck for role in training)
+        )
+        return None if can_commit else ""
+
+    def _why_wait_ends(self, run: RunObservation, training: Sequence[RoleObservation], deadline: float) -> str | None:
+        """Return why the commit is no longer waited for, as the end of a sentence; None while it is."""
         failed = [role for role in training if role.exit_code not in (None, 0)]
         if failed:
-            why = f", and {failed[0].name} {describe_exit(failed[0].exit_code)} before the commit"
-        elif all(role.exit_code == 0 for role in training):
-            why = ""
-        elif run.is_hurried:
-            why = ", twice: no wait for the commit"
-        elif run.now >= self._commit_deadline:
-            why = f", and the step was not over within {self._config.preemption_grace_s:g} s (recovery.preemption_grace_s)"
-        else:
-            return
-        yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}{why}")
+            return f", and {failed[0].name} {describe_exit(failed[0].exit_code)} before the commit"
+        if all(role.exit_code == 0 for role in training):
+            return ""
+        if run.is_repeated:
+            return ", twice: no wait for the commit"
+        if run.now >= deadline:
+            return f", and the step was not over within {self._config.preemption_grace_s:g} s (recovery.preemption_grace_s)"
+        return None
 
     def _is_done(self, role: RoleObservation, run: RunObservation) -> bool:
-        """It finished; or a signal ended it, or it hangs, when all that it was there for lay on disk."""
+        """Return whether the role finished, or all that it was there for is on disk when a signal ended it or it hangs."""
         if not role.does_finish:
             return False
         if role.exit_code == 0:
@@ -302,7 +324,7 @@ class Recovery:
         return role.exit_code is None and bool(role.stuck) and self._config.on_stuck != "warn"
 
     def _silent_last(self, finishing: Sequence[RoleObservation], run: RunObservation) -> FinishRun | None:
-        """One role may be later than the other, as long as it writes something every `patience_s`."""
+        """Return the end of a run in which one role finished and the other writes nothing for `patience_s`; it may be later."""
         done = [role for role in finishing if self._is_done(role, run)]
         if not done or any(role.exit_code is not None for role in finishing if role not in done):
             return None
@@ -317,7 +339,7 @@ class Recovery:
 
 
 def _is_starting(run: RunObservation) -> bool:
-    """No step was finished, and none is under way: a server is not up yet."""
+    """Return whether no step was finished and none is under way: a server is not up yet."""
     servers = [role for role in run.roles.values() if UNIT_OF[role.name] is not RecoveryUnit.TRAINING]
     training = [role for role in run.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
     return not all(role.has_progressed for role in servers) and not any(role.has_progressed for role in training)
@@ -334,12 +356,12 @@ def _cause(role: RoleObservation) -> str:
 
 
 def _signature(role: RoleObservation) -> str:
-    """Two failures with the same signature are taken for the same."""
+    """Return what two failures have in common that count as the same."""
     if role.exit_code is None:
         return f"{role.name} stuck"
     if _is_signal(role.exit_code):
         return f"{role.name} {role.exit_code}"
-    return f"{role.name} {role.exit_code} {role.last_words}"
+    return f"{role.name} {role.exit_code} {role.last_log_line}"
 
 
 def _exit_code(role: RoleObservation) -> int:

@@ -1,41 +1,42 @@
 """Notices a run in which nothing moves any more, although every process reports. Pure.
 
-Whoever waits reports that it waits and is not stuck by itself; when all that the roles say stays the same, together they are,
-or something that none of them sees keeps them.
+A role that waits reports that it waits and is not stuck by itself. When nothing changes that the roles report, they wait for each
+other, or for something that none of them sees.
 """
 
 from collections.abc import Iterable, Iterator
 
 from trivet.wire.status import ProcessReport, WorkerStatus
 
-_AWAY_S = 5.0
-"""Looks further apart than this say that the launcher itself was stopped: nothing could move meanwhile."""
+_MAX_CHECK_GAP_S = 5.0
+"""Checks further apart than this say that the launcher itself was stopped: nothing could move meanwhile."""
 
 Situation = tuple[object, ...]
 
 
 class StallWatch:
-    """
+    """Measures for how long nothing that the roles report has changed.
+
     >>> watch = StallWatch(after_s=600.0)
-    >>> watch.look(situation_of(reports), now=clock())
+    >>> watch.check(situation_of(reports), now=clock())
     """
 
     def __init__(self, *, after_s: float) -> None:
         self._after_s = after_s
         self._situation: Situation | None = None
         self._since = 0.0
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._next_s = after_s
         self.is_first = False
-        """Whether the last look that named a stall was the first to name this one."""
+        """True when the last check that named a stall was the first to name this one."""
 
-    def look(self, situation: Situation, *, now: float) -> float | None:
-        """Seconds since which nothing moved: once they are `after_s`, and again after twice the time; else None."""
+    def check(self, situation: Situation, *, now: float) -> float | None:
+        """Return the seconds since which nothing moved: once they are `after_s`, and again after twice the time; else None."""
         if situation != self._situation:
             self._situation, self._since, self._next_s = situation, now, self._after_s
-        elif (away_s := now - self._looked_at) > _AWAY_S:
+        elif (away_s := now - self._checked_at) > _MAX_CHECK_GAP_S:
             self._since += away_s
-        self._looked_at = now
+        self._checked_at = now
         if (still_s := now - self._since) < self._next_s:
             return None
         self.is_first = self._next_s == self._after_s
@@ -44,7 +45,7 @@ class StallWatch:
 
 
 def situation_of(reports: Iterable[ProcessReport]) -> Situation:
-    """What changes when a run moves: anything that its processes say but the time."""
+    """Return what changes when a run moves: anything that its processes say but the time."""
     return tuple(
         (
             *(report.role, report.rank, report.attempt, report.activity, report.waits_for, report.since),
@@ -60,18 +61,18 @@ def _progress_of(worker: WorkerStatus) -> Situation:
 
 
 def pids_of(reports: Iterable[ProcessReport]) -> Iterator[int]:
-    """Of the processes that report, and of their environment workers."""
+    """Yield the pids of the processes that report, and of their environment workers."""
     for report in reports:
         yield report.pid
         yield from (worker.pid for worker in report.workers)
 
 
 def describe(reports: Iterable[ProcessReport]) -> str:
-    """Who does what, or waits for what from whom, for the line that names a stall."""
-    return "; ".join(words for report in reports for words in _words_of(report))
+    """Say who does what, or waits for what from whom, for the line that names a stall."""
+    return "; ".join(clause for report in reports for clause in _clauses(report))
 
 
-def _words_of(report: ProcessReport) -> Iterator[str]:
+def _clauses(report: ProcessReport) -> Iterator[str]:
     name = report.role if report.num_ranks == 1 else f"{report.role} rank {report.rank}"
     doing = f"waits for {report.activity} (from {report.waits_for})" if report.waits_for else report.activity
     if report.num_in_flight is not None:

@@ -9,66 +9,67 @@ from dataclasses import dataclass
 
 FIRST_REPORT_S = 300.0
 """A process imports for seconds, on a loaded machine for minutes, before it can report."""
-_AWAY_S = 5.0
-"""Looks further apart than this say that the launcher itself was stopped: that time counts for nobody."""
+_MAX_CHECK_GAP_S = 5.0
+"""Checks further apart than this say that the launcher itself was stopped: that time counts for nobody."""
 
-Mark = tuple[int, int] | None
-"""Of a report's file: its inode and when it was written last; None while there is none."""
+ReportStamp = tuple[int, int] | None
+"""Inode of a report's file and the time when it was written last; None while there is none."""
 
 
 @dataclass(slots=True)
-class _Sight:
-    mark: Mark
-    changed_at: float
+class _LastChange:
+    stamp: ReportStamp
+    at: float
 
 
 class Watchdog:
-    """
+    """Compares the reports of each role with what they were before.
+
     >>> watchdog = Watchdog(timeout_s=120.0)
     >>> watchdog.begin("trainer", now=0.0)
-    >>> watchdog.look("trainer", marks={"trainer": None}, stopped=(), now=1.0)
+    >>> watchdog.check("trainer", stamps={"trainer": None}, stopped=(), now=1.0)
     ''
     """
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._sights: dict[str, dict[str, _Sight]] = {}
+        self._changes: dict[str, dict[str, _LastChange]] = {}
         self._started: dict[str, float] = {}
         self._stopped_at: dict[str, float] = {}
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
 
     def begin(self, role: str, *, now: float) -> None:
-        """`role` was started, again or for the first time."""
-        self._sights[role] = {}
+        """Note that `role` was started, again or for the first time."""
+        self._changes[role] = {}
         self._started[role] = now
         self._stopped_at.pop(role, None)
 
     def notice_time(self, now: float) -> None:
-        """To be called before each round of looks."""
-        if self._looked_at is not None and (away_s := now - self._looked_at) > _AWAY_S:
+        """Note the time, before each round of checks; a gap says that the launcher itself was stopped."""
+        if self._checked_at is not None and (away_s := now - self._checked_at) > _MAX_CHECK_GAP_S:
             for role in self._started:
                 self._started[role] += away_s
-                for sight in self._sights[role].values():
-                    sight.changed_at += away_s
+                for change in self._changes[role].values():
+                    change.at += away_s
             self._stopped_at.clear()
-        self._looked_at = now
+        self._checked_at = now
 
-    def look(self, role: str, *, marks: Mapping[str, Mark], stopped: tuple[int, ...], now: float) -> str:
-        """Why `role` is stuck, empty when it is not.
+    def check(self, role: str, *, stamps: Mapping[str, ReportStamp], stopped: tuple[int, ...], now: float) -> str:
+        """Return why `role` is stuck, empty when it is not.
 
         Args:
-            marks: by the name of each process of the role that reports.
+            stamps: by the name of each process of the role that reports.
             stopped: pids of the role's processes that a signal has stopped.
         """
         reasons: list[str] = []
-        for name, mark in marks.items():
-            sight = self._sights[role].setdefault(name, _Sight(None, self._started[role]))
-            if mark != sight.mark:
-                sight.mark, sight.changed_at = mark, now
-            silent_s = now - sight.changed_at
-            if sight.mark is None and silent_s > max(self._timeout_s, FIRST_REPORT_S):
+        for name, stamp in stamps.items():
+            change = self._changes[role].setdefault(name, _LastChange(None, self._started[role]))
+            if stamp != change.stamp:
+                change.stamp, change.at = stamp, now
+            silent_s = now - change.at
+            if change.stamp is None and silent_s > max(self._timeout_s, FIRST_REPORT_S):
                 reasons.append(f"{name} has not reported since its start {silent_s:.0f} s ago")
-            elif sight.mark is not None and silent_s > self._timeout_s:
+            elif change.stamp is not None and silent_s > self._timeout_s:
                 reasons.append(f"{name} has not reported for {silent_s:.0f} s")
         if not stopped:
             self._stopped_at.pop(role, None)

@@ -80,7 +80,7 @@ def read_configs(layout: RunLayout) -> tuple[OrchestratorConfig, TrainerConfig]:
 def test_the_next_attempt_goes_back_to_the_newest_checkpoint(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
     write_commit(layout, 3)
     write_commit(layout, 6)
-    attempts.go_back(log)
+    attempts.begin_next(log)
     assert attempts.from_step == 6
     record = read_run(layout)
     assert record is not None
@@ -93,7 +93,7 @@ def test_without_a_checkpoint_the_run_starts_again_and_keeps_its_history(
     attempts: Attempts, layout: RunLayout, log: RunLog
 ) -> None:
     attempts.record(Restart(roles=["trainer"], cause="test", from_step=Step(0)))
-    attempts.go_back(log)
+    attempts.begin_next(log)
     assert attempts.from_step is None
     assert [config.ckpt.resume_step for config in read_configs(layout)] == [None, None]
     assert [type(event) for event in read_events(layout.events)] == [Restart]
@@ -104,7 +104,7 @@ def test_what_the_failed_attempt_did_not_finish_is_cleared_away(attempts: Attemp
     (begin_part(layout, Step(6), ORCHESTRATOR) / "state").write_text("x")
     with layout.events.open("a") as file:
         file.write('{"event":"train","step":4')
-    attempts.go_back(log)
+    attempts.begin_next(log)
     assert not staging_directory(layout, Step(6)).exists()
     attempts.record(Restart(roles=["trainer"], cause="test", from_step=Step(3)))
     (event,) = read_events(layout.events)
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_passed_over(attempts: Attempts, layout: RunLayo
     write_commit(layout, 3)
     write_commit(layout, 6)
     (layout.checkpoint_step(6) / "trainer" / "state").write_text("altered")
-    attempts.go_back(log)
+    attempts.begin_next(log)
     assert attempts.from_step == 3
     assert "checkpoint of step 6 is passed over" in (tmp_path / "rl.log").read_text()
 
@@ -124,14 +124,14 @@ def test_without_a_whole_checkpoint_nothing_is_removed(attempts: Attempts, layou
     write_commit(layout, 3)
     (layout.checkpoint_step(3) / "trainer" / "state").write_text("altered")
     with pytest.raises(CheckpointError, match="none of the checkpoints of steps 3 is whole"):
-        attempts.go_back(log)
+        attempts.begin_next(log)
     assert layout.checkpoint_step(3).exists()
 
 
 def test_inference_keeps_the_configuration_that_it_runs_with(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
     before = (layout.configs / "inference.toml").read_text()
     write_commit(layout, 3)
-    attempts.go_back(log)
+    attempts.begin_next(log)
     assert (layout.configs / "inference.toml").read_text() == before
 
 

@@ -32,7 +32,7 @@ def test_two_signals_at_once_are_one_that_came_twice(later_s: float, expected: b
         os.kill(os.getpid(), signal.SIGTERM)
         clock.now = later_s
         os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupts.is_hurried is expected
+        assert interrupts.is_repeated is expected
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

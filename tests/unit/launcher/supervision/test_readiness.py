@@ -3,11 +3,17 @@
 import http.server
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from support.fake_roles import FakeAttempts, FakeChild, make_spec, write_report
 from support.processes import find_free_port
-from trivet.launcher.supervision.readiness import ReadyProbe
+from trivet.config.layout import RunLayout
+from trivet.launcher.supervision.readiness import ReadyProbe, UnitProgress
+from trivet.launcher.supervision.recovery import RecoveryUnit
+from trivet.launcher.supervision.role_processes import RoleProcess
+from trivet.wire.versions import Step
 
 
 class Health(http.server.BaseHTTPRequestHandler):
@@ -37,18 +43,41 @@ def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_is_told_once_and_after_a_restart_again(server: str) -> None:
     probe = ReadyProbe([server])
     assert not probe.are_all_ready
-    assert probe.look(now=1) == [server]
+    assert probe.poll(now=1) == [server]
     assert probe.are_all_ready
-    assert probe.look(now=100) == []
-    probe.again()
+    assert probe.poll(now=100) == []
+    probe.restart()
     assert not probe.are_all_ready
-    assert probe.look(now=200) == [server]
+    assert probe.poll(now=200) == [server]
 
 
 def test_a_server_that_does_not_answer_is_asked_again_after_a_while(server: str) -> None:
     absent = f"http://127.0.0.1:{find_free_port()}/v1"
     probe = ReadyProbe([absent, server])
-    assert probe.look(now=10) == [server]
-    assert probe.look(now=10.5) == []
-    assert probe.look(now=20) == []
+    assert probe.poll(now=10) == [server]
+    assert probe.poll(now=10.5) == []
+    assert probe.poll(now=20) == []
     assert not probe.are_all_ready
+
+
+def test_a_server_has_progressed_when_it_answers_and_not_after_a_restart(server: str, tmp_path: Path) -> None:
+    progress = UnitProgress(FakeAttempts(layout=RunLayout(tmp_path), urls=[server]), {})
+    assert not progress.has_progressed(RecoveryUnit.INFERENCE)
+    assert progress.has_progressed(RecoveryUnit.TEACHER)  # there is none
+    assert list(progress.poll(now=10)) == [(RecoveryUnit.INFERENCE, server)]
+    assert progress.has_progressed(RecoveryUnit.INFERENCE)
+    progress.restart(RecoveryUnit.INFERENCE)
+    assert not progress.has_progressed(RecoveryUnit.INFERENCE)
+
+
+def test_training_has_progressed_when_a_step_after_that_resumed_from_is_done(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    attempts = FakeAttempts(layout=layout, from_step=Step(6))
+    roles: dict[str, RoleProcess] = {}
+    progress = UnitProgress(attempts, roles)
+    assert progress.last_step() == 0
+    roles["trainer"] = RoleProcess(FakeChild(spec=make_spec(layout, "trainer"), pid=1), now=0.0)
+    for step, has_progressed in ((6, False), (7, True)):
+        write_report(layout, "trainer", step=step)
+        roles["trainer"].read_reports(layout)
+        assert progress.has_progressed(RecoveryUnit.TRAINING) is has_progressed

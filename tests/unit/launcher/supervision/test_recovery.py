@@ -33,7 +33,7 @@ class History:
         self.recovery = Recovery(RecoveryConfig.model_validate(recovery), stop_timeout_s=STOP_S, patience_s=PATIENCE_S)
         self.roles = {name: self._fresh(name) for name in ("inference", "orchestrator", "trainer")}
         self.interrupted_by: int | None = None
-        self.is_hurried = False
+        self.is_repeated = False
         self.is_last_step_committed = False
 
     def _fresh(self, name: str) -> RoleObservation:
@@ -57,7 +57,7 @@ class History:
                 now=now,
                 roles=self.roles,
                 interrupted_by=self.interrupted_by,
-                is_hurried=self.is_hurried,
+                is_repeated=self.is_repeated,
                 is_last_step_committed=self.is_last_step_committed,
             )
         )
@@ -223,11 +223,11 @@ def test_a_role_that_was_killed_while_it_started_is_tried_again_once() -> None:
 
 def test_a_restart_that_fails_differently_is_tried_again() -> None:
     history = History(max_restarts=9).recovers_training(at=10)
-    history.ends("trainer", 1, at=100, has_progressed=False, last_words="port taken")
+    history.ends("trainer", 1, at=100, has_progressed=False, last_log_line="port taken")
     assert isinstance(history.at(100)[0], AnnounceRestart)
     history.ends("orchestrator", 143, at=101).at(101)
     assert history.at(200) == [StartUnit(unit=RecoveryUnit.TRAINING)]
-    history.starts("orchestrator", "trainer").ends("trainer", 1, at=210, has_progressed=False, last_words="no memory")
+    history.starts("orchestrator", "trainer").ends("trainer", 1, at=210, has_progressed=False, last_log_line="no memory")
     assert isinstance(history.at(210)[0], AnnounceRestart)
 
 
@@ -342,7 +342,7 @@ def test_the_grace_ends() -> None:
 def test_a_second_signal_ends_the_wait() -> None:
     history = History()
     interrupted(history, SIGTERM, at=10)
-    history.is_hurried = True
+    history.is_repeated = True
     assert history.verdict(at=12).exit_code == 143
 
 

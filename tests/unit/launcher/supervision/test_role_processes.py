@@ -28,13 +28,13 @@ def role_process(tmp_path: Path, program: str) -> RoleProcess:
     return RoleProcess(Child(spec, process, log_offset=0), now=0.0)
 
 
-def test_each_rank_has_its_mark_and_a_missing_report_has_none(tmp_path: Path) -> None:
+def test_each_rank_has_its_stamp_and_a_missing_report_has_none(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     write_report(layout, 1)
     reports = read_reports(layout, "trainer", count=2)
-    assert reports.marks["trainer rank 0 of 2"] is None
-    assert reports.marks["trainer rank 1 of 2"] is not None
-    assert [report.rank for report in reports.said] == [1]
+    assert reports.stamps["trainer rank 0 of 2"] is None
+    assert reports.stamps["trainer rank 1 of 2"] is not None
+    assert [report.rank for report in reports.readable] == [1]
 
 
 def test_a_report_that_cannot_be_read_is_still_a_sign_of_life(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_a_report_that_cannot_be_read_is_still_a_sign_of_life(tmp_path: Path) ->
     layout.reports.mkdir()
     layout.report_file("trainer").write_text("{")
     reports = read_reports(layout, "trainer", count=1)
-    assert reports.marks["trainer"] is not None
-    assert reports.said == ()
+    assert reports.stamps["trainer"] is not None
+    assert reports.readable == ()
 
 
 def test_reports_are_forgotten_before_a_restart(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_only_steps_of_the_current_attempt_count(tmp_path: Path) -> None:
 def test_the_words_of_a_failure_leave_out_what_differs_between_two_of_one_cause(tmp_path: Path) -> None:
     role = role_process(tmp_path, "print('12:00:01 waited 17 s for pid 4711'); raise SystemExit(1)")
     assert role.child.wait(20)
-    role.look(now=5.0, is_complete=lambda _: True)
+    role.poll(now=5.0, is_complete=lambda _: True)
     seen = role.observe(has_progressed=False)
     assert (seen.exit_code, seen.ended_at, seen.is_complete) == (1, 5.0, False)
-    assert seen.last_words == "waited # s for pid #"
+    assert seen.last_log_line == "waited # s for pid #"

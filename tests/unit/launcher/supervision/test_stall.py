@@ -37,7 +37,7 @@ class Run:
         for _ in range(int(seconds)):
             self.now += 1.0
             self.reports = [msgspec.structs.replace(report, time=self.now) for report in self.reports]
-            if (still_s := self.watch.look(situation_of(self.reports), now=self.now)) is not None:
+            if (still_s := self.watch.check(situation_of(self.reports), now=self.now)) is not None:
                 said.append(still_s)
         return said
 

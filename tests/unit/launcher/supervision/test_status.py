@@ -6,9 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from support.fake_roles import FakeAttempts, FakeChild, FakeClock, make_log, make_spec
 from trivet.config.layout import RunLayout
+from trivet.config.sections.supervision import RecoveryConfig
 from trivet.launcher.logs import RunLog
-from trivet.launcher.supervision.status import StatusFile
+from trivet.launcher.supervision.recovery import Outcome, Recovery, RecoveryVerdict
+from trivet.launcher.supervision.restarts import RestartLog
+from trivet.launcher.supervision.role_processes import RoleProcess
+from trivet.launcher.supervision.status import StatusFile, StatusReporter
 from trivet.wire.status import RunState, RunStatus
 
 STATUS = RunStatus(run_id="r", attempt=1, pid=1, state=RunState.RUNNING, started=0.0, time=1.0)
@@ -33,3 +38,30 @@ def test_a_status_that_cannot_be_written_is_said_once_until_it_can_again(
         status.write(STATUS)
     assert capsys.readouterr().out.count("cannot be written") == 1
     assert (blocked / "status.json").exists()
+
+
+def test_the_status_is_written_every_two_seconds_and_at_once_after_an_action(tmp_path: Path) -> None:
+    layout, clock, (log, _) = RunLayout(tmp_path), FakeClock(), make_log(tmp_path)
+    role = RoleProcess(FakeChild(spec=make_spec(layout, "trainer"), pid=7, exit_code=-9), now=0.0)
+    status = StatusReporter(
+        FakeAttempts(layout=layout),
+        roles={"trainer": role},
+        recovery=Recovery(RecoveryConfig(), stop_timeout_s=1.0, patience_s=1.0),
+        restarts=RestartLog(log=log, clock=clock),
+        log=log,
+        clock=clock,
+    )
+
+    def written() -> RunStatus:
+        return msgspec.json.decode(layout.status.read_bytes(), type=RunStatus)
+
+    status.write_when_due()
+    clock.sleep(1)
+    status.write_when_due()
+    assert (written().started, written().time, written().state) == (100, 100, RunState.RUNNING)
+    assert [(role.pid, role.exit) for role in written().roles] == [(7, "killed by SIGKILL")]
+    status.write_at_once()
+    status.write_when_due()
+    assert written().time == 101
+    status.write(RecoveryVerdict(outcome=Outcome.FAILED, exit_code=3, role="trainer", reason="why"))
+    assert (written().state, written().exit_code, written().reason) == (RunState.FAILED, 3, "why")

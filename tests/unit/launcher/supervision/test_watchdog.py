@@ -1,6 +1,6 @@
 """Who is held for stuck, and who only waits."""
 
-from trivet.launcher.supervision.watchdog import FIRST_REPORT_S, Mark, Watchdog
+from trivet.launcher.supervision.watchdog import FIRST_REPORT_S, ReportStamp, Watchdog
 
 TIMEOUT_S = 60.0
 
@@ -12,11 +12,11 @@ class History:
         self.watchdog = Watchdog(timeout_s=TIMEOUT_S)
         self.watchdog.begin("trainer", now=0.0)
         self.now = 0.0
-        self.marks: dict[str, Mark] = {"trainer": None}
+        self.stamps: dict[str, ReportStamp] = {"trainer": None}
         self.stopped: tuple[int, ...] = ()
 
     def reports(self, name: str = "trainer") -> "History":
-        self.marks[name] = (1, int(self.now * 1e9) + 1)
+        self.stamps[name] = (1, int(self.now * 1e9) + 1)
         return self
 
     def passes(self, seconds: float, *, step: float = 1.0) -> str:
@@ -26,7 +26,7 @@ class History:
         while self.now < end:
             self.now += step
             self.watchdog.notice_time(self.now)
-            said = self.watchdog.look("trainer", marks=self.marks, stopped=self.stopped, now=self.now)
+            said = self.watchdog.check("trainer", stamps=self.stamps, stopped=self.stopped, now=self.now)
         return said
 
 
@@ -51,7 +51,7 @@ def test_a_role_that_reports_again_is_no_longer_stuck() -> None:
 
 def test_one_silent_rank_of_several_is_named() -> None:
     history = History()
-    history.marks = {}
+    history.stamps = {}
     history.reports("trainer rank 0 of 2").reports("trainer rank 1 of 2").passes(1)
     said = ""
     for _ in range(7):
@@ -96,5 +96,5 @@ def test_a_restarted_role_begins_anew() -> None:
     history = History()
     history.reports().passes(TIMEOUT_S + 5)
     history.watchdog.begin("trainer", now=history.now)
-    history.marks["trainer"] = None
+    history.stamps["trainer"] = None
     assert history.passes(100) == ""

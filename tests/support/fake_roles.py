@@ -1,0 +1,162 @@
+"""Stand-ins for what the supervisor touches: a clock that tests move, processes that are only objects, attempts of a run."""
+
+import io
+import signal
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from trivet.config.layout import RunLayout
+from trivet.config.sections.shared import RunIdentity
+from trivet.launcher.logs import RunLog
+from trivet.launcher.plan import ProcessSpec
+from trivet.process_table import ProcessEntry, ProcessTable
+from trivet.wire.events import Event
+from trivet.wire.status import ProcessReport
+from trivet.wire.versions import Step
+
+NAMES = ("inference", "orchestrator", "trainer")
+
+
+@dataclass
+class FakeClock:
+    """Time passes while someone sleeps; what is planned happens then."""
+
+    time: float = 100.0
+    planned: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
+
+    def now(self) -> float:
+        return self.time
+
+    unix_time = now
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+        for moment, happens in sorted(self.planned, key=lambda each: each[0]):
+            if moment <= self.time:
+                self.planned.remove((moment, happens))
+                happens()
+
+
+@dataclass(kw_only=True)
+class FakeChild:
+    spec: ProcessSpec
+    pid: int
+    exit_code: int | None = None
+    log_offset: int = 0
+    does_heed_sigterm: bool = True
+    signals: list[signal.Signals] = field(default_factory=list)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        if self.exit_code is None:
+            self.signals.append(number)
+            if number == signal.SIGKILL or self.does_heed_sigterm:
+                self.exit_code = -number
+
+    def signal_leader(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+
+@dataclass
+class FakeHost:
+    """Starts objects instead of processes, and keeps what it was asked to do."""
+
+    started: list[FakeChild] = field(default_factory=list)
+    spared: list[Collection[int]] = field(default_factory=list)
+    shown: list[int] = field(default_factory=list)
+    states: dict[int, str] = field(default_factory=dict)
+    """Of processes in the table: `T` for one that a signal has stopped."""
+    was_hurried: bool = False
+    does_adopt: bool = False
+
+    def newest(self, name: str) -> FakeChild:
+        return next(child for child in reversed(self.started) if child.spec.name == name)
+
+    def start(self, spec: ProcessSpec) -> FakeChild:
+        child = FakeChild(spec=spec, pid=1000 + len(self.started))
+        self.started.append(child)
+        return child
+
+    def stop(self, children: Sequence[FakeChild], *, timeout_s: float, is_hurried: Callable[[], bool]) -> Sequence[FakeChild]:
+        for child in children:
+            child.signal_group(signal.SIGTERM)
+        self.was_hurried = is_hurried()
+        killed = [child for child in children if child.exit_code is None]
+        for child in killed:
+            child.signal_group(signal.SIGKILL)
+        return killed
+
+    def adopt_orphans(self) -> None:
+        self.does_adopt = True
+
+    def end_orphans(self, *, spared: Collection[int] = ()) -> None:
+        self.spared.append(spared)
+
+    def show_stacks(self, pids: Iterable[int]) -> None:
+        self.shown.extend(pids)
+
+    def read_processes(self) -> ProcessTable:
+        return {pid: ProcessEntry(state, 1, pid) for pid, state in self.states.items()}
+
+
+@dataclass(kw_only=True)
+class FakeAttempts:
+    layout: RunLayout
+    run: RunIdentity = field(default_factory=RunIdentity)
+    from_step: Step | None = None
+    max_steps: int | None = 3
+    last_commit: Step | None = None
+    complete: set[str] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+    error: Exception | None = None
+    """Raised when the next attempt is to begin."""
+    urls: Sequence[str] = ()
+
+    @property
+    def is_last_step_committed(self) -> bool:
+        return self.last_commit is not None and self.last_commit >= (self.max_steps or 0)
+
+    def specs(self) -> Sequence[ProcessSpec]:
+        return [make_spec(self.layout, name) for name in NAMES]
+
+    def base_urls(self) -> Sequence[str]:
+        return self.urls
+
+    def teacher_urls(self) -> Sequence[str]:
+        return ()
+
+    def begin_next(self, log: RunLog) -> None:
+        if self.error is not None:
+            raise self.error
+        self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
+        self.from_step = self.last_commit
+
+    def has_completed(self, role: str) -> bool:
+        return role in self.complete
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def make_spec(layout: RunLayout, name: str) -> ProcessSpec:
+    return ProcessSpec(
+        name=name, argv=(), log=layout.log_file(f"{name}.stdout"), env={}, env_defaults={}, does_finish=name != "inference"
+    )
+
+
+def write_report(layout: RunLayout, role: str, *, pid: int = 1, step: int = 0, attempt: int = 1, time: float = 0.0) -> None:
+    """Write what a role's only process reports."""
+    layout.reports.mkdir(parents=True, exist_ok=True)
+    report = ProcessReport(role=role, rank=0, pid=pid, attempt=attempt, time=time, since=0, step=step)
+    path = layout.report_file(role)
+    temporary = path.with_name("new")
+    temporary.write_bytes(msgspec.json.encode(report))
+    temporary.replace(path)
+
+
+def make_log(directory: Path) -> tuple[RunLog, io.StringIO]:
+    """Return a log and what it writes."""
+    written = io.StringIO()
+    return RunLog(io.StringIO(), written, now=lambda: "12:00:00"), written
