@@ -308,7 +308,6 @@ class SimulatedRun:
             on_group_end=group_ended.notify,
             clock=clock,
         )
-        self.pool.on_down, self.pool.on_up = dispatcher.server_down, dispatcher.changed.notify
 
         def on_policy_served(version: PolicyVersion) -> None:
             dispatcher.version = version

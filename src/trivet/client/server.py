@@ -32,7 +32,7 @@ class Server:
     num_timeouts: int = 0
     """Questions in a row that it did not answer in time."""
     num_attempts: int = 0
-    """To admit it, since it was set aside."""
+    """Tries to admit it since it was marked unhealthy, or since the start."""
     last_error: str = "was never asked"
     probed_at: float = float("-inf")
     """When the last probe that it answered began."""
@@ -77,7 +77,7 @@ class Server:
         """Ask an admitted server what it holds.
 
         Returns:
-            Why it must be set aside, or None.
+            Why it is unhealthy, or None.
 
         Raises:
             ForeignPolicy: it holds a policy that this run did not give it.

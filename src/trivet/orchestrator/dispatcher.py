@@ -64,6 +64,10 @@ class DispatchServers(Protocol):
         """After a group failed on `root`: whether the server does not answer as it should."""
         ...
 
+    def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
+        """Call `on_down` with the address of a server that is lost, and `on_up` after one came."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -169,6 +173,7 @@ class Dispatcher:
         """What the servers hold at least."""
         self.max_in_flight = limits.max_rollouts_in_flight
         """Rollouts; adapted to the servers' load."""
+        servers.subscribe(on_down=self.server_down, on_up=self.changed.notify)
 
     @property
     def undispatched_draws(self) -> list[Draw]:
@@ -199,7 +204,7 @@ class Dispatcher:
             if attempt.task is not None:
                 attempt.task.cancel()
             self._end(attempt)
-            self._lost(attempt, f"the server {root} was set aside")
+            self._lost(attempt, f"the server {root} was marked unhealthy")
         self.changed.notify()
         self._on_group_end()
 

@@ -290,8 +290,6 @@ def _make_loop(
         resumed_draws=resumed_draws,
     )
 
-    servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.changed.notify
-
     def on_policy_served(version: PolicyVersion) -> None:
         dispatcher.version = version
         dispatcher.changed.notify()
