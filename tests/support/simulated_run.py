@@ -309,17 +309,13 @@ class SimulatedRun:
             clock=clock,
         )
 
-        def on_policy_served(version: PolicyVersion) -> None:
-            dispatcher.version = version
-            dispatcher.changed.notify()
-
         watcher = PolicyWatcher(
             layout=self._layout,
             servers=self.pool,
             max_async_level=config.max_async_level,
             is_strict=config.strict_async_level,
             timeout_s=1800.0,
-            on_policy_served=on_policy_served,
+            on_policy_served=dispatcher.policy_served,
             clock=clock,
             sleep=lambda seconds: asyncio.sleep(seconds * self.plan.poll_factor),
         )

@@ -124,8 +124,8 @@ class _Retry:
 class Dispatcher:
     """
     >>> dispatching = tasks.create_task(dispatcher.run())
-    >>> dispatcher.step, dispatcher.version = Step(2), PolicyVersion(1)
-    >>> dispatcher.changed.notify()
+    >>> dispatcher.step = Step(2)
+    >>> dispatcher.policy_served(PolicyVersion(1))
     """
 
     def __init__(
@@ -197,6 +197,11 @@ class Dispatcher:
                     if num_started % _STARTS_AT_ONCE == 0:
                         await asyncio.sleep(0)
                 await self.changed.wait(min(pause_s or _IDLE_WAIT_S, _IDLE_WAIT_S))
+
+    def policy_served(self, version: PolicyVersion) -> None:
+        """Start groups from `version`, which the servers serve now."""
+        self.version = version
+        self.changed.notify()
 
     def server_down(self, root: str) -> None:
         """Every try on the server at `root` is lost."""

@@ -170,7 +170,13 @@ class PinnablePolicy(Protocol):
 
     version: PolicyVersion
 
-    def pinned(self) -> AbstractAsyncContextManager[PolicyVersion]: ...
+    def pinned(self) -> AbstractAsyncContextManager[PolicyVersion]:
+        """Keep the policy for the time of the block."""
+        ...
+
+    def subscribe(self, on_policy_served: Callable[[PolicyVersion], None]) -> None:
+        """Call `on_policy_served` once the servers serve a new policy."""
+        ...
 
 
 class OnlineEval:
@@ -210,7 +216,8 @@ class OnlineEval:
         self._final: PolicyVersion | None = None
         self._val_reward: dict[str, float] = {}
         self.changed = ChangeEvent()
-        """To be notified after every load."""
+        """Notified when the servers serve a new policy, and by `finish`."""
+        policy.subscribe(lambda version: self.changed.notify())
 
     async def run(self) -> None:
         """Until `finish` was called and the last policy is evaluated."""

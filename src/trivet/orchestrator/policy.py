@@ -69,7 +69,7 @@ class PolicyWatcher:
         self._max_async_level = max_async_level
         self._is_strict = is_strict
         self._timeout_s = timeout_s
-        self._on_policy_served = on_policy_served
+        self._on_policy_served = [on_policy_served]
         self._clock = clock
         self._sleep = sleep
         self._num_pins = 0
@@ -81,6 +81,10 @@ class PolicyWatcher:
         self.digest = ""
         """Of the weights of `version`."""
         self.last_load_s = 0.0
+
+    def subscribe(self, on_policy_served: Callable[[PolicyVersion], None]) -> None:
+        """Call `on_policy_served` too once the servers serve a new policy."""
+        self._on_policy_served.append(on_policy_served)
 
     async def run(self) -> None:
         """Until cancelled.
@@ -181,7 +185,8 @@ class PolicyWatcher:
     def _loaded(self, policy: TargetPolicy) -> None:
         acknowledge(self._layout, READER, policy.version)
         self.version, self.digest = policy.version, policy.digest or ""
-        self._on_policy_served(policy.version)
+        for notify in self._on_policy_served:
+            notify(policy.version)
 
 
 def _published_at(directory: Path) -> int | None:
