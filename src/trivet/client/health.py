@@ -26,6 +26,7 @@ _FIRST_PAUSE_S = 1.0
 """Before the second attempt to admit a server; doubles with each, to `_MAX_PAUSE_S`."""
 _MAX_PAUSE_S = 30.0
 _EMPTY_POLL_INTERVAL_S = 1.0
+"""How often it is looked whether a server is left."""
 _EMPTY_REPORT_INTERVAL_S = 60.0
 """How often a run without servers is reported."""
 

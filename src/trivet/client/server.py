@@ -1,4 +1,4 @@
-"""One server of the pool: what is known of it, whether it answers, and how it comes to hold a policy."""
+"""Holds what is known of one server of the pool, and has it serve a policy."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from trivet.wire.versions import START_VERSION, PolicyVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPolicy:
-    """What servers should hold."""
+    """The policy that servers should serve."""
 
     version: PolicyVersion
     digest: str | None
@@ -22,6 +22,8 @@ class TargetPolicy:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Server:
+    """One server: its client, and what is known of it."""
+
     client: InferenceClient
     is_admitted: bool = False
     """Rollouts go there."""
@@ -40,10 +42,11 @@ class Server:
 
     @property
     def root(self) -> str:
+        """The server's address, without `/v1`."""
         return self.client.base_url
 
     async def ensure_policy(self, policy: TargetPolicy, *, is_known_to_differ: bool = False) -> PolicyStatus:
-        """Have the server hold `policy`, and prove it by its digest.
+        """Have the server serve `policy`, and prove it by its digest.
 
         Args:
             is_known_to_differ: skip the question what it holds.
@@ -74,7 +77,7 @@ class Server:
         return status
 
     async def probe(self, policy: TargetPolicy, *, now: float, timeout_s: float, max_timeouts: int) -> str | None:
-        """Ask an admitted server what it holds.
+        """Ask an admitted server which policy it serves.
 
         Returns:
             Why it is unhealthy, or None.
@@ -104,4 +107,5 @@ class Server:
 
 
 def matches(status: PolicyStatus, policy: TargetPolicy) -> bool:
+    """Return whether `status` is `policy`; a target without a digest matches any."""
     return status.version == policy.version and policy.digest in (None, status.digest)

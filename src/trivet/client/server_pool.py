@@ -60,7 +60,8 @@ class ServerPool:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """
+        """Make a pool without servers; `start` finds them.
+
         Args:
             make_client: from a server's address to a client of its own.
             resolve: looks up `client.elastic.hostname`.

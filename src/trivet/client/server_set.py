@@ -44,6 +44,7 @@ class ServerSet:
 
     @target.setter
     def target(self, policy: TargetPolicy) -> None:
+        """Set the policy that every server is to serve."""
         self._target = policy
 
     @property

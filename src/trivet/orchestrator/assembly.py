@@ -21,7 +21,7 @@ from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, make_series
 from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
-from trivet.orchestrator.sampler import Draw, ExampleSampler
+from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
@@ -61,7 +61,8 @@ def make_loop(context: RunContext) -> Loop:
         context.telemetry.write_event(Drop(group_id=group_id, reason=reason))
     resumed_draws, gone = sampler.locate_draws(waiting.in_flight)
     buffer.gone(gone)
-    dispatcher = _make_dispatcher(context, sampler, buffer, group_ended, resumed_draws)
+    dispatcher = _make_dispatcher(context, sampler, buffer, group_ended)
+    dispatcher.resume(resumed_draws)
     watcher = _make_watcher(context, dispatcher)
     load_watcher = LoadWatcher(context.config.concurrency, servers=context.servers, dispatcher=dispatcher)
     lag = LoopLag()
@@ -119,9 +120,7 @@ def _make_buffer(context: RunContext, waiting: BufferState) -> GroupBuffer:
     )
 
 
-def _make_dispatcher(
-    context: RunContext, sampler: ExampleSampler, buffer: GroupBuffer, group_ended: ChangeEvent, resumed_draws: list[Draw]
-) -> Dispatcher:
+def _make_dispatcher(context: RunContext, sampler: ExampleSampler, buffer: GroupBuffer, group_ended: ChangeEvent) -> Dispatcher:
     config, teacher = context.config, context.teacher
     run_group = group_runner(
         context.environments, sampling_of=sampling_plan(config), rollouts_per_example=config.rollouts_per_example
@@ -134,7 +133,6 @@ def _make_dispatcher(
         advantage=make_advantage(config.advantage),
         limits=Limits.of(config),
         on_group_end=group_ended.notify,
-        resumed_draws=resumed_draws,
     )
 
 

@@ -35,6 +35,8 @@ class RunTotals(msgspec.Struct, kw_only=True):
 
 
 class OrchestratorPart(msgspec.Struct, kw_only=True):
+    """The content of `state.msgpack`: the totals, the sampler and the groups at the moment a batch was formed."""
+
     schema: int = SCHEMA
     progress: RunTotals
     sampler: SamplerState
@@ -43,6 +45,7 @@ class OrchestratorPart(msgspec.Struct, kw_only=True):
 
     @property
     def next_group_id(self) -> GroupId:
+        """The first id that no group has."""
         return self.sampler.next_group_id
 
 
@@ -85,7 +88,8 @@ def read_owed(layout: RunLayout, step: Step) -> OwedGroups:
 
 
 def read_part(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorPart:
-    """
+    """Return the orchestrator's part of checkpoint `step`.
+
     Raises:
         CheckpointError: missing, unreadable, of another schema, or made with another group size, which the groups that wait in
             it have.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
+    """Run the command and return its exit code."""
     die_with_parent()
     return run_command(OrchestratorConfig, start, check=check)
 
@@ -37,6 +38,7 @@ def check(config: OrchestratorConfig) -> None:
 
 
 def start(config: OrchestratorConfig) -> int:
+    """Run the role with a resolved configuration and return its exit code."""
     setup_logging("orchestrator", level=config.log.level, as_json=config.log.json_logging)
     arm(config.faults.schedule)
     progress.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
@@ -56,11 +58,13 @@ async def _run_until_signalled(config: OrchestratorConfig) -> int:
     received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
+        """Cancel the run and keep the signal for the exit code."""
         received.append(number)
         if task is not None:
             task.cancel()
 
     def preempt() -> None:
+        """Preempt the loop; a run that has none yet is cancelled."""
         if running:
             running[0].preempt()
         else:

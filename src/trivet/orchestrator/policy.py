@@ -25,23 +25,25 @@ from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 READER = "orchestrator"
-_POLL_S = 0.1
+_POLL_INTERVAL_S = 0.1
+"""Between two looks at the shared directory: a new policy waits half of it on average."""
 
 
 class PolicyServers(Protocol):
-    """What the watcher needs of the servers. Adapter: `client.server_pool.ServerPool`."""
+    """The servers as the watcher sees them. Adapter: `client.server_pool.ServerPool`."""
 
     async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
-        """Have every server hold `policy`, before the first rollout; returns it with its digest."""
+        """Have every server serve `policy`, before the first rollout; returns it with its digest."""
         ...
 
     async def ensure_policy(self, policy: TargetPolicy) -> None:
-        """Returns once at least one server holds `policy` and no other takes rollouts."""
+        """Return once at least one server serves `policy` and no other takes rollouts."""
         ...
 
 
 class PolicyWatcher:
-    """
+    """Keeps the servers at the policy that the batch being filled wants.
+
     >>> watching = tasks.create_task(watcher.run())
     >>> async with watcher.pinned() as version:
     ...     await evaluate(version)
@@ -59,7 +61,8 @@ class PolicyWatcher:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """
+        """Make a watcher of servers that serve the start model.
+
         Args:
             timeout_s: longest time without a policy that the batch being filled requires.
             on_policy_served: called once the servers hold a new policy.
@@ -87,7 +90,7 @@ class PolicyWatcher:
         self._on_policy_served.append(on_policy_served)
 
     async def run(self) -> None:
-        """Until cancelled.
+        """Have the servers serve each policy that is wanted, until cancelled.
 
         Raises:
             WaitTimeout: the trainer published nothing that the batch being filled could start from.
@@ -116,11 +119,11 @@ class PolicyWatcher:
             )
             if self.version < target <= latest and not self._num_pins:
                 await self.ensure_policy(target)
-            await self._sleep(_POLL_S)
+            await self._sleep(_POLL_INTERVAL_S)
 
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[PolicyVersion]:
-        """The servers keep one policy for the time of the block, after a load in progress; yields its version.
+        """Keep the served policy for the time of the block, after a load in progress; yield its version.
 
         Blocks may nest and overlap: loading goes on when the last has ended. A server that comes back meanwhile gets the pinned
         policy. Rollouts for training go on as long as the pinned policy is recent enough for them.
@@ -151,7 +154,7 @@ class PolicyWatcher:
                     f"orchestrator waited {self._timeout_s:.0f} s for {directory} to resume from: is the trainer alive "
                     "(logs/trainer.stdout)?"
                 )
-            await self._sleep(_POLL_S)
+            await self._sleep(_POLL_INTERVAL_S)
         self._loaded(await self._servers.ensure_policy_on_all(self._published(version)))
 
     async def start_from_base(self, *, reload: bool) -> None:
@@ -167,7 +170,7 @@ class PolicyWatcher:
         self._loaded(await self._servers.ensure_policy_on_all(start, reset=reload))
 
     async def ensure_policy(self, version: PolicyVersion) -> None:
-        """Have the servers hold the published `version`, unless somebody has pinned theirs meanwhile."""
+        """Have the servers serve the published `version`, unless somebody has pinned theirs meanwhile."""
         async with self._loading:
             if self._num_pins:
                 return
@@ -190,7 +193,7 @@ class PolicyWatcher:
 
 
 def _published_at(directory: Path) -> int | None:
-    """When the policy in `directory` was published, which tells it from the one published in its place; None: not yet."""
+    """Return when the policy in `directory` was published, in ns, which tells it from one published in its place; None: not yet."""
     try:
         return (directory / STABLE).stat().st_mtime_ns
     except FileNotFoundError:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Callable[[Loop], None] = lambda _: None) -> None:
-    """From start to max_steps; every error of a task leaves as an exception group.
+    """Run the orchestrator to max_steps. Every error of a task leaves as an exception group.
 
     Args:
         on_loop: gets the loop when it begins to fill batches, to preempt it.
@@ -115,7 +115,7 @@ def _report_numbers(loop: Loop) -> None:
 
 @asynccontextmanager
 async def open_environments(config: OrchestratorConfig) -> AsyncIterator[WorkerPool]:
-    """Every environment of the run, loaded in worker processes.
+    """Load every environment of the run in worker processes.
 
     Raises:
         EnvironmentLoadError: one cannot be loaded.
@@ -132,7 +132,8 @@ async def open_environments(config: OrchestratorConfig) -> AsyncIterator[WorkerP
 
 
 def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
-    """
+    """Log the size of each environment's data set.
+
     Raises:
         EnvironmentLoadError: an environment has no examples to train on, or none of the columns that name them.
     """
@@ -170,6 +171,7 @@ async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIte
     client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
 
     def make_client(url: str) -> InferenceClient:
+        """Return a client that may change the server at `url`."""
         return _client(client, url, timeout_s=client.admin_timeout, secret=secret)
 
     servers = ServerPool(client, make_client=make_client, write_event=telemetry.write_event)
@@ -182,7 +184,7 @@ async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIte
 
 @asynccontextmanager
 async def open_teacher(config: OrchestratorConfig) -> AsyncIterator[Teacher | None]:
-    """The teacher of the run, None without one."""
+    """Yield the teacher of the run, None without one."""
     if config.teacher_model is None:
         yield None
         return
@@ -198,7 +200,8 @@ async def open_teacher(config: OrchestratorConfig) -> AsyncIterator[Teacher | No
 def _client(
     config: ClientConfig, url: str, *, timeout_s: float | None = None, secret: RunSecret | None = None
 ) -> InferenceClient:
-    """
+    """Return a client for the server at `url`.
+
     Args:
         secret: None where the server is asked only.
     """
@@ -241,8 +244,10 @@ async def _sender(config: OrchestratorConfig) -> AsyncIterator[BatchSender]:
 
 
 def is_trained(batch: Batch, layout: RunLayout) -> bool:
-    """Whether the trainer shows by the policy that came of it that it had `batch`. A trainer answers nobody before it has
-    removed the policies that an earlier attempt left."""
+    """Return whether a published policy shows that the trainer had `batch`.
+
+    A trainer answers nobody before it has removed the policies that an earlier attempt left.
+    """
     try:
         return batch.purpose is BatchPurpose.TRAIN and (latest_version(layout) or START_VERSION) >= batch.step
     except OSError as exc:
@@ -251,7 +256,7 @@ def is_trained(batch: Batch, layout: RunLayout) -> bool:
 
 
 async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
-    """Before the first rollout the servers hold the policy of the step that the run starts from.
+    """Have the servers serve the policy of the step that the run starts from, before the first rollout.
 
     A deterministic run goes back to the one that the next batch was sampled from when the run was not broken.
     """
@@ -265,7 +270,10 @@ async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
 
 
 async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool) -> None:
-    """Also an empty one: its acknowledgement says that the trainer has cleared away what an earlier attempt left."""
+    """Send the self-check, even an empty one.
+
+    Its acknowledgement says that the trainer has cleared away what an earlier attempt left.
+    """
     is_comparable = loop.watcher.version == loop.progress.step
     if not is_comparable:
         logger.info("self-check left out: the servers hold policy %s as they did before", loop.watcher.version)
