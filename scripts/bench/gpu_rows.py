@@ -104,7 +104,7 @@ def measure(row: Row, *, scratch: Path, is_cuda: bool, extra: Sequence[str], is_
     flags = row_flags(row, directory=directory, output_json=output_json, is_cuda=is_cuda, extra=extra)
     print(f"{row.name}: {row.command} {' '.join(flags)}", flush=True)
     done = subprocess.run(
-        [sys.executable, "-m", f"trivet.launcher.{row.command}", *flags],
+        [sys.executable, "-m", f"trivet.launcher.commands.{row.command}", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -18,10 +18,10 @@ from support.http_fake import serve_fake
 from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive, wait_until
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.environment import CREDENTIALS, Credential, EnvConfig
-from trivet.environments.packages.probe import Wanted, require_loadable
+from trivet.environments.packages.probe import ProbeTarget, require_loadable
 from trivet.environments.settings import host_settings
+from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.environments.workers.process import WorkerProcess
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.secret import SECRET_FILE
 from trivet.wire.events import EnvRestart, Event
@@ -234,7 +234,7 @@ def test_workers_end_with_the_process_that_owns_them(tmp_path: Path, url: str) -
     [({"fails": "no such file"}, "ValueError: no such file"), ({"fails": "exit"}, "SystemExit: 9"), ({"colour": 1}, "colour")],
 )
 def test_what_cannot_be_loaded_is_said_before_anything_is_started(args: dict[str, object], said: str) -> None:
-    wanted = [Wanted(settings=settings(**args), is_trained=True)]
+    wanted = [ProbeTarget(settings=settings(**args), is_trained=True)]
     with pytest.raises(EnvironmentLoadError, match="'unruly'") as refused:
         require_loadable(wanted, timeout_s=120)
     assert said in str(refused.value)
@@ -243,14 +243,14 @@ def test_what_cannot_be_loaded_is_said_before_anything_is_started(args: dict[str
 
 
 def test_an_environment_that_takes_too_long_to_load_is_ended_and_named() -> None:
-    wanted = [Wanted(settings=settings(takes_s=3600.0), is_trained=True)]
+    wanted = [ProbeTarget(settings=settings(takes_s=3600.0), is_trained=True)]
     with pytest.raises(EnvironmentLoadError, match="'unruly' were not loaded after 5 s"):
         require_loadable(wanted, timeout_s=5)
     wait_until(lambda: not descendants_with("probe", os.getpid()), timeout_s=60, waiting_for="the probe to end")
 
 
 def test_what_can_be_loaded_is_described() -> None:
-    infos = require_loadable([Wanted(settings=settings(), is_trained=True)], timeout_s=120)
+    infos = require_loadable([ProbeTarget(settings=settings(), is_trained=True)], timeout_s=120)
     assert infos["unruly"].num_examples == len(WAYS)
     assert infos["unruly"].num_eval_examples == 0
 
@@ -265,10 +265,10 @@ def test_environments_do_not_get_the_credentials_of_the_run(
     seen = tmp_path / "seen.jsonl"
     env = EnvConfig(id="witness", args={"file": str(seen)}, keep_variables=kept)
     settings = host_settings(env, model_name="m", client=ClientConfig(), hash_keys=["prompt"])
-    require_loadable([Wanted(settings=settings, is_trained=True)], timeout_s=120)
+    require_loadable([ProbeTarget(settings=settings, is_trained=True)], timeout_s=120)
 
     async def load() -> None:
-        worker = await WorkerProcess.start(settings, log=tmp_path / "log")
+        worker = await WorkerClient.start(settings, log=tmp_path / "log")
         await worker.loaded(timeout_s=120)
         await worker.aclose(timeout_s=20)
 
@@ -284,11 +284,14 @@ _FORGER = """
 import os, secrets
 from trivet.wire.codec import encode
 from trivet.environments.packages.probe import _Verdict
+from trivet.wire.groups import EnvironmentInfo
 
 def load_environment():
+    info = EnvironmentInfo(num_examples=8, num_eval_examples=0)
+    verdict = _Verdict(nonce=secrets.token_hex(), infos={"forger": info})
     for descriptor in range(3, 20):
         try:
-            os.write(descriptor, encode(_Verdict(nonce=secrets.token_hex())))
+            os.write(descriptor, encode(verdict))
         except OSError:
             pass
     os._exit(0)
@@ -298,7 +301,7 @@ def load_environment():
 def test_a_verdict_that_the_loader_did_not_give_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "forger.py").write_text(_FORGER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    wanted = [Wanted(settings=msgspec.structs.replace(settings(), env_id="forger", name="forger"), is_trained=True)]
+    wanted = [ProbeTarget(settings=msgspec.structs.replace(settings(), env_id="forger", name="forger"), is_trained=True)]
     with pytest.raises(EnvironmentLoadError, match="an answer that is not the loader's"):
         require_loadable(wanted, timeout_s=120)
 
@@ -311,7 +314,7 @@ def test_an_error_that_no_encoding_has_is_shown_without_a_traceback_of_ours(
 ) -> None:
     (tmp_path / "garbled.py").write_text(_GARBLED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    wanted = [Wanted(settings=msgspec.structs.replace(settings(), env_id="garbled", name="garbled"), is_trained=True)]
+    wanted = [ProbeTarget(settings=msgspec.structs.replace(settings(), env_id="garbled", name="garbled"), is_trained=True)]
     with pytest.raises(EnvironmentLoadError, match=r"load_environment of 'garbled' with args {} raised ValueError") as refused:
         require_loadable(wanted, timeout_s=120)
     assert str(refused.value).replace("\n", "").isprintable()

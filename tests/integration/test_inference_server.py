@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import psutil
@@ -108,6 +109,19 @@ def test_a_directory_that_is_not_whole_is_refused_and_the_old_policy_goes_on(
             await assert_serves(client, tiny_model)
 
     asyncio.run(scenario())
+
+
+def test_weights_from_elsewhere_are_not_read(inference_server: str) -> None:
+    async def scenario(elsewhere: Path) -> None:
+        async with aclosing(open_client(inference_server, timeout_s=240)) as client:
+            layout = RunLayout(elsewhere)
+            publish_tiny_model(layout, version=1)
+            with pytest.raises(InferenceError, match=r"409: .*is not below .*inference\.server\.weight_dirs"):
+                await client.update_weights(layout.weights_step(1))
+            assert (await client.policy()).version == 0
+
+    with TemporaryDirectory() as elsewhere:  # pytest's own directories are among the server's weight_dirs
+        asyncio.run(scenario(Path(elsewhere)))
 
 
 def test_a_policy_that_the_engine_cannot_load_leaves_the_old_one_served(

@@ -110,5 +110,5 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_started(place: 
     process = start(place, "refused", "--dry-run")
     assert process.wait(STARTED_WITHIN_S) == 2
     said = (place / "refused.out").read_text()
-    assert "row 9 of mixture long has the columns text; it needs `messages`, or `prompt` and `completion`" in said
+    assert "record 9 of mixture long has the columns text; it needs `messages`, or `prompt` and `completion`" in said
     assert not (place / "refused").exists()

@@ -31,7 +31,7 @@ from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.conversations.rows import read_row
+from trivet.conversations.records import read_conversation
 from trivet.conversations.sources import open_source
 from trivet.errors import ConfigError
 from trivet.tools.cli import main as run_tool
@@ -221,8 +221,8 @@ class Fuzzer:
 
         def read() -> int:
             try:
-                for row in open_source(str(file)):
-                    read_row(row)
+                for record in open_source(str(file)):
+                    read_conversation(record)
             except ConfigError as exc:
                 str(exc).encode(errors="backslashreplace")
                 return 2

@@ -258,10 +258,10 @@ class SimulatedRun:
         await self.pool.start()
         await self.loop.watcher.start_from_base(reload=True)
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._trainer.run())]
-            beside += [tasks.create_task(trouble) for trouble in self._troubles()]
+            background = [tasks.create_task(self._trainer.run())]
+            background += [tasks.create_task(trouble) for trouble in self._troubles()]
             await self.loop.run()
-            for task in beside:
+            for task in background:
                 task.cancel()
 
     async def run_group(self, draw: Draw, *, base_url: str) -> list[Rollout]:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 import msgspec
 
 from trivet.checkpoints.parts import PARTS, TRAINER, is_part_done, read_listing, staging_directory
-from trivet.config.layout import COMMITTED, RunLayout, parse_step
+from trivet.config.layout import COMMITTED, RunLayout
 from trivet.durable import (
     DECODE_ERRORS,
     digest_of,
@@ -23,6 +23,7 @@ from trivet.durable import (
 )
 from trivet.errors import CheckpointError, ResumeError
 from trivet.faults import reach
+from trivet.step_directories import discard_after, discard_unfinished, list_steps
 from trivet.wire.versions import Step
 
 CHECKPOINT_SCHEMA = 3
@@ -92,11 +93,8 @@ def commit(
 
 
 def committed_steps(layout: RunLayout) -> list[Step]:
-    """Steps that can be resumed from, oldest first."""
-    if not layout.checkpoints.is_dir():
-        return []
-    steps = (parse_step(path.name) for path in layout.checkpoints.iterdir() if (path / COMMITTED).exists())
-    return sorted(Step(step) for step in steps if step is not None)
+    """Return the steps that can be resumed from, oldest first."""
+    return [Step(step) for step in list_steps(layout.checkpoints, marker=COMMITTED)]
 
 
 def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
@@ -122,17 +120,12 @@ def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
     return Step(requested)
 
 
-def discard_later(layout: RunLayout, step: Step) -> None:
+def discard_checkpoints_after(layout: RunLayout, step: Step) -> None:
     """Remove checkpoints of steps later than `step`, and what has their form but was never committed.
 
     Called when a run starts from `step`: those steps happen again.
     """
-    if not layout.checkpoints.is_dir():
-        return
-    for path in sorted(layout.checkpoints.iterdir()):
-        found = parse_step(path.name)
-        if found is not None and (found > step or not (path / COMMITTED).exists()):
-            remove_directory(path, marker=COMMITTED)
+    discard_after(layout.checkpoints, step, marker=COMMITTED)
     sweep_removed(layout.checkpoints)
 
 
@@ -141,11 +134,7 @@ def discard_staging(layout: RunLayout) -> None:
 
     Only before a role writes one. A part that stays takes room, and is emptied before it is written again.
     """
-    if not layout.checkpoints.is_dir():
-        return
-    for path in sorted(layout.checkpoints.iterdir()):
-        if path.name.startswith(".step_") and path.name.endswith(".tmp"):
-            remove_directory(path)
+    discard_unfinished(layout.checkpoints)
 
 
 def read_record(layout: RunLayout, step: Step) -> CommitRecord:

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 from trivet.checkpoints.commit import committed_steps, read_record, resolve_resume_step, verify_checkpoint, verify_part
 from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER
 from trivet.checkpoints.settings import require_same_settings
+from trivet.config.checks.numbers import steps_problem
 from trivet.config.layout import RunLayout
 from trivet.config.sections.base import Section
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -85,8 +86,6 @@ def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) ->
         else:
             verify_checkpoint(layout, step)
     require_same_settings(layout.checkpoint_step(step) / name, config, ckpt=config.ckpt, step=step)
-    if config.max_steps is not None and config.max_steps <= step:
-        raise ResumeError(
-            f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
-        )
+    if problem := steps_problem(config.max_steps, resume_step=step):
+        raise ResumeError(problem)
     return step

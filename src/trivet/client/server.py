@@ -49,11 +49,11 @@ class Server:
         """Have the server serve `policy`, and prove it by its digest.
 
         Args:
-            is_known_to_differ: skip the question what it holds.
+            is_known_to_differ: skip the question which policy it serves.
 
         Raises:
             InferenceError: it failed, or did not answer in time.
-            ForeignPolicy: it says that it holds something else right after loading.
+            ForeignPolicy: it serves something else right after loading.
         """
         self.is_loading = True
         try:
@@ -83,7 +83,7 @@ class Server:
             Why it is unhealthy, or None.
 
         Raises:
-            ForeignPolicy: it holds a policy that this run did not give it.
+            ForeignPolicy: it serves a policy that this run did not give it.
         """
         num_loads, was_loading = self.num_loads, self.is_loading
         try:

@@ -1,6 +1,6 @@
-"""All the conversations of one section of the configuration, and which of them a step takes. Called by `sft` and its command.
+"""Mixes the conversations of one section of the configuration, and says which of them a step takes.
 
-What a step takes is a function of seed and step, so nothing is saved for a resume.
+Called by `sft` and its command. What a step takes is a function of seed and step, so a resume needs no saved state.
 """
 
 from collections.abc import Sequence
@@ -9,74 +9,76 @@ from dataclasses import dataclass
 import numpy as np
 
 from trivet.config.sections.sft import ConversationsConfig
-from trivet.conversations.rows import Conversation, read_row
-from trivet.conversations.sources import Rows, open_source
+from trivet.conversations.records import Conversation, read_conversation
+from trivet.conversations.sources import Records, open_source
 from trivet.errors import ConfigError
 
 NUM_CHECKED_COLUMNAR = 100
-"""Rows looked at before the start where a table's columns make all rows alike. Lines of JSON are all looked at."""
+"""Records checked before the start in a table, whose columns give all records one form. Lines of JSON are all checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """Rows of one or several sources, interleaved: one epoch, before it is shuffled.
+    """The records of one or several sources, interleaved: one epoch, before it is shuffled.
 
     >>> data = open_data(config.data, seed=config.seed, key="data")
-    >>> data.conversation(step_indices(1, batch_size=8, num_rows=len(data), seed=0, does_shuffle=True)[0])
+    >>> data.conversation(step_indices(1, batch_size=8, num_records=len(data), seed=0, does_shuffle=True)[0])
     """
 
-    sources: Sequence[Rows]
+    sources: Sequence[Records]
     names: Sequence[str]
     source_N: np.ndarray
-    """int64: of each row of the epoch its source."""
-    row_N: np.ndarray
-    """int64: its number there."""
+    """int64: the source of each record of the epoch, as an index into `sources`."""
+    record_N: np.ndarray
+    """int64: the index of each record of the epoch in its source."""
 
     def __len__(self) -> int:
-        return len(self.row_N)
+        return len(self.record_N)
 
     def conversation(self, index: int) -> Conversation:
-        """
+        """Return the conversation of record `index` of the epoch, from 0.
+
         Raises:
-            ConfigError: the row has none.
+            ConfigError: the record has none.
         """
-        source, row = int(self.source_N[index]), int(self.row_N[index])
-        return read_row(self.sources[source][row], place=f"row {row} of {self.names[source]}")
+        source, record = int(self.source_N[index]), int(self.record_N[index])
+        return read_conversation(self.sources[source][record], place=f"record {record} of {self.names[source]}")
 
 
 def open_data(config: ConversationsConfig, *, seed: int, key: str) -> Mixture:
-    """
+    """Open every source of `config`, check its records and interleave them.
+
     Args:
         seed: the run's, for a section without its own.
         key: section of the configuration, for errors.
 
     Raises:
-        ConfigError: a source cannot be read or reached, has no rows, or has rows without conversations.
+        ConfigError: a source cannot be read or reached, has no records, or has records without conversations.
     """
     splits: list[str | None] = [*config.splits] if config.splits is not None else [None] * len(config.subsets or [None])
     subsets: list[str | None] = [*config.subsets] if config.subsets is not None else [None] * len(splits)
     places = list(zip(subsets, splits, strict=True))
     names = [" ".join(filter(None, (config.name, *place))) for place in places]
     sources = [open_source(config.name, subset=subset, split=split, key=key) for subset, split in places]
-    for name, rows in zip(names, sources, strict=True):
-        _check(rows, name, key=key)
-    source_N, row_N = interleave(
-        [len(rows) for rows in sources],
+    for name, records in zip(names, sources, strict=True):
+        _check(records, name, key=key)
+    source_N, record_N = interleave(
+        [len(records) for records in sources],
         probabilities=config.probabilities,
         seed=seed if config.seed is None else config.seed,
         stopping_strategy=config.stopping_strategy,
     )
-    return Mixture(sources=sources, names=names, source_N=source_N, row_N=row_N)
+    return Mixture(sources=sources, names=names, source_N=source_N, record_N=record_N)
 
 
 def interleave(
     lengths: Sequence[int], *, probabilities: Sequence[float] | None, seed: int, stopping_strategy: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Source and row of each place of the mixture, as `datasets.interleave_datasets` has it.
+    """Return the source and the record of each place of the mixture, in the order of `datasets.interleave_datasets`.
 
     Args:
-        lengths: rows of each source, at least 1.
-        probabilities: of each source; None: they take turns.
+        lengths: the number of records of each source, at least 1.
+        probabilities: the chance of each source; None: they take turns.
         stopping_strategy: `first_exhausted` or `all_exhausted`.
     """
     if len(lengths) == 1:
@@ -84,7 +86,7 @@ def interleave(
     from datasets import Dataset, interleave_datasets
 
     numbered = [
-        Dataset.from_dict({"source": np.full(length, source), "row": np.arange(length)})
+        Dataset.from_dict({"source": np.full(length, source), "record": np.arange(length)})
         for source, length in enumerate(lengths)
     ]
     mixed = interleave_datasets(
@@ -93,26 +95,28 @@ def interleave(
         seed=seed,
         stopping_strategy=stopping_strategy,  # type: ignore[reportArgumentType]  # checked by the configuration
     ).with_format("numpy")
-    return np.asarray(mixed["source"][:], dtype=np.int64), np.asarray(mixed["row"][:], dtype=np.int64)
+    return np.asarray(mixed["source"][:], dtype=np.int64), np.asarray(mixed["record"][:], dtype=np.int64)
 
 
-def step_indices(step: int, *, batch_size: int, num_rows: int, seed: int, does_shuffle: bool) -> list[int]:
-    """Which rows step `step`, from 1, trains on. Each epoch has an order of its own; a batch may span two.
+def step_indices(step: int, *, batch_size: int, num_records: int, seed: int, does_shuffle: bool) -> list[int]:
+    """Return the indices of the records that step `step`, from 1, trains on.
 
-    A function of its arguments alone, so a resumed run goes on where it stopped.
+    Each epoch has an order of its own; a batch may span two. The result depends on the arguments alone, so a resumed run goes on
+    where it stopped.
     """
     first = (step - 1) * batch_size
     indices: list[int] = []
-    for epoch in range(first // num_rows, (first + batch_size - 1) // num_rows + 1):
-        order = np.random.default_rng(seed + epoch).permutation(num_rows) if does_shuffle else np.arange(num_rows)
-        start = max(first - epoch * num_rows, 0)
-        indices += order[start : first + batch_size - epoch * num_rows].tolist()
+    for epoch in range(first // num_records, (first + batch_size - 1) // num_records + 1):
+        order = np.random.default_rng(seed + epoch).permutation(num_records) if does_shuffle else np.arange(num_records)
+        start = max(first - epoch * num_records, 0)
+        indices += order[start : first + batch_size - epoch * num_records].tolist()
     return indices
 
 
-def _check(rows: Rows, name: str, *, key: str) -> None:
+def _check(records: Records, name: str, *, key: str) -> None:
+    num_checked = min(len(records), NUM_CHECKED_COLUMNAR) if records.is_columnar else len(records)
     try:
-        for number in range(len(rows) if not getattr(rows, "is_columnar", False) else min(len(rows), NUM_CHECKED_COLUMNAR)):
-            read_row(rows[number], place=f"row {number} of {name}")
+        for number in range(num_checked):
+            read_conversation(records[number], place=f"record {number} of {name}")
     except ConfigError as exc:
         raise ConfigError(f"{key}.name: {exc}") from exc

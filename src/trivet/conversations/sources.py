@@ -1,6 +1,7 @@
-"""One source of rows: a file, a split in a directory, or a split of a data set of the hub. Called by conversations.mixture.
+"""Opens one source of records: a file, a split in a directory, or a split of a data set of the hub.
 
-JSONL is read line by line and not by `datasets`, whose columns would give every row the keys of all others.
+Called by conversations.mixture. JSONL is read line by line and not by `datasets`, whose columns would give every record the keys
+of all others.
 """
 
 import re
@@ -13,66 +14,66 @@ from trivet.config.checks.sft import looks_local
 from trivet.config.loading.keys import as_list, as_table
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.loading.user_values import parse_json
-from trivet.conversations.rows import DatasetRecord
+from trivet.conversations.records import DatasetRecord
 from trivet.errors import ConfigError
-
-Rows = Sequence[DatasetRecord]
 
 DEFAULT_SPLIT = "train"
 
 _TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
-"""Endings of files that are tables, and the loader of `datasets` for each."""
+"""The loader of `datasets` for each suffix of a file that is a table."""
 
 _SLICED = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<slice>[^\[\]]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class _View(Sequence[DatasetRecord]):
-    """Part of a table, cleaned where it comes from columns."""
+class Records(Sequence[DatasetRecord]):
+    """A slice of the records of one source. A columnar one drops the nulls that columns add."""
 
-    rows: Any
-    """Has rows by number."""
-    numbers: range
+    stored: Any
+    """All records of the split, by index."""
+    indices: range
+    """The part of them that this slice has."""
     is_columnar: bool
+    """The records come from a table, not from lines of JSON."""
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.indices)
 
     def __getitem__(self, index: Any) -> Any:
-        row = self.rows[self.numbers[index]]
-        return _without_nulls(row) if self.is_columnar else row
+        record = self.stored[self.indices[index]]
+        return _without_nulls(record) if self.is_columnar else record
 
 
-def open_source(name: str, *, subset: str | None = None, split: str | None = None, key: str = "data") -> Rows:
-    """The rows of `split` (unset: `train`), which may carry a slice: `train[:5%]`.
+def open_source(name: str, *, subset: str | None = None, split: str | None = None, key: str = "data") -> Records:
+    """Open the records of `split` (unset: `train`), which may carry a slice: `train[:5%]`.
 
     Args:
         key: section of the configuration, for errors.
 
     Raises:
-        ConfigError: there is no such data, it cannot be read or reached, or it has no rows; says what there is.
+        ConfigError: there is no such data, it cannot be read or reached, or it has no records.
     """
     load = _hub_loader if not looks_local(name) else _local_loader
-    rows = _slice(split or DEFAULT_SPLIT, load(name, subset, key), key=key)
-    if len(rows) == 0:
+    records = _slice(split or DEFAULT_SPLIT, load(name, subset, key), key=key)
+    if len(records) == 0:
         part = "".join(f", {word} {value!r}" for word, value in (("subset", subset), ("split", split)) if value)
-        raise ConfigError(f"{key}.name = {name!r}{part} holds no rows")
-    return rows
+        raise ConfigError(f"{key}.name = {name!r}{part} holds no records")
+    return records
 
 
-def _slice(split: str, load: Callable[[str], Any], *, key: str) -> Rows:
+def _slice(split: str, load: Callable[[str], Any], *, key: str) -> Records:
     sliced = _SLICED.fullmatch(split)
     if sliced is None:
-        rows = load(split)
-        return _View(rows, range(len(rows)), not isinstance(rows, list))
+        stored = load(split)
+        return Records(stored, range(len(stored)), not isinstance(stored, list))
     from datasets import ReadInstruction
 
-    rows = load(sliced["split"])
+    stored = load(sliced["split"])
     try:
-        (part,) = ReadInstruction.from_spec(f"{DEFAULT_SPLIT}[{sliced['slice']}]").to_absolute({DEFAULT_SPLIT: len(rows)})
+        (part,) = ReadInstruction.from_spec(f"{DEFAULT_SPLIT}[{sliced['slice']}]").to_absolute({DEFAULT_SPLIT: len(stored)})
     except (ValueError, AssertionError) as exc:
         raise ConfigError(f"{key}.splits: {split!r} is no slice ({exc}); write one as `train[:1000]` or `train[95%:]`") from exc
-    return _View(rows, range(len(rows))[part.from_ : part.to], not isinstance(rows, list))
+    return Records(stored, range(len(stored))[part.from_ : part.to], not isinstance(stored, list))
 
 
 def _local_loader(name: str, subset: str | None, key: str) -> Callable[[str], Any]:
@@ -97,7 +98,7 @@ def _local_loader(name: str, subset: str | None, key: str) -> Callable[[str], An
 
 
 def _described_subsets(path: Path) -> Sequence[str]:
-    """By what comes with a data set of the hub: a subset's files need not lie in the directory of its name."""
+    """Return the subsets that a README of the hub describes: a subset's files need not lie in the directory of its name."""
     if not (path / "README.md").is_file():
         return []
     from datasets import get_dataset_config_names
@@ -123,10 +124,10 @@ def _read_split_file(files: Mapping[str, Path], split: str, place: Path, key: st
 
 
 def read_json(path: Path) -> list[DatasetRecord]:
-    """A line for each row, or in a file that ends in `.json` one list of all.
+    """Read one record per line, or all from the list in a file that ends in `.json`.
 
     Raises:
-        ConfigError: it is no text, or a line, or what the list holds, is not a JSON object.
+        ConfigError: the file is no text, or a line or an item of the list is not a JSON object.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -141,28 +142,27 @@ def read_json(path: Path) -> list[DatasetRecord]:
 
 def _parse_list(text: str, path: Path) -> list[DatasetRecord]:
     try:
-        rows = as_list(parse_json(text)) or []
+        records = as_list(parse_json(text)) or []
     except ValueError as exc:
         raise ConfigError(f"{path} is not JSON: {exc}") from exc
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, row {number} of the list, must be a JSON object, got {str(row)[:60]!r}")
-    return cast("list[DatasetRecord]", rows)
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}, record {number} of the list, must be a JSON object, got {str(record)[:60]!r}")
+    return cast("list[DatasetRecord]", records)
 
 
 def _parse_line(line: str, number: int, path: Path) -> DatasetRecord:
     try:
-        row = parse_json(line)
+        record = as_table(parse_json(line))
     except ValueError as exc:
         raise ConfigError(f"{path}, line {number}, is not JSON: {exc}") from exc
-    table = as_table(row)
-    if table is None:
+    if record is None:
         raise ConfigError(f"{path}, line {number}, must be a JSON object, got {line.strip()[:60]!r}")
-    return table
+    return record
 
 
 def _read_saved(place: Path, split: str, key: str) -> Any:
-    """What `save_to_disk` wrote: one table, or one for each split."""
+    """Return the table of `split` that `save_to_disk` wrote, alone or with those of other splits."""
     from datasets import load_from_disk
 
     try:
@@ -190,7 +190,7 @@ def _load(name: str, subset: str | None, split: str, key: str, *, file: Path | N
         return load_dataset(name, subset, split=split, data_files=None if file is None else str(file))
     except ConnectionError as exc:
         raise ConfigError(
-            f"{key}.name = {name!r} is taken for a data set of the Hugging Face hub, which cannot be reached: {exc}. On a machine "
+            f"{key}.name = {name!r} is treated as a data set of the Hugging Face hub, which cannot be reached: {exc}. On a machine "
             f"with network, download it (`hf download --repo-type dataset {name} --local-dir DIR`) and set {key}.name to the "
             f"directory; for a file of your own give its path"
         ) from exc
@@ -203,9 +203,9 @@ def _load(name: str, subset: str | None, split: str, key: str, *, file: Path | N
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columns give every message the keys of all others, with nulls, which templates take for what is there.
+    """Drop the nulls that columns add: they give every message the keys of all others, and templates would read those as present.
 
-    `content` stays: an assistant that only calls tools says null.
+    `content` stays: it is null in a message that only calls tools.
     """
     if isinstance(value, Mapping):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None or name == "content"}

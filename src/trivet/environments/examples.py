@@ -1,4 +1,4 @@
-"""What is asked of an environment's data sets."""
+"""Checks and fingerprints the examples of an environment's data sets."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from trivet.wire.groups import EnvironmentInfo
 
 
 def training_problem(name: str, info: EnvironmentInfo, *, hash_keys: Sequence[str]) -> str | None:
-    """Why environment `name` cannot be trained on, None when it can."""
+    """Return why environment `name` cannot be trained on; None when it can."""
     if info.num_examples == 0:
         return f"environment {name!r} has no examples to train on; check its args, or take it out of [[orchestrator.env]]"
     if len(info.example_hashes) != info.num_examples:
@@ -21,15 +21,15 @@ def training_problem(name: str, info: EnvironmentInfo, *, hash_keys: Sequence[st
     return None
 
 
-def example_hashes(rows: Any, keys: Sequence[str]) -> list[str]:
-    """SHA-256 of each row's fields `keys`; empty without keys.
+def example_hashes(dataset: Any, keys: Sequence[str]) -> list[str]:
+    """Return the SHA-256 of the fields `keys` of each example; empty if the data set has none of them.
 
     Args:
-        rows: a data set of the `datasets` library.
+        dataset: a data set of the `datasets` library.
     """
-    names = [key for key in keys if key in rows.column_names]
+    names = [key for key in keys if key in dataset.column_names]
     if not names:
         return []
     encoder = msgspec.json.Encoder(enc_hook=repr, order="sorted")
-    columns = [rows[name] for name in names]
-    return [hashlib.sha256(encoder.encode(row)).hexdigest() for row in zip(*columns, strict=True)]
+    columns = [dataset[name] for name in names]
+    return [hashlib.sha256(encoder.encode(fields)).hexdigest() for fields in zip(*columns, strict=True)]

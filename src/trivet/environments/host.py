@@ -1,6 +1,6 @@
-"""One loaded environment that answers group requests: data sets by split, a model client per server.
+"""Answers group requests with one loaded environment: data sets by split, a model client per server.
 
-The inside of every pool: `LocalPool` holds hosts in this process, a worker process holds one.
+Every pool is built on it: `LocalPool` holds hosts in this process, a worker process holds one.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,20 @@ from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 
 MakeClient = Callable[[str], ModelClient]
-"""From the base URL of a server."""
+"""Makes the client of the server at a base URL."""
 
 
 class EnvironmentHost:
-    """
+    """A loaded environment, its data sets, and its clients of the servers.
+
     >>> host = EnvironmentHost(runner, make_client=make_client)
     >>> rollouts = await host.run_group(request)
     >>> await host.aclose()
     """
 
     def __init__(self, runner: GroupRunner, *, make_client: MakeClient, hash_keys: tuple[str, ...] = ()) -> None:
-        """
+        """Read the data sets of the runner's environment.
+
         Args:
             hash_keys: fields that an example's hash covers; those it does not have are left out.
         """
@@ -32,8 +34,11 @@ class EnvironmentHost:
         self._make_client = make_client
         self._clients: dict[str, ModelClient] = {}
         self.name = runner.label
-        self._rows: dict[Split, Any] = {Split.TRAIN: runner.env.build_dataset(), Split.EVAL: runner.env.build_eval_dataset()}
-        train, held_out = self._rows[Split.TRAIN], self._rows[Split.EVAL]
+        self._datasets: dict[Split, Any] = {
+            Split.TRAIN: runner.env.build_dataset(),
+            Split.EVAL: runner.env.build_eval_dataset(),
+        }
+        train, held_out = self._datasets[Split.TRAIN], self._datasets[Split.EVAL]
         self.info = EnvironmentInfo(
             num_examples=0 if train is None else len(train),
             num_eval_examples=0 if held_out is None else len(held_out),
@@ -41,12 +46,13 @@ class EnvironmentHost:
         )
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        """
+        """Run a group and return its scored rollouts.
+
         Raises:
             RolloutFailed: a rollout could not be completed or scored.
         """
         return await self._runner.run(
-            self._rows[request.split][request.example_id],
+            self._datasets[request.split][request.example_id],
             group_id=request.group_id,
             num_rollouts=request.num_rollouts,
             sampling=request.sampling,
@@ -54,10 +60,11 @@ class EnvironmentHost:
         )
 
     def prompt(self, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        return to_messages(self._rows[split][example_id]["prompt"])
+        """Return the messages that an example starts with."""
+        return to_messages(self._datasets[split][example_id]["prompt"])
 
     async def aclose(self) -> None:
-        """Lets the environment tear down what it holds. May be called again."""
+        """Close the clients of all servers. May be called again."""
         clients, self._clients = self._clients, {}
         for client in clients.values():
             await client.close()

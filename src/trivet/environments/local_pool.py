@@ -1,4 +1,4 @@
-"""The port to environments inside this process, for tests and short tools: a hanging environment holds up its caller."""
+"""Runs environments inside this process, for tests and short tools: an environment that hangs holds up its caller."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -12,37 +12,41 @@ from trivet.wire.status import WorkerStatus
 
 
 class LocalPool:
-    """An `EnvironmentPool` over environments loaded by its maker."""
+    """An `EnvironmentPool` over environments that its maker loaded. Nothing in it can end or be restarted."""
 
     def __init__(self, hosts: Mapping[str, EnvironmentHost]) -> None:
-        """
-        Args:
-            hosts: by name in the configuration.
-        """
+        """Take over `hosts`, by their name in the configuration."""
         self._hosts = dict(hosts)
 
     @property
     def infos(self) -> Mapping[str, EnvironmentInfo]:
+        """See `EnvironmentPool.infos`."""
         return {name: host.info for name, host in self._hosts.items()}
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        """Run the group in this process."""
         return await self._hosts[request.env].run_group(request)
 
     async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
+        """Return the messages that an example starts with."""
         return self._hosts[env].prompt(split=split, example_id=example_id)
 
     async def run(self) -> None:
-        await asyncio.Event().wait()  # nothing can end without its caller
+        """Wait until cancelled: there is no process to keep alive."""
+        await asyncio.Event().wait()
 
     def status(self) -> Sequence[WorkerStatus]:
+        """Return nothing: there are no workers."""
         return []
 
     def metrics(self) -> Mapping[str, float]:
+        """Return nothing: there are no workers."""
         return {}
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:
-        """Nothing is ever restarted."""
+        """Do nothing: no worker is ever restarted."""
 
     async def aclose(self) -> None:
+        """Close every host. May be called again."""
         for host in self._hosts.values():
             await host.aclose()

@@ -1,5 +1,8 @@
-"""The verifiers client that asks our inference server, and keeps what verifiers would drop: the policy of each token, and the
-very tokens of earlier turns, which it sends along so that the server need not make them again from text."""
+"""Asks an inference server for the completions of a verifiers environment.
+
+The client keeps what verifiers would drop: the policy version of each sampled token, and the token ids of earlier turns. It sends
+these ids with the next turn, so that the server need not tokenize the text again.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +15,11 @@ from trivet.wire.versions import PolicyVersion, VersionRun
 
 
 class ModelClient(vf.OpenAIChatCompletionsClient):
-    """Chat completions on one server; each answer carries `policy_versions` of its sampled tokens."""
+    """The verifiers client of one server. Each response carries the `policy_versions` of its sampled tokens."""
 
     def __init__(self, client: AsyncOpenAI, *, keeps_tokens: bool = False) -> None:
-        """
+        """Ask through `client`.
+
         Args:
             keeps_tokens: a turn begins with the tokens of the turn that it continues, where the chat template allows it.
         """
@@ -25,40 +29,43 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
     async def get_response(
         self, prompt: vf.Messages, model: str, sampling_args: vf.SamplingArgs, tools: list[vf.Tool] | None = None, **kwargs: Any
     ) -> vf.Response:
+        """Complete `prompt`, with a seed and the known tokens of this turn."""
         state = kwargs.get("state")
         trajectory = state["trajectory"] if state is not None else []
         sampling_args = dict(sampling_args)
         if trajectory and sampling_args.get("seed") is not None:
-            # With one seed for all turns, each would draw the same luck again.
+            # With one seed for all turns, each turn would draw the same random numbers.
             sampling_args["seed"] = derive_seed(sampling_args["seed"], "turn", len(trajectory)) % 2**31
         if self._keeps_tokens and (known := known_tokens(prompt, trajectory)):
             sampling_args["extra_body"] = {**sampling_args.get("extra_body", {}), "known_token_ids": known}
         return await super().get_response(prompt, model, sampling_args, tools, **kwargs)
 
     async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
+        """Translate a prompt that fills the whole context into OverlongPromptError."""
         try:
             return await super().get_native_response(*args, **kwargs)
         except BadRequestError as exc:
-            # vLLM's words for a prompt that leaves no room at all; verifiers knows its words for a longer one.
+            # vLLM says this of a prompt as long as the context; what it says of a longer one verifiers recognizes itself.
             if "max_tokens must be at least 1" in exc.response.text:
                 raise vf.OverlongPromptError from exc
             raise
 
     async def raise_from_native_response(self, response: Any) -> None:
-        """An empty completion is a sample like any other: the policy chose to stop at once."""
+        """Accept an empty completion: the policy chose to stop at once, which is a sample like any other."""
         if response.choices and response.choices[0].finish_reason is not None:
             return
         await super().raise_from_native_response(response)
 
     async def from_native_response(self, response: Any) -> vf.Response:
-        answer = await super().from_native_response(response)
+        """Add the policy versions of the sampled tokens to verifiers' response."""
+        converted = await super().from_native_response(response)
         extra = response.choices[0].model_extra or {}
-        answer["policy_versions"] = extra.get("policy_versions")
-        return answer
+        converted["policy_versions"] = extra.get("policy_versions")
+        return converted
 
 
 def known_tokens(prompt: vf.Messages, trajectory: Sequence[Mapping[str, Any]]) -> list[int] | None:
-    """Ids of the last turn that `prompt` goes on from, as read and sampled; None when it goes on from none.
+    """Return the token ids of the last turn that `prompt` continues, as read and sampled; None when it continues none.
 
     Args:
         trajectory: steps of verifiers, in order.
@@ -79,11 +86,12 @@ def make_model_client(
     headers: Mapping[str, str] | None = None,
     keeps_tokens: bool = False,
 ) -> ModelClient:
-    """
+    """Make the client of one server.
+
     Args:
-        base_url: of the server, with `/v1` at its end or without.
+        base_url: the server's, with `/v1` at its end or without.
         headers: sent with every request.
-        keeps_tokens: see `ModelClient`; for servers of ours.
+        keeps_tokens: see `ModelClient`. Only a trivet server accepts the token ids.
     """
     root = base_url.rstrip("/").removesuffix("/v1")
     openai = AsyncOpenAI(
@@ -93,7 +101,7 @@ def make_model_client(
 
 
 def response_versions(response: vf.Response) -> list[VersionRun] | None:
-    """Versions of the sampled tokens, None when the server does not report them."""
+    """Return the policy versions of the sampled tokens; None when the server does not report them."""
     runs = response.get("policy_versions")
     if runs is None:
         return None

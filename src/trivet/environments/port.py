@@ -1,7 +1,6 @@
-"""The port to environments: the orchestrator and `eval` run groups through it and never touch an environment themselves.
+"""Defines the port to environments: the orchestrator and `eval` run groups through it and never touch an environment themselves.
 
-`WorkerPool` runs them in worker processes, `LocalPool` in this process, for tests and short tools; both pass one contract
-suite.
+`WorkerPool` runs environments in worker processes. `LocalPool` runs them in this process, for tests and short tools.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,8 @@ from trivet.wire.status import WorkerStatus
 
 
 class EnvironmentPool(Protocol):
-    """
+    """Every environment of a run, and whatever runs its groups.
+
     >>> rollouts = await pool.run_group(request)
     >>> pool.metrics()
     {'worker/reverse-text-0/pending': 0.0, …}
@@ -22,11 +22,11 @@ class EnvironmentPool(Protocol):
 
     @property
     def infos(self) -> Mapping[str, EnvironmentInfo]:
-        """Every environment, by its name in the configuration."""
+        """Every environment's data, by its name in the configuration."""
         ...
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        """The group's scored rollouts, `request.num_rollouts` of them. Cancelling the caller cancels the group.
+        """Run a group and return its scored rollouts, `request.num_rollouts` of them. Cancelling the caller cancels the group.
 
         Raises:
             RolloutFailed: a rollout failed on every attempt, or could not be scored; the message is the first error.
@@ -35,11 +35,11 @@ class EnvironmentPool(Protocol):
         ...
 
     async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
-        """The messages that an example starts with."""
+        """Return the messages that an example starts with."""
         ...
 
     async def run(self) -> None:
-        """Keep it whole, until cancelled.
+        """Keep the workers alive, until cancelled.
 
         Raises:
             RoleFailed: a worker ended too often.
@@ -47,17 +47,17 @@ class EnvironmentPool(Protocol):
         ...
 
     def status(self) -> Sequence[WorkerStatus]:
-        """What each worker is doing; may be asked from another thread."""
+        """Return what each worker is doing. May be called from another thread."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Since the last call: workers' load, lag and restarts, and failed groups by environment and type of error."""
+        """Return workers' load, lag and restarts, and failed groups by environment and type of error, since the last call."""
         ...
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:
-        """Tell of restarts from now on."""
+        """Write an event with `write_event` at every restart from now on."""
         ...
 
     async def aclose(self) -> None:
-        """End what was started. May be called again."""
+        """End every worker. May be called again."""
         ...

@@ -1,7 +1,7 @@
-"""Lets no error of a reward function pass for a reward of 0, and no sys.exit in one end the process.
+"""Keeps an error of a reward function from counting as a reward of 0, and a sys.exit in one from ending the process.
 
 verifiers catches what a reward function raises, logs it and counts 0: the model would be trained on a bug. Each function is
-wrapped in its rubric; the runner collects what was raised while it scores a group and decides.
+wrapped in its rubric. The runner collects what was raised while it scores a group, and decides.
 """
 
 import functools
@@ -17,6 +17,8 @@ import verifiers as vf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardError:
+    """An exception that one call of a reward function raised."""
+
     function: str
     kind: str
     message: str
@@ -29,7 +31,7 @@ _GUARDED = "__trivet_guarded__"
 
 @contextmanager
 def collect_reward_errors() -> Iterator[list[RewardError]]:
-    """What reward functions raise inside the `with`, in tasks started there too."""
+    """Collect what reward functions raise inside the `with`, in tasks started there too."""
     errors: list[RewardError] = []
     token = _errors.set(errors)
     try:
@@ -74,7 +76,7 @@ async def _await_guarded(function: Callable[..., Any], value: Awaitable[Any]) ->
 
 
 def _checked(value: Any) -> Any:
-    """None is no reward; verifiers would turn it into a TypeError that names nothing."""
+    """Refuse None as a reward: verifiers would turn it into a TypeError that names nothing."""
     if value is None:
         raise TypeError("returned None, not a number")
     return value

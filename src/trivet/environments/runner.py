@@ -24,16 +24,18 @@ from trivet.wire.versions import count_tokens
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
+"""Attempts at one rollout, the first included: a fault of the network rarely lasts through three."""
 _RETRY_DELAY_S = 1.0
+"""Wait before the second attempt; doubled before each later one."""
 _MAX_ERROR_CHARS = 2_000
 _MAX_TEXT_CHARS = 200_000
-"""Longer messages are cut where they are kept for a human to read. What is trained on is tokens, which are never cut here."""
+"""Longer messages are cut where they are kept for a human to read. Training uses the tokens, which are never cut here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRunner:
-    """Everything that stays the same between the groups of one environment."""
+    """The environment and the settings that all its groups share."""
 
     env: vf.Environment
     label: str
@@ -55,9 +57,10 @@ class GroupRunner:
         sampling: SamplingArguments,
         client: ModelClient,
     ) -> list[Rollout]:
-        """
+        """Run all rollouts of `example` and score them together.
+
         Args:
-            example: a row of the environment's data set, with `prompt`.
+            example: a record of the environment's data set, with `prompt`.
 
         Raises:
             RolloutFailed: one of the rollouts could not be completed or scored.
@@ -106,7 +109,7 @@ class GroupRunner:
         self, example: Mapping[str, Any], arguments: dict[str, Any], *, name: tuple[GroupId, int], client: ModelClient
     ) -> vf.State:
         first: BaseException | None = None
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(_MAX_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(backoff_s(attempt, first_s=_RETRY_DELAY_S))
             try:
@@ -168,8 +171,8 @@ class GroupRunner:
             reward=float(reward),
             samples=trajectory.samples,
             scores=scores,
-            prompt=readable(state["prompt"]),
-            completion=readable(state.get("completion") or []),
+            prompt=shorten_messages(state["prompt"]),
+            completion=shorten_messages(state.get("completion") or []),
             num_turns=len(steps),
             ran_out_of_context=bool(state.get("prompt_too_long")),
             is_cut=self.is_plain and any(step["response"].message.is_truncated for step in steps),
@@ -184,7 +187,8 @@ def _counted_tokens(response: vf.Response) -> int:
 
 
 def to_turn(response: vf.Response, *, is_truncated: bool = False) -> Turn:
-    """
+    """Return the tokens of one response, as a turn to train on.
+
     Raises:
         RolloutFailed: the server's answer lacks token ids or the policy of each token.
     """
@@ -204,7 +208,7 @@ def to_turn(response: vf.Response, *, is_truncated: bool = False) -> Turn:
 
 
 def to_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """In the OpenAI chat form, as plain data."""
+    """Return the messages in the OpenAI chat form, as plain data."""
     if isinstance(messages, str):
         return [{"role": "text", "content": messages}]
     return [
@@ -213,8 +217,8 @@ def to_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def readable(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """As `to_messages`, without the rest of texts that nobody reads to their end."""
+def shorten_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages as `to_messages` does, with long texts cut: they are kept for a human to read."""
     return [
         {name: cut(value, _MAX_TEXT_CHARS) if isinstance(value, str) else value for name, value in message.items()}
         for message in to_messages(messages)
@@ -222,8 +226,10 @@ def readable(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def describe(error: BaseException) -> str:
+    """Return the type and the text of an error, cut to a length that a log line can carry."""
     return cut(f"{type(error).__name__}: {error}")
 
 
 def cut(text: str, max_chars: int = _MAX_ERROR_CHARS) -> str:
+    """Return `text`, or its first `max_chars` characters with a note of its length."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"

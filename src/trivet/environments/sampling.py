@@ -1,4 +1,4 @@
-"""Sampling: from what a human writes to what a group carries, and from that to the arguments of one request. Pure."""
+"""Translates the sampling configuration into what a group carries, and that into the arguments of one request. Pure."""
 
 from typing import Any
 
@@ -11,9 +11,10 @@ _DEFAULTS = RequestSamplingConfig().model_dump()
 
 
 def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | None) -> SamplingArguments:
-    """
+    """Return what a group carries of its sampling configuration.
+
     Args:
-        temperature: that holds when the group starts; None leaves it to the server.
+        temperature: the one in force when the group starts; None leaves it to the server.
     """
     return SamplingArguments(
         temperature=temperature,
@@ -33,10 +34,10 @@ def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | 
 
 
 def request_arguments(sampling: SamplingArguments, *, seed: int | None) -> dict[str, Any]:
-    """Sampling arguments of one chat-completions request to our server, in the form verifiers passes on.
+    """Return the arguments of one chat-completions request to a trivet server, in the form that verifiers passes on.
 
     Args:
-        seed: of this request alone.
+        seed: this request's own.
     """
     return {
         "temperature": sampling.temperature,
@@ -51,9 +52,9 @@ def request_arguments(sampling: SamplingArguments, *, seed: int | None) -> dict[
 
 
 def plain_arguments(sampling: SamplingArguments, *, seed: int | None) -> dict[str, Any]:
-    """Sampling arguments of one chat-completions request to a server that is none of ours.
+    """Return the arguments of one chat-completions request to any other OpenAI-compatible server.
 
-    Only what differs from its default is sent: such a server may refuse fields that it does not know.
+    Only values that differ from their default are sent: such a server may refuse fields that it does not know.
     """
     fields = {name: value for name, value in sampling.fields.items() if value != _DEFAULTS.get(name)}
     known = {name: fields.pop(name) for name in _OPENAI if name in fields}

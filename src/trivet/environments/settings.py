@@ -1,7 +1,9 @@
-"""Derives from the configuration what the host of one environment is told, and which variables its process gets."""
+"""Derives the settings of an environment's host from the configuration, and the variables that its process gets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
+
+import msgspec
 
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.environment import CREDENTIALS, EnvConfig
@@ -13,7 +15,6 @@ from trivet.wire.workers import HostSettings
 def host_settings(
     env: EnvConfig,
     *,
-    name: str | None = None,
     model_name: str,
     client: ClientConfig,
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved",
@@ -22,14 +23,14 @@ def host_settings(
     log_level: str = "info",
     is_plain: bool = False,
 ) -> HostSettings:
-    """
+    """Return what the host of `env` needs to know.
+
     Args:
-        name: instead of the environment's label.
-        is_plain: the servers are none of ours and answer text alone.
+        is_plain: the servers are not trivet servers and answer text alone.
     """
     return HostSettings(
         env_id=env.id,
-        name=name or env.label,
+        name=env.label,
         args=env.args,
         model_name=model_name,
         client=client.model_dump(mode="json"),
@@ -44,29 +45,33 @@ def host_settings(
 
 
 def run_settings(config: OrchestratorConfig) -> dict[str, HostSettings]:
-    """Of every environment of a run, by the name of its workers."""
+    """Return the settings of every environment of a run, by the name of its workers."""
     return {
-        name: host_settings(
-            env,
+        name: msgspec.structs.replace(
+            host_settings(
+                env,
+                model_name=config.model.name,
+                client=config.client,
+                trajectory_strategy=config.trajectory_strategy,
+                hash_keys=config.buffer.hash_keys,
+                rollout_timeout_s=config.rollout_timeout_s,
+                log_level=config.log.level,
+            ),
             name=name,
-            model_name=config.model.name,
-            client=config.client,
-            trajectory_strategy=config.trajectory_strategy,
-            hash_keys=config.buffer.hash_keys,
-            rollout_timeout_s=config.rollout_timeout_s,
-            log_level=config.log.level,
         )
         for name, env in config.environments.items()
     }
 
 
 def client_config(settings: HostSettings) -> ClientConfig:
+    """Return the client section that `settings` carries as plain data."""
     return ClientConfig.model_validate(settings.client)
 
 
 def worker_environment(environ: Mapping[str, str], *, settings: Iterable[HostSettings] = ()) -> dict[str, str]:
-    """`environ` for a process that imports environments: without the run's secret, and without the run's credentials except those
-    that one of `settings` keeps or names as the key of a server.
+    """Return `environ` for a process that imports environments, without the run's secret and credentials.
+
+    Credentials stay that one of `settings` keeps or names as the key of a server.
     """
     kept: set[str] = set()
     for each in settings:

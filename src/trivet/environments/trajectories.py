@@ -1,10 +1,11 @@
-"""Turns of a rollout into samples to train on. Pure: tokens in, tokens out.
+"""Joins the turns of a rollout into samples to train on. Pure: tokens in, tokens out.
 
-A turn is what one model request saw and answered. `branching` makes a sample of each turn. `interleaved` continues a sample
-when a prompt starts with exactly its tokens, the newest such sample, and begins a new one where there is none: a broken prefix
-is counted and never trained on as if it were whole. The inference server keeps the tokens of earlier turns wherever the chat
-template allows it (inference/continuation), so a prefix breaks where the template leaves out what was said, such as thinking.
-Only sampled tokens are trained on: what the environment says has no log-probability of a policy that chose it.
+A turn is the prompt and the answer of one model request. `branching` makes a sample of each turn. `interleaved` continues the
+newest sample whose tokens are exactly the start of the prompt, and begins a new sample where there is none: a broken prefix is
+counted and never trained on as if it were whole. The inference server keeps the tokens of earlier turns wherever the chat
+template allows it (inference/continuation), so a prefix breaks where the template leaves out earlier text, such as
+thinking.
+Only sampled tokens are trained on: no policy chose the environment's own tokens, so they have no log-probability.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from trivet.wire.versions import VersionRun, join_versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
+    """The token ids of one model request and of its completion."""
+
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -30,16 +33,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
+    """The samples that the turns of one rollout make."""
+
     samples: list[Sample]
     num_broken_prefixes: int
     """Turns after the first that continue no sample. Always 0 for `branching`."""
 
 
 def to_samples(turns: Sequence[Turn], *, temperature: float, strategy: Literal["interleaved", "branching"]) -> Trajectory:
-    """
+    """Join turns into samples.
+
     Args:
         turns: in order; turns without completion tokens are left out.
-        temperature: that the tokens were sampled at.
+        temperature: at which the tokens were sampled.
     """
     chains: list[list[Turn]] = []
     broken = 0
@@ -60,7 +66,7 @@ def _chain_before(turn: Turn, chains: Sequence[list[Turn]]) -> list[Turn] | None
 
 
 def _continues(previous: Turn, turn: Turn) -> bool:
-    """The completion is compared first: where a prefix breaks, it is there, and prompts are long."""
+    """Compare the completion first: a prefix nearly always breaks there, and prompts are long."""
     prompt, start = turn.prompt_ids, len(previous.prompt_ids)
     end = start + len(previous.completion_ids)
     if len(prompt) < end or list(prompt[start:end]) != list(previous.completion_ids):

@@ -18,7 +18,7 @@ from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.evaluation.evaluate import evaluate, make_task, try_again
-from trivet.evaluation.placement import run_somewhere
+from trivet.evaluation.placement import run_on_least_loaded
 from trivet.evaluation.progress import ProgressView
 from trivet.evaluation.reading import WeightsReader
 from trivet.evaluation.results import TaskRecord, holds_task, require_continuable
@@ -112,7 +112,7 @@ class OfflineEval:
     ) -> Summary:
         retry = self._config.retry
         version = None if self._servers.is_plain else PolicyVersion(target.step)
-        run_group = partial(run_somewhere, run_group=self._pool.run_group, servers=self._servers, version=version)
+        run_group = partial(run_on_least_loaded, run_group=self._pool.run_group, servers=self._servers, version=version)
         return await evaluate(
             task,
             env=name,

@@ -33,7 +33,7 @@ class PlacementServers(Protocol):
     async def is_at_fault(self, root: str) -> bool: ...
 
 
-async def run_somewhere(
+async def run_on_least_loaded(
     request: GroupRequest, *, run_group: RunOnServer, servers: PlacementServers, version: PolicyVersion | None
 ) -> list[Rollout]:
     """On the server with the fewest rollouts; again, on another, when a server or a worker was lost.

@@ -1,4 +1,4 @@
-"""Makes what a batch holds independent of timing: its groups start together, from one policy, and end in the order of ids.
+"""Makes the groups of a batch independent of timing: they start together, from one policy, and end in the order of ids.
 
 A round is what the batch being filled still lacks. The next one starts when every group of the last has ended, so nothing is in
 flight when a policy is loaded or a checkpoint is formed, and the groups, the policy and the state of the sampler are the same

@@ -125,7 +125,7 @@ class _Try:
     number: int
     server: str
     version: PolicyVersion
-    """What the server held at least when it began."""
+    """The policy that the server served when the try began, or a newer one."""
     task: asyncio.Task[None] | None = None
 
 
@@ -187,7 +187,7 @@ class Dispatcher:
         self.step = Step(1)
         """The batch being filled."""
         self.version = PolicyVersion(0)
-        """What the servers hold at least."""
+        """The policy that the servers serve, or a newer one."""
         self.max_in_flight = limits.max_rollouts_in_flight
         """Rollouts; adapted to the servers' load."""
         servers.subscribe(on_down=self.server_down, on_up=self.changed.notify)
@@ -338,7 +338,7 @@ class Dispatcher:
             return  # ended meanwhile, and accounted for
         self._end(attempt)
         if not (lost or error) and _is_older(rollouts, attempt.version):
-            lost = f"the server {attempt.server} answered with an older policy than it held: it was started again"
+            lost = f"the server {attempt.server} answered with an older policy than it served: it was started again"
         if lost:
             self._lost(attempt, lost)
         elif error:

@@ -37,7 +37,7 @@ from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed
 from trivet.transport.port import BatchSender
@@ -122,7 +122,7 @@ class Loop:
             return
         self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)  # requires the policy of the last step
         self.evals.finish(PolicyVersion(self.progress.step))
-        with progress.waiting("the evaluation of the last policy", on="trainer"):
+        with process_report.waiting("the evaluation of the last policy", on="trainer"):
             await evaluating
 
     async def _run_steps(self, dispatching: asyncio.Task[None]) -> None:
@@ -133,7 +133,7 @@ class Loop:
             started = time.monotonic()
             groups = await self._fill(step)
             if groups is None:
-                await self._send_stop(step, unwritten)
+                await self._send_preemption(step, unwritten)
                 return
             # Until the next await this is the moment at which batch and checkpoint were formed.
             part, is_due = self._part(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
@@ -181,22 +181,22 @@ class Loop:
         if is_due:
             with timed(times, "save_ckpt"):
                 await asyncio.to_thread(write_part, self.layout, part, config=self.config)
-        with timed(times, "wait_for_receipt"), progress.waiting(f"the receipt of batch {step}", on="trainer"):
+        with timed(times, "wait_for_receipt"), process_report.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
-        progress.note(step=step)
+        process_report.set_numbers(step=step)
         self.telemetry.write_event(await asyncio.to_thread(write_rollouts, self.layout, step, groups))
         return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
-    async def _send_stop(self, step: Step, part: OrchestratorPart | None) -> None:
+    async def _send_preemption(self, step: Step, part: OrchestratorPart | None) -> None:
         """Instead of batch `step`: the trainer commits the step before with `part`, if it is not committed, and ends."""
         if part is not None:
             await asyncio.to_thread(write_part, self.layout, part, config=self.config)
         logger.info("preempted after batch=%s commits=%s", step - 1, part is not None)
-        with progress.waiting(f"the end of step {step - 1}", on="trainer"):
+        with process_report.waiting(f"the end of step {step - 1}", on="trainer"):
             await self.sender.send(
                 Batch(
                     step=step,
-                    purpose=BatchPurpose.STOP,
+                    purpose=BatchPurpose.PREEMPT,
                     micro_batches=[],
                     group_ids=[],
                     num_rollouts=0,
@@ -205,7 +205,7 @@ class Loop:
             )
 
     def _begin(self, step: Step) -> None:
-        progress.doing(f"filling batch {step}")
+        process_report.begin(f"filling batch {step}")
         self.dispatcher.step = self.watcher.step = step
         self.sampler.begin_step(step)
         self.dispatcher.changed.notify()

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from trivet.config.layout import RunLayout, parse_step
+from trivet.config.layout import RunLayout
 from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.sampling import EvalSamplingConfig
-from trivet.durable import remove_directory
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.evaluation.evaluate import evaluate, make_task
-from trivet.evaluation.placement import PlacementServers, RunOnServer, run_somewhere
+from trivet.evaluation.placement import PlacementServers, RunOnServer, run_on_least_loaded
 from trivet.evaluation.results import holds_task, read_summary
 from trivet.evaluation.scores import Summary, eval_metrics
 from trivet.orchestrator.change_event import ChangeEvent
+from trivet.step_directories import discard_after, list_steps
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
 from trivet.wire.groups import EnvironmentInfo, SamplingArguments
@@ -155,17 +155,15 @@ def _val_series(config: OrchestratorConfig, pool: EnvironmentPool) -> list[Serie
 
 def _last_evaluated(layout: RunLayout, name: str, *, until: PolicyVersion) -> PolicyVersion | None:
     """The newest version, `until` at most, whose evaluation is complete on disk."""
-    found = [step for path in layout.evals.glob("step_*") if (step := parse_step(path.name)) is not None and step <= until]
-    done = [step for step in found if read_summary(layout.evals_step(step, name)) is not None]
+    done = [
+        step for step in list_steps(layout.evals) if step <= until and read_summary(layout.evals_step(step, name)) is not None
+    ]
     return PolicyVersion(max(done)) if done else None
 
 
 def discard_evals_after(layout: RunLayout, version: PolicyVersion) -> None:
     """Remove evaluations of later policies, which will be others when the run reaches them again."""
-    for path in layout.evals.glob("step_*"):
-        found = parse_step(path.name)
-        if found is not None and found > version:
-            remove_directory(path)
+    discard_after(layout.evals, version)
 
 
 class PinnablePolicy(Protocol):
@@ -206,7 +204,7 @@ class OnlineEval:
         """Subscribe to the policies that the servers serve.
 
         Args:
-            digest: of the policy that the servers hold.
+            digest: of the policy that the servers serve.
             run_group: runs it on the server named in the request.
             max_concurrent: rollouts in flight.
         """
@@ -288,7 +286,7 @@ class OnlineEval:
         return await evaluate(
             task,
             env=one.pool_name,
-            run_group=partial(run_somewhere, run_group=self._run_group, servers=self._servers, version=version),
+            run_group=partial(run_on_least_loaded, run_group=self._run_group, servers=self._servers, version=version),
             slots=slots,
             directory=directory,
             does_continue=version != one.repeats and holds_task(directory, task),

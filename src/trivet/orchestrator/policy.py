@@ -1,4 +1,4 @@
-"""Follows published policies: decides which one the servers should hold, has them load it, and tells who waits for it.
+"""Follows published policies: decides which one the servers should serve, and has them serve it.
 
 Consumes `weights/step_N` with STABLE. Produces loads on the servers and a reader's acknowledgement. Waits by polling the shared
 directory, the one channel that works across machines. While somebody pins the policy nothing is loaded.
@@ -16,7 +16,7 @@ from trivet.algorithms.staleness import required_version, target_version
 from trivet.client.server import TargetPolicy
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import WaitTimeout, WeightsError
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.weights.catalog import latest_version
 from trivet.weights.manifest import read_manifest, verify
 from trivet.weights.retention import acknowledge
@@ -65,7 +65,7 @@ class PolicyWatcher:
 
         Args:
             timeout_s: longest time without a policy that the batch being filled requires.
-            on_policy_served: called once the servers hold a new policy.
+            on_policy_served: called once the servers serve a new policy.
         """
         self._layout = layout
         self._servers = servers
@@ -80,7 +80,7 @@ class PolicyWatcher:
         self.step = Step(1)
         """The batch being filled."""
         self.version = START_VERSION
-        """What every server that takes rollouts holds, or a newer one while a load is under way."""
+        """The policy of every server that takes rollouts, or a newer one while a load is under way."""
         self.digest = ""
         """Of the weights of `version`."""
         self.last_load_s = 0.0
@@ -102,11 +102,11 @@ class PolicyWatcher:
             latest = latest_version(self._layout) or START_VERSION
             if self.version >= required:
                 if waited_s:
-                    progress.doing(f"filling batch {self.step}")
+                    process_report.begin(f"filling batch {self.step}")
                 waited_s = 0.0
             elif latest < required:  # and not merely pinned
                 if not waited_s:
-                    progress.wait_for(f"policy {required}", on="trainer")
+                    process_report.begin_waiting(f"policy {required}", on="trainer")
                 waited_s += self._clock() - asked_at
             asked_at = self._clock()
             if waited_s > self._timeout_s:
@@ -161,10 +161,10 @@ class PolicyWatcher:
         """Start from version 0.
 
         Args:
-            reload: have servers that hold something else go back to the start weights; else they are refused.
+            reload: have servers that serve something else go back to the start weights; else they are refused.
 
         Raises:
-            InferenceError: a server failed, or holds another policy.
+            InferenceError: a server failed, or serves another policy.
         """
         start = TargetPolicy(version=START_VERSION, digest=None, directory=None)
         self._loaded(await self._servers.ensure_policy_on_all(start, reset=reload))

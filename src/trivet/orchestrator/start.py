@@ -18,7 +18,7 @@ from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.errors import ConfigError, EnvironmentLoadError
+from trivet.errors import EnvironmentLoadError
 from trivet.orchestrator.assembly import RunContext, make_loop
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
@@ -29,7 +29,7 @@ from trivet.orchestrator.sampler import SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher
 from trivet.secret import RunSecret, find_secret
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
@@ -67,10 +67,10 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     if part.progress.step:
         discard_evals_after(layout, PolicyVersion(part.progress.step))
     pool.report_to(telemetry.write_event)
-    progress.ask_workers(pool.status)
+    process_report.set_worker_source(pool.status)
     reason = "failed"
     loop: Loop | None = None
-    progress.wait_for("servers that answer", on="inference")
+    process_report.begin_waiting("servers that answer", on="inference")
     try:
         async with _servers(config, telemetry) as servers, open_teacher(config) as teacher, _sender(config) as sender:
             loop = make_loop(
@@ -86,11 +86,11 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
                 )
             )
             _report_numbers(loop)
-            progress.wait_for("a policy to start from", on="trainer")
+            process_report.begin_waiting("a policy to start from", on="trainer")
             await _ensure_first_policy(loop, config)
             if teacher is not None:
                 await _check_teacher(teacher, loop, config, pool, servers)
-            progress.wait_for("the self-check to be received", on="trainer")
+            process_report.begin_waiting("the self-check to be received", on="trainer")
             await _send_self_check(loop, config, pool, servers)
             on_loop(loop)
             await loop.run()
@@ -104,7 +104,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
 
 
 def _report_numbers(loop: Loop) -> None:
-    progress.ask_numbers(
+    process_report.set_number_source(
         lambda: {
             "policy_version": loop.watcher.version,
             "num_ready": loop.buffer.num_ready,
@@ -154,10 +154,6 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
         )
     step = resolve_resume_step(layout, config.ckpt.resume_step)
     part = read_part(layout, step, rollouts_per_example=config.rollouts_per_example)
-    if config.max_steps is not None and config.max_steps <= step:
-        raise ConfigError(
-            f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
-        )
     if config.ckpt.skip_progress:
         part.progress = RunTotals(step=step)
     logger.info(
@@ -217,7 +213,7 @@ def _client(
 async def _check_teacher(
     teacher: Teacher, loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool
 ) -> None:
-    progress.wait_for("a teacher that answers", on="teacher")
+    process_report.begin_waiting("a teacher that answers", on="teacher")
     await teacher.wait_ready()
     messages = [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in loop.sampler.preview(1)]
     policy = _client(config.client, servers.roots[0])
@@ -276,7 +272,7 @@ async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: Environ
     """
     is_comparable = loop.watcher.version == loop.progress.step
     if not is_comparable:
-        logger.info("self-check left out: the servers hold policy %s as they did before", loop.watcher.version)
+        logger.info("self-check left out: the servers serve policy %s as they did before", loop.watcher.version)
     draws = loop.sampler.preview(config.self_check_rollouts if is_comparable else 0)
     client = config.client
     clients = [

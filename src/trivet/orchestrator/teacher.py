@@ -111,7 +111,7 @@ class Teacher:
         """Return the teacher's log-probability of each token of `sample`, float32 [T], 0 where it is not trained on.
 
         Raises:
-            RolloutFailed: no server answered, or the teacher holds a token for impossible.
+            RolloutFailed: no server answered, or the teacher treats a token as impossible.
         """
         started = time.monotonic()
         token_ids: list[int] = sample.token_ids_T.tolist()

@@ -45,9 +45,9 @@ class BatchPurpose(StrEnum):
     TRAIN = "train"
     SELF_CHECK = "self_check"
     """A handful of sampled tokens sent before the first batch: the trainer compares log-probabilities and trains nothing."""
-    STOP = "stop"
-    """Sent instead of a batch when the run is asked to make room: the trainer commits the step before, whose other part is on
-    disk if `has_orchestrator_part`, and ends."""
+    PREEMPT = "stop"
+    """Sent instead of a batch when the run is preempted: the trainer commits the step before, and ends. The other part of that
+    checkpoint is on disk if `has_orchestrator_part`."""
 
 
 class Batch(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ import pytest
 from trivet.checkpoints.commit import (
     commit,
     committed_steps,
-    discard_later,
+    discard_checkpoints_after,
     discard_staging,
     resolve_resume_step,
     verify_checkpoint,
@@ -124,7 +124,7 @@ def test_going_back_removes_later_and_uncommitted_steps(layout):
         write_checkpoint(layout, step)
     write_part(layout, 8, ORCHESTRATOR)
     (layout.checkpoint_step(2) / COMMITTED).unlink()
-    discard_later(layout, 4)
+    discard_checkpoints_after(layout, 4)
     discard_staging(layout)
     assert [path.name for path in layout.checkpoints.iterdir()] == ["step_4"]
     verify_checkpoint(layout, 4)
@@ -133,12 +133,12 @@ def test_going_back_removes_later_and_uncommitted_steps(layout):
 def test_a_part_that_the_other_role_may_be_writing_stays(layout):
     write_checkpoint(layout, 2)
     write_part(layout, 4, ORCHESTRATOR)
-    discard_later(layout, 2)
+    discard_checkpoints_after(layout, 2)
     assert is_part_done(layout, 4, ORCHESTRATOR)
 
 
 def test_going_back_without_checkpoints_does_nothing(layout):
-    discard_later(layout, 0)
+    discard_checkpoints_after(layout, 0)
     discard_staging(layout)
     assert not layout.checkpoints.exists()
 

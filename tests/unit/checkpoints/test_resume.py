@@ -79,7 +79,7 @@ def test_a_checkpoint_without_the_roles_part_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_resume_with_nothing_left_to_do_is_refused(layout: RunLayout) -> None:
-    with pytest.raises(ResumeError, match=r"max_steps \(4\) is not above the step resumed from \(4\)"):
+    with pytest.raises(ResumeError, match=r"max_steps \(4\) must be above the step resumed from \(4\)"):
         choose_resume_step(trainer(layout, max_steps=4))
 
 

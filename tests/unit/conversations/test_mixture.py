@@ -1,4 +1,4 @@
-"""Mixtures of sources, and which rows a step takes."""
+"""Mixtures of sources, and which records a step takes."""
 
 import json
 from pathlib import Path
@@ -48,10 +48,12 @@ def test_a_subset_may_have_a_split_of_its_own_and_one_place_several(sources: str
 @pytest.mark.parametrize("probabilities", [None, [0.2, 0.5, 0.3]])
 def test_a_mixture_is_that_of_datasets(strategy, probabilities: list[float] | None) -> None:
     lengths = [30, 7, 50]
-    tables = [Dataset.from_dict({"x": [f"{source}/{row}" for row in range(length)]}) for source, length in enumerate(lengths)]
+    tables = [
+        Dataset.from_dict({"x": [f"{source}/{record}" for record in range(length)]}) for source, length in enumerate(lengths)
+    ]
     expected = interleave_datasets(tables, probabilities=probabilities, seed=5, stopping_strategy=strategy)["x"]
-    source_N, row_N = interleave(lengths, probabilities=probabilities, seed=5, stopping_strategy=strategy)
-    assert [f"{source}/{row}" for source, row in zip(source_N, row_N, strict=True)] == list(expected)
+    source_N, record_N = interleave(lengths, probabilities=probabilities, seed=5, stopping_strategy=strategy)
+    assert [f"{source}/{record}" for source, record in zip(source_N, record_N, strict=True)] == list(expected)
 
 
 def test_chances_are_those_asked_for_and_follow_the_seed() -> None:
@@ -65,27 +67,27 @@ def test_chances_are_those_asked_for_and_follow_the_seed() -> None:
     assert abs(first.mean() - 0.2) < 0.03
 
 
-def test_a_row_without_a_conversation_is_named_before_the_start(tmp_path: Path) -> None:
+def test_a_record_without_a_conversation_is_named_before_the_start(tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl", ["x"] * 150)
     with (tmp_path / "data.jsonl").open("a") as file:
         file.write('{"text": "y"}\n')
-    with pytest.raises(ConfigError, match=r"data\.name: row 150 of .*data\.jsonl has the columns text; it needs"):
+    with pytest.raises(ConfigError, match=r"data\.name: record 150 of .*data\.jsonl has the columns text; it needs"):
         open_data(ConversationsConfig(name=str(tmp_path / "data.jsonl")), seed=0, key="data")
 
 
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(1, 6))
-def test_every_epoch_takes_each_row_once(batch_size: int, num_rows: int, epochs: int) -> None:
-    num_steps = -(-num_rows * epochs // batch_size)
+def test_every_epoch_takes_each_record_once(batch_size: int, num_records: int, epochs: int) -> None:
+    num_steps = -(-num_records * epochs // batch_size)
     drawn = [
         index
         for step in range(1, num_steps + 1)
-        for index in step_indices(step, batch_size=batch_size, num_rows=num_rows, seed=3, does_shuffle=True)
+        for index in step_indices(step, batch_size=batch_size, num_records=num_records, seed=3, does_shuffle=True)
     ]
     for epoch in range(epochs):
-        assert sorted(drawn[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+        assert sorted(drawn[epoch * num_records : (epoch + 1) * num_records]) == list(range(num_records))
 
 
 def test_epochs_have_orders_of_their_own_and_no_shuffle_keeps_the_files() -> None:
-    orders = [step_indices(step, batch_size=50, num_rows=50, seed=0, does_shuffle=True) for step in (1, 2)]
+    orders = [step_indices(step, batch_size=50, num_records=50, seed=0, does_shuffle=True) for step in (1, 2)]
     assert orders[0] != orders[1]
-    assert step_indices(2, batch_size=3, num_rows=5, seed=0, does_shuffle=False) == [3, 4, 0]
+    assert step_indices(2, batch_size=3, num_records=5, seed=0, does_shuffle=False) == [3, 4, 0]

@@ -11,26 +11,26 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from trivet.conversations.sources import open_source
 from trivet.errors import ConfigError
 
-ROWS = [{"prompt": "ab", "completion": "ba"}, {"prompt": "xy", "completion": "yx"}]
+RECORDS = [{"prompt": "ab", "completion": "ba"}, {"prompt": "xy", "completion": "yx"}]
 
 
-def write(path: Path, rows=ROWS) -> str:
+def write(path: Path, records=RECORDS) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
     return str(path)
 
 
 # datasets before 5.2 leaves the file of a CSV to the garbage collector: harmless, but pytest makes the warning an error.
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*data.csv:pytest.PytestUnraisableExceptionWarning")
-def test_every_kind_of_place_holds_the_same_rows(tmp_path: Path) -> None:
+def test_every_kind_of_place_holds_the_same_records(tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl")
     write(tmp_path / "files" / "train.jsonl")
     write(tmp_path / "subsets" / "one" / "train.jsonl")
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "plain")
-    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "split")
+    Dataset.from_list(RECORDS).save_to_disk(tmp_path / "plain")
+    DatasetDict({"train": Dataset.from_list(RECORDS)}).save_to_disk(tmp_path / "split")
     (tmp_path / "table").mkdir()
-    Dataset.from_list(ROWS).to_parquet(tmp_path / "table" / "train.parquet")
-    Dataset.from_list(ROWS).to_csv(tmp_path / "data.csv")
+    Dataset.from_list(RECORDS).to_parquet(tmp_path / "table" / "train.parquet")
+    Dataset.from_list(RECORDS).to_csv(tmp_path / "data.csv")
     (arrow,) = (tmp_path / "plain").glob("*.arrow")
     for name, subset in (
         ("data.jsonl", None),
@@ -43,21 +43,21 @@ def test_every_kind_of_place_holds_the_same_rows(tmp_path: Path) -> None:
         (f"plain/{arrow.name}", None),
         ("data.csv", None),
     ):
-        assert list(open_source(str(tmp_path / name), subset=subset)) == ROWS
+        assert list(open_source(str(tmp_path / name), subset=subset)) == RECORDS
 
 
 def test_a_split_is_a_file_of_its_name_and_may_be_cut(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"n": number} for number in range(40)])
     write(tmp_path / "test.jsonl", [{"n": 99}])
     name = str(tmp_path)
-    assert [row["n"] for row in open_source(name, split="test")] == [99]
-    assert [row["n"] for row in open_source(name, split="train[:5%]")] == [0, 1]
-    assert [row["n"] for row in open_source(name, split="train[5%:]")] == list(range(2, 40))
-    assert [row["n"] for row in open_source(name, split="train[-3:]")] == [37, 38, 39]
+    assert [record["n"] for record in open_source(name, split="test")] == [99]
+    assert [record["n"] for record in open_source(name, split="train[:5%]")] == [0, 1]
+    assert [record["n"] for record in open_source(name, split="train[5%:]")] == list(range(2, 40))
+    assert [record["n"] for record in open_source(name, split="train[-3:]")] == [37, 38, 39]
 
 
 def write_subsets(root: Path) -> dict[str, dict[str, str]]:
-    """Parquet files by subset and split, whose rows name both."""
+    """Parquet files by subset and split, whose records name both."""
     files: dict[str, dict[str, str]] = {subset: {} for subset in ("easy", "hard")}
     for subset, by_split in files.items():
         for split in ("train", "test"):
@@ -111,21 +111,21 @@ def test_subsets_of_a_data_set_that_describes_them_are_not_taken_for_its_directo
 
 
 def test_a_subset_of_what_was_saved_without_any_is_refused(tmp_path: Path) -> None:
-    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "data")
+    DatasetDict({"train": Dataset.from_list(RECORDS)}).save_to_disk(tmp_path / "data")
     with pytest.raises(ConfigError, match=r"has no subset 'math'; remove data.subsets"):
         open_source(str(tmp_path / "data"), subset="math")
 
 
-def test_keys_that_only_other_rows_have_are_not_there(tmp_path: Path) -> None:
+def test_keys_that_only_other_records_have_are_not_there(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    rows = [{"messages": [{"role": "user", "content": "x"}, call]}, {"messages": [{"role": "assistant", "content": "y"}]}]
-    Dataset.from_list(rows).save_to_disk(tmp_path / "data")
-    assert list(open_source(str(tmp_path / "data"))) == rows
+    records = [{"messages": [{"role": "user", "content": "x"}, call]}, {"messages": [{"role": "assistant", "content": "y"}]}]
+    Dataset.from_list(records).save_to_disk(tmp_path / "data")
+    assert list(open_source(str(tmp_path / "data"))) == records
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "holds no rows"), ('{"a": 1}\n{broken', "line 2, is not JSON"), ("[1]", "line 1, must be a JSON object")],
+    [("", "holds no records"), ('{"a": 1}\n{broken', "line 2, is not JSON"), ("[1]", "line 1, must be a JSON object")],
 )
 def test_bad_files_are_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "data.jsonl").write_text(content)
@@ -136,10 +136,10 @@ def test_bad_files_are_named(tmp_path: Path, content: str, message: str) -> None
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_json_file_may_be_one_list(tmp_path: Path, indent: int | None) -> None:
     path = tmp_path / "data.json"
-    path.write_text("\n" + json.dumps(ROWS, indent=indent))
-    assert list(open_source(str(path))) == ROWS
+    path.write_text("\n" + json.dumps(RECORDS, indent=indent))
+    assert list(open_source(str(path))) == RECORDS
     path.write_text("[1, {}]")
-    with pytest.raises(ConfigError, match=r"data.json, row 1 of the list, must be a JSON object, got '1'"):
+    with pytest.raises(ConfigError, match=r"data.json, record 1 of the list, must be a JSON object, got '1'"):
         open_source(str(path))
     path.write_text("[{},")
     with pytest.raises(ConfigError, match=r"data\.json is not JSON"):
@@ -154,8 +154,8 @@ def test_a_file_that_is_no_text_is_named_with_the_endings_of_tables(tmp_path: Pa
 
 def test_a_split_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
     write(tmp_path / "files" / "train.jsonl")
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "plain")
-    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "split")
+    Dataset.from_list(RECORDS).save_to_disk(tmp_path / "plain")
+    DatasetDict({"train": Dataset.from_list(RECORDS)}).save_to_disk(tmp_path / "split")
     for name, message in (
         ("files", "has the splits train, and no 'test'"),
         ("split", "has the splits train, and no 'test'"),

@@ -7,13 +7,14 @@ import pytest
 
 from support.groups import make_draw, make_examples, make_group
 from trivet.checkpoints.commit import commit
+from trivet.checkpoints.orchestrator_part import read_owed_groups
 from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.sections.curriculum import BufferConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_owed, read_part, write_part
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part, write_part
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.wire.codec import encode
 from trivet.wire.versions import Step
@@ -48,8 +49,8 @@ def test_what_is_written_is_read_back(layout: RunLayout) -> None:
     found = read_part(layout, Step(3), rollouts_per_example=2)
     assert (found.sampler, found.progress, found.buffer.in_flight) == (part.sampler, part.progress, part.buffer.in_flight)
     assert [parked.example_hash for parked in found.sampler.parked["toy"]]
-    owed = read_owed(layout, Step(3))
-    assert (owed.next_group_id, owed.ready, owed.in_flight) == (1, [4], [5])
+    owed = read_owed_groups(layout, Step(3))
+    assert (owed.next_group_id, owed.ready, owed.in_flight) == (1, {4}, {5})
 
 
 def test_another_group_size_is_refused_with_both_values(layout: RunLayout) -> None:

@@ -159,7 +159,7 @@ def test_a_preempted_run_writes_the_part_of_the_last_batch_and_says_stop(tmp_pat
     batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=3)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_part) for batch in batches[2:]] == [
         (3, BatchPurpose.TRAIN, False),
-        (4, BatchPurpose.STOP, True),
+        (4, BatchPurpose.PREEMPT, True),
     ]
     layout = RunLayout(tmp_path)
     commit_with_a_trainer_part(layout, 3)
@@ -174,7 +174,7 @@ def test_a_run_preempted_after_a_checkpoint_writes_no_other(tmp_path):
     batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=2)
     assert [(batch.step, batch.purpose, batch.has_orchestrator_part) for batch in batches[1:]] == [
         (2, BatchPurpose.TRAIN, True),
-        (3, BatchPurpose.STOP, False),
+        (3, BatchPurpose.PREEMPT, False),
     ]
 
 
@@ -205,7 +205,7 @@ def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_fligh
     assert part.buffer.in_flight_ids[:2] == [1, 3]
     assert again[: len(part.buffer.in_flight)] == part.buffer.in_flight_ids
     assert not trained & set(later)
-    assert set(range(part.next_group_id)) == trained | set(waiting) | set(part.buffer.in_flight_ids)
+    assert set(range(part.sampler.next_group_id)) == trained | set(waiting) | set(part.buffer.in_flight_ids)
 
 
 def test_groups_not_started_again_yet_are_in_the_next_checkpoint_too(tmp_path):

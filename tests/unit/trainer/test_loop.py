@@ -19,7 +19,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, ConfigError, DiskFull, Diverged, ResumeError, TrivetError
 from trivet.telemetry.events import read_events
-from trivet.trainer import loop, session
+from trivet.trainer import loop, policy_publisher
 from trivet.trainer.loop import check_batch, run
 from trivet.trainer.main import open_receiver
 from trivet.trainer.rows import to_tensors
@@ -173,13 +173,13 @@ def test_several_iterations_update_several_times_on_one_batch(tiny_model: Path, 
     assert metrics_of(twice)[0]["mismatch_kl/mean"] != metrics_of(once)[0]["mismatch_kl/mean"]
 
 
-def test_a_run_that_makes_room_commits_the_last_step_and_ends(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+def test_a_run_that_is_preempted_commits_the_last_step_and_ends(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
 
     def prepare() -> dict[int, Batch]:
         batches = make_batches(layout, last=3, parts=(3,))
-        batches[3].has_orchestrator_part = False  # it was not due; the part was written when the run was asked to make room
-        return batches | {4: make_batch(4, [], BatchPurpose.STOP, has_part=True)}
+        batches[3].has_orchestrator_part = False  # it was not due; the part was written when the run was preempted
+        return batches | {4: make_batch(4, [], BatchPurpose.PREEMPT, has_part=True)}
 
     run_loop(make_config(tiny_model, tmp_path), world, prepare)
     assert committed_steps(layout) == [3]
@@ -288,7 +288,7 @@ def let_policies_wait(monkeypatch: pytest.MonkeyPatch, *, step_taken: Callable[[
         step_taken(step, permits.release)
         return result
 
-    monkeypatch.setattr(session, "publish", wait_and_publish)
+    monkeypatch.setattr(policy_publisher, "publish", wait_and_publish)
     monkeypatch.setattr(loop, "train_step", take_step)
 
 
@@ -334,7 +334,7 @@ def test_a_step_whose_policy_could_not_be_written_is_not_committed(
             raise OSError(errno.ENOSPC, "No space left on device")
         return publish(layout, version=version, **given)
 
-    monkeypatch.setattr(session, "publish", refuse_the_third)
+    monkeypatch.setattr(policy_publisher, "publish", refuse_the_third)
     config, receiver = make_config(tiny_model, tmp_path, max_async_level=max_async_level), PreparedBatches({})
 
     def make_receiver(_: Step) -> PreparedBatches:

@@ -1,6 +1,6 @@
 """Finds the installed environment packages from metadata and source text. Imports no environment; `import_check` does that.
 
-A package is an environment when trivet does not itself run on it, and either one of its modules names `load_environment` or
+A package is an environment when trivet does not itself depend on it, and either one of its modules names `load_environment` or
 it requires verifiers. The second half keeps a package in the list that is broken or re-exports the function by `*`.
 """
 
@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit
 from packaging.utils import canonicalize_name
 
 from trivet.dependencies import InstalledPackage, InstalledPackages, find_project_packages
+from trivet.environments.packages.installed import LOADER
 
-LOADER = "load_environment"
 _MAX_SOURCE_BYTES = 4 << 20
 """A larger module is not parsed. Sources of environments have a few thousand lines; generated tables may have millions."""
 
@@ -32,6 +32,7 @@ class PackageOrigin:
     """A path, or an address without its credentials; empty for an index."""
 
     def describe(self, *, base: Path) -> str:
+        """Return the kind and the location in one line."""
         return f"{self.kind} {self.describe_location(base=base)}".rstrip()
 
     def describe_location(self, *, base: Path) -> str:
@@ -42,10 +43,12 @@ class PackageOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentPackage:
+    """An installed package that has an environment."""
+
     name: str
     version: str
     module: str
-    """What is imported; its name with dashes is the `id` in a configuration."""
+    """The module to import; its name with dashes is the `id` in a configuration."""
     origin: PackageOrigin
     required_by: tuple[str, ...] = ()
     """Other environments that require it."""
@@ -90,7 +93,7 @@ def read_origin(direct_url: str | None) -> PackageOrigin:
 
 
 def names_loader(source: str) -> bool:
-    """Whether a module's source binds `load_environment` at its top level: defines, imports or assigns it."""
+    """Return whether a module's source binds `load_environment` at its top level: defines, imports or assigns it."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from trivet.environments.packages.installed import LOADER
 from trivet.environments.settings import worker_environment
 from trivet.lifetime import module_command, tied_command
 
-_LOADER = "load_environment"
 _IMPORT_TIMEOUT_S = 120.0
 """For all modules of one process. verifiers alone takes 5 to 20 s on two busy cores."""
 
@@ -70,18 +70,19 @@ def find_problem(module: str) -> str:
     except (Exception, SystemExit) as exc:  # noqa: BLE001  # whatever an environment raises is reported with its name
         message = " ".join(str(exc).split())
         return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
-    if not callable(getattr(loaded, _LOADER, None)):
-        return f"the module {module} has no {_LOADER}, by which environments are loaded"
+    if not callable(getattr(loaded, LOADER, None)):
+        return f"the module {module} has no {LOADER}, by which environments are loaded"
     return ""
 
 
 def main() -> None:
+    """Import the modules named on the command line and append an answer for each to a file."""
     answers, *modules = sys.argv[1:]
     with Path(answers).open("a") as file:
         for module in modules:
             file.write(json.dumps([module, find_problem(module)]) + "\n")
             file.flush()
-    os._exit(0)  # whatever threads the environments have started
+    os._exit(0)  # does not wait for threads that the environments have started
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""Whether an environment is installed, and the command that installs it. Imports no environment and no verifiers."""
+"""Checks that an environment is installed, and names the command that installs it. Imports no environment and no verifiers."""
 
 import importlib.util
 from pathlib import Path
 
 from trivet.errors import EnvironmentLoadError
 
+LOADER = "load_environment"
+"""The function of an environment's module that verifiers calls."""
+
 
 def require_installed(env_id: str, *, environments_dir: Path = Path("environments")) -> None:
-    """
+    """Check that the module of `env_id` can be found.
+
     Raises:
-        EnvironmentLoadError: there is no module for `env_id`; says how to install it, from this checkout when it is there.
+        EnvironmentLoadError: there is none; the message says how to install it, from this checkout when it is there.
     """
     package = env_id.split("/")[-1]
     module = package.replace("-", "_")

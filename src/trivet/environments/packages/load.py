@@ -1,4 +1,4 @@
-"""Loads verifiers environments; what a user's load_environment raises becomes one error that names it."""
+"""Loads verifiers environments. Whatever a user's load_environment raises becomes one error that names the environment."""
 
 import traceback
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ _TRACEBACK_LINES = 8
 
 
 def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard | None = None) -> EnvironmentHost:
-    """On the main thread: verifiers installs signal handlers.
+    """Load the environment that `settings` name. Call it on the main thread: verifiers installs signal handlers.
 
     Args:
-        environ: holds the servers' keys.
-        stages: where groups say what they are doing.
+        environ: has the servers' keys.
+        stages: records what each group is doing.
 
     Raises:
         EnvironmentLoadError: the package is not installed, or its load_environment raised.
@@ -58,7 +58,8 @@ def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: Sta
 
 
 def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.Environment:
-    """
+    """Call the `load_environment` of `env_id` with `args`.
+
     Raises:
         EnvironmentLoadError: the package is not installed, or its load_environment raised.
     """
@@ -82,7 +83,7 @@ def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.E
 
 
 def traceback_tail(error: EnvironmentLoadError, args: Mapping[str, Any]) -> str:
-    """The last lines of where the user's own code was, for the end of a message, without the secrets in its arguments."""
+    """Return the last lines of the traceback of the user's own code, without the secrets in its arguments."""
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__

@@ -1,7 +1,7 @@
-"""Loads environments in a process of its own and says what is wrong with them: `python -m trivet.environments.packages.probe`.
+"""Loads environments in a process of its own, to find what is wrong with them before a run starts.
 
-Commands call `require_loadable` before they start anything: user code is never imported into a launcher. All environments
-of a run are loaded in one process, so what they share is imported once.
+Commands call `require_loadable`, which starts `python -m trivet.environments.packages.probe`: user code is never imported into a
+launcher. All environments of a run are loaded in one process, so what they share is imported once.
 """
 
 import os
@@ -25,16 +25,18 @@ from trivet.wire.workers import HostSettings
 _STDERR_LINES = 15
 
 
-class Wanted(msgspec.Struct, kw_only=True):
+class ProbeTarget(msgspec.Struct, kw_only=True):
+    """An environment to load, and what its data is for."""
+
     settings: HostSettings
     is_trained: bool
-    """It needs examples to train on; else to evaluate on."""
+    """Its data must have examples to train on; otherwise, examples to evaluate on."""
 
 
 class _Request(msgspec.Struct):
-    environments: list[Wanted]
+    environments: list[ProbeTarget]
     nonce: str
-    """Random, and given back with the verdict: what an environment prints by accident is not taken for one."""
+    """Random, and repeated in the verdict, so that nothing an environment prints by accident is read as a verdict."""
 
 
 class _Verdict(msgspec.Struct):
@@ -43,13 +45,11 @@ class _Verdict(msgspec.Struct):
     problems: list[str] = []
 
 
-def require_loadable(wanted: Sequence[Wanted], *, timeout_s: float) -> dict[str, EnvironmentInfo]:
-    """
-    Returns:
-        What is known of each environment, by name.
+def require_loadable(wanted: Sequence[ProbeTarget], *, timeout_s: float) -> dict[str, EnvironmentInfo]:
+    """Load every environment and return what is known of each, by name.
 
     Raises:
-        EnvironmentLoadError: one or more cannot be loaded or have no data; names them all.
+        EnvironmentLoadError: one or more cannot be loaded or have no data; the message names them all.
     """
     nonce = secrets.token_hex()
     try:
@@ -85,12 +85,12 @@ def require_loadable(wanted: Sequence[Wanted], *, timeout_s: float) -> dict[str,
     return verdict.infos
 
 
-def _names(wanted: Sequence[Wanted]) -> str:
+def _names(wanted: Sequence[ProbeTarget]) -> str:
     return ", ".join(repr(each.settings.name) for each in wanted)
 
 
-def _look(request: _Request) -> _Verdict:
-    # What this imports is the environments' world, which the process that asks has no need of.
+def _probe(request: _Request) -> _Verdict:
+    # Late, because it imports verifiers, which the process that asks does not need.
     with without_collections():
         from trivet.environments.packages.load import load_host, traceback_tail
 
@@ -111,13 +111,14 @@ def _look(request: _Request) -> _Verdict:
 
 
 def main() -> None:
+    """Read a request from stdin and write the verdict to stdout."""
     request = decode(sys.stdin.buffer.read(), _Request)
     answer = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what environments print must not be taken for the answer
-    verdict = _look(request)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what environments print must not end up in the answer
+    verdict = _probe(request)
     with os.fdopen(answer, "wb") as out:
         out.write(encode(verdict))
-    os._exit(0)  # whatever threads the environments have started
+    os._exit(0)  # does not wait for threads that the environments have started
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Messages between a pool and a worker, over a socket pair: a length of eight bytes, then an encoded struct.
+"""Carries messages between a pool and a worker over a socket pair: a length of eight bytes, then an encoded struct.
 
-A socket pair has no name that another process could find, and its end is seen at once when the other side is gone.
+A socket pair has no name that another process could find, and each side notices at once when the other is gone.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from trivet.errors import MessageRefused
 from trivet.wire.codec import decode, encode
 
 MAX_MESSAGE_BYTES = 256 * 2**20
+"""A longer message is refused by both sides: a wrong length must not make the receiver fill its memory."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -22,7 +23,8 @@ _BUFFER_BYTES = 2**20
 
 
 class Channel:
-    """
+    """One side of the connection between a pool and a worker.
+
     >>> channel = await Channel.open(sock)
     >>> await channel.send(Order(body=Cancel(call_id=3)))
     >>> answer = await channel.receive(Answer)  # None when the other side is gone
@@ -35,25 +37,26 @@ class Channel:
 
     @classmethod
     async def open(cls, sock: socket.socket) -> "Channel":
-        """Takes `sock` over."""
+        """Take over `sock`."""
         return cls(*await asyncio.open_unix_connection(sock=sock, limit=_BUFFER_BYTES))
 
     async def send(self, message: msgspec.Struct) -> None:
-        """
+        """Send `message`, and wait while the other side is behind.
+
         Raises:
-            MessageRefused: it is too large.
+            MessageRefused: the message is too large.
             OSError: the other side is gone.
         """
         self._writer.write(pack_message(message))
         await self._writer.drain()
 
     def post(self, message: msgspec.Struct) -> None:
-        """As `send`, without waiting: for small messages to a side that may be gone, whose end `receive` tells."""
+        """Send a small message without waiting. If the other side is gone it is dropped, and `receive` reports the end."""
         if not self._writer.is_closing():
             self._writer.write(pack_message(message))
 
     async def receive(self, kind: type[StructT]) -> StructT | None:
-        """The next message; None when the other side is gone. Arrays in it are views of its bytes.
+        """Return the next message; None when the other side is gone. Arrays in it are views of its bytes.
 
         Raises:
             MessageRefused: the bytes are not a `kind`, or are more than a message may have.
@@ -66,7 +69,7 @@ class Channel:
         return decode(data, kind)
 
     async def aclose(self) -> None:
-        """The other side sees the end. May be called again."""
+        """Close this side; the other side sees the end. May be called again."""
         self._writer.close()
         try:
             await self._writer.wait_closed()
@@ -75,7 +78,8 @@ class Channel:
 
 
 def pack_message(message: msgspec.Struct) -> bytes:
-    """
+    """Return the bytes of `message` on the wire.
+
     Raises:
         MessageRefused: it is too large.
     """
@@ -99,7 +103,7 @@ def _require_fits(num_bytes: int) -> None:
 
 
 def receive_blocking(sock: socket.socket, kind: type[StructT]) -> StructT | None:
-    """As `Channel.receive`, before there is an event loop."""
+    """Receive a message as `Channel.receive` does, before there is an event loop."""
     header = _receive_exactly(sock, _LENGTH.size)
     if header is None:
         return None

@@ -1,8 +1,8 @@
-"""A worker process: one environment, many groups at a time on its own event loop.
+"""Runs one environment in a worker process: many groups at a time on its own event loop.
 
-Started by `worker_process` as `python -m trivet.environments.workers.main --channel FD --pulse FD`, tied to the pool's process.
-Orders come in and answers go out over the channel; a thread sends pulses over another socket, which go on while the loop is
-blocked. It ends when the pool closes the channel.
+Started by `workers.process` as `python -m trivet.environments.workers.main --channel FD --pulse FD`, tied to the pool's process.
+Orders come in and answers go out over the channel. A thread sends pulses over another socket, which go on while the loop is
+blocked. The process ends when the pool closes the channel.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
 from trivet.imports import without_collections
 from trivet.lifetime import tie_forks
 from trivet.loop_lag import LoopLag
+from trivet.noisy_loggers import quiet_noisy_loggers
 from trivet.shown_text import printable
 from trivet.stacks import show_stacks_on_signal, show_tasks_on_signal
 from trivet.wire.codec import encode
@@ -48,10 +49,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_PULSE_LAGS = 100
+"""Measurements of lag in one pulse. Ten are made a second; after a longer block the older ones are dropped."""
 
 
 class Worker:
-    """Answers orders until the channel ends."""
+    """Carries out the orders of the pool until the channel ends."""
 
     def __init__(self, host: "EnvironmentHost", *, lag: LoopLag) -> None:
         self._host = host
@@ -60,6 +62,7 @@ class Worker:
         self._pid = os.getpid()
 
     async def serve(self, sock: socket.socket) -> None:
+        """Answer every order that comes over `sock`, each in a task of its own, until the pool closes it."""
         show_tasks_on_signal()
         channel = await Channel.open(sock)
         await channel.send(WorkerAnswer(body=EnvironmentLoaded(info=self._host.info)))
@@ -83,27 +86,27 @@ class Worker:
 
     async def _answer(self, asked: RunGroupOrder | AskPrompt, channel: Channel) -> None:
         try:
-            answer = await self._carry_out(asked)
+            answer = await self._execute(asked)
             self._leave_if_forked()
             try:
                 await channel.send(answer)
             except MessageRefused as exc:
                 await channel.send(_failure(asked.call_id, exc))
         except OSError:
-            return  # the pool is gone, and `serve` is about to see it
+            return  # the pool is gone; `serve` is about to notice
 
     def _leave_if_forked(self) -> None:
-        """A child that user code forked, and that came back from it, has nothing to do here."""
+        """End this process if it is a child that user code forked and that returned from there: the parent does its work."""
         if os.getpid() != self._pid:
             os._exit(0)
 
-    async def _carry_out(self, asked: RunGroupOrder | AskPrompt) -> WorkerAnswer:
+    async def _execute(self, asked: RunGroupOrder | AskPrompt) -> WorkerAnswer:
         try:
             if isinstance(asked, AskPrompt):
                 messages = self._host.prompt(split=asked.split, example_id=asked.example_id)
                 return WorkerAnswer(body=PromptFound(call_id=asked.call_id, messages=messages))
             return WorkerAnswer(body=GroupDone(call_id=asked.call_id, rollouts=await self._host.run_group(asked.request)))
-        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # the user's code costs its own group alone
+        except (Exception, SystemExit, KeyboardInterrupt) as exc:  # an error of the user's code fails its own group alone
             if not isinstance(exc, RolloutFailed):
                 logger.exception("call failed env=%s", self._host.name)
             return _failure(asked.call_id, exc)
@@ -116,7 +119,7 @@ def _failure(call_id: int, error: BaseException) -> WorkerAnswer:
 
 
 def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
-    """Until the pool is gone. Runs in a thread of its own."""
+    """Send a pulse every PULSE_INTERVAL_S until the pool is gone. Runs in a thread of its own."""
     while True:
         counts = stages.counts()
         pulse = Pulse(
@@ -129,17 +132,17 @@ def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> Non
         try:
             sock.send(encode(pulse), socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass  # the pool is behind; the next one says the same
+            pass  # the pool is behind; the next pulse has newer values
         except OSError:
             return
         time.sleep(PULSE_INTERVAL_S)
 
 
 def detach_on_fork(selector: selectors.BaseSelector, *descriptors: int) -> None:
-    """A child that the environment forks must not speak for the worker: in it, `descriptors` and all that the event loop
-    listens to lead nowhere.
+    """Keep a child that the environment forks from speaking for the worker.
 
-    They are replaced, not closed: closing them would take them out of the poll set, which both processes share.
+    In the child, `descriptors` and all that the event loop listens to are replaced by /dev/null. They are not closed: that would
+    take them out of the poll set, which both processes share.
     """
 
     def detach() -> None:
@@ -152,6 +155,7 @@ def detach_on_fork(selector: selectors.BaseSelector, *descriptors: int) -> None:
 
 
 def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
+    """Load the environment that the first order names and serve it; return the exit code."""
     order = receive_blocking(sock, WorkerOrder)
     if order is None:
         return 0
@@ -188,11 +192,11 @@ def _set_up_logging(settings: HostSettings) -> None:
         format=f"%(asctime)s {settings.name.replace('%', '%%')} %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
-    for noisy in ("httpx", "httpx2", "httpcore", "openai", "asyncio", "datasets", "filelock", "fsspec", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    quiet_noisy_loggers()
 
 
 def main() -> int:
+    """Run the worker on the sockets that the command line names; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--pulse", type=int, required=True)

@@ -1,9 +1,9 @@
-"""Environments in worker processes: which worker runs a group, and what happens when one ends or hangs.
+"""Runs environments in worker processes: chooses the worker of a group, and restarts a worker that ends or hangs.
 
 Owned by the orchestrator (and `eval`), which asks through `environments.port`. User code never runs in their process.
-A worker that ends is started again; the groups it ran raise WorkerLost. A group that was lost for the third time raises
-RolloutFailed: it is taken for the cause. After the second loss a group runs with no other such group of its environment
-beside it, so that one which ends its worker does not take the innocent with it.
+If a worker ends, the groups that it ran raise WorkerLost and the worker is restarted. A group that is lost for the third time
+raises RolloutFailed: it is treated as the cause. After its second loss a group runs alone among such groups of its environment, so
+that the one that ends its worker does not fail the others.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from trivet.environments.workers.process import WorkerProcess
+from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.restarts import RestartBudget
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.loop_lag import lag_metrics
@@ -31,35 +31,40 @@ from trivet.wire.workers import HostSettings
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
-"""The group that is lost this often is the cause."""
+"""A group that is lost this often is treated as the cause: other groups of the same worker are rarely lost three times."""
 
 _WATCH_INTERVAL_S = 1.0
 _WARN_BLOCKED_S = 10.0
+"""A worker whose event loop is blocked for longer is reported once: reward functions often compute for a few seconds."""
 _CLOSE_TIMEOUT_S = 5.0
 _TIMEOUT_GRACE_S = 30.0
-"""For a worker to say itself that a group has had its time."""
+"""How long a worker has, beyond a group's own time limit, to report itself that the group exceeded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
+    """The number of workers of a pool, and the times it waits for them."""
+
     workers_per_env: int = 1
     max_restarts: int = 5
-    """In a row, of one worker; -1: no limit."""
+    """Consecutive restarts of one worker; -1: no limit."""
     blocked_timeout_s: float = 600.0
     start_timeout_s: float = 1800.0
 
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """One worker's place; workers come and go in it."""
+    """The place of one worker; each restart puts a new worker in it."""
 
     name: str
     settings: HostSettings
     budget: RestartBudget
-    worker: WorkerProcess | None = None
-    """None while none is ready."""
-    starting: WorkerProcess | None = None
+    worker: WorkerClient | None = None
+    """The ready worker; None while it is being started."""
+    starting: WorkerClient | None = None
+    """The worker that is loading its environment."""
     is_warned: bool = False
+    """The log has a warning that the worker is blocked."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,11 +72,12 @@ class _Environment:
     info: EnvironmentInfo
     slots: list[_Slot]
     suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the one group, lost twice, that may run now."""
+    """Held by the one group that was lost twice and may run now."""
 
 
 class WorkerPool:
-    """
+    """An `EnvironmentPool` of worker processes.
+
     >>> async with open_worker_pool(settings, log_of=layout.env_worker_log, limits=PoolLimits()) as pool:
     ...     keeping = asyncio.create_task(pool.run())
     ...     rollouts = await pool.run_group(request)
@@ -97,13 +103,15 @@ class WorkerPool:
 
     @property
     def infos(self) -> Mapping[str, EnvironmentInfo]:
+        """See `EnvironmentPool.infos`."""
         return {name: environment.info for name, environment in self._environments.items()}
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:
-        """Tell of restarts from now on."""
+        """Write an event with `write_event` at every restart from now on."""
         self._write_event = write_event
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
+        """Run a group on the worker with the fewest pending ones; see `EnvironmentPool.run_group`."""
         environment = self._environments[request.env]
         key = (request.env, request.split, request.group_id)
         if self._losses[key] < MAX_LOSSES - 1:
@@ -114,7 +122,7 @@ class WorkerPool:
     async def _run(self, environment: _Environment, request: GroupRequest, key: tuple[str, Split, int]) -> list[Rollout]:
         slot, worker = await self._choose(environment)
         try:
-            rollouts = await _within(slot.settings.rollout_timeout_s, worker.run_group(request), request)
+            rollouts = await _limit_time(slot.settings.rollout_timeout_s, worker.run_group(request), request)
         except WorkerLost as exc:
             self._losses[key] += 1
             if self._losses[key] < MAX_LOSSES:
@@ -136,10 +144,12 @@ class WorkerPool:
         return rollouts
 
     async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
+        """Return the messages that an example starts with."""
         _, worker = await self._choose(self._environments[env])
         return await worker.prompt(split=split, example_id=example_id)
 
     def status(self) -> list[WorkerStatus]:
+        """Return what each worker is doing. May be called from another thread."""
         return [
             worker.status(num_restarts=slot.budget.num_restarts)
             for slot in self._slots()
@@ -147,35 +157,36 @@ class WorkerPool:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call."""
+        """Return load, lag and restarts by worker, and failed groups by environment and type of error, since the last call."""
         values: dict[str, float] = {}
         for slot in self._slots():
             values[f"worker/{slot.name}/pending"] = float(slot.worker.num_pending if slot.worker else 0)
             values[f"worker/{slot.name}/restarts"] = float(slot.budget.num_restarts)
-            lags = slot.worker.take_lags() if slot.worker else []
+            lags = slot.worker.pulses.take_lags() if slot.worker else []
             values |= lag_metrics(f"worker_lag/{slot.name}", lags, ("mean", "max", "p90"))
         values |= {f"failed_groups/{env}/{kind}": float(count) for (env, kind), count in self._failures.items()}
         self._failures.clear()
         return values
 
     async def aclose(self) -> None:
+        """End every worker. May be called again."""
         workers = [worker for slot in self._slots() if (worker := slot.worker or slot.starting) is not None]
         await asyncio.gather(*(worker.aclose(timeout_s=_CLOSE_TIMEOUT_S) for worker in workers))
 
     async def start(self) -> None:
-        """Returns once every environment has a worker.
+        """Start all workers and wait until they have loaded their environments.
 
         Raises:
             EnvironmentLoadError: an environment cannot be loaded.
             WorkerLost: a worker ended while it loaded.
             WaitTimeout: one took too long.
         """
-        self._environments = {settings.name: self._place(settings) for settings in self._settings}
+        self._environments = {settings.name: self._make_environment(settings) for settings in self._settings}
         try:
             async with asyncio.TaskGroup() as starts:
                 for environment in self._environments.values():
                     for slot in environment.slots:
-                        starts.create_task(self._fill(slot), name=f"start-{slot.name}")
+                        starts.create_task(self._start_worker(slot), name=f"start-{slot.name}")
         except ExceptionGroup as failed:  # the first failure has ended the others
             raise failed.exceptions[0] from None
         for environment in self._environments.values():
@@ -184,17 +195,17 @@ class WorkerPool:
             environment.info = await first.loaded(timeout_s=0.0)
 
     async def run(self) -> None:
-        """Keep workers alive, until cancelled.
+        """Restart workers that end or hang, until cancelled.
 
         Raises:
             RoleFailed: a worker ended too often.
         """
         async with asyncio.TaskGroup() as tasks:
             for slot in self._slots():
-                tasks.create_task(self._keep(slot), name=f"keep-{slot.name}")
+                tasks.create_task(self._keep_alive(slot), name=f"keep-{slot.name}")
             tasks.create_task(self._watch(), name="watch-workers")
 
-    def _place(self, settings: HostSettings) -> _Environment:
+    def _make_environment(self, settings: HostSettings) -> _Environment:
         slots = [
             _Slot(
                 name=f"{settings.name}-{index}",
@@ -209,8 +220,8 @@ class WorkerPool:
     def _slots(self) -> list[_Slot]:
         return [slot for environment in self._environments.values() for slot in environment.slots]
 
-    async def _choose(self, environment: _Environment) -> tuple[_Slot, WorkerProcess]:
-        """The ready worker with the fewest pending groups; waits while all are being started, which `_keep` bounds."""
+    async def _choose(self, environment: _Environment) -> tuple[_Slot, WorkerClient]:
+        """Return the ready worker with the fewest pending groups. The wait while none is ready ends when `_keep_alive` gives up."""
         while True:
             ready = [(slot, slot.worker) for slot in environment.slots if slot.worker is not None]
             if ready:
@@ -218,15 +229,15 @@ class WorkerPool:
             async with self._changed:
                 await self._changed.wait_for(lambda: any(slot.worker for slot in environment.slots))
 
-    async def _fill(self, slot: _Slot) -> None:
-        worker = await WorkerProcess.start(slot.settings, log=self._log_of(slot.settings.name), clock=self._clock)
+    async def _start_worker(self, slot: _Slot) -> None:
+        worker = await WorkerClient.start(slot.settings, log=self._log_of(slot.settings.name), clock=self._clock)
         slot.starting = worker
         await worker.loaded(timeout_s=self._limits.start_timeout_s)
         slot.worker, slot.starting, slot.is_warned = worker, None, False
         async with self._changed:
             self._changed.notify_all()
 
-    async def _keep(self, slot: _Slot) -> None:
+    async def _keep_alive(self, slot: _Slot) -> None:
         while True:
             assert slot.worker is not None
             worker = slot.worker
@@ -234,19 +245,19 @@ class WorkerPool:
             slot.worker = None
             await self._restart(slot, worker, cause)
 
-    async def _restart(self, slot: _Slot, worker: WorkerProcess, cause: str) -> None:
+    async def _restart(self, slot: _Slot, worker: WorkerClient, cause: str) -> None:
         while True:
             delay_s = slot.budget.next_delay_s()
             if delay_s is None:
                 raise RoleFailed(
-                    f"environment worker {slot.name} {cause}, {slot.budget.in_a_row + 1} times in a row without finishing a "
+                    f"environment worker {slot.name} {cause}, {slot.budget.num_consecutive + 1} times in a row without finishing a "
                     f"group; max_env_worker_restarts is {slot.budget.limit}.{worker.last_lines()}"
                 )
             logger.warning("environment worker %s %s; starting it again in %.1f s", slot.name, cause, delay_s)
             self._write_event(EnvRestart(env=slot.settings.name, worker=slot.name, pid=worker.pid, cause=cause))
             await asyncio.sleep(delay_s)
             try:
-                await self._fill(slot)
+                await self._start_worker(slot)
             except (WorkerLost, EnvironmentLoadError) as exc:
                 cause = str(exc)
                 assert slot.starting is not None
@@ -256,21 +267,21 @@ class WorkerPool:
                 return
 
     async def _watch(self) -> None:
-        """Notice workers whose event loop is blocked."""
+        """Report, and in the end kill, workers whose event loop is blocked."""
         before = self._clock()
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
             now = self._clock()
-            did_sleep_long, before = now - before > 3 * _WATCH_INTERVAL_S, now
+            was_suspended, before = now - before > 3 * _WATCH_INTERVAL_S, now
             for slot in self._slots():
                 if slot.worker is None:
                     continue
-                if did_sleep_long:
-                    slot.worker.forgive()
-                await self._judge(slot, slot.worker)
+                if was_suspended:
+                    slot.worker.pulses.restart_silence()
+                await self._handle_blocked(slot, slot.worker)
 
-    async def _judge(self, slot: _Slot, worker: WorkerProcess) -> None:
-        blocked_s = worker.blocked_for_s()
+    async def _handle_blocked(self, slot: _Slot, worker: WorkerClient) -> None:
+        blocked_s = worker.pulses.blocked_for_s()
         if blocked_s > self._limits.blocked_timeout_s:
             await worker.kill(
                 f"was ended because its event loop was blocked for {blocked_s:.0f} s "
@@ -290,8 +301,8 @@ class WorkerPool:
             slot.is_warned = False
 
 
-async def _within(timeout_s: float | None, running: Awaitable[list[Rollout]], request: GroupRequest) -> list[Rollout]:
-    """The worker keeps to the time by itself, unless the environment swallows the cancellation or blocks its event loop.
+async def _limit_time(timeout_s: float | None, running: Awaitable[list[Rollout]], request: GroupRequest) -> list[Rollout]:
+    """Limit the time of a group whose worker does not: its environment swallows the cancellation, or blocks the event loop.
 
     Raises:
         RolloutFailed: nothing came in time.
@@ -311,10 +322,10 @@ async def _within(timeout_s: float | None, running: Awaitable[list[Rollout]], re
 async def open_worker_pool(
     settings: Sequence[HostSettings], *, log_of: Callable[[str], Path], limits: PoolLimits
 ) -> AsyncIterator[WorkerPool]:
-    """A pool with every environment loaded; `WorkerPool.run` keeps it whole.
+    """Open a pool with every environment loaded; `WorkerPool.run` keeps its workers alive.
 
     Args:
-        log_of: the file that the output of an environment's workers is appended to, by its name.
+        log_of: returns the file that the output of an environment's workers is appended to, given its name.
     """
     pool = WorkerPool(settings, log_of=log_of, limits=limits)
     try:

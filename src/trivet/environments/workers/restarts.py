@@ -1,16 +1,16 @@
-"""Whether a worker that ended is started again, and when. Pure."""
+"""Decides whether and when a worker that ended is restarted. Pure."""
 
 from dataclasses import dataclass
 
 from trivet.backoff import backoff_s
 
 _FIRST_DELAY_S = 0.5
-_LONGEST_DELAY_S = 30.0
+_MAX_DELAY_S = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
 class RestartBudget:
-    """Of one worker. Only restarts in a row count: a worker that finishes groups between two deaths is worth starting again.
+    """The restarts of one worker. Only consecutive ones count: a worker that finishes groups in between is worth restarting.
 
     >>> budget = RestartBudget(limit=5)
     >>> budget.next_delay_s()
@@ -18,18 +18,20 @@ class RestartBudget:
     """
 
     limit: int
-    """-1: none."""
+    """Consecutive restarts that are allowed; -1: no limit."""
     num_restarts: int = 0
-    in_a_row: int = 0
+    num_consecutive: int = 0
+    """Restarts since the worker last finished a group."""
 
     def finished_a_group(self) -> None:
-        self.in_a_row = 0
+        """Forgive the restarts so far."""
+        self.num_consecutive = 0
 
     def next_delay_s(self) -> float | None:
-        """Counts a restart and says how long to wait before it; None when the limit is reached."""
-        if 0 <= self.limit <= self.in_a_row:
+        """Count a restart and return how long to wait before it, in seconds; None when the limit is reached."""
+        if 0 <= self.limit <= self.num_consecutive:
             return None
-        delay = backoff_s(self.in_a_row + 1, first_s=_FIRST_DELAY_S, max_s=_LONGEST_DELAY_S)
+        delay = backoff_s(self.num_consecutive + 1, first_s=_FIRST_DELAY_S, max_s=_MAX_DELAY_S)
         self.num_restarts += 1
-        self.in_a_row += 1
+        self.num_consecutive += 1
         return delay

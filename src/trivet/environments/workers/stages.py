@@ -1,4 +1,4 @@
-"""Which stage each running group is in, for whoever asks from another thread: a blocked event loop cannot answer itself."""
+"""Records the stage of each running group for another thread to read: a blocked event loop cannot answer itself."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,20 +8,25 @@ from enum import StrEnum
 
 
 class Stage(StrEnum):
+    """The two stages of a group: it waits for the model, or for the environment's own code."""
+
     GENERATING = "generating"
     SCORING = "scoring"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCounts:
+    """Rollouts by the stage of their group."""
+
     num_generating: int
     num_scoring: int
     scoring_for_s: float
-    """Age of the oldest group that is being scored."""
+    """Age in seconds of the oldest group that is being scored."""
 
 
 class StageBoard:
-    """
+    """The groups that run now, each with its stage and the time it entered it.
+
     >>> with board.stage(Stage.SCORING, num_rollouts=8):
     ...     await score()
     """
@@ -32,6 +37,7 @@ class StageBoard:
 
     @contextmanager
     def stage(self, stage: Stage, *, num_rollouts: int) -> Iterator[None]:
+        """Count `num_rollouts` rollouts in `stage` for as long as the block runs."""
         key = object()
         self._entries[key] = (stage, num_rollouts, self._clock())
         try:
@@ -40,6 +46,7 @@ class StageBoard:
             del self._entries[key]
 
     def counts(self) -> StageCounts:
+        """Return the counts of now. May be called from another thread."""
         entries = list(self._entries.values())
         scoring = [(count, since) for stage, count, since in entries if stage is Stage.SCORING]
         return StageCounts(

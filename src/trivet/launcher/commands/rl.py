@@ -9,7 +9,7 @@ from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.layout import RunLayout
 from trivet.config.sections.rl import RLConfig
 from trivet.environments.packages.installed import require_installed
-from trivet.environments.packages.probe import Wanted, require_loadable
+from trivet.environments.packages.probe import ProbeTarget, require_loadable
 from trivet.environments.settings import run_settings
 from trivet.launcher.commands.bench import measure_trainer
 from trivet.launcher.custom_advantage import require_advantage
@@ -45,7 +45,8 @@ def check(config: RLConfig) -> None:
     require_advantage(config.orchestrator.advantage)
     trained = {env.label for env in config.orchestrator.env}
     wanted = [
-        Wanted(settings=settings, is_trained=name in trained) for name, settings in run_settings(config.orchestrator).items()
+        ProbeTarget(settings=settings, is_trained=name in trained)
+        for name, settings in run_settings(config.orchestrator).items()
     ]
     require_loadable(wanted, timeout_s=config.orchestrator.env_start_timeout_s)
 

@@ -1,12 +1,14 @@
 """What a pool decides about its workers; real ones: tests/integration/test_env_workers.py."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
 
 from support.virtual_time import run_virtually
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, _Environment, _Slot
+from trivet.environments.workers.pulses import PulseMonitor
 from trivet.environments.workers.restarts import RestartBudget
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments
@@ -19,12 +21,12 @@ class DeafWorker:
 
     num_pending = 0
 
+    def __init__(self, pulses: PulseMonitor) -> None:
+        self.pulses = pulses
+
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         await asyncio.Event().wait()
         raise AssertionError
-
-    def take_lags(self) -> list[float]:
-        return []
 
 
 def test_a_group_that_its_worker_does_not_end_in_time_fails():
@@ -32,7 +34,9 @@ def test_a_group_that_its_worker_does_not_end_in_time_fails():
         settings = HostSettings(env_id="deaf", name="deaf", args={}, client={}, model_name="tiny", rollout_timeout_s=60.0)
         pool = WorkerPool([settings], log_of=Path, limits=PoolLimits())
         slot = _Slot(name="deaf-0", settings=settings, budget=RestartBudget(limit=5))
-        slot.worker = DeafWorker()  # type: ignore[assignment]  # acts as one
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pulses = PulseMonitor(ours, clock=asyncio.get_running_loop().time)
+        slot.worker = DeafWorker(pulses)  # type: ignore[assignment]  # acts as one
         pool._environments = {"deaf": _Environment(info=EnvironmentInfo(num_examples=1), slots=[slot])}
         request = GroupRequest(
             group_id=GroupId(7),
@@ -46,5 +50,7 @@ def test_a_group_that_its_worker_does_not_end_in_time_fails():
             await pool.run_group(request)
         assert (caught.value.kind, asyncio.get_running_loop().time()) == ("TimeoutError", pytest.approx(90.0))
         assert pool.metrics()["failed_groups/deaf/TimeoutError"] == 1
+        pulses.close()
+        theirs.close()
 
     run_virtually(scenario(), limit_s=200)

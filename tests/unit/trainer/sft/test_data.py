@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from support.template_server import make_tokenizer
 from trivet.config.sections.sft import LossMaskConfig
-from trivet.conversations.rows import ChatMessage, Conversation, read_row
+from trivet.conversations.records import ChatMessage, Conversation, read_conversation
 from trivet.errors import ConfigError
 from trivet.trainer.sft.data import to_sample
 
@@ -22,7 +22,7 @@ ENDS = {"chatml": "<|im_end|>", "hermes": "<|im_end|>", "qwen3": "<|im_end|>", "
 
 
 def talk(*messages: ChatMessage, tools=None) -> Conversation:
-    return read_row({"messages": list(messages), "tools": tools})
+    return read_conversation({"messages": list(messages), "tools": tools})
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""What a row of a data set says: its messages and the tools that were offered. Called when a row is read, and at start to check.
+"""Reads the conversation of one record of a data set: its messages and the tools that were offered.
 
-A row has `messages`, or `prompt` and `completion`: lists of messages, or strings, which stand for one user message and one
-assistant message. `tools` beside them is a list of definitions, or the JSON text of one. Other columns are ignored.
+Called when a record is drawn, and before the start to check it. A record has `messages`, or `prompt` and `completion`: lists of
+messages, or strings, which stand for one user message and one assistant message. `tools`, if present, is a list of definitions, or
+the JSON text of one. Other columns are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,31 +20,34 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
+    """The messages of one record, in the form that chat templates read."""
+
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] | None
     """Definitions of the tools that the model was offered."""
 
 
-def read_row(row: DatasetRecord, *, place: str = "a row of the data") -> Conversation:
-    """
+def read_conversation(record: DatasetRecord, *, place: str = "a record of the data") -> Conversation:
+    """Return the conversation that `record` holds.
+
     Args:
-        place: names the row in errors.
+        place: names the record in errors.
 
     Raises:
-        ConfigError: the row has no conversation, a message has no known role, or `tools` is not a list; names what it has.
+        ConfigError: the record has no conversation, a message has no known role, or `tools` is not a list.
     """
-    if row.get("messages") is not None:
-        messages = _as_messages(row["messages"], "user", f"`messages` of {place}")
-    elif row.get("prompt") is not None and row.get("completion") is not None:
-        messages = _as_messages(row["prompt"], "user", f"`prompt` of {place}")
-        messages += _as_messages(row["completion"], "assistant", f"`completion` of {place}")
+    if record.get("messages") is not None:
+        messages = _as_messages(record["messages"], "user", f"`messages` of {place}")
+    elif record.get("prompt") is not None and record.get("completion") is not None:
+        messages = _as_messages(record["prompt"], "user", f"`prompt` of {place}")
+        messages += _as_messages(record["completion"], "assistant", f"`completion` of {place}")
     else:
-        missing = "" if row.keys().isdisjoint(("messages", "prompt", "completion")) else ", one of them empty"
+        missing = "" if record.keys().isdisjoint(("messages", "prompt", "completion")) else ", one of them empty"
         raise ConfigError(
-            f"{place} has the columns {', '.join(map(str, sorted(row)))}{missing}; it needs `messages`, or `prompt` and "
+            f"{place} has the columns {', '.join(map(str, sorted(record)))}{missing}; it needs `messages`, or `prompt` and "
             f"`completion`"
         )
-    return Conversation(messages=messages, tools=_as_tools(row.get("tools"), place))
+    return Conversation(messages=messages, tools=_as_tools(record.get("tools"), place))
 
 
 def _as_messages(value: Any, role: str, place: str) -> list[ChatMessage]:
@@ -65,7 +69,7 @@ def _as_messages(value: Any, role: str, place: str) -> list[ChatMessage]:
 
 
 def _as_served(message: Mapping[str, Any]) -> ChatMessage:
-    """As an inference server hands it to the template: no content is an empty one, arguments of calls are objects."""
+    """Return the message as an inference server hands it to the template: absent content is "", arguments of calls are objects."""
     served = dict(message)
     if "content" in served and served["content"] is None:
         served["content"] = ""

@@ -1,15 +1,15 @@
-"""Rows of a data set: all forms of a conversation, and what is wrong with others."""
+"""Records of a data set: all forms of a conversation, and what is wrong with others."""
 
 import pytest
 
-from trivet.conversations.rows import read_row
+from trivet.conversations.records import read_conversation
 from trivet.errors import ConfigError
 
 USER, ANSWER = {"role": "user", "content": "abc"}, {"role": "assistant", "content": "cba"}
 
 
 @pytest.mark.parametrize(
-    "row",
+    "record",
     [
         {"messages": [USER, ANSWER]},
         {"prompt": [USER], "completion": [ANSWER]},
@@ -17,35 +17,35 @@ USER, ANSWER = {"role": "user", "content": "abc"}, {"role": "assistant", "conten
         {"messages": None, "prompt": "abc", "completion": [ANSWER], "id": 7},
     ],
 )
-def test_all_forms_of_a_row_mean_the_same(row) -> None:
-    assert read_row(row).messages == [USER, ANSWER]
+def test_all_forms_of_a_record_mean_the_same(record) -> None:
+    assert read_conversation(record).messages == [USER, ANSWER]
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("record", "message"),
     [
-        ({"text": "abc", "id": 1}, "row 3 has the columns id, text; it needs `messages`, or `prompt` and `completion`"),
+        ({"text": "abc", "id": 1}, "record 3 has the columns id, text; it needs `messages`, or `prompt` and `completion`"),
         ({"prompt": "abc", "completion": None}, "has the columns completion, prompt, one of them empty"),
-        ({"messages": 7}, "`messages` of row 3 must be a list of messages or text, got 7"),
+        ({"messages": 7}, "`messages` of record 3 must be a list of messages or text, got 7"),
         ({"messages": [{"from": "human", "value": "x"}]}, "must have `role` and `content`, got .'from', 'value'."),
         ({"messages": [{"role": "human", "content": "x"}]}, "must be one of system, developer, user, .* got 'human'"),
-        ({"messages": [USER | {"weight": 0.5}]}, "the weight of message 0 in `messages` of row 3 must be 0 or 1, got 0.5"),
-        ({"messages": [USER], "tools": "{"}, "`tools` of row 3 is text and not JSON"),
-        ({"messages": [USER], "tools": {"a": 1}}, "`tools` of row 3 must be a list of definitions"),
+        ({"messages": [USER | {"weight": 0.5}]}, "the weight of message 0 in `messages` of record 3 must be 0 or 1, got 0.5"),
+        ({"messages": [USER], "tools": "{"}, "`tools` of record 3 is text and not JSON"),
+        ({"messages": [USER], "tools": {"a": 1}}, "`tools` of record 3 must be a list of definitions"),
     ],
 )
-def test_what_is_no_conversation_is_named(row, message: str) -> None:
+def test_what_is_no_conversation_is_named(record, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_row(row, place="row 3")
+        read_conversation(record, place="record 3")
 
 
 @pytest.mark.parametrize(("tools", "expected"), [('[{"name": "x"}]', [{"name": "x"}]), ("", None), ([], None), (None, None)])
 def test_tools_are_a_list_or_its_json(tools, expected) -> None:
-    assert read_row({"messages": [USER], "tools": tools}).tools == expected
+    assert read_conversation({"messages": [USER], "tools": tools}).tools == expected
 
 
 def test_calls_reach_the_template_as_from_a_server() -> None:
     calls = [{"function": {"name": "f", "arguments": '{"a": 1}'}}, {"name": "g", "arguments": "no json"}]
-    (message,) = read_row({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}).messages
+    (message,) = read_conversation({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}).messages
     assert message["content"] == ""
     assert [call.get("function", call)["arguments"] for call in message["tool_calls"]] == [{"a": 1}, "no json"]
