@@ -5,6 +5,7 @@ Used by scripts/bench/orchestrator.py: what is left to measure is the orchestrat
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -30,6 +31,9 @@ class OneServer:
 
     async def is_at_fault(self, root: str) -> bool:
         return False
+
+    def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
+        pass
 
 
 class PromptPolicies:

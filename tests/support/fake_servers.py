@@ -1,6 +1,7 @@
 """Servers that do what they are told: for the dispatcher and the policy watcher."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 from trivet.client.server import TargetPolicy
@@ -26,6 +27,9 @@ class FakeServers:
 
     async def is_at_fault(self, root: str) -> bool:
         return root in self.at_fault
+
+    def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
+        pass  # none of them comes or goes by itself
 
     async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
         self.loaded.append(policy)

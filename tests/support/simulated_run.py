@@ -308,11 +308,6 @@ class SimulatedRun:
             on_group_end=group_ended.notify,
             clock=clock,
         )
-        self.pool.on_down, self.pool.on_up = dispatcher.server_down, dispatcher.changed.notify
-
-        def on_policy_served(version: PolicyVersion) -> None:
-            dispatcher.version = version
-            dispatcher.changed.notify()
 
         watcher = PolicyWatcher(
             layout=self._layout,
@@ -320,7 +315,7 @@ class SimulatedRun:
             max_async_level=config.max_async_level,
             is_strict=config.strict_async_level,
             timeout_s=1800.0,
-            on_policy_served=on_policy_served,
+            on_policy_served=dispatcher.policy_served,
             clock=clock,
             sleep=lambda seconds: asyncio.sleep(seconds * self.plan.poll_factor),
         )

@@ -15,7 +15,7 @@ from trivet.wire.versions import count_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """What an advantage may depend on."""
+    """Everything that an advantage may depend on."""
 
     rewards: np.ndarray
     """float64 [G], finite."""
@@ -24,6 +24,7 @@ class AdvantageInputs:
 
     @classmethod
     def of(cls, group: Group) -> "AdvantageInputs":
+        """Return the inputs of a finished group."""
         lengths = [sum(count_tokens(sample.versions) for sample in rollout.samples) for rollout in group.rollouts]
         return cls(rewards=group.rewards, completion_lengths=np.array(lengths, dtype=np.int64))
 

@@ -1,4 +1,6 @@
-"""Which samples of a batch share a row, and which rank computes it. Called by `trainer.rows`, on every rank with the same result.
+"""Decides which samples of a batch share a row, and which rank computes it.
+
+Called by `trainer.rows`, on every rank with the same result.
 
 Ranks compute row by row in lock step, so a good deal has equally many rows on every rank, rows of like cost at the same place,
 and like sums.
@@ -15,7 +17,7 @@ Cost = Callable[[Sequence[int]], float]
 def arrange(
     rows: Sequence[Sequence[int]], lengths: Sequence[int], *, num_ranks: int, cost: Cost, max_tokens: int | None = None
 ) -> list[list[list[int]]]:
-    """Rows for each rank, the one with the most tokens first: if memory does not suffice, that shows at once.
+    """Return the rows of each rank, the one with the most tokens first: if memory does not suffice, that shows at once.
 
     Without `max_tokens` rows stay as they are, but for as many as must be divided to give every rank equally many.
 
@@ -30,6 +32,7 @@ def arrange(
     packed = [list(row) for row in rows] if max_tokens is None else repack(lengths, max_tokens=max_tokens)
 
     def row_cost(row: Sequence[int]) -> float:
+        """Return the cost of a row of sample indices."""
         return cost([lengths[index] for index in row])
 
     packed = divide(packed, lengths, multiple_of=num_ranks, cost=cost)

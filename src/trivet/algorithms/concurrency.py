@@ -1,20 +1,26 @@
-"""How many rollouts may be in flight, and how many may start per minute. Decisions only; no clock of its own."""
+"""Decides how many rollouts may be in flight, and how many may start per minute. It has no clock of its own."""
 
 from dataclasses import dataclass
 
 _CUT_ON_PREEMPTION = 0.8
+"""Share of the limit that is left after a preemption, which wastes work: the cut is twice as deep as the one for a queue. A
+judgement, not a measurement; at 1.0 preemptions would go on."""
 _CUT_ON_QUEUE = 0.9
+"""Share of the limit that is left while a queue is too long, which wastes nothing. A judgement, not a measurement; at 1.0 the queue
+would stay, at 0.8 it would cost as much as a preemption."""
 _QUEUE_KEPT = 0.25
-"""Waiting requests as a share of running ones that are left alone: what ends is replaced at once."""
+"""Waiting requests as a share of running ones that are left alone: what ends is replaced at once. At 0 places would stay empty."""
 _GROWTH = 0.05
-"""Of the ceiling, each time."""
+"""Growth as a share of the ceiling: from nothing to the ceiling in twenty intervals. A cut for a queue at the ceiling takes two of
+them to grow back."""
 _IS_BINDING = 0.9
-"""The limit is what holds rollouts back when this share of it is in flight."""
+"""The limit is what holds rollouts back when this share of it is in flight. Below 1.0 because whole groups start: a place for less
+than a group stays empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSince:
-    """All servers together, since the last look."""
+    """The load of all servers together, since they were last asked."""
 
     num_running: int
     """Sequences being computed now."""
@@ -25,7 +31,7 @@ class LoadSince:
 
 
 def next_limit(limit: int, load: LoadSince, *, in_flight: int, floor: int, ceiling: int) -> int:
-    """The limit of rollouts in flight from now on: additive increase, multiplicative decrease.
+    """Return the new limit of rollouts in flight: additive increase, multiplicative decrease.
 
     Sequences thrown out of the cache are work done twice: a cut. A queue longer than what runs makes rollouts old and none of
     them faster: a softer cut, which takes from the queue only and leaves enough of it that no place stays empty. While the queue
@@ -61,7 +67,8 @@ class TokenBucket:
     """
 
     def __init__(self, *, per_minute: float, burst: float, now: float) -> None:
-        """
+        """Start with a full bucket.
+
         Args:
             burst: most rollouts that may start at once, and at the very start; at least those of one group.
         """
@@ -77,5 +84,5 @@ class TokenBucket:
         return max(0.0, (num_rollouts - self._tokens) / self._per_s)
 
     def take(self, num_rollouts: int) -> None:
-        """They start."""
+        """Count `num_rollouts` as started."""
         self._tokens -= num_rollouts

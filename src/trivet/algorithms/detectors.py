@@ -1,4 +1,4 @@
-"""Signs that a run learns nothing or is about to break, read off the metrics of each step. Pure apart from their memory.
+"""Detects from the metrics of each step that a run learns nothing or is about to break. Pure apart from their memory.
 
 A detector sees the metrics of one role, step by step, and speaks when its condition has held for some steps in a row. What
 follows (a warning, the end of the run) is decided by its owner, `telemetry.watch`.
@@ -12,12 +12,14 @@ from statistics import median
 Metrics = Mapping[str, float]
 
 _REFERENCE_STEPS = 5
-"""Steps from which the normal level of a metric is taken."""
+"""Steps whose median is the normal level of a metric: the fewest in which two outliers do not decide the median."""
+_RECENT_STEPS = 20
+"""Steps whose median a spike is compared with: enough that spikes do not raise it, few enough to follow a slow change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Where the line is drawn; see `config.detectors` for the reasons."""
+    """The limits of the detectors; see `config.sections.detectors` for the reasons."""
 
     failed_share: float
     truncated_share: float
@@ -29,6 +31,8 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
+    """A condition that has held for long enough."""
+
     detector: str
     """Its key in `[detectors]`."""
     message: str
@@ -41,7 +45,8 @@ Condition = Callable[[Metrics], str | None]
 
 @dataclass(slots=True, kw_only=True)
 class Detector:
-    """
+    """Counts the steps in a row for which a condition has held.
+
     >>> detector = Detector(name="no_loss_tokens", condition=no_loss_tokens, patience=1, remedy="raise seq_len")
     >>> detector.look({"batch/loss_tokens": 0.0}).message
     'no token to train on; raise seq_len'
@@ -55,7 +60,7 @@ class Detector:
     _held: int = field(default=0, init=False)
 
     def look(self, metrics: Metrics) -> Finding | None:
-        """Speaks when the patience is over, and again each time it is over anew."""
+        """Return a finding when the patience is over, and again each time it is over anew."""
         what = self.condition(metrics)
         self._held = self._held + 1 if what else 0
         if what is None or self._held % self.patience:
@@ -65,16 +70,18 @@ class Detector:
 
 
 def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
-    """All of them, ready for a fresh run.
+    """Return every detector, ready for a fresh run.
 
     Args:
         patience: steps in a row, for those where a single step may be chance.
     """
 
     def lasting(name: str, condition: Condition, remedy: str) -> Detector:
+        """Return a detector with the patience of the run."""
         return Detector(name=name, condition=condition, patience=patience, remedy=remedy)
 
     def at_once(name: str, condition: Condition, remedy: str) -> Detector:
+        """Return a detector that speaks in the first step."""
         return Detector(name=name, condition=condition, patience=1, remedy=remedy)
 
     return [
@@ -131,6 +138,7 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
 
 
 def equal_rewards(metrics: Metrics) -> str | None:
+    """Find a batch whose rewards are all equal."""
     low, high = metrics.get("reward/min"), metrics.get("reward/max")
     if low is None or high is None or low != high:
         return None
@@ -138,11 +146,13 @@ def equal_rewards(metrics: Metrics) -> str | None:
 
 
 def zero_advantages(metrics: Metrics) -> str | None:
+    """Find a batch whose advantages are all 0."""
     share = metrics.get("batch/effective_batch_size")
     return "every group of the batch has advantage 0" if share == 0.0 else None
 
 
 def no_loss_tokens(metrics: Metrics) -> str | None:
+    """Find a batch without a token to train on."""
     return "no token to train on" if metrics.get("batch/loss_tokens") == 0.0 else None
 
 
@@ -180,10 +190,10 @@ class _Fallen:
 class _Spike:
     """A metric is many times its median over the last steps."""
 
-    def __init__(self, name: str, *, factor: float, window: int = 20) -> None:
+    def __init__(self, name: str, *, factor: float) -> None:
         self._name = name
         self._factor = factor
-        self._recent: deque[float] = deque(maxlen=window)
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def __call__(self, metrics: Metrics) -> str | None:
         value = metrics.get(self._name)

@@ -1,17 +1,20 @@
-"""How hard an example is for the policy, by the rewards of its last group; and proportions kept without chance."""
+"""Rates how hard an example is for the policy, by the rewards of its last group; and keeps proportions without chance."""
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 
 class Difficulty(StrEnum):
+    """The pool of an example."""
+
     EASY = "easy"
     NORMAL = "normal"
     HARD = "hard"
 
 
 def difficulty_of(mean_reward: float, *, easy_threshold: float | None, hard_threshold: float | None) -> Difficulty:
-    """
+    """Return the pool of an example by its last mean reward.
+
     Args:
         mean_reward: over the group.
         easy_threshold: this and above is easy; None: nothing is.
@@ -37,7 +40,8 @@ class FairTurns:
     """
 
     def __init__(self, ratios: Mapping[str, float], *, credits: Mapping[str, float] | None = None) -> None:
-        """
+        """Start with no credit, or with that of an earlier state.
+
         Args:
             ratios: positive numbers of any sum.
             credits: of an earlier state; a name that it does not have starts at 0.
@@ -46,7 +50,7 @@ class FairTurns:
         self.credits = {name: (credits or {}).get(name, 0.0) for name in ratios}
 
     def take(self, names: Iterable[str]) -> str:
-        """Whose turn it is among `names`, at least one; the others keep their credit and gain none."""
+        """Return whose turn it is among `names`, at least one; the others keep their credit and gain none."""
         able = list(names)
         total = sum(self._ratios[name] for name in able)
         for name in able:

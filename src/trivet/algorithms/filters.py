@@ -1,4 +1,4 @@
-"""What is left out of training, and why: whole groups that carry no signal, single rollouts that are broken.
+"""Decides what is left out of training: whole groups that carry no signal, single rollouts that are broken.
 
 Both look at groups whose advantages are set, so nothing that is left out moves a baseline. A rollout that is left out stays in
 its group with its reward; only its loss mask is cleared. Called by the buffer when a group finishes.
@@ -14,7 +14,7 @@ from trivet.wire.rollouts import Group, Rollout, Sample
 
 
 class FilterReason(StrEnum):
-    """Why a group is not trained on."""
+    """The reasons for which a group is not trained on."""
 
     ZERO_SIGNAL = "zero_signal"
     """Every rollout has the same reward, so every advantage is zero."""
@@ -25,7 +25,7 @@ class FilterReason(StrEnum):
 
 
 class RolloutFilter(StrEnum):
-    """What is looked for in a rollout; the first that fits is its reason."""
+    """The conditions that are looked for in a rollout; the first that fits is its reason."""
 
     TRUNCATED = "truncated"
     """A completion ended at a length limit."""
@@ -38,6 +38,8 @@ class RolloutFilter(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
+    """The limits of the repetition filter."""
+
     window: int
     """Consecutive sampled tokens."""
     prob_threshold: float
@@ -46,6 +48,8 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gibberish:
+    """The limits of the gibberish filter."""
+
     token_id_threshold: int
     """Greater ids are rare tokens."""
     max_logprob: float
@@ -54,7 +58,7 @@ class Gibberish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFilters:
-    """What to look for, and which of it to leave out of training."""
+    """The filters of a run, and which of them mask what they find."""
 
     repetition: Repetition | None = None
     gibberish: Gibberish | None = None
@@ -63,7 +67,7 @@ class RolloutFilters:
 
 
 def filter_reason(group: Group, *, num_sampled: int, online_difficulty_filtering: bool) -> FilterReason | None:
-    """Why a group is not trained on, or None when it is.
+    """Return why a group is not trained on, or None when it is.
 
     Args:
         group: after `mask_rollouts`.
@@ -80,8 +84,10 @@ def filter_reason(group: Group, *, num_sampled: int, online_difficulty_filtering
 
 
 def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:
-    """What is wrong with the rollouts of `group`, one entry for each that has something; the loss mask of those whose filter is
-    enforced is cleared. What is enforced is looked for first."""
+    """Clear the loss mask of rollouts in which an enforced filter finds something.
+
+    Returns one entry for each rollout in which any filter finds something. Enforced filters come first.
+    """
     found: list[RolloutFilter] = []
     for rollout in group.rollouts:
         matches = [name for name in RolloutFilter if _matches(rollout, name, filters)]
@@ -111,7 +117,7 @@ def _matches(rollout: Rollout, name: RolloutFilter, filters: RolloutFilters) -> 
 
 
 def is_repetitive(sample: Sample, rule: Repetition) -> bool:
-    """Whether `rule.window` sampled tokens in a row were each sampled with a probability above the threshold.
+    """Return whether `rule.window` sampled tokens in a row were each sampled with a probability above the threshold.
 
     Source: the repetition filter of prime-rl, after MiniMax-M1 (arXiv 2506.13585), section 4, which stops such generations.
     """
@@ -124,7 +130,7 @@ def is_repetitive(sample: Sample, rule: Repetition) -> bool:
 
 
 def is_gibberish(sample: Sample, rule: Gibberish) -> bool:
-    """Whether a rare token was sampled that the model itself held for next to impossible.
+    """Return whether a rare token was sampled that the model itself treated as next to impossible.
 
     Source: the gibberish filter of prime-rl.
     """

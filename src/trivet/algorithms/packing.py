@@ -1,4 +1,4 @@
-"""Samples into rows of at most `seq_len` tokens."""
+"""Packs samples into rows of at most `seq_len` tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[
 
 
 def truncate(sample: Sample, *, seq_len: int) -> Sample:
-    """The first `seq_len` tokens of `sample` with the versions of those sampled, itself when it is not longer."""
+    """Return the first `seq_len` tokens of `sample` with the versions of those sampled; `sample` itself when it is not longer."""
     if sample.num_tokens <= seq_len:
         return sample
     num_cut = int(np.count_nonzero(sample.loss_mask_T[seq_len:]))
@@ -74,7 +74,7 @@ def pack(items: Sequence[PackItem], *, seq_len: int, row_len: int | None = None)
 
 
 def stack(items: Sequence[PackItem], *, seq_len: int, samples_per_row: int) -> list[MicroBatch]:
-    """Rows of `samples_per_row` samples, cut to `seq_len`, of alike length; samples without loss tokens are left out."""
+    """Return rows of `samples_per_row` samples of similar length, cut to `seq_len`; samples without loss tokens are left out."""
     kept = sorted(_trainable(items, seq_len=seq_len), key=lambda member: -member[0].num_tokens)
     return [_join(kept[start : start + samples_per_row]) for start in range(0, len(kept), samples_per_row)]
 

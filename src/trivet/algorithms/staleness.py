@@ -1,4 +1,4 @@
-"""How far behind the learner a token may have been sampled, and when to load which policy.
+"""Measures how far behind the learner a token was sampled, and decides when to load which policy.
 
 Batch n is trained on policy n-1. Staleness of a sample in batch n is n - 1 - (its oldest version), time in queues included.
 """
@@ -7,21 +7,22 @@ from trivet.wire.versions import PolicyVersion, Step
 
 
 def staleness(*, step: Step, oldest: PolicyVersion) -> int:
+    """Return the staleness of a sample in batch `step` whose oldest token is of policy `oldest`, in policy versions."""
     return step - 1 - oldest
 
 
 def is_stale(*, step: Step, oldest: PolicyVersion, max_off_policy_steps: int) -> bool:
-    """True when a sample whose oldest token is of policy `oldest` may no longer enter batch `step`."""
+    """Return whether a sample whose oldest token is of policy `oldest` may no longer enter batch `step`."""
     return staleness(step=step, oldest=oldest) > max_off_policy_steps
 
 
 def required_version(*, step: Step, max_async_level: int) -> PolicyVersion:
-    """The oldest policy that may start rollouts for batch `step`: step - 1 - max_async_level, at least 0."""
+    """Return the oldest policy that may start rollouts for batch `step`: step - 1 - max_async_level, at least 0."""
     return PolicyVersion(max(step - 1 - max_async_level, 0))
 
 
 def target_version(*, step: Step, latest: PolicyVersion, max_async_level: int, is_strict: bool) -> PolicyVersion:
-    """The policy that the servers should hold while batch `step` is being filled.
+    """Return the policy that the servers should serve while batch `step` is being filled.
 
     Args:
         latest: newest published policy.
@@ -34,7 +35,7 @@ def target_version(*, step: Step, latest: PolicyVersion, max_async_level: int, i
 def may_dispatch(
     *, step: Step, version: PolicyVersion, rollouts_ahead: int, rollouts_per_step: int, max_async_level: int
 ) -> bool:
-    """Whether a new group may start now.
+    """Return whether a new group may start now.
 
     A group started behind `rollouts_ahead` others (finished and waiting, or in flight) will land in batch
     `step + rollouts_ahead // rollouts_per_step`; it may start if `version` is recent enough for that batch. This bounds

@@ -1,4 +1,4 @@
-"""How anyone asks an inference server of ours: which policy it serves, to load another, and for tokens.
+"""Asks an inference server of ours which policy it serves, to load another, and for tokens.
 
 The orchestrator, `eval` and the tests go through here. Chat completions of environments do not: verifiers sends those
 itself (environments.model_client).
@@ -19,12 +19,14 @@ from trivet.durable import DECODE_ERRORS
 from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused
 from trivet.wire.versions import PolicyVersion, VersionRun
 
-_POLL_S = 0.5
+_POLL_INTERVAL_S = 0.5
+"""Between two questions whether a server is ready."""
 _REASON_CHARS = 500
+"""An answer that is no reason of ours is quoted up to this length."""
 
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server serves."""
+    """The policy that a server serves."""
 
     version: PolicyVersion
     digest: str
@@ -32,6 +34,8 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion with the policy versions that sampled it."""
+
     token_ids: list[int]
     logprobs: list[float]
     """One per token, as sampled, temperature applied."""
@@ -86,7 +90,8 @@ AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 
 
 class InferenceClient:
-    """
+    """A connection to one inference server.
+
     >>> client = InferenceClient("http://127.0.0.1:8000/v1", timeout_s=60)
     >>> await client.wait_ready(timeout_s=300)
     >>> await client.update_weights(Path("outputs/weights/step_7"))
@@ -106,7 +111,8 @@ class InferenceClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """
+        """Make a client; nothing is asked yet.
+
         Args:
             base_url: with or without `/v1`.
             timeout_s: longest time for one request.
@@ -131,7 +137,7 @@ class InferenceClient:
         deadline = self._clock() + timeout_s
         while True:
             try:
-                await self.check_health(timeout_s=max(deadline - self._clock(), _POLL_S))
+                await self.check_health(timeout_s=max(deadline - self._clock(), _POLL_INTERVAL_S))
                 return
             except InferenceError as exc:
                 if self._clock() >= deadline:
@@ -139,7 +145,7 @@ class InferenceClient:
                         f"{self.base_url} was not ready within {timeout_s:.0f} s: {exc}; is the inference server running "
                         "(logs/inference.stdout), and does client.base_url name it?"
                     ) from exc
-            await self._sleep(_POLL_S)
+            await self._sleep(_POLL_INTERVAL_S)
 
     async def check_health(self, *, timeout_s: float) -> None:
         """Returns when the server's engine answers.
@@ -150,10 +156,11 @@ class InferenceClient:
         await self._request("GET", "/health", timeout_s=min(self._timeout_s, timeout_s))
 
     async def served_policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
+        """Ask which policy the server serves."""
         return await self._ask("GET", "/policy", PolicyStatus, timeout_s=timeout_s)
 
     async def serves_policies(self, *, timeout_s: float) -> bool:
-        """Whether it is `uv run inference`; else some other OpenAI-compatible server, whose weights stay as they are.
+        """Ask whether the server is `uv run inference`. Another OpenAI-compatible server never changes its weights.
 
         Raises:
             InferenceError: it does not answer, or not now.
@@ -168,7 +175,7 @@ class InferenceClient:
         return response.is_success
 
     async def server_load(self) -> ServerLoad | None:
-        """How busy the server is; None when it does not say."""
+        """Ask how busy the server is; None when it does not say."""
         response = await self._request("GET", "/metrics", timeout_s=self._timeout_s)
         return read_load(response.text)
 
@@ -187,11 +194,11 @@ class InferenceClient:
         return await self._ask("POST", "/reload_weights", PolicyStatus, token=self._find_token())
 
     async def model_name(self) -> str:
-        """The name that requests must give; a server of ours names it first."""
+        """Ask for the name that requests must give; a server of ours names it first."""
         return (await self.model_names())[0]
 
     async def model_names(self) -> list[str]:
-        """What requests may give as their model, at least one."""
+        """Ask for the names that requests may give as their model, at least one."""
         models = await self._ask("GET", "/v1/models", _Models)
         if not models.data:
             raise InferenceError(f"GET {self.base_url}/v1/models names no model")
@@ -217,7 +224,7 @@ class InferenceClient:
         )
 
     async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
-        """What the server's model thinks of tokens that someone else sampled. Any vLLM server answers, not only ours.
+        """Have the server's model score tokens that someone else sampled. Any vLLM server answers, not only ours.
 
         Returns:
             The log-probability of each token given those before it, at temperature 1; 0 for the first.
@@ -239,14 +246,16 @@ class InferenceClient:
         return values
 
     async def tokenize(self, text: str | Sequence[Mapping[str, Any]], *, model: str) -> list[int]:
-        """Token ids of a plain text, or of messages under the server's chat template."""
+        """Return the token ids of a plain text, or of messages under the server's chat template."""
         given = {"prompt": text, "add_special_tokens": False} if isinstance(text, str) else {"messages": list(text)}
         return (await self._ask("POST", "/tokenize", _Tokens, body={"model": model, **given})).tokens
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str) -> str:
+        """Return the text of `token_ids`."""
         return (await self._ask("POST", "/detokenize", _Text, body={"model": model, "tokens": list(token_ids)})).prompt
 
     async def aclose(self) -> None:
+        """Close the connection. May be called again."""
         await self._http.aclose()
 
     async def _ask(
@@ -297,7 +306,7 @@ def _absolute(directory: Path) -> str:
 
 
 def _reason(response: httpx.Response) -> str:
-    """What the server gives as the reason: ours say `reason`, vLLM's `error.message`."""
+    """Return the reason that the server gives: ours say `reason`, vLLM `error.message`."""
     try:
         body = response.json()
     except ValueError:

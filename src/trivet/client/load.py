@@ -1,4 +1,4 @@
-"""How busy a server is, read from the metrics that vLLM publishes."""
+"""Reads how busy a server is from the metrics that vLLM publishes."""
 
 import re
 from dataclasses import dataclass, fields
@@ -24,7 +24,8 @@ class ServerLoad:
 
 
 def read_load(text: str) -> ServerLoad | None:
-    """
+    """Return the load that an answer of `/metrics` describes.
+
     Args:
         text: an answer of `/metrics` in Prometheus' text form.
 

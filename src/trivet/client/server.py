@@ -1,4 +1,4 @@
-"""One server of the pool: what is known of it, whether it answers, and how it comes to hold a policy."""
+"""Holds what is known of one server of the pool, and has it serve a policy."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from trivet.wire.versions import START_VERSION, PolicyVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPolicy:
-    """What servers should hold."""
+    """The policy that servers should serve."""
 
     version: PolicyVersion
     digest: str | None
@@ -22,6 +22,8 @@ class TargetPolicy:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Server:
+    """One server: its client, and what is known of it."""
+
     client: InferenceClient
     is_admitted: bool = False
     """Rollouts go there."""
@@ -32,7 +34,7 @@ class Server:
     num_timeouts: int = 0
     """Questions in a row that it did not answer in time."""
     num_attempts: int = 0
-    """To admit it, since it was set aside."""
+    """Tries to admit it since it was marked unhealthy, or since the start."""
     last_error: str = "was never asked"
     probed_at: float = float("-inf")
     """When the last probe that it answered began."""
@@ -40,17 +42,18 @@ class Server:
 
     @property
     def root(self) -> str:
+        """The server's address, without `/v1`."""
         return self.client.base_url
 
     async def ensure_policy(self, policy: TargetPolicy, *, is_known_to_differ: bool = False) -> PolicyStatus:
-        """Have the server hold `policy`, and prove it by its digest.
+        """Have the server serve `policy`, and prove it by its digest.
 
         Args:
-            is_known_to_differ: skip the question what it holds.
+            is_known_to_differ: skip the question which policy it serves.
 
         Raises:
             InferenceError: it failed, or did not answer in time.
-            ForeignPolicy: it says that it holds something else right after loading.
+            ForeignPolicy: it serves something else right after loading.
         """
         self.is_loading = True
         try:
@@ -74,13 +77,13 @@ class Server:
         return status
 
     async def probe(self, policy: TargetPolicy, *, now: float, timeout_s: float, max_timeouts: int) -> str | None:
-        """Ask an admitted server what it holds.
+        """Ask an admitted server which policy it serves.
 
         Returns:
-            Why it must be set aside, or None.
+            Why it is unhealthy, or None.
 
         Raises:
-            ForeignPolicy: it holds a policy that this run did not give it.
+            ForeignPolicy: it serves a policy that this run did not give it.
         """
         num_loads, was_loading = self.num_loads, self.is_loading
         try:
@@ -104,4 +107,5 @@ class Server:
 
 
 def matches(status: PolicyStatus, policy: TargetPolicy) -> bool:
+    """Return whether `status` is `policy`; a target without a digest matches any."""
     return status.version == policy.version and policy.digest in (None, status.digest)

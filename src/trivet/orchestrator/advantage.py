@@ -1,4 +1,4 @@
-"""From `[orchestrator.advantage]` to the function that the dispatcher calls on each finished group.
+"""Maps `[orchestrator.advantage]` to the function that the dispatcher calls on each finished group.
 
 Whatever the function, what it returns is checked: a wrong shape or a value that is not finite would otherwise reach the
 optimizer. As a program it tries a custom function for the launcher, which imports no user code.
@@ -34,7 +34,8 @@ _PROBES = (
 
 
 def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
-    """
+    """Return the function that `config` names. It checks what it returns.
+
     Raises:
         ConfigError: a custom function cannot be imported, refuses what it is given, or returns what cannot be trained on.
     """
@@ -51,6 +52,7 @@ def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
         }[config.type]
 
     def checked(inputs: AdvantageInputs) -> np.ndarray:
+        """Return the advantages, or raise BatchError with the name of the function that failed."""
         try:
             return _checked(function, inputs)
         except Exception as exc:  # a custom function is the user's code: whatever it raises ends the run with its name
@@ -72,6 +74,7 @@ def _load_custom(config: AdvantageConfig) -> AdvantageFunction:
         ) from exc
 
     def bound(inputs: AdvantageInputs) -> Any:
+        """Call the custom function with its configured arguments."""
         return function(inputs, **config.kwargs)
 
     for probe in _PROBES:
@@ -87,7 +90,8 @@ def _load_custom(config: AdvantageConfig) -> AdvantageFunction:
 
 
 def _checked(function: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs) -> np.ndarray:
-    """
+    """Return the advantages as float64 [G].
+
     Raises:
         ValueError: the result is not one finite number per rollout.
     """

@@ -1,7 +1,18 @@
-"""What becomes of every group between dispatch and batch. The one owner of that state; each transition writes its event.
+"""Owns the state of every group between dispatch and batch. Each transition writes its event.
 
 States of a group: in flight -> ready -> in a batch, or out: filtered (finished, carries no signal), dropped (failed, stale).
 `snapshot` goes into the orchestrator's part of a checkpoint: what would otherwise be lost.
+
+A batch of two groups, at most one step off-policy (in flight / ready):
+
+1. `dispatched` groups 0, 1, 2, 3 from policy 0                  4 / 0
+2. `finished` group 1: rewards 0, 1                              3 / 1
+3. `finished` group 0: rewards 1, 1, no signal -> filtered       2 / 1
+4. `take_batch(1)` -> None, fewer than two are ready             2 / 1
+5. `finished` group 2; `take_batch(1)` -> groups 1, 2            1 / 0
+6. `snapshot` for the checkpoint of batch 1: group 3 in flight   1 / 0
+7. `dispatched` groups 4, 5, 6 from policy 1                     4 / 0
+8. `stale_in_flight(3)` -> group 3: policy 0 is 2 behind; `cancelled`   3 / 0
 """
 
 import logging
@@ -21,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class BufferState(msgspec.Struct, kw_only=True):
+    """The groups of a checkpoint that are not in a batch yet."""
+
     ready: list[Group] = []
     """Finished, waiting for a batch, oldest first."""
     in_flight: list[Draw] = []
@@ -28,11 +41,13 @@ class BufferState(msgspec.Struct, kw_only=True):
 
     @property
     def in_flight_ids(self) -> list[GroupId]:
+        """The ids of the groups in flight."""
         return [draw.group_id for draw in self.in_flight]
 
 
 class GroupBuffer:
-    """
+    """Keeps groups from dispatch to batch.
+
     >>> buffer.dispatched(draw, version=version)
     >>> buffer.finished(group)
     >>> groups = buffer.take_batch(step, num_groups=8)  # None while there are not enough
@@ -60,15 +75,17 @@ class GroupBuffer:
 
     @property
     def num_ready(self) -> int:
+        """Finished groups that wait for a batch."""
         return len(self._ready)
 
     @property
     def num_in_flight(self) -> int:
+        """Groups that were dispatched and have not ended, retries included."""
         return len(self._in_flight)
 
     @property
     def first_failure(self) -> str:
-        """What the present row of fruitless groups began with: its first error, or without one its first filtered group."""
+        """The first error of the present row of fruitless groups; without an error its first filtered group."""
         return self._first_failure or self._first_filtered
 
     def dispatched(self, draw: Draw, *, version: PolicyVersion, server: str = "") -> None:
@@ -107,7 +124,8 @@ class GroupBuffer:
         self._write_event(Filter(group_id=group.group_id, reason=reason))
 
     def failed(self, group_id: GroupId, error: str, *, kind: str) -> None:
-        """
+        """Drop a group that ended with an error.
+
         Args:
             error: `ErrorType: message`.
             kind: type of the error behind it, by which failures are counted.
@@ -120,12 +138,13 @@ class GroupBuffer:
         self._write_event(Drop(group_id=group_id, reason=f"failed: {error[:500]}"))
 
     def cancelled(self, group_id: GroupId, reason: str) -> None:
+        """Drop a group that was cancelled for `reason`."""
         draw, _ = self._in_flight.pop(group_id)
         self.counters.add_dropped(draw.env, reason)
         self._write_event(Drop(group_id=group_id, reason=reason))
 
     def gone(self, draws: Sequence[Draw]) -> None:
-        """Groups of a checkpoint whose examples the data sets no longer have."""
+        """Drop groups of a checkpoint whose examples the data sets no longer have."""
         for draw in draws:
             self.counters.add_dropped(draw.env, "example_gone")
             self._write_event(Drop(group_id=draw.group_id, reason="example_gone"))
@@ -155,7 +174,8 @@ class GroupBuffer:
         return groups
 
     def snapshot(self, *, also_in_flight: Sequence[Draw] = ()) -> BufferState:
-        """
+        """Return what a checkpoint keeps of the groups.
+
         Args:
             also_in_flight: groups of an earlier checkpoint that were not started again yet.
         """

@@ -30,6 +30,8 @@ class RunTotals(msgspec.Struct, kw_only=True):
 
 
 class OrchestratorPart(msgspec.Struct, kw_only=True):
+    """The content of `state.msgpack`: the totals, the sampler and the groups at the moment a batch was formed."""
+
     schema: int = SCHEMA
     progress: RunTotals
     sampler: SamplerState
@@ -50,7 +52,8 @@ def write_part(layout: RunLayout, part: OrchestratorPart, *, config: Orchestrato
 
 
 def read_part(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorPart:
-    """
+    """Return the orchestrator's part of checkpoint `step`.
+
     Raises:
         CheckpointError: missing, unreadable, of another schema, or made with another group size, which the groups that wait in
             it have.

@@ -12,7 +12,7 @@ _PASSED = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """What metrics need of a group, without its tokens."""
+    """The properties of a group that metrics need, without its tokens."""
 
     env: str
     num_rollouts: int
@@ -29,6 +29,7 @@ class FinishedGroup:
 
     @classmethod
     def of(cls, group: Group, *, found: Sequence[RolloutFilter] = (), filtered: FilterReason | None = None) -> "FinishedGroup":
+        """Summarize `group`, with the findings of the filters."""
         rewards = group.rewards
         return cls(
             env=group.env,
@@ -43,6 +44,8 @@ class FinishedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostGroup:
+    """A group that failed or was dropped."""
+
     env: str
     reason: str
     """Type of the error of a failed group, or why it was dropped."""
@@ -50,18 +53,20 @@ class LostGroup:
 
 @dataclass(slots=True)
 class GroupCounters:
-    """The loop takes it when a batch is formed and puts a new one in its place."""
+    """Counts groups by how they ended. The loop takes it when a batch is formed and puts a new one in its place."""
 
     finished: list[FinishedGroup] = field(default_factory=list)
     failed: list[LostGroup] = field(default_factory=list)
     dropped: list[LostGroup] = field(default_factory=list)
 
     def add_failed(self, env: str, *, kind: str) -> None:
-        """
+        """Count a failed group.
+
         Args:
             kind: type of the error behind it.
         """
         self.failed.append(LostGroup(env=env, reason=kind))
 
     def add_dropped(self, env: str, reason: str) -> None:
+        """Count a dropped group under the part of `reason` before a colon."""
         self.dropped.append(LostGroup(env=env, reason=reason.split(":", 1)[0]))

@@ -1,8 +1,19 @@
 """Keeps groups in flight: decides when one may start, on which server, runs it, and hands the result to the buffer.
 
-Consumes draws of the sampler. Produces finished groups in the buffer. Waits for its event, notified when a group ends, a batch is
-formed, a policy is loaded or a server comes or goes, and for the moment at which a pause is over. Each group is a task of its
-own; its failure costs that group only. A try that was lost with its server or its worker is made again, under the same id.
+    ExampleSampler --draw--> Dispatcher --run_group--> environments and servers
+    ServerPool ----server--->  |    ^                        |
+                               |    +------- rollouts -------+
+                               v
+                          GroupBuffer --group_ended--> Loop
+
+| waits for | unblocked by |
+|---|---|
+| `changed`, at most `_IDLE_WAIT_S`: a group may start | a group ended, a new step, policy or server; a server that goes |
+| the end of a pause: a retry, or `tasks_per_minute` | the clock |
+| a task per group: its rollouts | the environment; `server_down` and staleness cancel it |
+
+Each group is a task of its own; its failure costs that group only. A try that was lost with its server or its worker is made
+again, under the same id.
 """
 
 import asyncio
@@ -35,38 +46,47 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 5.0
 """The dispatcher looks again at least this often, so that a missed notification costs seconds and not the run."""
 _STARTS_AT_ONCE = 64
-"""Groups started before everybody else has a turn."""
+"""Groups started before the event loop runs other tasks. With all at once, sockets would wait for thousands of starts."""
 _MAX_TRIES = 5
+"""Tries of a group. Their pauses add up to 7 s: more than the 5 s between two probes that notice the loss of a server."""
 _RETRY_PAUSE_S = 1.0
 """Before the third try; doubles with each. The second follows at once, most likely on another server."""
 _BURST_S = 5.0
-"""Seconds' worth of `tasks_per_minute` that may start at once."""
+"""Seconds' worth of `tasks_per_minute` that may start at once: a limit of few per minute still fills whole groups."""
 
 
 class RunDrawnGroup(Protocol):
-    """Runs the group of `draw` on one server and returns its scored rollouts."""
+    """Runs groups."""
 
-    async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]: ...
+    async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]:
+        """Run the group of `draw` on one server and return its scored rollouts."""
+        ...
 
 
 class DispatchServers(Protocol):
-    """What the dispatcher needs of the servers. Adapter: `client.server_pool.ServerPool`."""
+    """The servers as the dispatcher sees them. Adapter: `client.server_pool.ServerPool`."""
 
     def pick(self, *, num_rollouts: int) -> str | None:
-        """The base URL of a server that gets `num_rollouts` more, None while there is none."""
+        """Return the base URL of a server that gets `num_rollouts` more, None while there is none."""
         ...
 
     def release(self, root: str, *, num_rollouts: int) -> None:
-        """They have ended."""
+        """Count the rollouts as ended."""
         ...
 
     async def is_at_fault(self, root: str) -> bool:
-        """After a group failed on `root`: whether the server does not answer as it should."""
+        """Return whether the server at `root`, where a group failed, does not answer as it should."""
+        ...
+
+    def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
+        """Call `on_down` with the address of a server that is lost, and `on_up` after one came."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
+    """The numbers that bound what the dispatcher starts."""
+
     rollouts_per_example: int
     rollouts_per_step: int
     """floor(batch_size * oversampling_factor)."""
@@ -83,6 +103,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: OrchestratorConfig) -> "Limits":
+        """Return the limits that `config` asks for."""
         per_step = int(config.batch_size * config.oversampling_factor)
         return cls(
             rollouts_per_example=config.rollouts_per_example,
@@ -104,7 +125,7 @@ class _Try:
     number: int
     server: str
     version: PolicyVersion
-    """What the server held at least when it began."""
+    """The policy that the server served when the try began, or a newer one."""
     task: asyncio.Task[None] | None = None
 
 
@@ -118,10 +139,11 @@ class _Retry:
 
 
 class Dispatcher:
-    """
+    """Starts groups and accounts for how each ended.
+
     >>> dispatching = tasks.create_task(dispatcher.run())
-    >>> dispatcher.step, dispatcher.version = Step(2), PolicyVersion(1)
-    >>> dispatcher.changed.notify()
+    >>> dispatcher.step = Step(2)
+    >>> dispatcher.policy_served(PolicyVersion(1))
     """
 
     def __init__(
@@ -134,13 +156,12 @@ class Dispatcher:
         advantage: AdvantageFunction,
         limits: Limits,
         on_group_end: Callable[[], None],
-        resumed_draws: Sequence[Draw] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Make a dispatcher with nothing in flight, and subscribe it to the servers.
+
         Args:
             on_group_end: called after every group that ended.
-            resumed_draws: groups that were in flight when the checkpoint was made; they start first, under their old ids.
         """
         self._sampler = sampler
         self._buffer = buffer
@@ -150,7 +171,7 @@ class Dispatcher:
         self._limits = limits
         self._on_group_end = on_group_end
         self._clock = clock
-        self._undispatched = deque(resumed_draws)
+        self._undispatched = deque[Draw]()
         self._retries: deque[_Retry] = deque()
         self._tries: dict[GroupId, _Try] = {}
         self._turn = asyncio.Lock()
@@ -166,22 +187,24 @@ class Dispatcher:
         self.step = Step(1)
         """The batch being filled."""
         self.version = PolicyVersion(0)
-        """What the servers hold at least."""
+        """The policy that the servers serve, or a newer one."""
         self.max_in_flight = limits.max_rollouts_in_flight
         """Rollouts; adapted to the servers' load."""
+        servers.subscribe(on_down=self.server_down, on_up=self.changed.notify)
 
     @property
     def undispatched_draws(self) -> list[Draw]:
-        """Groups of the checkpoint that were not started again yet: still owed, and part of the next checkpoint."""
+        """Groups of the checkpoint that were not started again yet: part of the next checkpoint too."""
         return list(self._undispatched)
 
     @property
     def rollouts_in_flight(self) -> int:
+        """Rollouts of all groups in flight."""
         num_ended = self._rounds.num_ended if self._rounds else 0
         return (self._buffer.num_in_flight - num_ended) * self._limits.rollouts_per_example
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Start groups as they may start, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._cancel_stale()
@@ -193,18 +216,27 @@ class Dispatcher:
                         await asyncio.sleep(0)
                 await self.changed.wait(min(pause_s or _IDLE_WAIT_S, _IDLE_WAIT_S))
 
+    def resume(self, draws: Sequence[Draw]) -> None:
+        """Start `draws` first, under their old ids: they were in flight when the checkpoint was made."""
+        self._undispatched.extend(draws)
+
+    def policy_served(self, version: PolicyVersion) -> None:
+        """Start groups from `version`, which the servers serve now."""
+        self.version = version
+        self.changed.notify()
+
     def server_down(self, root: str) -> None:
-        """Every try on the server at `root` is lost."""
+        """Retry every group on the server at `root`: its tries are lost."""
         for attempt in [attempt for attempt in self._tries.values() if attempt.server == root]:
             if attempt.task is not None:
                 attempt.task.cancel()
             self._end(attempt)
-            self._lost(attempt, f"the server {root} was set aside")
+            self._lost(attempt, f"the server {root} was marked unhealthy")
         self.changed.notify()
         self._on_group_end()
 
     def _pause_s(self) -> float:
-        """Seconds until the next group may start; 0 when one may now."""
+        """Return the seconds until the next group may start; 0 when one may now."""
         now, limits = self._clock(), self._limits
         in_flight = self.rollouts_in_flight
         has_room = in_flight + limits.rollouts_per_example <= max(self.max_in_flight, limits.rollouts_per_example)
@@ -218,7 +250,7 @@ class Dispatcher:
         return bool(self._retries) and self._retries[0].not_before <= now
 
     def _draw_round(self) -> None:
-        """Of a deterministic run: draw what the batch still lacks, once every group drawn before has ended."""
+        """Draw what the batch still lacks in a deterministic run, once every group drawn before has ended."""
         if self._rounds is None or self._undispatched or self._buffer.num_in_flight:
             return
         num_ready = self._buffer.num_ready
@@ -300,13 +332,13 @@ class Dispatcher:
             await asyncio.sleep(0)
 
     def _account(self, attempt: _Try, rollouts: list[Rollout], *, lost: str, error: str, kind: str) -> None:
-        """What becomes of a group whose try is over."""
+        """Retry the group whose try is over, or settle it as failed or finished."""
         draw = attempt.draw
         if self._tries.get(draw.group_id) is not attempt:
             return  # ended meanwhile, and accounted for
         self._end(attempt)
         if not (lost or error) and _is_older(rollouts, attempt.version):
-            lost = f"the server {attempt.server} answered with an older policy than it held: it was started again"
+            lost = f"the server {attempt.server} answered with an older policy than it served: it was started again"
         if lost:
             self._lost(attempt, lost)
         elif error:
@@ -318,7 +350,7 @@ class Dispatcher:
         self._on_group_end()
 
     def _settle(self, group_id: GroupId, end: Callable[[], None]) -> None:
-        """Hand on how a group ended: at once, or, deterministic, when its whole round has, in the order of their ids."""
+        """Hand on how a group ended: at once, or in a deterministic run when its whole round has."""
         if self._rounds is None:
             end()
             return
@@ -336,7 +368,7 @@ class Dispatcher:
         self._servers.release(attempt.server, num_rollouts=self._limits.rollouts_per_example)
 
     def _lost(self, attempt: _Try, reason: str) -> None:
-        """Nothing came of `attempt`: the group is tried again, after a pause that grows, or failed."""
+        """Retry the group of a lost try after a pause that grows. After the last try the group failed."""
         group_id, number = attempt.draw.group_id, attempt.number
         if number >= _MAX_TRIES:
             error = f"WorkerLost: lost {number} times, the last time because {reason}"
@@ -360,13 +392,16 @@ class Dispatcher:
 def group_runner(
     pool: EnvironmentPool, *, sampling_of: Callable[[Draw], SamplingArguments], rollouts_per_example: int
 ) -> RunDrawnGroup:
-    """A `RunDrawnGroup` over a pool of environments; all requests of a group go to one server, so that its prompt is computed once.
+    """Return a `RunDrawnGroup` over a pool of environments.
+
+    All requests of a group go to one server, so that its prompt is computed once.
 
     Args:
         sampling_of: asked when the group starts.
     """
 
     async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
+        """Run the group of `draw` on the server at `base_url`."""
         return await pool.run_group(
             GroupRequest(
                 group_id=draw.group_id,

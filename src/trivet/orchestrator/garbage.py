@@ -13,8 +13,11 @@ from contextlib import contextmanager
 _YOUNG_OBJECTS = 50_000
 """New objects until the young ones are looked at, which takes milliseconds."""
 _YOUNG_COLLECTIONS = 20
+"""Collections of the young until the middle generation is looked at too."""
 _NEVER = 1_000_000
+"""A threshold of the full collection that no run reaches."""
 _FULL_INTERVAL_S = 60.0
+"""Between two full collections, each of which stops the event loop for about a fifth of a second."""
 
 
 @contextmanager

@@ -17,12 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 class LoadSource(Protocol):
-    """What is needed of the servers. Adapter: `client.server_pool.ServerPool`."""
+    """The servers as the load watcher sees them. Adapter: `client.server_pool.ServerPool`."""
 
-    async def server_loads(self) -> list[ServerLoad]: ...
+    async def server_loads(self) -> list[ServerLoad]:
+        """Return how busy each server is that says so."""
+        ...
 
 
 class LoadWatcher:
+    """Sets the dispatcher's `max_in_flight` from the servers' load."""
+
     def __init__(
         self,
         config: ConcurrencyConfig,
@@ -44,12 +48,13 @@ class LoadWatcher:
             dispatcher.max_in_flight = max(self._floor, min(config.initial_inflight, self._ceiling))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Ask the servers at each interval, until cancelled."""
         while True:
             await self._sleep(self._config.interval)
             self._look(await self._servers.server_loads())
 
     def metrics(self) -> dict[str, float]:
+        """Return the limit and the last load as `concurrency/*`."""
         values = {"concurrency/limit": float(self._dispatcher.max_in_flight)}
         if self._last is not None:
             values |= {

@@ -1,9 +1,18 @@
 """The orchestrator's loop: fill batch n, write its checkpoint part if one is due, send it, go on to n+1.
 
-Consumes finished groups from the buffer. Produces batches for the trainer. Beside it run the dispatcher (fills the buffer),
-the policy watcher (keeps the servers up to date) and what else the start gives it; all are tasks of one group, so a failure of
-any ends all. Packing, writing and sending go on in threads while the next batch is being filled.
-Waits for: enough groups (notified by the dispatcher), the trainer's acknowledgement (deadline in rollout_transport.timeout_s).
+    Dispatcher --finished groups--> GroupBuffer --batch n--> Loop --pack, write, send--> trainer
+        ^                                                      |                            |
+        +---------- the step being filled ---------------------+                            v
+        +---------- the policy served ------ PolicyWatcher <--------- weights/step_n -------+
+
+| waits for | unblocked by |
+|---|---|
+| `_fill`: enough ready groups | `group_ended`, notified by the dispatcher and by `preempt` |
+| `_hand_over`: the trainer's receipt of batch n | its acknowledgement; `rollout_transport.timeout_s` |
+| `_finish_evals`: the evaluation of the last policy | `OnlineEval.run` returns |
+
+Dispatcher, policy watcher and background tasks are tasks of one group, so a failure of any ends all. Packing, writing and
+sending go on in threads while the next batch is being filled.
 """
 
 import asyncio
@@ -39,13 +48,14 @@ from trivet.wire.versions import PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 _MAX_ALIVE_INTERVAL_S = 30.0
+"""Longest time between two signs of life to the trainer; a tenth of its deadline where that is shorter."""
 _SLOW_FILL_S = 60.0
 """How often a batch that does not fill is reported."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """One run of the orchestrator, from `progress.step` on."""
+    """Runs the orchestrator from `progress.step` on."""
 
     config: OrchestratorConfig
     layout: RunLayout
@@ -73,7 +83,7 @@ class Loop:
         self.group_ended.notify()
 
     async def run(self) -> None:
-        """Until max_steps, or for ever without one."""
+        """Train until max_steps, or for ever without one."""
         with rare_collections():
             await self._run_tasks()
 
@@ -96,13 +106,16 @@ class Loop:
                 task.cancel()
 
     async def _say_alive(self) -> None:
-        """A batch may take long to fill, behind an evaluation or slow environments; the trainer's deadline is for a dead end."""
+        """Tell the trainer at intervals that the orchestrator is alive.
+
+        A batch may take long to fill, behind an evaluation or slow environments; the trainer's deadline is for a dead end.
+        """
         while True:
             await self.sender.say_alive()
             await asyncio.sleep(min(_MAX_ALIVE_INTERVAL_S, self.config.rollout_transport.timeout_s / 10))
 
     async def _finish_evals(self, evaluating: asyncio.Task[None]) -> None:
-        """The last policy is evaluated whenever the run reached its end; a preempted run takes no time for it."""
+        """Evaluate the last policy, unless the run is preempted."""
         assert self.evals is not None
         if self.preempt_requested:
             evaluating.cancel()
@@ -198,7 +211,7 @@ class Loop:
         self.dispatcher.changed.notify()
 
     async def _fill(self, step: Step) -> list[Group] | None:
-        """The groups of batch `step`; None when the run is preempted instead."""
+        """Return the groups of batch `step`; None when the run is preempted instead."""
         num_groups = self.config.batch_size // self.config.rollouts_per_example
         limit = self.config.max_fruitless_batches * num_groups
         since = time.monotonic()

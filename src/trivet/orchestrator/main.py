@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
+    """Run the command and return its exit code."""
     die_with_parent()
     return run_command(OrchestratorConfig, start, check=check)
 
@@ -37,6 +38,7 @@ def check(config: OrchestratorConfig) -> None:
 
 
 def start(config: OrchestratorConfig) -> int:
+    """Run the role with a resolved configuration and return its exit code."""
     setup_logging("orchestrator", level=config.log.level, as_json=config.log.json_logging)
     arm(config.faults.schedule)
     process_report.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
@@ -54,11 +56,13 @@ async def _run(config: OrchestratorConfig) -> int:
     running: list[Loop] = []
 
     def preempt() -> bool:
+        """Preempt the loop; return False while there is none, which cancels the run."""
         for loop in running:
             loop.preempt()
         return bool(running)
 
     async def work() -> int:
+        """Run from the environments to the last step."""
         async with open_environments(config) as pool:
             await run(config, pool, on_loop=running.append)
         return 0

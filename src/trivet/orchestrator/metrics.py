@@ -29,7 +29,7 @@ _MEASURES: dict[str, Callable[[Rollout], float]] = {
 
 
 def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> dict[str, float]:
-    """What can be read off the groups alone.
+    """Return the metrics of the batch's groups alone.
 
     Args:
         num_tokens: packed tokens of the batch.
@@ -62,7 +62,7 @@ def flow_metrics(
     num_in_flight: int,
     num_ready: int,
 ) -> dict[str, float]:
-    """What became of the groups that ended since the last batch, and what is under way.
+    """Return the metrics of the groups that ended since the last batch, and of those under way.
 
     Args:
         group_size: rollouts of each group.
@@ -86,6 +86,7 @@ def flow_metrics(
 
 
 def progress_metrics(progress: RunTotals, *, version: PolicyVersion) -> dict[str, float]:
+    """Return the totals of the run as `progress/*`."""
     return {
         "progress/total_tokens": float(progress.total_tokens),
         "progress/total_samples": float(progress.total_samples),
@@ -107,7 +108,7 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _staleness_metrics(groups: Sequence[Group], *, step: Step) -> dict[str, float]:
-    """How far behind the groups are by their oldest token, and how many tokens are how far behind."""
+    """Return the staleness of the groups by their oldest token, and the number of tokens at each staleness."""
     age = np.array([staleness(step=step, oldest=group.oldest_version) for group in groups])
     tokens: Counter[int] = Counter()
     for group in groups:
@@ -123,7 +124,7 @@ def _staleness_metrics(groups: Sequence[Group], *, step: Step) -> dict[str, floa
 
 
 def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Of the groups that were weighed for the batch: those in it, and those that a filter kept out of it."""
+    """Return the metrics of the groups that were weighed for the batch: those in it, and those that a filter kept out of it."""
     if not judged:
         return {}
     solve_all = sum(group.is_flat and group.is_solved for group in judged) / len(judged)

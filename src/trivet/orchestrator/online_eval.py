@@ -35,12 +35,13 @@ logger = logging.getLogger(__name__)
 VAL = "val"
 """Directory of validations inside evals/step_N/."""
 _IDLE_WAIT_S = 5.0
+"""The evaluations look again at least this often, so that a missed notification costs seconds."""
 DEFAULT_MAX_CONCURRENT = 64
 """Rollouts of validations in flight, where `eval.max_concurrent` does not say."""
 
 
 def is_due(version: PolicyVersion, *, last: PolicyVersion | None, interval: int) -> bool:
-    """Whether a multiple of `interval` was reached or passed since the evaluation of `last`.
+    """Return whether a multiple of `interval` was reached or passed since the evaluation of `last`.
 
     A policy that jumps over a multiple is evaluated at the version that it lands on.
     """
@@ -72,7 +73,7 @@ class Series:
 def make_series(
     config: OrchestratorConfig, pool: EnvironmentPool, *, layout: RunLayout, resumed_from: PolicyVersion
 ) -> list[Series]:
-    """The evaluations that `config` asks for, those of earlier attempts counted as done.
+    """Return the evaluations that `config` asks for, those of earlier attempts counted as done.
 
     Raises:
         ConfigError: an environment has nothing to evaluate on.
@@ -102,6 +103,7 @@ def _eval_series(config: OrchestratorConfig, pool: EnvironmentPool) -> list[Seri
         return []
 
     def sampling_of(env: EnvConfig, run: EvalSamplingConfig) -> Callable[[PolicyVersion], SamplingArguments]:
+        """Return the sampling of `env`, the same for every version."""
         mine = env.sampling.over(run)
         arguments = sampling_arguments(mine, temperature=mine.temperature)
         return lambda version: arguments
@@ -128,6 +130,7 @@ def _val_series(config: OrchestratorConfig, pool: EnvironmentPool) -> list[Serie
         return []
 
     def sampling_of(env: EnvConfig) -> Callable[[PolicyVersion], SamplingArguments]:
+        """Return the sampling of `env` at the temperature of the version's step."""
         mine = env.sampling.over(config.sampling)
         return lambda version: sampling_arguments(
             mine, temperature=mine.temperature_at(version + 1, max_steps=config.max_steps)
@@ -164,15 +167,22 @@ def discard_evals_after(layout: RunLayout, version: PolicyVersion) -> None:
 
 
 class PinnablePolicy(Protocol):
-    """What the servers hold. Adapter: `orchestrator.policy.PolicyWatcher`."""
+    """The policy that the servers serve. Adapter: `orchestrator.policy.PolicyWatcher`."""
 
     version: PolicyVersion
 
-    def pinned(self) -> AbstractAsyncContextManager[PolicyVersion]: ...
+    def pinned(self) -> AbstractAsyncContextManager[PolicyVersion]:
+        """Keep the policy for the time of the block."""
+        ...
+
+    def subscribe(self, on_policy_served: Callable[[PolicyVersion], None]) -> None:
+        """Call `on_policy_served` once the servers serve a new policy."""
+        ...
 
 
 class OnlineEval:
-    """
+    """Evaluates the policies that are due, one after another.
+
     >>> evaluating = tasks.create_task(evals.run())
     >>> evals.changed.notify()
     >>> evals.finish(PolicyVersion(max_steps))
@@ -191,9 +201,10 @@ class OnlineEval:
         layout: RunLayout,
         telemetry: Telemetry,
     ) -> None:
-        """
+        """Subscribe to the policies that the servers serve.
+
         Args:
-            digest: of the policy that the servers hold.
+            digest: of the policy that the servers serve.
             run_group: runs it on the server named in the request.
             max_concurrent: rollouts in flight.
         """
@@ -208,10 +219,11 @@ class OnlineEval:
         self._final: PolicyVersion | None = None
         self._val_reward: dict[str, float] = {}
         self.changed = ChangeEvent()
-        """To be notified after every load."""
+        """Notified when the servers serve a new policy, and by `finish`."""
+        policy.subscribe(lambda version: self.changed.notify())
 
     async def run(self) -> None:
-        """Until `finish` was called and the last policy is evaluated."""
+        """Evaluate until `finish` was called and the last policy is evaluated."""
         while True:
             version = self._policy.version
             is_last = self._final is not None and version >= self._final
@@ -224,7 +236,7 @@ class OnlineEval:
                 await self.changed.wait(_IDLE_WAIT_S)
 
     def finish(self, version: PolicyVersion) -> None:
-        """No policy comes after `version`: evaluate it, whatever the interval, and end."""
+        """Evaluate `version`, after which none comes, whatever the interval, and end."""
         self._final = version
         self.changed.notify()
 
@@ -282,7 +294,7 @@ class OnlineEval:
 
 
 def val_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """Mean reward over the examples of all environments, and of each."""
+    """Return the mean reward over the examples of all environments, and of each."""
     scored = {env: summary for env, summary in summaries.items() if summary.avg is not None}
     if not scored:
         return {}

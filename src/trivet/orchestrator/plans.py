@@ -1,4 +1,4 @@
-"""What the configuration says of single groups and rollouts: how their tokens are sampled, what is looked for in them."""
+"""Reads from the configuration how tokens of a group are sampled and what is looked for in its rollouts."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,14 @@ from trivet.wire.groups import SamplingArguments
 
 
 def sampling_plan(config: OrchestratorConfig) -> Callable[[Draw], SamplingArguments]:
-    """The run's sampling with what the draw's environment changes of it, at the temperature of the draw's step.
+    """Return the run's sampling with the changes of the draw's environment, at the temperature of the draw's step.
 
     A function of the draw alone, so that a group dispatched again is sampled alike.
     """
     by_env = {env.label: env.sampling.over(config.sampling) for env in config.env}
 
     def plan(draw: Draw) -> SamplingArguments:
+        """Return the sampling of the group of `draw`."""
         sampling = by_env[draw.env]
         return sampling_arguments(sampling, temperature=sampling.temperature_at(draw.step, max_steps=config.max_steps))
 
@@ -24,7 +25,7 @@ def sampling_plan(config: OrchestratorConfig) -> Callable[[Draw], SamplingArgume
 
 
 def rollout_filters(config: OrchestratorConfig) -> RolloutFilters:
-    """What is looked for in each rollout, and which of it is left out of training."""
+    """Return the filters to apply to each rollout, and which of them mask it."""
     filters = config.filters
     sections = {
         RolloutFilter.REPETITION: filters.repetition,

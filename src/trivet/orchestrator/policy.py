@@ -1,4 +1,4 @@
-"""Follows published policies: decides which one the servers should hold, has them load it, and tells who waits for it.
+"""Follows published policies: decides which one the servers should serve, and has them serve it.
 
 Consumes `weights/step_N` with STABLE. Produces loads on the servers and a reader's acknowledgement. Waits by polling the shared
 directory, the one channel that works across machines. While somebody pins the policy nothing is loaded.
@@ -25,23 +25,25 @@ from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 READER = "orchestrator"
-_POLL_S = 0.1
+_POLL_INTERVAL_S = 0.1
+"""Between two looks at the shared directory: a new policy waits half of it on average."""
 
 
 class PolicyServers(Protocol):
-    """What the watcher needs of the servers. Adapter: `client.server_pool.ServerPool`."""
+    """The servers as the watcher sees them. Adapter: `client.server_pool.ServerPool`."""
 
     async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
-        """Have every server hold `policy`, before the first rollout; returns it with its digest."""
+        """Have every server serve `policy`, before the first rollout; returns it with its digest."""
         ...
 
     async def ensure_policy(self, policy: TargetPolicy) -> None:
-        """Returns once at least one server holds `policy` and no other takes rollouts."""
+        """Return once at least one server serves `policy` and no other takes rollouts."""
         ...
 
 
 class PolicyWatcher:
-    """
+    """Keeps the servers at the policy that the batch being filled wants.
+
     >>> watching = tasks.create_task(watcher.run())
     >>> async with watcher.pinned() as version:
     ...     await evaluate(version)
@@ -59,17 +61,18 @@ class PolicyWatcher:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """
+        """Make a watcher of servers that serve the start model.
+
         Args:
             timeout_s: longest time without a policy that the batch being filled requires.
-            on_policy_served: called once the servers hold a new policy.
+            on_policy_served: called once the servers serve a new policy.
         """
         self._layout = layout
         self._servers = servers
         self._max_async_level = max_async_level
         self._is_strict = is_strict
         self._timeout_s = timeout_s
-        self._on_policy_served = on_policy_served
+        self._on_policy_served = [on_policy_served]
         self._clock = clock
         self._sleep = sleep
         self._num_pins = 0
@@ -77,13 +80,17 @@ class PolicyWatcher:
         self.step = Step(1)
         """The batch being filled."""
         self.version = START_VERSION
-        """What every server that takes rollouts holds, or a newer one while a load is under way."""
+        """The policy of every server that takes rollouts, or a newer one while a load is under way."""
         self.digest = ""
         """Of the weights of `version`."""
         self.last_load_s = 0.0
 
+    def subscribe(self, on_policy_served: Callable[[PolicyVersion], None]) -> None:
+        """Call `on_policy_served` too once the servers serve a new policy."""
+        self._on_policy_served.append(on_policy_served)
+
     async def run(self) -> None:
-        """Until cancelled.
+        """Have the servers serve each policy that is wanted, until cancelled.
 
         Raises:
             WaitTimeout: the trainer published nothing that the batch being filled could start from.
@@ -112,11 +119,11 @@ class PolicyWatcher:
             )
             if self.version < target <= latest and not self._num_pins:
                 await self.ensure_policy(target)
-            await self._sleep(_POLL_S)
+            await self._sleep(_POLL_INTERVAL_S)
 
     @asynccontextmanager
     async def pinned(self) -> AsyncIterator[PolicyVersion]:
-        """The servers keep one policy for the time of the block, after a load in progress; yields its version.
+        """Keep the served policy for the time of the block, after a load in progress; yield its version.
 
         Blocks may nest and overlap: loading goes on when the last has ended. A server that comes back meanwhile gets the pinned
         policy. Rollouts for training go on as long as the pinned policy is recent enough for them.
@@ -147,23 +154,23 @@ class PolicyWatcher:
                     f"orchestrator waited {self._timeout_s:.0f} s for {directory} to resume from: is the trainer alive "
                     "(logs/trainer.stdout)?"
                 )
-            await self._sleep(_POLL_S)
+            await self._sleep(_POLL_INTERVAL_S)
         self._loaded(await self._servers.ensure_policy_on_all(self._published(version)))
 
     async def start_from_base(self, *, reload: bool) -> None:
         """Start from version 0.
 
         Args:
-            reload: have servers that hold something else go back to the start weights; else they are refused.
+            reload: have servers that serve something else go back to the start weights; else they are refused.
 
         Raises:
-            InferenceError: a server failed, or holds another policy.
+            InferenceError: a server failed, or serves another policy.
         """
         start = TargetPolicy(version=START_VERSION, digest=None, directory=None)
         self._loaded(await self._servers.ensure_policy_on_all(start, reset=reload))
 
     async def ensure_policy(self, version: PolicyVersion) -> None:
-        """Have the servers hold the published `version`, unless somebody has pinned theirs meanwhile."""
+        """Have the servers serve the published `version`, unless somebody has pinned theirs meanwhile."""
         async with self._loading:
             if self._num_pins:
                 return
@@ -181,11 +188,12 @@ class PolicyWatcher:
     def _loaded(self, policy: TargetPolicy) -> None:
         acknowledge(self._layout, READER, policy.version)
         self.version, self.digest = policy.version, policy.digest or ""
-        self._on_policy_served(policy.version)
+        for notify in self._on_policy_served:
+            notify(policy.version)
 
 
 def _published_at(directory: Path) -> int | None:
-    """When the policy in `directory` was published, which tells it from the one published in its place; None: not yet."""
+    """Return when the policy in `directory` was published, in ns, which tells it from one published in its place; None: not yet."""
     try:
         return (directory / STABLE).stat().st_mtime_ns
     except FileNotFoundError:

@@ -16,6 +16,8 @@ from trivet.wire.versions import Step
 
 
 class ParkedExample(msgspec.Struct, frozen=True, kw_only=True):
+    """An example that is easy or hard and passed over for now."""
+
     example_hash: str
     difficulty: Difficulty
     step: Step
@@ -32,7 +34,8 @@ class PoolSizes:
 
 
 class DifficultyPools:
-    """
+    """Keeps which examples are parked.
+
     >>> pools = DifficultyPools({"math": ["h0", "h1"]}, rules=BufferConfig(easy_threshold=1.0, recheck_interval=5))
     >>> pools.judge("math", "h0", mean_reward=1.0, step=Step(3))
     >>> pools.is_parked("math", "h0")
@@ -47,7 +50,8 @@ class DifficultyPools:
         rules: BufferConfig,
         parked: Mapping[str, Sequence[ParkedExample]] | None = None,
     ) -> None:
-        """
+        """Restore the pools of a checkpoint, or start with every example normal.
+
         Args:
             examples: hash of each row by environment.
             parked: of the checkpoint; its easy and hard fractions return to normal, longest parked first.
@@ -64,6 +68,7 @@ class DifficultyPools:
             self._restore(env, members)
 
     def is_parked(self, env: str, example_hash: str) -> bool:
+        """Return whether the example is passed over."""
         return example_hash in self._parked[env]
 
     def num_normal(self, env: str) -> int:
@@ -71,6 +76,7 @@ class DifficultyPools:
         return self.sizes(env).normal
 
     def sizes(self, env: str) -> PoolSizes:
+        """Return the rows of each pool of `env`."""
         easy, hard = (self._num_parked_rows[env, difficulty] for difficulty in (Difficulty.EASY, Difficulty.HARD))
         return PoolSizes(easy=easy, hard=hard, normal=self._totals[env] - easy - hard)
 
@@ -85,7 +91,7 @@ class DifficultyPools:
         return difficulty
 
     def release(self, step: Step) -> int:
-        """Return to normal what has been parked for `recheck_interval` steps when batch `step` begins; how many did."""
+        """Return examples to normal that were parked `recheck_interval` steps before batch `step`; return how many."""
         interval = self._rules.recheck_interval
         if interval is None:
             return 0
@@ -96,6 +102,7 @@ class DifficultyPools:
         return len(due)
 
     def snapshot(self) -> dict[str, list[ParkedExample]]:
+        """Return the parked examples by environment, for a checkpoint."""
         return {env: list(members.values()) for env, members in self._parked.items() if members}
 
     def _restore(self, env: str, members: Sequence[ParkedExample]) -> None:

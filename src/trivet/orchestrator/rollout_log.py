@@ -1,5 +1,8 @@
-"""Writes `rollouts/step_N/`: what was trained in step N. `rollouts.jsonl` is for a human to read, `tokens.msgpack.z` for
-`trivet view` to show which tokens were likely and which policy sampled them."""
+"""Writes `rollouts/step_N/`: the rollouts trained in step N.
+
+`rollouts.jsonl` is for a human to read. From `tokens.msgpack.z`, `trivet view` shows which tokens were likely and which policy
+sampled them.
+"""
 
 from collections.abc import Sequence
 
@@ -15,6 +18,8 @@ from trivet.wire.versions import Step, VersionRun
 
 
 class RolloutRecord(msgspec.Struct, kw_only=True):
+    """A line of `rollouts.jsonl`."""
+
     group_id: int
     env: str
     example_id: int

@@ -1,4 +1,4 @@
-"""Which example the next group is of: a state machine whose state is in every checkpoint.
+"""Chooses the example of the next group: a state machine whose state is in every checkpoint.
 
 Examples of all environments stand in one row, shuffled anew each epoch; with `env_ratios` each environment has a row of its
 own and the rows take turns. A parked example (orchestrator.pools) is passed over. What was drawn is remembered in its `Draw`,
@@ -40,6 +40,8 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowState(msgspec.Struct, kw_only=True):
+    """The position in the examples of one row. A row is every environment, or one of them with `env_ratios`."""
+
     epoch: int = 0
     position: int = 0
     """Places of the epoch that are behind."""
@@ -48,6 +50,8 @@ class RowState(msgspec.Struct, kw_only=True):
 
 
 class SamplerState(msgspec.Struct, kw_only=True):
+    """The sampler's state in a checkpoint."""
+
     next_group_id: GroupId = GroupId(0)
     rows: dict[str, RowState] = {}
     credits: dict[str, float] = {}
@@ -57,7 +61,8 @@ class SamplerState(msgspec.Struct, kw_only=True):
 
 
 class ExampleSampler:
-    """
+    """Draws examples in endless shuffled passes.
+
     >>> sampler = ExampleSampler({"math": hashes}, seed=42)
     >>> draw = sampler.take(Step(1))
     >>> sampler.finished(group, draw, step=Step(1))
@@ -72,7 +77,8 @@ class ExampleSampler:
         rules: BufferConfig | None = None,
         state: SamplerState | None = None,
     ) -> None:
-        """
+        """Start afresh, or go on where `state` ends.
+
         Args:
             examples: hash of each row by environment name, at least one row each.
             state: of the checkpoint that is resumed.
@@ -97,12 +103,12 @@ class ExampleSampler:
         return not any(self._pools.num_normal(env) for env in self._examples)
 
     def begin_step(self, step: Step) -> None:
-        """Parked examples whose time has come are drawn again from now on."""
+        """Return parked examples to the normal pool whose time has come."""
         if returned := self._pools.release(step):
             logger.info("examples returned to the normal pool count=%s step=%s", returned, step)
 
     def take(self, step: Step) -> Draw | None:
-        """The next group, whose id is never handed out again; None when no example is left.
+        """Return the next group, whose id is never handed out again; None when no example is left.
 
         Args:
             step: the batch being filled.
@@ -127,12 +133,12 @@ class ExampleSampler:
         self._pools.judge(draw.env, draw.example_hash, mean_reward=float(group.rewards.mean()), step=step)
 
     def preview(self, count: int) -> list[Draw]:
-        """What a fresh run would start with; draws nothing."""
+        """Return the first draws of a fresh run, without drawing."""
         fresh = ExampleSampler(self._examples, seed=self._seed, rules=self._rules)
         return [draw for _ in range(count) if (draw := fresh.take(Step(1)))]
 
     def locate_draws(self, draws: Sequence[Draw]) -> tuple[list[Draw], list[Draw]]:
-        """Groups of a checkpoint in today's data sets: those to dispatch again, and those whose example is gone."""
+        """Find groups of a checkpoint in today's data sets: return those to dispatch again, and those whose example is gone."""
         rows = {env: {name: row for row, name in enumerate(hashes)} for env, hashes in self._examples.items()}
         found: list[Draw] = []
         gone: list[Draw] = []
@@ -147,6 +153,7 @@ class ExampleSampler:
         return found, gone
 
     def snapshot(self) -> SamplerState:
+        """Return the state for a checkpoint."""
         return SamplerState(
             next_group_id=self.next_group_id,
             rows={name: row.snapshot() for name, row in self._rows.items()},
@@ -155,8 +162,11 @@ class ExampleSampler:
         )
 
     def metrics(self) -> dict[str, float]:
-        """`progress/epoch`: passes over the examples so far, of the environment that had the fewest; with thresholds `pool/*` as
-        shares of examples, and `evicted_examples/*` as counts since the last call."""
+        """Return passes over the examples, and the sizes of the pools if there are thresholds.
+
+        `progress/epoch`: passes so far of the environment that had the fewest. `pool/*`: shares of examples. `evicted_examples/*`:
+        counts since the last call.
+        """
         values = {"progress/epoch": min(row.passes for row in self._rows.values())}
         if self._rules.easy_threshold is None and self._rules.hard_threshold is None:
             return values
@@ -173,7 +183,7 @@ class ExampleSampler:
         return values
 
     def explain_drained(self) -> str:
-        """Where the examples have gone, and what brings them back."""
+        """Say where the examples have gone, and what brings them back."""
         rules = self._rules
         sizes = {env: self._pools.sizes(env) for env in self._examples}
         pools = "; ".join(
@@ -234,6 +244,7 @@ class _Row:
         return self._epoch + self._position / len(self._order)
 
     def snapshot(self) -> RowState:
+        """Return the state for a checkpoint."""
         return RowState(epoch=self._epoch, position=self._position, fingerprint=self._fingerprint)
 
     def _permutation(self) -> np.ndarray:

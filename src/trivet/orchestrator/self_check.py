@@ -1,4 +1,4 @@
-"""A handful of completions for the trainer to compare log-probabilities on, before anything is trained."""
+"""Samples a handful of completions for the trainer to compare log-probabilities on, before anything is trained."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.versions import Step
 
 _MAX_TOKENS = 32
+"""Tokens of a completion: enough to compare, and sampled within seconds."""
 
 
 async def make_self_check(
@@ -43,6 +44,7 @@ async def make_self_check(
     arguments = sampling_arguments(short, temperature=temperature)
 
     async def ask(messages: list[dict[str, Any]], client: ModelClient) -> list[PackItem]:
+        """Return the samples of one short completion."""
         prompt = normalize_messages(messages, field_name="prompt")
         try:
             response = await client.get_response(

@@ -19,21 +19,15 @@ from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.errors import EnvironmentLoadError
-from trivet.loop_lag import LoopLag, lag_metrics
-from trivet.orchestrator.advantage import make_advantage
-from trivet.orchestrator.buffer import BufferState, GroupBuffer
-from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.assembly import RunContext, make_loop
+from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
-from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
-from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
-from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, discard_evals_after, make_series
-from trivet.orchestrator.plans import rollout_filters, sampling_plan
-from trivet.orchestrator.policy import PolicyWatcher
+from trivet.orchestrator.online_eval import discard_evals_after
 from trivet.orchestrator.rollout_log import discard_rollouts_after
-from trivet.orchestrator.sampler import ExampleSampler, SamplerState
+from trivet.orchestrator.sampler import SamplerState
 from trivet.orchestrator.self_check import make_self_check
-from trivet.orchestrator.teacher import Teacher, is_taught, taught
+from trivet.orchestrator.teacher import Teacher
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
@@ -41,16 +35,15 @@ from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
 from trivet.weights.catalog import latest_version
 from trivet.wire.batches import Batch, BatchPurpose
-from trivet.wire.events import Drop, Start, Stop
+from trivet.wire.events import Start, Stop
 from trivet.wire.groups import Split
-from trivet.wire.rollouts import GroupId
 from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
 
 async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Callable[[Loop], None] = lambda _: None) -> None:
-    """From start to max_steps; every error of a task leaves as an exception group.
+    """Run the orchestrator to max_steps. Every error of a task leaves as an exception group.
 
     Args:
         on_loop: gets the loop when it begins to fill batches, to preempt it.
@@ -78,12 +71,23 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     process_report.begin_waiting("servers that answer", on="inference")
     try:
         async with _servers(config, telemetry) as servers, open_teacher(config) as teacher, _sender(config) as sender:
-            loop = _make_loop(config, layout, part, pool, servers, sender, telemetry, teacher)
+            loop = make_loop(
+                RunContext(
+                    config=config,
+                    layout=layout,
+                    part=part,
+                    environments=pool,
+                    servers=servers,
+                    sender=sender,
+                    telemetry=telemetry,
+                    teacher=teacher,
+                )
+            )
             _report_numbers(loop)
             process_report.begin_waiting("a policy to start from", on="trainer")
-            await _bring_policy(loop, config)
+            await _ensure_first_policy(loop, config)
             if teacher is not None:
-                await _meet_teacher(teacher, loop, config, pool, servers)
+                await _check_teacher(teacher, loop, config, pool, servers)
             process_report.begin_waiting("the self-check to be received", on="trainer")
             await _send_self_check(loop, config, pool, servers)
             on_loop(loop)
@@ -109,7 +113,7 @@ def _report_numbers(loop: Loop) -> None:
 
 @asynccontextmanager
 async def open_environments(config: OrchestratorConfig) -> AsyncIterator[WorkerPool]:
-    """Every environment of the run, loaded in worker processes.
+    """Load every environment of the run in worker processes.
 
     Raises:
         EnvironmentLoadError: one cannot be loaded.
@@ -126,7 +130,8 @@ async def open_environments(config: OrchestratorConfig) -> AsyncIterator[WorkerP
 
 
 def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
-    """
+    """Log the size of each environment's data set.
+
     Raises:
         EnvironmentLoadError: an environment has no examples to train on, or none of the columns that name them.
     """
@@ -160,6 +165,7 @@ async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIte
     client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
 
     def make_client(url: str) -> InferenceClient:
+        """Return a client that may change the server at `url`."""
         return _client(client, url, timeout_s=client.admin_timeout, secret=secret)
 
     servers = ServerPool(client, make_client=make_client, write_event=telemetry.write_event)
@@ -172,7 +178,7 @@ async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIte
 
 @asynccontextmanager
 async def open_teacher(config: OrchestratorConfig) -> AsyncIterator[Teacher | None]:
-    """The teacher of the run, None without one."""
+    """Yield the teacher of the run, None without one."""
     if config.teacher_model is None:
         yield None
         return
@@ -188,7 +194,8 @@ async def open_teacher(config: OrchestratorConfig) -> AsyncIterator[Teacher | No
 def _client(
     config: ClientConfig, url: str, *, timeout_s: float | None = None, secret: RunSecret | None = None
 ) -> InferenceClient:
-    """
+    """Return a client for the server at `url`.
+
     Args:
         secret: None where the server is asked only.
     """
@@ -201,7 +208,7 @@ def _client(
     )
 
 
-async def _meet_teacher(
+async def _check_teacher(
     teacher: Teacher, loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool
 ) -> None:
     process_report.begin_waiting("a teacher that answers", on="teacher")
@@ -231,8 +238,10 @@ async def _sender(config: OrchestratorConfig) -> AsyncIterator[BatchSender]:
 
 
 def is_trained(batch: Batch, layout: RunLayout) -> bool:
-    """Whether the trainer shows by the policy that came of it that it had `batch`. A trainer answers nobody before it has
-    removed the policies that an earlier attempt left."""
+    """Return whether a published policy shows that the trainer had `batch`.
+
+    A trainer answers nobody before it has removed the policies that an earlier attempt left.
+    """
     try:
         return batch.purpose is BatchPurpose.TRAIN and (latest_version(layout) or START_VERSION) >= batch.step
     except OSError as exc:
@@ -240,121 +249,8 @@ def is_trained(batch: Batch, layout: RunLayout) -> bool:
         return False
 
 
-def _make_loop(
-    config: OrchestratorConfig,
-    layout: RunLayout,
-    part: OrchestratorPart,
-    pool: EnvironmentPool,
-    servers: ServerPool,
-    sender: BatchSender,
-    telemetry: Telemetry,
-    teacher: Teacher | None,
-) -> Loop:
-    group_ended = ChangeEvent()
-    examples = {env.label: pool.infos[env.label].example_hashes for env in config.env}
-    sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=part.sampler)
-    waiting, left_out = part.buffer, dict[GroupId, str]()
-    if config.ckpt.skip_buffer:
-        left_out = dict.fromkeys([*(group.group_id for group in waiting.ready), *waiting.in_flight_ids], "ckpt.skip_buffer")
-        waiting = BufferState()
-    elif teacher is not None:
-        # Finished before the run had a teacher.
-        left_out = {group.group_id: "no_teacher_logprobs" for group in waiting.ready if not is_taught(group)}
-        waiting.ready = [group for group in waiting.ready if group.group_id not in left_out]
-    buffer = GroupBuffer(
-        write_event=telemetry.write_event,
-        online_difficulty_filtering=config.buffer.online_difficulty_filtering,
-        max_off_policy_steps=config.max_off_policy_steps,
-        filters=rollout_filters(config),
-        ready=waiting.ready,
-    )
-    for group_id, reason in left_out.items():
-        telemetry.write_event(Drop(group_id=group_id, reason=reason))
-    resumed_draws, gone = sampler.locate_draws(waiting.in_flight)
-    buffer.gone(gone)
-    run_group = group_runner(pool, sampling_of=sampling_plan(config), rollouts_per_example=config.rollouts_per_example)
-    dispatcher = Dispatcher(
-        sampler=sampler,
-        buffer=buffer,
-        run_group=run_group if teacher is None else taught(run_group, teacher, seq_len=config.seq_len),
-        servers=servers,
-        advantage=make_advantage(config.advantage),
-        limits=Limits.of(config),
-        on_group_end=group_ended.notify,
-        resumed_draws=resumed_draws,
-    )
-
-    servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.changed.notify
-
-    def on_policy_served(version: PolicyVersion) -> None:
-        dispatcher.version = version
-        dispatcher.changed.notify()
-        if evals is not None:
-            evals.changed.notify()
-
-    watcher = PolicyWatcher(
-        layout=layout,
-        servers=servers,
-        max_async_level=config.max_async_level,
-        is_strict=config.strict_async_level,
-        timeout_s=config.rollout_transport.timeout_s,
-        on_policy_served=on_policy_served,
-    )
-    evals = _make_evals(config, layout, part, pool, servers, watcher, telemetry)
-    lag = LoopLag()
-    load_watcher = LoadWatcher(config.concurrency, servers=servers, dispatcher=dispatcher)
-    return Loop(
-        config=config,
-        layout=layout,
-        progress=part.progress,
-        sampler=sampler,
-        buffer=buffer,
-        dispatcher=dispatcher,
-        watcher=watcher,
-        sender=sender,
-        telemetry=telemetry,
-        group_ended=group_ended,
-        evals=evals,
-        background_tasks={
-            "servers": servers.run,
-            "load-watcher": load_watcher.run,
-            "environments": pool.run,
-            "loop-lag": lag.run,
-        },
-        gauges=lambda: {
-            **load_watcher.metrics(),
-            **pool.metrics(),
-            **(teacher.take_metrics() if teacher is not None else {}),
-            **lag_metrics("event_loop_lag", lag.take(), ("min", "mean", "med", "p90", "max")),
-        },
-    )
-
-
-def _make_evals(
-    config: OrchestratorConfig,
-    layout: RunLayout,
-    part: OrchestratorPart,
-    pool: EnvironmentPool,
-    servers: ServerPool,
-    watcher: PolicyWatcher,
-    telemetry: Telemetry,
-) -> OnlineEval | None:
-    if config.eval is None and config.val is None:
-        return None
-    return OnlineEval(
-        make_series(config, pool, layout=layout, resumed_from=PolicyVersion(part.progress.step)),
-        policy=watcher,
-        digest=lambda: watcher.digest,
-        run_group=pool.run_group,
-        servers=servers,
-        max_concurrent=config.eval.max_concurrent if config.eval is not None else DEFAULT_MAX_CONCURRENT,
-        layout=layout,
-        telemetry=telemetry,
-    )
-
-
-async def _bring_policy(loop: Loop, config: OrchestratorConfig) -> None:
-    """Before the first rollout the servers hold the policy of the step that the run starts from.
+async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
+    """Have the servers serve the policy of the step that the run starts from, before the first rollout.
 
     A deterministic run goes back to the one that the next batch was sampled from when the run was not broken.
     """
@@ -368,10 +264,13 @@ async def _bring_policy(loop: Loop, config: OrchestratorConfig) -> None:
 
 
 async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool) -> None:
-    """Also an empty one: its acknowledgement says that the trainer has cleared away what an earlier attempt left."""
+    """Send the self-check, even an empty one.
+
+    Its acknowledgement says that the trainer has cleared away what an earlier attempt left.
+    """
     is_comparable = loop.watcher.version == loop.progress.step
     if not is_comparable:
-        logger.info("self-check left out: the servers hold policy %s as they did before", loop.watcher.version)
+        logger.info("self-check left out: the servers serve policy %s as they did before", loop.watcher.version)
     draws = loop.sampler.preview(config.self_check_rollouts if is_comparable else 0)
     client = config.client
     clients = [

@@ -27,6 +27,7 @@ from trivet.wire.rollouts import Group, Rollout, Sample
 logger = logging.getLogger(__name__)
 
 _MAX_TRIES = 5
+"""Questions about one sample before its rollout fails; each goes to another server if there are several."""
 _PAUSE_S = 1.0
 """Before the second try; doubles with each."""
 _IMPOSSIBLE = -9999.0
@@ -40,7 +41,8 @@ _PROBES = (
 
 
 class Teacher:
-    """
+    """Scores samples with the teacher's servers.
+
     >>> teacher = Teacher(config, clients)
     >>> await teacher.require_same_tokens(policy_client, model="Qwen/Qwen3-0.6B", messages=prompt)
     >>> await teacher.score(sample)
@@ -55,7 +57,8 @@ class Teacher:
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """
+        """Make a teacher that nobody has asked yet.
+
         Args:
             clients: one per server.
         """
@@ -78,7 +81,8 @@ class Teacher:
     async def require_same_tokens(
         self, policy: InferenceClient, *, model: str, messages: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """
+        """Refuse a teacher whose tokens are not the policy's.
+
         Args:
             policy: a server of the policy.
             model: the policy's name there.
@@ -104,10 +108,10 @@ class Teacher:
         logger.info("teacher model=%s servers=%s reads the policy's tokens", self._name, len(self._clients))
 
     async def score(self, sample: Sample) -> np.ndarray:
-        """float32 [T]: the teacher's log-probability of each token of `sample`, 0 where it is not trained on.
+        """Return the teacher's log-probability of each token of `sample`, float32 [T], 0 where it is not trained on.
 
         Raises:
-            RolloutFailed: no server answered, or the teacher holds a token for impossible.
+            RolloutFailed: no server answered, or the teacher treats a token as impossible.
         """
         started = time.monotonic()
         token_ids: list[int] = sample.token_ids_T.tolist()
@@ -146,6 +150,7 @@ class Teacher:
         return {"time/teacher_logprobs": sum(seconds) / len(seconds)} if seconds else {}
 
     async def aclose(self) -> None:
+        """Close every client."""
         for client in self._clients:
             await client.aclose()
 
@@ -157,9 +162,10 @@ class Teacher:
 
 
 def taught(run_group: RunDrawnGroup, teacher: Teacher, *, seq_len: int) -> RunDrawnGroup:
-    """`run_group`, whose rollouts the teacher has scored, up to `seq_len` tokens each."""
+    """Wrap `run_group` so that the teacher scores its rollouts, up to `seq_len` tokens each."""
 
     async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
+        """Run the group of `draw` and have its samples scored."""
         rollouts = await run_group(draw, base_url=base_url)
         for rollout in rollouts:
             rollout.samples = [truncate(sample, seq_len=seq_len) for sample in rollout.samples]
@@ -177,7 +183,7 @@ def taught(run_group: RunDrawnGroup, teacher: Teacher, *, seq_len: int) -> RunDr
 
 
 def is_taught(group: Group) -> bool:
-    """Whether the teacher has scored everything in `group` that can be trained on."""
+    """Return whether the teacher has scored everything in `group` that can be trained on."""
     samples = [sample for rollout in group.rollouts for sample in rollout.samples]
     return all(sample.teacher_logprobs_T is not None for sample in samples if sample.num_loss_tokens)
 

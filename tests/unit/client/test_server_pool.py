@@ -48,10 +48,10 @@ class Site:
             config,
             make_client=lambda url: self.servers[url],  # type: ignore[arg-type, return-value]
             write_event=self.events.append,
-            ask_name=self._resolve,
+            resolve=self._resolve,
             clock=asyncio.get_running_loop().time,
         )
-        self.pool.on_down = self.lost.append
+        self.pool.subscribe(on_down=self.lost.append, on_up=lambda: None)
 
     async def _resolve(self, hostname: str) -> list[str]:
         answer = self._names.pop(0) if len(self._names) > 1 else self._names[0]

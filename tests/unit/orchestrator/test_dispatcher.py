@@ -92,9 +92,9 @@ class Stage:
                 is_truncated_worth_nothing=is_truncated_worth_nothing,
             ),
             on_group_end=lambda: None,
-            resumed_draws=list(draws.values()),
             clock=asyncio.get_running_loop().time,
         )
+        self.dispatcher.resume(list(draws.values()))
 
     def set(self, *, step: int | None = None, version: int | None = None) -> None:
         if step is not None:

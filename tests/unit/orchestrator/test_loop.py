@@ -105,8 +105,8 @@ def run_loop(
         advantage=mean_baseline,
         limits=Limits.of(config),
         on_group_end=group_ended.notify,
-        resumed_draws=part.buffer.in_flight,
     )
+    dispatcher.resume(part.buffer.in_flight)
     loop = Loop(
         config=config,
         layout=layout,

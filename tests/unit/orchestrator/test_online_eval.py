@@ -35,6 +35,9 @@ class Policy:
         self.is_free = asyncio.Event()
         self.is_free.set()
 
+    def subscribe(self, on_policy_served):
+        self.subscribed = on_policy_served
+
     @asynccontextmanager
     async def pinned(self):
         self.num_pins += 1
@@ -110,7 +113,7 @@ class Bench:
                         await asyncio.sleep(0)
                     await self.policy.is_free.wait()
                     self.policy.version = version
-                    self.evals.changed.notify()
+                    self.policy.subscribed(version)
                 self.evals.finish(self.policy.version)
                 await running
 

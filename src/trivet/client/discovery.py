@@ -1,0 +1,107 @@
+"""Finds servers by DNS name (`client.elastic`): adds those that came and removes those that went. Called by `ServerPool`."""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+from trivet.client.health import PROBE_TIMEOUT_S, HealthMonitor
+from trivet.client.inference_client import InferenceClient
+from trivet.client.server import Server
+from trivet.client.server_set import ServerSet
+from trivet.config.sections.client import ElasticConfig
+from trivet.errors import InferenceError
+
+logger = logging.getLogger(__name__)
+
+_RETRY_INTERVAL_S = 1.0
+"""Between two look-ups at the start, while no server answers."""
+
+Resolve = Callable[[str], Awaitable[list[str]]]
+"""Maps a host's name to its addresses. Raises OSError when the name is not known now."""
+
+
+async def resolve(hostname: str) -> list[str]:
+    """Return the addresses of `hostname`, sorted."""
+    found = await asyncio.get_running_loop().getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+    return sorted({str(address[4][0]) for address in found})
+
+
+class ServerDiscovery:
+    """Keeps a `ServerSet` equal to what a DNS name resolves to.
+
+    >>> ready = await discovery.wait_ready(timeout_s=300)
+    >>> await discovery.follow(tasks, monitor)
+    """
+
+    def __init__(
+        self,
+        config: ElasticConfig,
+        servers: ServerSet,
+        *,
+        make_client: Callable[[str], InferenceClient],
+        resolve: Resolve = resolve,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._config = config
+        self._servers = servers
+        self._make_client = make_client
+        self._resolve = resolve
+        self._clock = clock
+        self._sleep = sleep
+
+    async def wait_ready(self, timeout_s: float) -> list[Server]:
+        """Wait until a server behind the name answers; return those that do.
+
+        Raises:
+            InferenceError: none did within `timeout_s`.
+        """
+        deadline = self._clock() + timeout_s
+        while not (ready := await self._find_ready()):
+            if self._clock() >= deadline:
+                errors = "; ".join(server.last_error for server in self._servers.known) or "the name has no address"
+                raise InferenceError(
+                    f"no server behind client.elastic.hostname = {self._config.hostname!r} was ready within "
+                    f"{timeout_s:.0f} s: {errors}"
+                )
+            await self._sleep(_RETRY_INTERVAL_S)
+        return ready
+
+    async def follow(self, tasks: asyncio.TaskGroup, monitor: HealthMonitor) -> None:
+        """Look the name up every `sync_interval`, until cancelled. `monitor` watches the servers that came, in `tasks`."""
+        while True:
+            await self._sleep(self._config.sync_interval)
+            came, gone = await self._look_up()
+            for server in came:
+                logger.info("server found url=%s", server.root)
+                monitor.watch(tasks, server)
+            for server in gone:
+                monitor.unwatch(server.root)
+                self._servers.mark_unhealthy(server, f"{self._config.hostname} does not name it any more")
+                await server.client.aclose()
+
+    async def _look_up(self) -> tuple[list[Server], list[Server]]:
+        """Bring the set up to date; return the servers that came and those that went."""
+        try:
+            addresses = await self._resolve(self._config.hostname)
+        except OSError as exc:
+            logger.warning("client.elastic.hostname = %r cannot be looked up: %s; its servers stay", self._config.hostname, exc)
+            return [], []
+        roots = [f"http://{f'[{address}]' if ':' in address else address}:{self._config.port}" for address in addresses]
+        gone = [self._servers.remove(server.root) for server in self._servers.known if server.root not in roots]
+        came = [self._servers.add(self._make_client(root)) for root in roots if self._servers.find(root) is None]
+        return came, gone
+
+    async def _find_ready(self) -> list[Server]:
+        await self._look_up()
+        ready: list[Server] = []
+        for server in self._servers.known:
+            try:
+                await server.client.check_health(timeout_s=PROBE_TIMEOUT_S)
+            except InferenceError as exc:
+                server.last_error = str(exc)
+            else:
+                ready.append(server)
+        return ready

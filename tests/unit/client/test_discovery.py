@@ -1,0 +1,72 @@
+"""Servers behind a DNS name, in virtual time."""
+
+import asyncio
+import random
+
+import pytest
+
+from support.simulated_run import SimulatedServer
+from support.virtual_time import run_virtually
+from trivet.client.discovery import ServerDiscovery
+from trivet.client.health import HealthMonitor
+from trivet.client.server import TargetPolicy
+from trivet.client.server_set import ServerSet
+from trivet.config.sections.client import ElasticConfig
+from trivet.errors import InferenceError
+from trivet.wire.versions import PolicyVersion
+
+
+class Name:
+    """A DNS name whose addresses the test sets."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses: list[str] | OSError = list(addresses)
+        self.servers = ServerSet(write_event=lambda event: None, clock=asyncio.get_running_loop().time)
+        self.discovery = ServerDiscovery(
+            ElasticConfig(hostname="inference.local", port=80),
+            self.servers,
+            make_client=lambda url: SimulatedServer(url, random.Random(0)),  # type: ignore[arg-type, return-value]
+            resolve=self._resolve,
+            clock=asyncio.get_running_loop().time,
+        )
+
+    async def _resolve(self, hostname: str) -> list[str]:
+        if isinstance(self.addresses, OSError):
+            raise self.addresses
+        return self.addresses
+
+    @property
+    def roots(self) -> list[str]:
+        return [server.root for server in self.servers.known]
+
+
+def test_the_start_waits_for_a_server_that_answers():
+    async def scenario() -> None:
+        name = Name()
+        with pytest.raises(InferenceError, match="was ready within 5 s: the name has no address"):
+            await name.discovery.wait_ready(5.0)
+        name.addresses = ["10.0.0.1", "::1"]
+        assert [server.root for server in await name.discovery.wait_ready(5.0)] == ["http://10.0.0.1:80", "http://[::1]:80"]
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_servers_follow_the_name_and_stay_while_it_cannot_be_looked_up():
+    async def scenario() -> None:
+        name = Name("a")
+        monitor = HealthMonitor(name.servers, clock=asyncio.get_running_loop().time)
+        name.servers.target = TargetPolicy(version=PolicyVersion(0), digest=None, directory=None)
+        [first] = await name.discovery.wait_ready(5.0)
+        async with asyncio.TaskGroup() as tasks:
+            monitor.watch(tasks, first)
+            following = tasks.create_task(name.discovery.follow(tasks, monitor))
+            name.addresses = OSError("no answer")
+            await asyncio.sleep(6)
+            assert name.roots == ["http://a:80"]
+            name.addresses = ["b"]
+            await asyncio.sleep(6)
+            assert name.roots == ["http://b:80"]
+            following.cancel()
+            monitor.unwatch("http://b:80")
+
+    run_virtually(scenario(), limit_s=60)
