@@ -62,7 +62,7 @@ def test_every_server_holds_what_is_evaluated_and_gets_back_what_it_held(layout)
     async def question(servers):
         held = []
         for one in (target(layout, 2), BASE, target(layout, 2), target(layout, 2)):
-            held.append((await servers.hold(one), first.version, second.version))
+            held.append((await servers.ensure_policy(one), first.version, second.version))
         return held, servers.pick(num_rollouts=2), servers.pick(num_rollouts=1), servers.pick(num_rollouts=1)
 
     with serve_fake(first) as a, serve_fake(second) as b:
@@ -85,8 +85,8 @@ def test_a_server_that_holds_a_policy_which_could_not_be_put_back_is_refused(lay
     fake._update(layout.weights_step(2))
     with serve_fake(fake) as url:
         for weights_dir in (None, tmp_path / "elsewhere"):
-            with pytest.raises(ConfigError, match=r"serves policy 2 .* could not be put back .*/reload_weights"):
-                use([url], lambda servers: servers.hold(BASE), weights_dir=weights_dir)
+            with pytest.raises(ConfigError, match=r"serves policy 2 .* could not be restored .*/reload_weights"):
+                use([url], lambda servers: servers.ensure_policy(BASE), weights_dir=weights_dir)
     assert fake.version == 2
     assert [method for method, _, _ in fake.requests if method == "POST"] == []
 
@@ -98,8 +98,8 @@ def test_a_plain_server_is_asked_as_it_is(layout):
         root = servers.pick(num_rollouts=1)
         servers.release(root, num_rollouts=1)
         with pytest.raises(ConfigError, match=r"is not `uv run inference` and loads no weights: it can be evaluated as it is"):
-            await servers.hold(target(layout, 1))
-        return servers.is_plain, await servers.model_names(), await servers.hold(BASE), await servers.is_at_fault(root)
+            await servers.ensure_policy(target(layout, 1))
+        return servers.is_plain, await servers.model_names(), await servers.ensure_policy(BASE), await servers.is_at_fault(root)
 
     with serve_fake(fake) as url:
         assert use([url], question) == (True, ["other/model"], PLAIN_DIGEST, False)
@@ -108,13 +108,13 @@ def test_a_plain_server_is_asked_as_it_is(layout):
 
 def test_servers_of_two_kinds_are_refused():
     with serve_fake(Plain()) as a, serve_fake(FakeInference()) as b, pytest.raises(ConfigError) as refused:
-        use([a, b], lambda servers: servers.hold(BASE))
-    assert f"servers of ours ({b.removesuffix('/v1')}) and others ({a.removesuffix('/v1')})" in str(refused.value)
+        use([a, b], lambda servers: servers.ensure_policy(BASE))
+    assert f"trivet servers ({b.removesuffix('/v1')}) and others ({a.removesuffix('/v1')})" in str(refused.value)
 
 
 def test_a_directory_that_a_server_refuses_is_an_error_and_nothing_stays_loaded(layout):
     fake = FakeInference()
     (layout.weights_step(1) / "model.safetensors").write_bytes(b"altered")
     with serve_fake(fake) as url, pytest.raises(InferenceError, match=r"409: .*model\.safetensors"):
-        use([url], lambda servers: servers.hold(target(layout, 1)), weights_dir=layout.weights)
+        use([url], lambda servers: servers.ensure_policy(target(layout, 1)), weights_dir=layout.weights)
     assert fake.version == 0
