@@ -65,7 +65,7 @@ async def _run_until_signalled(plan: EvalPlan, console: Console) -> int:
     except asyncio.CancelledError:
         if not received:
             raise
-        logger.warning("interrupted; the same command with --resume-path %s goes on", plan.layout.root)
+        logger.warning("interrupted; the same command with --resume-path %s continues", plan.layout.root)
         return 128 + received[0]
     except BaseExceptionGroup as group:
         raise first_error(group) from group

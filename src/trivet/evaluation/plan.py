@@ -44,7 +44,7 @@ def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> EvalPlan:
     origin = read_origin(config.weights_dir)
     envs = config.env or list(origin.envs)
     if not envs:
-        where = f" ({config.weights_dir.parent} says of none)" if config.weights_dir else ""
+        where = f" ({config.weights_dir.parent} names none)" if config.weights_dir else ""
         raise ConfigError(f"no environment to evaluate on{where}: add --env.id ID")
     for env in envs:
         require_installed(env.id)

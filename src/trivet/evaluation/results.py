@@ -160,7 +160,7 @@ def _require_same(path: Path, task: TaskRecord, *, unknown: Collection[str] = ()
         if before != now:
             raise ConfigError(
                 f"{path.parent} holds results of another evaluation: {name} was {_short(before)} and is {_short(now)} now; "
-                "set it back to go on with them, or choose another output_dir"
+                "set it back to continue them, or choose another output_dir"
             )
 
 

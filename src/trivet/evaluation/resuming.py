@@ -38,7 +38,7 @@ def require_resumable(config: EvalConfig, targets: Sequence[tuple[Target, str]],
         targets: each with the digest of its weights.
 
     Raises:
-        ConfigError: it has results of something else, or none of what is asked for.
+        ConfigError: it has results of something else, or nothing of what is asked for.
     """
     layout = results_layout(config)
     asked = [
