@@ -100,17 +100,19 @@ async def connect(
         return InferenceClient(url, timeout_s=config.admin_timeout, api_key=key, find_token=find_token, headers=config.headers)
 
     if config.elastic is not None:
-        return await OwnServers.open(config, make_client=make_client, clients=[], weights_dir=weights_dir)
+        return await TrivetServers.open(config, make_client=make_client, clients=[], weights_dir=weights_dir)
     clients = [make_client(url) for url in config.base_url]
     try:
         deadline = clock() + config.wait_for_ready_timeout
-        kinds = {client: await _is_ours(client, config, deadline=deadline, clock=clock, sleep=sleep) for client in clients}
+        kinds = {
+            client: await _is_trivet_server(client, config, deadline=deadline, clock=clock, sleep=sleep) for client in clients
+        }
         if all(kinds.values()):
-            return await OwnServers.open(config, make_client=make_client, clients=clients, weights_dir=weights_dir)
+            return await TrivetServers.open(config, make_client=make_client, clients=clients, weights_dir=weights_dir)
         if any(kinds.values()):
             raise ConfigError(
-                f"client.base_url names trivet servers ({_roots(kinds, is_ours=True)}) and others "
-                f"({_roots(kinds, is_ours=False)}), which cannot serve the same policy; name one kind"
+                f"client.base_url names trivet servers ({_roots(kinds, are_trivet=True)}) and others "
+                f"({_roots(kinds, are_trivet=False)}), which cannot serve the same policy; name one kind"
             )
         return PlainServers(clients)
     except BaseException:
@@ -119,7 +121,7 @@ async def connect(
         raise
 
 
-class OwnServers:
+class TrivetServers:
     """Trivet servers: those started with `uv run inference`."""
 
     is_plain = False
@@ -142,7 +144,7 @@ class OwnServers:
         make_client: Callable[[str], InferenceClient],
         clients: list[InferenceClient],
         weights_dir: Path | None,
-    ) -> "OwnServers":
+    ) -> "TrivetServers":
         """Reach the servers and remember what each serves.
 
         Args:
@@ -261,7 +263,7 @@ class PlainServers:
             await client.aclose()
 
 
-async def _is_ours(
+async def _is_trivet_server(
     client: InferenceClient,
     config: ClientConfig,
     *,
@@ -323,5 +325,5 @@ def _published(directory: Path) -> TargetPolicy:
     return TargetPolicy(version=PolicyVersion(manifest.version), digest=manifest.digest, directory=directory)
 
 
-def _roots(kinds: Mapping[InferenceClient, bool], *, is_ours: bool) -> str:
-    return ", ".join(client.base_url for client, kind in kinds.items() if kind is is_ours)
+def _roots(kinds: Mapping[InferenceClient, bool], *, are_trivet: bool) -> str:
+    return ", ".join(client.base_url for client, kind in kinds.items() if kind is are_trivet)
