@@ -1,6 +1,6 @@
-"""A server that answers at once inside the process, an environment for it, and policies that are there when they are asked for.
+"""Provides a server that answers at once inside the process, an environment for it, and policies that are always ready.
 
-Used by scripts/bench/orchestrator.py: what is left to measure is the orchestrator.
+Used by scripts/bench/orchestrator.py, so that only the orchestrator is left to measure.
 """
 
 import asyncio

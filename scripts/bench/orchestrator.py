@@ -59,9 +59,9 @@ from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 GROUP_SIZE = 8
 SECRET = RunSecret(bytes(32))
-"""Of both processes; what it is has no part in the time."""
+"""The secret of both processes. Its value does not affect the time."""
 LATENCY_S = 1.0
-"""Mean, of each group in the environment that costs nothing; spread, as no server ends everything at one moment."""
+"""Mean time of a group in the environment that costs nothing. It varies, because no server ends all groups at one moment."""
 OVERSAMPLING = 5.0
 
 
@@ -73,9 +73,9 @@ class Watched:
     in_flight: list[int] = field(default_factory=list)
     rss_mib: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
-    """Of this process, receiver not included."""
+    """CPU time of this process, without the receiver."""
     whole_rate: float = 0.0
-    """Trained rollouts per second from the start to the last batch; what was in flight then counts for nothing."""
+    """Trained rollouts per second from the start to the last batch, without those in flight then."""
 
     async def run(self, dispatcher: Dispatcher) -> None:
         process = psutil.Process()

@@ -38,7 +38,7 @@ from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 GROUP_SIZE = 8
 SECRET = RunSecret(bytes(32))
-"""Of both processes; what it is has no part in the time."""
+"""The secret of both processes. Its value does not affect the time."""
 BATCH_SIZE = 64
 
 

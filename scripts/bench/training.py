@@ -52,7 +52,7 @@ from trivet.wire.rollouts import Sample
 from trivet.wire.versions import Step
 
 _ROW_TOKENS = 2048
-"""Of a packed row, and of what the plain loop computes at one time."""
+"""Tokens of a packed row, and of what the plain loop computes at one time."""
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Variables by which torch, oneDNN and MKL leave instruction sets of the processor unused."""
 WARM_UP = 2

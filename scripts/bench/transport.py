@@ -42,7 +42,7 @@ from trivet.wire.rollouts import Sample
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 SECRET = RunSecret(bytes(32))
-"""Of both processes; what it is has no part in the time."""
+"""The secret of both processes. Its value does not affect the time."""
 WARM_UP = 5
 BLOCKS = 5
 """Messages are timed in this many blocks; median and spread are over blocks."""

@@ -30,7 +30,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
 """The arguments of each environment, besides the number of examples."""
 
 ScriptedReply = Callable[[vf.State, vf.Messages, random.Random], str | vf.ToolCall]
-"""What the teacher does next: a text, or one call of a tool."""
+"""Returns the teacher's next turn: a text, or one call of a tool."""
 
 
 def reverse(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
