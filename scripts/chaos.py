@@ -30,6 +30,7 @@ from support.tiny_models import tiny_model_writer
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--faults", type=int, default=50)
@@ -65,6 +66,7 @@ def main() -> None:
 
 
 def summarize(outcome: Outcome, *, seed: int) -> dict[str, object]:
+    """Return what the benchmark reports of one run."""
     survived, report = outcome.survived, outcome.report
     deadly = [item for item in survived if item.planned.kind.startswith("kill")]
     of_inference = [
@@ -103,6 +105,7 @@ def summarize(outcome: Outcome, *, seed: int) -> dict[str, object]:
 
 
 def spread(seconds: Sequence[float | None]) -> dict[str, float] | None:
+    """Return median and extremes of `seconds`; None without any."""
     known = sorted(value for value in seconds if value is not None)
     if not known:
         return None
@@ -110,6 +113,7 @@ def spread(seconds: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def rounded(seconds: float | None) -> float | None:
+    """Return seconds with one decimal; None stays None."""
     return None if seconds is None else round(seconds, 1)
 
 

@@ -35,7 +35,7 @@ def outdated_files(root: Path) -> Iterator[str]:
 
 
 def is_current(path: str) -> bool:
-    """Whether Python would take the bytecode of the file `path` as it is."""
+    """Return whether Python would use the bytecode of the file `path` as it is."""
     source = Path(path).stat()
     expected = importlib.util.MAGIC_NUMBER + b"".join(
         (number & 0xFFFFFFFF).to_bytes(4, "little") for number in (0, int(source.st_mtime), source.st_size)
@@ -75,6 +75,7 @@ def compile_all(paths: Sequence[str], *, interval_s: float) -> list[str]:
 
 
 def main() -> int:
+    """Run the program; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("site_packages", type=Path)
     parser.add_argument("--interval-s", type=float, default=10.0, help="time between two lines of progress, seconds")

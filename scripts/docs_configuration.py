@@ -13,6 +13,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 
 def main() -> int:
+    """Run the program; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when the page differs")
     page = configuration_page()

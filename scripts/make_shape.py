@@ -73,7 +73,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_config(name: str) -> PreTrainedConfig:
-    """
+    """Return the configuration of a known model.
+
     Args:
         name: one of SHAPES.
     """
@@ -84,6 +85,7 @@ def make_config(name: str) -> PreTrainedConfig:
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(SHAPES))
     parser.add_argument("directory", type=Path)

@@ -36,6 +36,7 @@ def untested_bounds(bounds: Mapping[str, str], installed: Mapping[str, str]) -> 
 
 
 def main() -> int:
+    """Run the program; return its exit code."""
     content = tomllib.loads(_PYPROJECT.read_text())
     bounds = lower_bounds([*content["project"]["dependencies"], *content["dependency-groups"]["dev"]])
     installed = {name: metadata.version(name) for name in bounds}

@@ -1,6 +1,6 @@
 """Sort names, then sort more names into the list, over several turns.
 
-Names are drawn from a seed. Every turn names what it adds, so a model must keep the list of the turns before in mind.
+Names are drawn from a seed. Every turn names only what it adds, so a model must remember the list of the turns before.
 """
 
 import random
@@ -31,6 +31,8 @@ Key = Literal["first", "last"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
+    """A first and a last name, written without a space."""
+
     first: str
     last: str
 
@@ -39,7 +41,7 @@ class Name:
 
 
 def draw_turns(generator: random.Random, counts: list[int]) -> list[list[Name]]:
-    """The names that each turn adds. No first name and no last name appears twice, so that every order is the only one."""
+    """Draw the names that each turn adds. No first or last name appears twice, so there is only one right order."""
     total = sum(counts)
     drawn = zip(generator.sample(FIRST_NAMES, total), generator.sample(LAST_NAMES, total), strict=True)
     names = [Name(first=first, last=last) for first, last in drawn]
@@ -48,7 +50,7 @@ def draw_turns(generator: random.Random, counts: list[int]) -> list[list[Name]]:
 
 
 def expected_answers(turns: list[list[Name]], *, key: Key) -> list[list[str]]:
-    """The right lines of each turn: all names so far, in order; from the second turn on those just added are marked."""
+    """Return the right lines of each turn: all names so far, in order; from the second turn on, new names are marked."""
     answers = []
     for turn in range(len(turns)):
         known = [name for added in turns[: turn + 1] for name in added]
@@ -58,6 +60,7 @@ def expected_answers(turns: list[list[Name]], *, key: Key) -> list[list[str]]:
 
 
 def make_prompts(turns: list[list[Name]], *, key: Key) -> list[str]:
+    """Return the user's message of each turn."""
     listed = ["\n".join(map(str, added)) for added in turns]
     first = (
         f"Sort these names by {key} name, in alphabetical order. Answer in <sorted> tags, one name per line:\n"
@@ -71,7 +74,7 @@ def make_prompts(turns: list[list[Name]], *, key: Key) -> list[str]:
     return [first, *later]
 
 
-def make_rows(
+def make_examples(
     count: int,
     *,
     num_turns: tuple[int, int],
@@ -80,44 +83,48 @@ def make_rows(
     key: Key | None,
     exclude: Set[str] = frozenset(),
 ) -> list[dict[str, Any]]:
-    """Rows of a data set, a function of the arguments alone.
+    """Make the examples of a data set; the result depends on the arguments alone.
 
     Args:
         exclude: questions that must not appear.
     """
     generator = random.Random(seed)
-    rows: list[dict[str, Any]] = []
-    while len(rows) < count:
+    examples: list[dict[str, Any]] = []
+    while len(examples) < count:
         counts = [generator.randint(*names_per_turn) for _ in range(generator.randint(*num_turns))]
-        row_key: Key = key or generator.choice(("first", "last"))
+        example_key: Key = key or generator.choice(("first", "last"))
         turns = draw_turns(generator, counts)
-        prompts, answers = make_prompts(turns, key=row_key), expected_answers(turns, key=row_key)
+        prompts, answers = make_prompts(turns, key=example_key), expected_answers(turns, key=example_key)
         if prompts[0] not in exclude:
             info = {"follow_ups": prompts[1:], "expected": ["\n".join(lines) for lines in answers]}
-            rows.append({"question": prompts[0], "answer": info["expected"][-1], "info": info})
-    return rows
+            examples.append({"question": prompts[0], "answer": info["expected"][-1], "info": info})
+    return examples
 
 
 def similarity(given: str, expected: str) -> float:
-    """1 when equal line by line, blanks around lines aside."""
+    """Return how similar two lists are: 1 when they are equal line by line, blanks around lines aside."""
     lines = [line.strip() for line in given.splitlines() if line.strip()]
     return SequenceMatcher(None, "\n".join(lines), expected, autojunk=False).ratio()
 
 
 class AlphabetSortEnv(vf.MultiTurnEnv):
-    """Every row has as many turns as `info["expected"]` has answers."""
+    """Runs as many turns as `info["expected"]` has answers."""
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+        """Ask for the names of the next turn."""
         return [vf.UserMessage(content=state["info"]["follow_ups"][len(state["trajectory"]) - 1])]
 
     @vf.stop
     async def is_sorted_out(self, state: vf.State) -> bool:
+        """End after the last turn."""
         return len(state["trajectory"]) >= len(state["info"]["expected"])
 
 
 def make_rubric(parser: vf.XMLParser, *, similarity_power: int, power_per_turn: bool) -> vf.Rubric:
+    """Make the rubric; see `load_environment` for its arguments."""
+
     def sorted_reward(completion: vf.Messages, info: dict[str, Any]) -> float:
-        """How alike each turn's list is to the right one, over all turns of the example; a turn that is missing counts 0."""
+        """Return the similarity of each turn's list to the right one, over all turns; a missing turn counts 0."""
         answers = [parser.parse_answer([message]) or "" for message in parser.get_assistant_messages(completion)]
         answers += [""] * (len(info["expected"]) - len(answers))
         turns = [similarity(given, right) for given, right in zip(answers, info["expected"], strict=True)]
@@ -140,7 +147,7 @@ def load_environment(
     power_per_turn: bool = True,
     seed: int = 0,
 ) -> vf.Environment:
-    """A multi-turn environment over drawn names; no first question of its evaluation set is one of its training set.
+    """Return a multi-turn environment over drawn names. No first question is both in the evaluation set and in the training set.
 
     Args:
         key: sort by this name in every example; None: by either.
@@ -160,13 +167,13 @@ def load_environment(
             "lower one of them"
         )
     make = partial(
-        make_rows, num_turns=(min_turns, max_turns), names_per_turn=(min_names_per_turn, max_names_per_turn), key=key
+        make_examples, num_turns=(min_turns, max_turns), names_per_turn=(min_names_per_turn, max_names_per_turn), key=key
     )
     held_out = make(num_eval_examples, seed=f"{seed}/eval")
-    rows = make(num_examples, seed=f"{seed}/train", exclude={row["question"] for row in held_out})
+    examples = make(num_examples, seed=f"{seed}/train", exclude={example["question"] for example in held_out})
     parser = vf.XMLParser(fields=["sorted"], answer_field="sorted")
     return AlphabetSortEnv(
-        dataset=Dataset.from_list(rows),
+        dataset=Dataset.from_list(examples),
         eval_dataset=Dataset.from_list(held_out),
         parser=parser,
         rubric=make_rubric(parser, similarity_power=similarity_power, power_per_turn=power_per_turn),

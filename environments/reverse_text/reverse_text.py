@@ -18,7 +18,7 @@ _ANSWER = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 
 
 def make_texts(count: int, *, min_length: int, max_length: int, seed: str, exclude: Set[str] = frozenset()) -> list[str]:
-    """Distinct lowercase texts, a function of the arguments alone.
+    """Return distinct lowercase texts; the result depends on the arguments alone.
 
     Args:
         min_length, max_length: letters, both included; every length is equally likely.
@@ -43,37 +43,39 @@ def make_texts(count: int, *, min_length: int, max_length: int, seed: str, exclu
 
 
 def held_out_texts(count: int, *, min_length: int, max_length: int, seed: int) -> list[str]:
-    """What a run with this seed is evaluated on. Nothing that makes training data may use them."""
+    """Return the texts that a run with this seed is evaluated on. Nothing that makes training data may use them."""
     return make_texts(count, min_length=min_length, max_length=max_length, seed=f"{seed}/eval")
 
 
 def similarity(answer: str, expected: str) -> float:
-    """Twice the matching characters over all characters: 1 when equal, 0 when nothing matches."""
+    """Return twice the matching characters over all characters: 1 when equal, 0 when nothing matches."""
     return SequenceMatcher(None, answer, expected, autojunk=False).ratio()
 
 
 def extract_answer(completion: str) -> str | None:
-    """What stands in the first pair of tags, or None without one."""
+    """Return the text in the first pair of tags; None without one."""
     match = _ANSWER.search(completion)
     return match.group(1).strip() if match else None
 
 
 def last_text(completion: vf.Messages) -> str:
+    """Return the text of the last message; empty without one."""
     return str(completion[-1]["content"] or "") if completion else ""
 
 
 def reversal_reward(completion: vf.Messages, answer: str) -> float:
-    """Similarity between the tagged answer and the true reversal; 0 without tags."""
+    """Return the similarity between the tagged answer and the true reversal; 0 without tags."""
     given = extract_answer(last_text(completion))
     return 0.0 if given is None else similarity(given, answer)
 
 
 def plain_reversal_reward(completion: vf.Messages, answer: str) -> float:
-    """Similarity between the whole completion and the true reversal: every needless word costs a little."""
+    """Return the similarity between the whole completion and the true reversal: every needless word costs a little."""
     return similarity(last_text(completion).strip(), answer)
 
 
 def make_dataset(texts: list[str]) -> Dataset:
+    """Return a data set with a question and its answer for each text."""
     return Dataset.from_dict({"question": texts, "answer": [text[::-1] for text in texts]})
 
 
@@ -86,7 +88,7 @@ def load_environment(
     needs_tags: bool = True,
     system_prompt: str | None = None,
 ) -> vf.Environment:
-    """A single-turn environment over generated texts; its evaluation set shares no text with its training set.
+    """Return a single-turn environment over generated texts. Its evaluation set shares no text with its training set.
 
     Args:
         min_length, max_length: letters of a text, both included.

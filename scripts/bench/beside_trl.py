@@ -39,21 +39,23 @@ SIDES = {"bfloat16": ("ours", "trl_float32", "trl_bfloat16"), "float32": ("ours"
 
 
 class Clock(TrainerCallback):
-    """Takes the seconds of each step of TRL's loop."""
+    """Measures the seconds of each step of TRL's loop."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._started = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Note when the step begins."""
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note how long the step took."""
         self.seconds.append(time.perf_counter() - self._started)
 
 
 def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: seconds of each step of TRL's loop."""
+    """Measure the seconds of each step of TRL's loop, in a process of its own."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[reportMissingImports]  it is nowhere but in --trl
 
@@ -63,7 +65,7 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
     batches = _batches(count, length=args.length, vocab_size=model.config.vocab_size)
 
     class Trainer(GRPOTrainer):
-        """Trains on samples that are there."""
+        """Trains on samples that exist already."""
 
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             return batches[self._step % len(batches)]
@@ -117,12 +119,13 @@ def _batches(count: int, *, length: int, vocab_size: int) -> list[dict[str, torc
 
 
 def trl_environment(trl: Path) -> dict[str, str]:
-    """Variables of a process that imports TRL from `trl`, with the allocator settings that the launcher gives a rank."""
+    """Return the variables of a process that imports TRL from `trl`, with the allocator settings that the launcher gives a rank."""
     paths = os.pathsep.join(filter(None, [str(trl.absolute()), os.environ.get("PYTHONPATH")]))
     return {**rank_environment(1, num_cpus=os.cpu_count() or 1, is_on_cpu=True), **os.environ, "PYTHONPATH": paths}
 
 
 def run_side(side: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one side in a process of its own."""
     script = Path(__file__) if side != "ours" else Path(__file__).with_name("training.py")
     words = [f"--{name}={getattr(args, name)}" for name in ("model", "length", "dtype", "repeats")]
     command = [sys.executable, str(script), *words, f"--side={side}", f"--side-tokens={tokens}"]
@@ -133,6 +136,7 @@ def run_side(side: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]
 
 
 def measure_size(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all sides in turns at one size."""
     sides = SIDES[args.dtype]
     rounds = [{side: run_side(side, tokens, args) for side in sides} for _ in range(args.rounds)]
     medians = {side: statistics.median(s for each in rounds for s in each[side]["seconds"]) for side in sides}
@@ -147,6 +151,7 @@ def measure_size(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, help="where TRL is installed")
     parser.add_argument("--model", required=True, help="a model directory")

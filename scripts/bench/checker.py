@@ -59,7 +59,7 @@ _NUM_MADE_RUNS = 6
 
 
 def events_of(num_steps: int, *, digests: dict[int, str], record: str) -> Iterator[tuple[str, AnyEvent]]:
-    """Role and event, in order, of a run of one attempt on one server.
+    """Yield role and event, in order, of a run of one attempt on one server.
 
     Args:
         digests: of the policies that are there at the end.
@@ -90,7 +90,7 @@ def events_of(num_steps: int, *, digests: dict[int, str], record: str) -> Iterat
 
 
 def write_run(layout: RunLayout, *, num_groups: int) -> int:
-    """Returns the number of events."""
+    """Write the files of a run; return the number of events."""
     num_steps = num_groups // GROUPS_PER_BATCH
     manifest = publish(
         layout, version=PolicyVersion(num_steps), run_id="run", write=lambda directory: write_weights(directory, b"weights")
@@ -117,7 +117,7 @@ def write_run(layout: RunLayout, *, num_groups: int) -> int:
 
 
 def check(layout: RunLayout) -> tuple[float, float]:
-    """Seconds and peak resident MiB of `trivet check`."""
+    """Return seconds and peak resident MiB of `trivet check`."""
     program = "import sys; from trivet.tools.cli import main; sys.exit(main())"
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", program, "check", str(layout.root)], check=True)
@@ -125,6 +125,7 @@ def check(layout: RunLayout) -> tuple[float, float]:
 
 
 def read_twice(path: Path) -> float:
+    """Return the seconds that it takes to read a file twice: its lines alone, then decoded."""
     started = time.monotonic()
     for decode in (False, True):
         with path.open("rb") as file:
@@ -135,6 +136,7 @@ def read_twice(path: Path) -> float:
 
 
 def mutate(runs: Sequence[Path], *, count: int, seed: int, scratch: Path) -> list[Outcome]:
+    """Change runs in many ways; return for each change whether the checker found it."""
     made = [RunLayout(scratch / f"made_{number}") for number in range(0 if runs else _NUM_MADE_RUNS)]
     for number, layout in enumerate(made):
         make_run(layout, seed=number)
@@ -146,6 +148,7 @@ def mutate(runs: Sequence[Path], *, count: int, seed: int, scratch: Path) -> lis
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="directories of finished runs; they stay as they are")
     parser.add_argument("--groups", type=int, default=1_000_000)

@@ -48,6 +48,7 @@ _VOCABULARY = 64
 
 
 def make_row(step: int, index: int) -> MicroBatch:
+    """Make a full packed row of random tokens."""
     rng = np.random.default_rng([step, index])
     num_samples = _ROW_TOKENS // _SAMPLE_TOKENS
     lengths_S = np.full(num_samples, _SAMPLE_TOKENS, dtype=np.int32)
@@ -64,6 +65,7 @@ def make_row(step: int, index: int) -> MicroBatch:
 
 
 def record_batches(root: Path, *, steps: int, tokens: int) -> None:
+    """Record batches for a trainer that replays them."""
     for step in range(1, steps + 1):
         rows = [make_row(step, index) for index in range(max(1, round(tokens / _ROW_TOKENS)))]
         batch = Batch(
@@ -77,7 +79,7 @@ def record_batches(root: Path, *, steps: int, tokens: int) -> None:
 
 
 def train(model: Path, replay: Path, output_dir: Path, *flags: str) -> list[dict[str, float]]:
-    """Metrics of each step of one run of the trainer."""
+    """Run the trainer; return the metrics of each step."""
     words = ["--model.name", str(model), "--data.replay", str(replay), "--output-dir", str(output_dir), *flags]
     with (output_dir.parent / f"{output_dir.name}.log").open("wb") as log:
         subprocess.run(
@@ -87,7 +89,7 @@ def train(model: Path, replay: Path, output_dir: Path, *flags: str) -> list[dict
 
 
 def measure(model: Path, scratch: Path, *, steps: int, tokens: int, rounds: int) -> dict[str, object]:
-    """One size of a step."""
+    """Measure one size of a step."""
     record_batches(scratch / "recorded", steps=steps, tokens=tokens)
     beside: list[float] = []
     plain: list[float] = []
@@ -122,7 +124,7 @@ def measure(model: Path, scratch: Path, *, steps: int, tokens: int, rounds: int)
 
 
 def measure_stream(path: Path, *, num_bytes: int) -> dict[str, float]:
-    """Seconds that the disk and the digest take for `num_bytes`, with nothing beside them."""
+    """Measure the seconds that the disk and the digest need for `num_bytes`, with nothing else running."""
     data = np.ones(num_bytes, dtype=np.uint8).data
     started = time.monotonic()
     xxhash.xxh3_128(data).hexdigest()
@@ -144,7 +146,7 @@ def measure_stream(path: Path, *, num_bytes: int) -> dict[str, float]:
 
 
 def num_checkpoint_bytes(model: Path) -> int:
-    """Float32 weights and two moments of every parameter; tied ones count once, as safetensors stores them."""
+    """Return the bytes of float32 weights and two moments of every parameter; tied ones count once, as safetensors stores them."""
     count = 0
     for path in model.glob("*.safetensors"):
         with safe_open(path, framework="numpy") as file:
@@ -153,6 +155,7 @@ def num_checkpoint_bytes(model: Path) -> int:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])

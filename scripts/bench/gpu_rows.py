@@ -1,15 +1,15 @@
 """How fast are the trainer's steps on one GPU, next to the published step times of prime-rl on one H100?
 
-The rows are those that prime-rl published on 2026-01-15 for one H100 80 GB: one made-up sequence of the full length per row, two
-rows a step, four steps of which the first does not count, float32 master weights and reduction, full activation checkpointing,
-compiled blocks, AdamW. Each runs through `--bench` in a process of its own, on random weights of the model's shape: nothing is
-downloaded. The ceiling of a row is its MFU's 100 %.
+The cases are the lines of the table that prime-rl published on 2026-01-15 for one H100 80 GB: one made-up sequence of the full
+length per row, two rows a step, four steps of which the first does not count, float32 master weights and reduction, full
+activation checkpointing, compiled blocks, AdamW. Each runs through `--bench` in a process of its own, on random weights of the
+model's shape: nothing is downloaded. The ceiling of a case is 100 % MFU.
 
     uv run python scripts/bench/gpu_rows.py [--only rl-full-16384 …] [--shape NAME --seq-len N] [-- --model.compile None …]
 
-What follows `--` goes to every row, e.g. to take compilation or checkpointing away. `--shape` and `--seq-len` replace those of
-every row, to try the script where there is no GPU; then no ratio is reported. The last line is one JSON object; the exit code is
-1 when a row failed.
+What follows `--` goes to every case, e.g. to take compilation or checkpointing away. `--shape` and `--seq-len` replace those of
+every case, to try the script where there is no GPU; then no ratio is reported. The last line is one JSON object; the exit code is
+1 when a case failed.
 """
 
 import argparse
@@ -29,7 +29,9 @@ _LOG_LINES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PublishedCase:
+    """One line of the published table."""
+
     name: str
     command: str
     """`trainer` or `sft`."""
@@ -38,15 +40,19 @@ class Row:
     seq_len: int
     lora_rank: int | None = None
     published_s: float
-    """Step time of prime-rl on one H100, the faster of its rows."""
+    """Step time of prime-rl on one H100, the faster of its published runs."""
     published_gib: float
     """Its peak memory."""
 
 
-ROWS = (
-    Row(name="rl-full-16384", command="trainer", shape="Qwen3-0.6B", seq_len=16_384, published_s=1.99, published_gib=12.5),
-    Row(name="rl-full-65536", command="trainer", shape="Qwen3-0.6B", seq_len=65_536, published_s=12.18, published_gib=19.6),
-    Row(
+CASES = (
+    PublishedCase(
+        name="rl-full-16384", command="trainer", shape="Qwen3-0.6B", seq_len=16_384, published_s=1.99, published_gib=12.5
+    ),
+    PublishedCase(
+        name="rl-full-65536", command="trainer", shape="Qwen3-0.6B", seq_len=65_536, published_s=12.18, published_gib=19.6
+    ),
+    PublishedCase(
         name="rl-lora-16384",
         command="trainer",
         shape="Qwen3-0.6B",
@@ -55,7 +61,7 @@ ROWS = (
         published_s=2.45,
         published_gib=5.1,
     ),
-    Row(
+    PublishedCase(
         name="rl-lora-65536",
         command="trainer",
         shape="Qwen3-0.6B",
@@ -64,9 +70,11 @@ ROWS = (
         published_s=13.16,
         published_gib=11.5,
     ),
-    Row(name="sft-full-8192", command="sft", shape="Qwen3-0.6B", seq_len=8192, published_s=0.62, published_gib=31.7),
-    Row(name="sft-full-16384", command="sft", shape="Qwen3-0.6B", seq_len=16_384, published_s=1.28, published_gib=52.8),
-    Row(
+    PublishedCase(name="sft-full-8192", command="sft", shape="Qwen3-0.6B", seq_len=8192, published_s=0.62, published_gib=31.7),
+    PublishedCase(
+        name="sft-full-16384", command="sft", shape="Qwen3-0.6B", seq_len=16_384, published_s=1.28, published_gib=52.8
+    ),
+    PublishedCase(
         name="rl-lora-4b-16384",
         command="trainer",
         shape="Qwen3-4B-Instruct-2507",
@@ -75,7 +83,7 @@ ROWS = (
         published_s=5.26,
         published_gib=23.3,
     ),
-    Row(
+    PublishedCase(
         name="rl-lora-4b-65536",
         command="trainer",
         shape="Qwen3-4B-Instruct-2507",
@@ -87,38 +95,43 @@ ROWS = (
 )
 
 
-def row_flags(row: Row, *, directory: Path, output_json: Path, is_cuda: bool, extra: Sequence[str] = ()) -> list[str]:
-    """The flags of `trainer` or `sft` that measure `row`; `extra` ones come last and win."""
-    flags = ["--model.name", str(directory), "--model.debug.random-init", "--model.seq-len", str(row.seq_len)]
+def case_flags(
+    case: PublishedCase, *, directory: Path, output_json: Path, is_cuda: bool, extra: Sequence[str] = ()
+) -> list[str]:
+    """Return the flags of `trainer` or `sft` that measure `case`; `extra` ones come last and win."""
+    flags = ["--model.name", str(directory), "--model.debug.random-init", "--model.seq-len", str(case.seq_len)]
     flags += ["--bench.output-json", str(output_json), "--bench.num-steps", "4", "--bench.rows-per-rank", "2"]
-    if row.lora_rank is not None:
-        flags += ["--model.lora.rank", str(row.lora_rank)]
+    if case.lora_rank is not None:
+        flags += ["--model.lora.rank", str(case.lora_rank)]
     if is_cuda:
         flags += ["--model.ac.freq", "1", "--model.compile"]
     return [*flags, *extra]
 
 
-def measure(row: Row, *, scratch: Path, is_cuda: bool, extra: Sequence[str], is_published_shape: bool) -> dict[str, Any]:
-    directory, output_json = scratch / row.shape, scratch / f"{row.name}.json"
-    subprocess.run([sys.executable, str(_ROOT / "scripts" / "make_shape.py"), row.shape, str(directory)], check=True)
-    flags = row_flags(row, directory=directory, output_json=output_json, is_cuda=is_cuda, extra=extra)
-    print(f"{row.name}: {row.command} {' '.join(flags)}", flush=True)
+def measure(
+    case: PublishedCase, *, scratch: Path, is_cuda: bool, extra: Sequence[str], is_published_shape: bool
+) -> dict[str, Any]:
+    """Measure one case in a process of its own."""
+    directory, output_json = scratch / case.shape, scratch / f"{case.name}.json"
+    subprocess.run([sys.executable, str(_ROOT / "scripts" / "make_shape.py"), case.shape, str(directory)], check=True)
+    flags = case_flags(case, directory=directory, output_json=output_json, is_cuda=is_cuda, extra=extra)
+    print(f"{case.name}: {case.command} {' '.join(flags)}", flush=True)
     done = subprocess.run(
-        [sys.executable, "-m", f"trivet.launcher.commands.{row.command}", *flags],
+        [sys.executable, "-m", f"trivet.launcher.commands.{case.command}", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     if done.returncode:
         print(done.stdout, flush=True)
-        return {"row": row.name, "exit_code": done.returncode, "error": "\n".join(done.stdout.splitlines()[-_LOG_LINES:])}
-    return summarize(row, json.loads(output_json.read_text()), is_published_shape=is_published_shape)
+        return {"row": case.name, "exit_code": done.returncode, "error": "\n".join(done.stdout.splitlines()[-_LOG_LINES:])}
+    return summarize(case, json.loads(output_json.read_text()), is_published_shape=is_published_shape)
 
 
-def summarize(row: Row, report: dict[str, Any], *, is_published_shape: bool) -> dict[str, Any]:
-    """`speedup` above 1: faster than what was published."""
+def summarize(case: PublishedCase, report: dict[str, Any], *, is_published_shape: bool) -> dict[str, Any]:
+    """Return the result of one case; a `speedup` above 1 is faster than published."""
     found = {
-        "row": row.name,
+        "row": case.name,
         "step_time_s": report["step_time"]["mean"],
         "step_time_std_s": report["step_time"]["std"],
         "tokens_per_s": report["throughput"]["mean"],
@@ -130,25 +143,26 @@ def summarize(row: Row, report: dict[str, Any], *, is_published_shape: bool) -> 
     }
     if is_published_shape:
         found |= {
-            "published_step_time_s": row.published_s,
-            "published_peak_memory_gib": row.published_gib,
-            "speedup": row.published_s / report["step_time"]["mean"],
+            "published_step_time_s": case.published_s,
+            "published_peak_memory_gib": case.published_gib,
+            "speedup": case.published_s / report["step_time"]["mean"],
         }
     return found
 
 
 def main() -> int:
+    """Run the benchmark; return its exit code."""
     own, extra = _split(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], default=[row.name for row in ROWS])
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], default=[case.name for case in CASES])
     parser.add_argument("--shape")
     parser.add_argument("--seq-len", type=int)
     args = parser.parse_args(own)
     is_published_shape = args.shape is None and args.seq_len is None
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="trivet-gpu-rows-") as scratch:
-        for row in (row for row in ROWS if row.name in args.only):
-            changed = replace(row, shape=args.shape or row.shape, seq_len=args.seq_len or row.seq_len)
+        for case in (case for case in CASES if case.name in args.only):
+            changed = replace(case, shape=args.shape or case.shape, seq_len=args.seq_len or case.seq_len)
             result = measure(
                 changed,
                 scratch=Path(scratch),
@@ -163,7 +177,7 @@ def main() -> int:
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own words, and those behind `--`."""
+    """Split a command line into this script's own words and those after `--`."""
     place = words.index("--") if "--" in words else len(words)
     return list(words[:place]), list(words[place + 1 :])
 

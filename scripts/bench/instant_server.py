@@ -1,6 +1,6 @@
-"""A server that answers at once inside the process, an environment for it, and policies that are there when they are asked for.
+"""Provides a server that answers at once inside the process, an environment for it, and policies that are always ready.
 
-Used by scripts/bench/orchestrator.py: what is left to measure is the orchestrator.
+Used by scripts/bench/orchestrator.py, so that only the orchestrator is left to measure.
 """
 
 import asyncio
@@ -21,15 +21,17 @@ ROOT = "http://server"
 
 
 class OneServer:
-    """Always there; holds the start model."""
+    """A server that is always available and serves the start model."""
 
     def pick(self, *, num_rollouts: int) -> str:
+        """Return the server."""
         return ROOT
 
     def release(self, root: str, *, num_rollouts: int) -> None:
-        pass
+        """Do nothing."""
 
     async def is_at_fault(self, root: str) -> bool:
+        """Return False: the server never fails."""
         return False
 
     def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
@@ -37,13 +39,14 @@ class OneServer:
 
 
 class PromptPolicies:
-    """The policy of each step is there when its batch was received: stands in for trainer and PolicyWatcher."""
+    """Serves the policy of a step once its batch was received. Stands in for trainer and PolicyWatcher."""
 
     version = PolicyVersion(0)
     step = Step(1)
     last_load_s = 0.0
 
     async def run(self) -> None:
+        """Wait until cancelled."""
         await asyncio.Event().wait()
 
 
@@ -52,7 +55,7 @@ POLICIES = PromptPolicies()
 
 
 def instant_client(num_tokens: int) -> ModelClient:
-    """A client whose server answers at once, in this process."""
+    """Return a client whose server answers at once, in this process."""
     half = num_tokens // 2
     completion = list(range(half, num_tokens))
     choice: dict[str, Any] = {
@@ -86,6 +89,7 @@ def instant_client(num_tokens: int) -> ModelClient:
 
 
 def make_environment() -> vf.Environment:
+    """Return an environment whose rewards cost nothing."""
     rows = [{"prompt": [{"role": "user", "content": f"question {index}"}], "answer": "ok"} for index in range(NUM_EXAMPLES)]
 
     def is_right(completion: Any, answer: str, **_: object) -> float:

@@ -59,23 +59,23 @@ from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 GROUP_SIZE = 8
 SECRET = RunSecret(bytes(32))
-"""Of both processes; what it is has no part in the time."""
+"""The secret of both processes. Its value does not affect the time."""
 LATENCY_S = 1.0
-"""Mean, of each group in the environment that costs nothing; spread, as no server ends everything at one moment."""
+"""Mean time of a group in the environment that costs nothing. It varies, because no server ends all groups at one moment."""
 OVERSAMPLING = 5.0
 
 
 @dataclass(slots=True)
 class Watched:
-    """What is measured beside the loop."""
+    """The measurements of one run of the loop."""
 
     lags_s: list[float] = field(default_factory=list)
     in_flight: list[int] = field(default_factory=list)
     rss_mib: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
-    """Of this process, receiver not included."""
+    """CPU time of this process, without the receiver."""
     whole_rate: float = 0.0
-    """Trained rollouts per second from the start to the last batch; what was in flight then counts for nothing."""
+    """Trained rollouts per second from the start to the last batch, without those in flight then."""
 
     async def run(self, dispatcher: Dispatcher) -> None:
         process = psutil.Process()
@@ -91,13 +91,14 @@ class Watched:
 
 
 def free_port() -> int:
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def drain(config: TransportConfig, num_steps: int, ready: Any) -> None:
-    """The other process: acknowledges every batch."""
+    """Acknowledge every batch, in another process."""
     die_with_parent()
     receiver = ZmqReceiver(config, secret=SECRET, run_id=OrchestratorConfig().run.id)
     ready.send(True)
@@ -109,6 +110,7 @@ def drain(config: TransportConfig, num_steps: int, ready: Any) -> None:
 
 @contextmanager
 def draining(config: TransportConfig, num_steps: int) -> Iterator[None]:
+    """Run `drain` in a process for as long as the block runs."""
     import multiprocessing
 
     here, there = multiprocessing.Pipe()
@@ -126,7 +128,7 @@ def draining(config: TransportConfig, num_steps: int) -> Iterator[None]:
 
 
 def costless(num_tokens: int) -> RunDrawnGroup:
-    """An environment that costs nothing but what every environment costs: its turns become samples."""
+    """Return an environment that costs only what every environment costs: its turns become samples."""
     half = num_tokens // 2
     prompt, completion, logprobs = list(range(half)), list(range(half, num_tokens)), [-0.5] * (num_tokens - half)
 
@@ -156,7 +158,7 @@ def costless(num_tokens: int) -> RunDrawnGroup:
 def run_loop(
     run_group: RunDrawnGroup, directory: Path, *, num_rollouts: int, in_flight: int, examples: list[str]
 ) -> tuple[float, Watched]:
-    """Rollouts per second from the second batch on, and what was watched."""
+    """Return rollouts per second from the second batch on, and what was measured meanwhile."""
     batch_size = int(in_flight / OVERSAMPLING) // GROUP_SIZE * GROUP_SIZE
     num_steps = max(3, num_rollouts // batch_size)
     config = OrchestratorConfig(
@@ -204,6 +206,7 @@ def run_loop(
 def make_loop(
     config: OrchestratorConfig, run_group: RunDrawnGroup, sender: ZmqSender, telemetry: Telemetry, examples: list[str]
 ) -> Loop:
+    """Put a loop together as the orchestrator does."""
     group_ended = ChangeEvent()
     buffer = GroupBuffer(
         write_event=telemetry.write_event,
@@ -240,7 +243,7 @@ ARGUMENTS = SamplingArguments(temperature=1.0, fields={"max_tokens": 64})
 
 
 def rate_of_verifiers(num_rollouts: int, num_tokens: int) -> float:
-    """Rollouts per second of verifiers' own loop."""
+    """Return rollouts per second of verifiers' own loop."""
     env = make_environment()
     examples: list[Any] = list(env.get_dataset())
     rows = [examples[index // GROUP_SIZE % NUM_EXAMPLES] for index in range(num_rollouts)]
@@ -257,7 +260,7 @@ def rate_of_verifiers(num_rollouts: int, num_tokens: int) -> float:
 
 
 def rate_through_verifiers(num_rollouts: int, num_tokens: int, directory: Path) -> float:
-    """Rollouts per second of our loop through the same environment."""
+    """Return rollouts per second of our loop through the same environment."""
     runner = GroupRunner(env=make_environment(), label="toy", model_name="m")
     host = EnvironmentHost(runner, make_client=lambda _: instant_client(num_tokens))
     run_group = group_runner(LocalPool({"toy": host}), sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
@@ -280,7 +283,7 @@ PARTS: list[tuple[str, object, str]] = [
 
 @contextmanager
 def timed_parts(seconds: defaultdict[str, float]) -> Iterator[None]:
-    """Put a stop watch around each part, in whatever thread it runs."""
+    """Measure the time in each part, in whatever thread it runs."""
     kept: list[tuple[object, str, Callable[..., Any]]] = []
     lock = threading.Lock()
 
@@ -307,7 +310,7 @@ def timed_parts(seconds: defaultdict[str, float]) -> Iterator[None]:
 
 
 def where_the_time_goes(run_group: RunDrawnGroup, directory: Path, *, in_flight: int) -> dict[str, float]:
-    """Share of the process's CPU time by part."""
+    """Return the share of the process's CPU time by part."""
     seconds: defaultdict[str, float] = defaultdict(float)
     started = time.process_time()
     with timed_parts(seconds):
@@ -327,6 +330,7 @@ def growth_mib(rss_mib: list[float]) -> float:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=200_000)
     parser.add_argument("--in-flight", type=int, default=10_000)

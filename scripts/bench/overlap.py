@@ -38,12 +38,12 @@ from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 GROUP_SIZE = 8
 SECRET = RunSecret(bytes(32))
-"""Of both processes; what it is has no part in the time."""
+"""The secret of both processes. Its value does not affect the time."""
 BATCH_SIZE = 64
 
 
 def train(config: TransportConfig, num_steps: int, seconds: float, published: Connection) -> None:
-    """The trainer: receives, computes for a while, publishes."""
+    """Receive, compute for a while and publish, as the trainer does."""
     die_with_parent()
     receiver = ZmqReceiver(config, secret=SECRET, run_id=OrchestratorConfig().run.id)
     published.send(0)
@@ -56,7 +56,7 @@ def train(config: TransportConfig, num_steps: int, seconds: float, published: Co
 
 
 async def follow(published: Connection, loop: Loop) -> None:
-    """Stands in for the policy watcher: what the trainer publishes is served at once."""
+    """Serve what the trainer publishes at once. Stands in for the policy watcher."""
     while True:
         if not published.poll():
             await asyncio.sleep(0.005)
@@ -127,6 +127,7 @@ def make_rollout(index: int, version: PolicyVersion) -> Rollout:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generate", type=float, default=1.0)
     parser.add_argument("--train", type=float, default=0.8)

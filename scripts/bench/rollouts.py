@@ -41,12 +41,14 @@ from trivet.wire.versions import Step
 
 
 def free_port() -> int:
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def start_server(args: argparse.Namespace, directory: Path, port: int) -> subprocess.Popen[bytes]:
+    """Start an inference server."""
     config = InferenceConfig(
         output_dir=directory,
         server=ServerConfig(port=port),
@@ -62,6 +64,7 @@ def start_server(args: argparse.Namespace, directory: Path, port: int) -> subpro
 
 
 def orchestrator_config(args: argparse.Namespace, directory: Path, port: int) -> OrchestratorConfig:
+    """Return the configuration of the orchestrator."""
     return OrchestratorConfig(
         output_dir=directory,
         max_steps=args.steps + 1,
@@ -81,6 +84,7 @@ def orchestrator_config(args: argparse.Namespace, directory: Path, port: int) ->
 
 
 def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: list[float], is_over: threading.Event) -> None:
+    """Acknowledge every batch, and note its tokens and its time."""
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
     receiver = ZmqReceiver(config.rollout_transport, secret=secret, run_id=config.run.id)
     try:
@@ -95,12 +99,13 @@ def acknowledge_batches(config: OrchestratorConfig, tokens: list[int], times: li
 
 
 async def run_orchestrator(config: OrchestratorConfig) -> None:
+    """Run the orchestrator."""
     async with open_environments(config) as pool:
         await run(config, pool)
 
 
 async def run_verifiers(config: OrchestratorConfig) -> float:
-    """Sampled tokens per second of verifiers' own loop over as many rollouts as one batch."""
+    """Return sampled tokens per second of verifiers' own loop over as many rollouts as one batch."""
     env = load_environment(config.env[0].id, name=config.env[0].label, args=config.env[0].args)
     client = make_model_client(config.client.base_url[0], api_key=None, timeout_s=600.0)
     num_examples = config.batch_size // config.rollouts_per_example
@@ -118,6 +123,7 @@ async def run_verifiers(config: OrchestratorConfig) -> float:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--env", default="reverse-text")

@@ -1,4 +1,4 @@
-"""What a finished run achieved, read from its metrics: reward by step, step time, throughput, mismatch, memory.
+"""Reads what a finished run achieved from its metrics: reward by step, step time, throughput, mismatch, memory.
 
 The last line is one JSON object; docs/benchmarks/ keeps those of the runs that the documentation speaks of.
 
@@ -18,12 +18,13 @@ WINDOW = 5
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Metrics by step; a step written twice counts as it was written last."""
+    """Return metrics by step; of a step written twice, the later line counts."""
     rows = map(json.loads, path.read_text().splitlines())
     return {int(row["step"]): row for row in rows}
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
     layout = RunLayout(parser.parse_args().output_dir)

@@ -52,7 +52,7 @@ from trivet.wire.rollouts import Sample
 from trivet.wire.versions import Step
 
 _ROW_TOKENS = 2048
-"""Of a packed row, and of what the plain loop computes at one time."""
+"""Tokens of a packed row, and of what the plain loop computes at one time."""
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Variables by which torch, oneDNN and MKL leave instruction sets of the processor unused."""
 WARM_UP = 2
@@ -63,7 +63,7 @@ Seconds = list[float]
 
 
 def make_items(count: int, *, length: int, vocab_size: int) -> list[PackItem]:
-    """Samples of which the second half is trained on."""
+    """Make samples of which the second half is trained on."""
     rng = np.random.default_rng(0)
     return [
         PackItem(
@@ -81,7 +81,7 @@ def make_items(count: int, *, length: int, vocab_size: int) -> list[PackItem]:
 
 
 def time_steps(step: Callable[[], object], *, repeats: int) -> Seconds:
-    """Seconds of each repeat, after the warm-up."""
+    """Return the seconds of each repeat, after the warm-up."""
     seconds: Seconds = []
     for _ in range(WARM_UP + repeats):
         started = time.perf_counter()
@@ -93,13 +93,13 @@ def time_steps(step: Callable[[], object], *, repeats: int) -> Seconds:
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, *, size: int = 2048) -> float:
-    """Operations per second of the best of several large products."""
+    """Return the operations per second of the best of several large products."""
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / min(time_steps(lambda: a @ b, repeats=10))
 
 
 def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World) -> tuple[Callable[[], object], dict[str, Any]]:
-    """The trainer's own step, and what its model costs."""
+    """Return the trainer's own step, and the cost of its model."""
     model = load_policy(TrainerModelConfig(name=args.model, seq_len=_ROW_TOKENS, compute_dtype=args.dtype), world)
     learner = Learner(
         model=model,
@@ -116,7 +116,7 @@ def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World)
 
 
 def make_plain_step(args: argparse.Namespace, items: list[PackItem], world: World) -> Callable[[], None]:
-    """One step of the loop that everyone writes first."""
+    """Return one step of the loop that everyone writes first."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model = loaded.to(world.device).train()
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32)
@@ -146,7 +146,7 @@ def make_plain_step(args: argparse.Namespace, items: list[PackItem], world: Worl
 
 
 def measure_side(args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: one side at one size."""
+    """Measure one side at one size, in a process of its own."""
     vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     items = make_items(max(1, args.side_tokens // args.length), length=args.length, vocab_size=vocab_size)
     with open_world(device="auto", timeout_s=600) as world:
@@ -170,6 +170,7 @@ def measure_side(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_side(side: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Run `measure_side` in a process of its own."""
     wanted = rank_environment(1, num_cpus=os.cpu_count() or 1, is_on_cpu=not torch.cuda.is_available())
     words = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in ("model", "length", "dtype", "repeats")]
     command = [sys.executable, __file__, *words, f"--side={side}", f"--side-tokens={tokens}"]
@@ -178,7 +179,7 @@ def run_side(side: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]
 
 
 def measure_size(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Both sides in turns."""
+    """Measure both sides in turns."""
     rounds = [{side: run_side(side, tokens, args) for side in ("plain", "ours")} for _ in range(args.rounds)]
     seconds = {side: [s for each in rounds for s in each[side]["seconds"]] for side in ("plain", "ours")}
     ours, plain = (statistics.median(seconds[side]) for side in ("ours", "plain"))
@@ -208,6 +209,7 @@ def measure_size(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a model directory; `tiny` makes the quickstart's")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192], help="a step's")

@@ -42,13 +42,14 @@ from trivet.wire.rollouts import Sample
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 SECRET = RunSecret(bytes(32))
-"""Of both processes; what it is has no part in the time."""
+"""The secret of both processes. Its value does not affect the time."""
 WARM_UP = 5
 BLOCKS = 5
 """Messages are timed in this many blocks; median and spread are over blocks."""
 
 
 def make_batch(*, step: int, num_rollouts: int, num_tokens: int) -> Batch:
+    """Make a batch of random tokens."""
     rng = np.random.default_rng(step)
     items = [
         PackItem(
@@ -68,6 +69,7 @@ def make_batch(*, step: int, num_rollouts: int, num_tokens: int) -> Batch:
 
 
 def receive_all(config: TransportConfig, num_messages: int, ready: Connection) -> None:
+    """Receive and acknowledge messages, in a process of its own."""
     die_with_parent()
     receiver = ZmqReceiver(config, secret=SECRET, run_id="bench")
     ready.send(True)
@@ -77,7 +79,7 @@ def receive_all(config: TransportConfig, num_messages: int, ready: Connection) -
 
 
 def start_receiver(target: Callable[..., None], *args: object) -> multiprocessing.process.BaseProcess:
-    """A process that runs `target(*args, ready)`, once it has said that it listens."""
+    """Start a process that runs `target(*args, ready)`; return once it listens."""
     here, there = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=target, args=(*args, there))
     child.start()
@@ -87,6 +89,7 @@ def start_receiver(target: Callable[..., None], *args: object) -> multiprocessin
 
 
 async def time_sends(config: TransportConfig, batches: list[Batch]) -> list[float]:
+    """Return the seconds until each batch was acknowledged."""
     sender = ZmqSender(config, secret=SECRET, run_id="bench")
     times = []
     for batch in batches:
@@ -98,6 +101,7 @@ async def time_sends(config: TransportConfig, batches: list[Batch]) -> list[floa
 
 
 def measure_transport(config: TransportConfig, batches: list[Batch]) -> list[float]:
+    """Return the seconds of each batch over our transport."""
     child = start_receiver(receive_all, config, len(batches))
     times = asyncio.run(time_sends(config, batches))
     child.join(60)
@@ -105,6 +109,7 @@ def measure_transport(config: TransportConfig, batches: list[Batch]) -> list[flo
 
 
 def receive_lists(port: int, num_messages: int, ready: Connection) -> None:
+    """Receive the lists of the baseline, in a process of its own."""
     die_with_parent()
     with zmq.Context() as context, context.socket(zmq.REP) as replier:
         replier.bind(f"tcp://127.0.0.1:{port}")
@@ -117,7 +122,7 @@ def receive_lists(port: int, num_messages: int, ready: Connection) -> None:
 
 
 def measure_lists(port: int, batches: list[Batch]) -> list[float]:
-    """The baseline: what a straightforward implementation does."""
+    """Return the seconds of each batch over the baseline, a straightforward implementation."""
     child = start_receiver(receive_lists, port, len(batches))
     times = []
     with zmq.Context() as context, context.socket(zmq.REQ) as requester:
@@ -136,7 +141,7 @@ def measure_lists(port: int, batches: list[Batch]) -> list[float]:
 
 
 def measure_ceiling(payload: bytes, *, repeats: int) -> float:
-    """MiB/s of one payload over a plain loopback socket, summed on both sides."""
+    """Return MiB/s of one payload over a plain loopback socket, summed on both sides."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -166,17 +171,19 @@ def measure_ceiling(payload: bytes, *, repeats: int) -> float:
 
 
 def free_port() -> int:
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def rates(times: list[float]) -> list[float]:
-    """Messages per second of each block, warm-up aside."""
+    """Return messages per second of each block, without the warm-up."""
     return [len(block) / float(block.sum()) for block in np.array_split(np.array(times[WARM_UP:]), BLOCKS)]
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=512)

@@ -34,6 +34,7 @@ READY = "performance.getEntriesByName('trivet-ready')[0]?.startTime"
 
 
 def main() -> int:
+    """Run the benchmark; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="an output directory, instead of one that is made up")
     parser.add_argument("--steps", type=int, default=10_000)
@@ -69,13 +70,14 @@ def main() -> int:
 
 
 def measure(run: Path, fragment: str, *, repeat: int) -> dict[str, Any]:
-    """Medians, and the slowest, over as many servers and browsers."""
+    """Return the medians, and the slowest, over as many servers and browsers."""
     found = [measure_once(run, fragment) for _ in range(repeat)]
     medians = {name: round(statistics.median(one[name] for one in found), 1) for name in found[0]}
     return {**medians, "slowest_ready_ms": round(max(one["ready_ms"] for one in found), 1)}
 
 
 def measure_once(run: Path, fragment: str) -> dict[str, float]:
+    """Measure one server with one browser."""
     server = subprocess.Popen([sys.executable, "-m", "trivet.tools.cli", "view", str(run)], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

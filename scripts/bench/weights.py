@@ -33,11 +33,13 @@ from trivet.wire.versions import PolicyVersion
 
 
 def make_tiny_model(directory: Path) -> Path:
+    """Write a tiny model; return its directory."""
     subprocess.run([sys.executable, "-m", "trivet.examples.tiny_model", directory], check=True)
     return directory
 
 
 def model_writer(model: Path) -> Callable[[Path], None]:
+    """Return a function that writes the model's weights to a directory."""
     weights, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype="auto"), AutoTokenizer.from_pretrained(model)
 
     def write(directory: Path) -> None:
@@ -50,7 +52,7 @@ def model_writer(model: Path) -> Callable[[Path], None]:
 async def measure(
     client: InferenceClient, layout: RunLayout, write: Callable[[Path], None], *, repeats: int
 ) -> list[tuple[float, float]]:
-    """Seconds of publishing, and of everything until a token of the policy, for each repeat."""
+    """Return the seconds of publishing, and those until a token of the policy, for each repeat."""
     times: list[tuple[float, float]] = []
     for version in range(1, repeats + 2):
         started = time.perf_counter()
@@ -65,6 +67,7 @@ async def measure(
 
 
 async def run(model: Path, directory: Path, *, port: int, repeats: int) -> dict[str, object]:
+    """Start a server and measure."""
     layout = RunLayout(directory)
     secret = make_secret(layout.secret)
     async with aclosing(InferenceClient(f"http://127.0.0.1:{port}", timeout_s=600, find_token=lambda: secret.token)) as client:
@@ -87,6 +90,7 @@ async def run(model: Path, directory: Path, *, port: int, repeats: int) -> dict[
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--repeats", type=int, default=5)

@@ -44,12 +44,12 @@ WARM_UP = 3
 """Steps before a run's own rhythm: the first batches are generated while nothing is trained."""
 TRL_WARM_UP = 1
 """Its steps are all alike after the first."""
-LIMIT_S = 3600
-POLL_S = 0.2
+TIMEOUT_S = 3600
+POLL_INTERVAL_S = 0.2
 
 
 def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: seconds of each step of TRL's loop, and of its generation."""
+    """Measure the seconds of each step of TRL's loop, and of its generation, in a process of its own."""
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[reportMissingImports]  it is nowhere but in --trl
 
     torch.set_float32_matmul_precision("medium")
@@ -59,7 +59,7 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
     num_tokens: list[int] = []
 
     class Trainer(GRPOTrainer):
-        """Takes the time of generation."""
+        """Measures the time of generation."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             started = time.perf_counter()
@@ -141,16 +141,16 @@ def measure_ours(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _watch(run: psutil.Popen, metrics: Path) -> dict[str, float]:
-    """Until the run ends: the cores that its processes keep busy after the warm-up, and their memory.
+    """Measure, until the run ends, the cores that its processes keep busy after the warm-up, and their memory.
 
     A page that several processes share is counted once for each.
     """
     marks: list[tuple[float, float]] = []
-    peak, deadline = 0, time.monotonic() + LIMIT_S
+    peak, deadline = 0, time.monotonic() + TIMEOUT_S
     while run.poll() is None:
         if time.monotonic() > deadline:
             run.terminate()
-            raise TimeoutError(f"the run did not end within {LIMIT_S} s")
+            raise TimeoutError(f"the run did not end within {TIMEOUT_S} s")
         cpu_s, rss = 0.0, 0
         for process in [run, *run.children(recursive=True)]:
             try:
@@ -161,13 +161,14 @@ def _watch(run: psutil.Popen, metrics: Path) -> dict[str, float]:
         peak = max(peak, rss)
         if metrics.exists() and len(metrics.read_bytes().splitlines()) >= WARM_UP:
             marks.append((time.perf_counter(), cpu_s))
-        time.sleep(POLL_S)
+        time.sleep(POLL_INTERVAL_S)
     # the last polls see processes end, and with them their times
     (first_at, first_s), (last_at, last_s) = marks[0], max(marks, key=lambda mark: mark[1])
     return {"cores_busy": (last_s - first_s) / (last_at - first_at), "peak_rss_gib": peak / 2**30}
 
 
 def measure_side(side: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one side in a process of its own."""
     if side == "ours":
         return measure_ours(args)
     words = [f"--{name}={getattr(args, name)}" for name in ("model", "dtype", "completions", "length", "repeats")]
@@ -177,6 +178,7 @@ def measure_side(side: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, help="where TRL is installed")
     parser.add_argument("--model", required=True, help="a model directory")

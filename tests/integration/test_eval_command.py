@@ -58,7 +58,7 @@ def test_an_interrupted_evaluation_puts_the_server_back_and_goes_on_later(layout
         said, _ = process.communicate()
         may_answer.set()
         assert process.returncode == 130, said
-        assert f"--resume-path {layout.root} goes on" in said
+        assert f"--resume-path {layout.root} continues" in said
         assert (fake.version, still_alive(ours)) == (0, [])
         asked_before = chats(fake)
         process = start(*words, "--resume-path", str(layout.root))

@@ -33,12 +33,12 @@ class ScriptedPolicy(vf.OpenAIChatCompletionsClient):
         return vf.Response(id="scripted", created=0, model=model, message=message)
 
 
-def play(env: vf.Environment, replies: Sequence[str | vf.ToolCall], *, row: dict[str, Any] | None = None) -> vf.State:
-    """The scored state of one rollout of `row`, or of the first training row."""
+def play(env: vf.Environment, replies: Sequence[str | vf.ToolCall], *, example: dict[str, Any] | None = None) -> vf.State:
+    """The scored state of one rollout of `example`, or of the first training example."""
 
     async def rollout() -> vf.State:
-        example = cast(Any, row or env.get_dataset()[0])
-        state = await env.rollout(example, ScriptedPolicy(replies), "scripted", {})
+        played = cast(Any, example or env.get_dataset()[0])
+        state = await env.rollout(played, ScriptedPolicy(replies), "scripted", {})
         if state["error"]:
             raise state["error"]
         await env.rubric.score_group([state])

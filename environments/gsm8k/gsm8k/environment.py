@@ -1,4 +1,4 @@
-"""Word problems with a number as answer, from a data set by name or from the problems bundled here."""
+"""Word problems with a number as answer, from a named data set or from the problems bundled here."""
 
 import json
 import logging
@@ -14,20 +14,21 @@ logger = logging.getLogger(__name__)
 SYSTEM_PROMPT = "Solve the problem step by step. Give the final answer, a number alone, in \\boxed{}."
 BUNDLED = "bundled"
 NUM_BUNDLED_EVAL = 12
+"""The last of the bundled problems, which are kept for evaluation."""
 
 MAX_ANSWER_CHARS = 40
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _ENDLESS = re.compile(r"\^|\*\*|!")
 
 
-def bundled_rows() -> list[dict[str, str]]:
-    """Question, working (an arithmetic expression) and answer of every bundled problem."""
+def bundled_problems() -> list[dict[str, str]]:
+    """Return question, working (an arithmetic expression) and answer of every bundled problem."""
     text = Path(__file__).with_name("problems.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def final_answer(solution: str) -> str:
-    """The number behind `####`, as written in the solutions of the data set, without thousands separators.
+    """Return the number after `####` in a solution of the data set, without thousands separators.
 
     Raises:
         ValueError: there is none.
@@ -39,10 +40,9 @@ def final_answer(solution: str) -> str:
 
 
 def extract_boxed(text: str) -> str:
-    """What stands in the last \\boxed{}, made ready to compare with a number; empty without one.
+    """Return the content of the last \\boxed{}, prepared for the comparison with a number; empty without one.
 
-    An answer that is no plain number or short expression is not worth comparing: powers and factorials are refused, since
-    evaluating one can take for ever.
+    Powers, factorials and long expressions become "": evaluating one could take for ever.
     """
     boxes = _BOXED.findall(text)
     answer = boxes[-1].replace("\\$", "").replace("$", "").replace(",", "").strip() if boxes else ""
@@ -50,15 +50,15 @@ def extract_boxed(text: str) -> str:
 
 
 def load_split(name: str, split: str) -> Dataset:
-    """Question and answer of every row.
+    """Return question and answer of every problem.
 
     Raises:
-        ValueError: the data set cannot be loaded; says what to do.
+        ValueError: the data set cannot be loaded; the message says what to do.
     """
     if name == BUNDLED:
-        rows = bundled_rows()
-        rows = rows[:-NUM_BUNDLED_EVAL] if split == "train" else rows[-NUM_BUNDLED_EVAL:]
-        return Dataset.from_list([{"question": row["question"], "answer": row["answer"]} for row in rows])
+        problems = bundled_problems()
+        problems = problems[:-NUM_BUNDLED_EVAL] if split == "train" else problems[-NUM_BUNDLED_EVAL:]
+        return Dataset.from_list([{"question": problem["question"], "answer": problem["answer"]} for problem in problems])
     try:
         loaded = load_dataset(name, "main", split=split)
     except (OSError, ValueError) as exc:
@@ -69,12 +69,12 @@ def load_split(name: str, split: str) -> Dataset:
             f"the data set {name!r} could not be loaded ({type(exc).__name__}: {exc}); set args = "
             f'{{ dataset = "{BUNDLED}" }} for the problems that come with this package, or HF_HUB_OFFLINE=1 to work off-line'
         ) from exc
-    return loaded.map(lambda row: {"answer": final_answer(row["answer"])})
+    return loaded.map(lambda problem: {"answer": final_answer(problem["answer"])})
 
 
-def choose(rows: Dataset, count: int, *, seed: int) -> Dataset:
-    """`count` rows in an order of their own; all of them for -1."""
-    shuffled = rows.shuffle(seed=seed)
+def choose(problems: Dataset, count: int, *, seed: int) -> Dataset:
+    """Return `count` problems in the order of `seed`; all of them for -1."""
+    shuffled = problems.shuffle(seed=seed)
     return shuffled if count < 0 else shuffled.select(range(min(count, len(shuffled))))
 
 
@@ -85,7 +85,7 @@ def load_environment(
     seed: int = 0,
     system_prompt: str = SYSTEM_PROMPT,
 ) -> vf.Environment:
-    """A single-turn environment; reward 1 for an answer that math-verify finds equal to the right one.
+    """Return a single-turn environment; the reward is 1 for an answer that math-verify finds equal to the right one.
 
     Args:
         dataset: name of a data set of GSM8K's form on the hub, or "bundled". With HF_HUB_OFFLINE set, a data set that is not in

@@ -173,7 +173,7 @@ def _mount_points(*, below: str) -> list[str]:
 
 
 def _has_ended(pipe: int) -> bool:
-    """Whether no process holds the other end. Closes the pipe."""
+    """Return whether no process holds the other end of `pipe`, and close it."""
     os.set_blocking(pipe, False)
     try:
         return os.read(pipe, 1) == b""
@@ -257,7 +257,7 @@ def _children() -> list[int]:
 
 
 def _parent_of(pid: str) -> int:
-    """0 when the process is gone."""
+    """Return 0 when the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as opened:
             return int(opened.read().rpartition(b")")[2].split()[1])
@@ -266,7 +266,7 @@ def _parent_of(pid: str) -> int:
 
 
 def _count_threads() -> int:
-    """Threads of all users of this machine."""
+    """Count the threads of all users of this machine."""
     with open("/proc/loadavg") as opened:
         return int(opened.read().split()[3].split("/")[1])
 
@@ -277,9 +277,10 @@ def _mount(source: str | None, target: str, *, kind: str | None = None, flags: i
 
 
 def _call(name: str, *arguments: object, about: str = "") -> None:
-    """
+    """Call a function of the C library that returns 0 when it succeeds.
+
     Raises:
-        OSError: the call failed; names it.
+        OSError: the call failed.
     """
     if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""The problems as an environment with one tool, `python`. Every call starts afresh: nothing is kept between two."""
+"""Makes an environment of the problems with one tool, `python`. Every call starts a new process: no state is kept."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ _BOXED = re.compile(r"\\boxed\s*\{\s*([+-]?[\d,_ ]+)\s*\}")
 
 
 def extract_number(text: str) -> str:
-    """The integer in the last \\boxed{} with one in it, without separators; empty without any."""
+    """Return the integer in the last \\boxed{} that has one, without separators; empty without any."""
     boxes = _BOXED.findall(text)
     return re.sub(r"[,_ +]", "", boxes[-1]) if boxes else ""
 
@@ -42,19 +42,22 @@ class PythonTool:
 
 
 def make_rubric(parser: vf.Parser) -> vf.Rubric:
+    """Make the rubric: a right number, and a little for a boxed one."""
+
     def correct(completion: vf.Messages, answer: str) -> float:
-        """1 when the boxed number of the last answer is the right one."""
+        """Return 1 when the boxed number of the last answer is the right one, else 0."""
         given = parser.parse_answer(completion) or ""
         return float(bool(given) and int(given) == int(answer))
 
     def boxed(completion: vf.Messages) -> float:
-        """1 when the last answer has a boxed number, right or wrong."""
+        """Return 1 when the last answer has a boxed number, right or wrong, else 0."""
         return float(bool(parser.parse_answer(completion)))
 
     return vf.Rubric(funcs=[correct, boxed], weights=[1.0, 0.1], parser=parser)
 
 
 def make_dataset(problems: list[Problem]) -> Dataset:
+    """Return a data set of `problems`."""
     return Dataset.from_list([{"question": problem.question, "answer": str(problem.answer)} for problem in problems])
 
 
@@ -71,7 +74,7 @@ def load_environment(
     seed: int = 0,
     system_prompt: str = SYSTEM_PROMPT,
 ) -> vf.Environment:
-    """A tool environment over generated problems; no problem of its evaluation set is one of its training set.
+    """Return a tool environment over generated problems. Its evaluation set shares no problem with its training set.
 
     Args:
         max_turns: model turns in a rollout; a rollout also ends with the first turn that calls no tool.

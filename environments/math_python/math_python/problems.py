@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
+    """A question with a number as its answer."""
+
     question: str
     answer: int
 
@@ -98,7 +100,7 @@ KINDS: tuple[Callable[[random.Random], Problem], ...] = (
 
 
 def make_problems(count: int, *, seed: str, exclude: Set[str] = frozenset()) -> list[Problem]:
-    """Distinct problems, each kind equally likely; a function of the arguments alone.
+    """Return distinct problems, each kind equally likely; the result depends on the arguments alone.
 
     Args:
         exclude: questions that must not appear.

@@ -48,9 +48,9 @@ and is imported in a tenth of its time."""
 MAX_FILE_BYTES = 2**20
 """Largest file that the code may write, its output too; writing more raises OSError there."""
 MAX_CHAR_BYTES = 4
-"""Of a character in UTF-8."""
+"""The longest character in UTF-8."""
 _END_TIMEOUT_S = 10.0
-"""From SIGTERM to the end of the supervisor, which takes milliseconds unless the code has stopped it."""
+"""Longest time from SIGTERM to the end of the supervisor. It takes milliseconds unless the code has stopped the supervisor."""
 _TRIAL = b"import math, random, subprocess\nprint(math.comb(10, 3))"
 _TRIAL_OUTPUT = "120"
 _TRIAL_TIMEOUT_S = 60.0
@@ -69,6 +69,8 @@ class SandboxFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
+    """The limits of one call of the tool."""
+
     timeout_s: float = 5.0
     """Wall-clock time."""
     cpu_s: int = 5
@@ -76,7 +78,7 @@ class Limits:
     memory_mib: int = 512
     """Address space, the interpreter's own included."""
     output_chars: int = 2000
-    """What is kept of the output."""
+    """The part of the output that is kept."""
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0 or self.cpu_s < 1 or self.memory_mib < 64 or self.output_chars < 1:
@@ -93,7 +95,7 @@ class Sandbox:
     """The code runs as nobody. Needs root."""
 
     def command(self, limits: Limits) -> list[str]:
-        """The program whose standard input is the code. For this process alone, with whose end it ends."""
+        """Return the program whose standard input is the code. It ends with this process, and only this process can use it."""
         numbers = (
             os.getpid(),
             self.has_namespaces,
@@ -107,11 +109,13 @@ class Sandbox:
 
 
 def choose_sandbox(*, require_isolation: bool) -> Sandbox:
-    """Return the strongest sandbox that this machine allows. Where it has no namespaces, other processes can no longer read this
-    process's memory and environment from here on, unless they are root's.
+    """Return the strongest sandbox that this machine allows.
+
+    Where it has no namespaces, other processes can no longer read this process's memory and environment after the call, unless they
+    are root's.
 
     Raises:
-        SandboxFailed: isolation is required and there are no namespaces, or no code can be run at all; says what to change.
+        SandboxFailed: isolation is required and there are no namespaces, or no code can be run at all.
     """
     sandbox, problem = _find_sandbox()
     if sandbox.has_namespaces:
@@ -127,7 +131,7 @@ def choose_sandbox(*, require_isolation: bool) -> Sandbox:
 
 @cache
 def _find_sandbox() -> tuple[Sandbox, str]:
-    """The first sandbox in which code runs, and why namespaces could not be had."""
+    """Return the first sandbox in which code runs, and why there are no namespaces."""
     problem = failure = ""
     for has_namespaces in (True, False):
         for changes_user in (True, False) if os.geteuid() == 0 else (False,):
@@ -141,7 +145,7 @@ def _find_sandbox() -> tuple[Sandbox, str]:
 
 
 def _try(sandbox: Sandbox) -> str:
-    """Run a line of code. Returns what went wrong, or nothing."""
+    """Run a line of code; return what went wrong, or ""."""
     with tempfile.TemporaryDirectory(prefix="math-python-") as directory:
         try:
             _give_to_code(directory, sandbox)
@@ -176,7 +180,7 @@ def _how_to_allow_namespaces() -> str:
 
 
 async def run_python(code: str, *, limits: Limits, sandbox: Sandbox) -> str:
-    """Everything the code printed, errors included, and a last line about a limit that it ran into.
+    """Return everything that the code printed, errors included, and a last line about a limit that it reached.
 
     Raises:
         SandboxFailed: the code did not run, or could not be ended.
@@ -230,7 +234,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _give_to_code(directory: str, sandbox: Sandbox) -> None:
-    """Namespaces have a directory of their own in its place."""
+    """Make `directory` the code's own, where the code runs as another user and has no directory in a namespace."""
     if sandbox.changes_user and not sandbox.has_namespaces:
         os.chown(directory, NOBODY, NOBODY)
 
@@ -240,7 +244,7 @@ def _environment(directory: str, sandbox: Sandbox) -> dict[str, str]:
 
 
 def _why_ended(code: int, printed: bytes, limits: Limits) -> str:
-    """From the exit code of the supervisor; empty when the code came to its end."""
+    """Return why the code ended, from the exit code of its supervisor; empty when it ran to its end."""
     if code == NOT_ENDED:
         raise SandboxFailed("processes that model-written code started could not be ended")
     if 0 < code < ENDED_BY_SIGNAL:
@@ -254,7 +258,7 @@ def _why_ended(code: int, printed: bytes, limits: Limits) -> str:
 
 
 def describe(output: bytes, *, limits: Limits, ended_by: str) -> str:
-    """The output as the model reads it: cut to its limit, tracebacks without the lines of this program."""
+    """Return the output as the model reads it: cut to its limit, tracebacks without the lines of this program."""
     text = _without_own_frames(output.decode("utf-8", errors="replace")).strip()
     if len(text) > limits.output_chars:
         text = f"{text[: limits.output_chars]}\n... (cut)"

@@ -1,4 +1,4 @@
-"""The encyclopedia as an environment with two tools: `search` finds titles, `read` shows an article."""
+"""Makes an environment of the encyclopedia with two tools: `search` finds titles, `read` shows an article."""
 
 import json
 import random
@@ -17,7 +17,7 @@ SYSTEM_PROMPT = (
 
 
 class Library:
-    """What the tools work on. Errors are texts for the model: a wrong title is its mistake, not the environment's."""
+    """The two tools. Their errors are texts for the model: a wrong title is its mistake, not the environment's."""
 
     def __init__(self, articles: Sequence[Article], *, num_results: int) -> None:
         self._index = Index(articles)
@@ -44,13 +44,13 @@ class Library:
 
 
 def answers_match(given: str, expected: str) -> bool:
-    """Equal words, whatever their case, punctuation and separators of thousands."""
+    """Return whether two answers have equal words, whatever their case, punctuation and thousands separators."""
     given, expected = given.replace(",", ""), expected.replace(",", "")
     return words_of(given) == words_of(expected) != []
 
 
 def titles_read(completion: vf.Messages) -> set[str]:
-    """Titles, in lower case, that `read` was called with."""
+    """Return the titles, in lower case, that `read` was called with."""
     titles: set[str] = set()
     for message in completion:
         for call in message.get("tool_calls") or ():
@@ -68,19 +68,21 @@ def _title_of(arguments: str) -> str:
 
 
 def make_rubric(parser: vf.XMLParser) -> vf.Rubric:
+    """Make the rubric: a right answer, and a little for finding its article."""
+
     def correct(completion: vf.Messages, answer: str) -> float:
-        """1 when the tagged answer has the words of the right one."""
+        """Return 1 when the tagged answer has the words of the right one, else 0."""
         return float(answers_match(parser.parse_answer(completion) or "", answer))
 
     def found_source(completion: vf.Messages, info: dict[str, str]) -> float:
-        """1 when the article that holds the answer was read."""
+        """Return 1 when the article with the answer was read, else 0."""
         return float(info["source"].lower() in titles_read(completion))
 
     return vf.Rubric(funcs=[correct, found_source], weights=[1.0, 0.2], parser=parser)
 
 
 def split_questions(questions: Sequence[Question], *, num_eval: int) -> tuple[list[Question], list[Question]]:
-    """Questions to train on and to evaluate on, the same ones whatever the seed of a run.
+    """Split the questions into those to train on and those to evaluate on, in the same way for every seed of a run.
 
     Raises:
         ValueError: nothing is left to train on.
@@ -93,12 +95,12 @@ def split_questions(questions: Sequence[Question], *, num_eval: int) -> tuple[li
 
 
 def make_dataset(questions: Sequence[Question], count: int, *, seed: str) -> Dataset:
-    """`count` of the questions in an order of their own; all of them for -1."""
-    rows = [
+    """Return `count` of the questions in the order of `seed`; all of them for -1."""
+    examples = [
         {"question": question.text, "answer": question.answer, "info": {"source": question.source}}
         for question in random.Random(seed).sample(questions, len(questions))
     ]
-    return Dataset.from_list(rows if count < 0 else rows[:count])
+    return Dataset.from_list(examples if count < 0 else examples[:count])
 
 
 def load_environment(
@@ -110,7 +112,7 @@ def load_environment(
     seed: int = 0,
     system_prompt: str = SYSTEM_PROMPT,
 ) -> vf.Environment:
-    """A tool environment over the bundled encyclopedia; no evaluation question is ever trained on.
+    """Return a tool environment over the bundled encyclopedia. No evaluation question is ever trained on.
 
     Args:
         num_examples, num_eval_examples: -1 takes all there are.

@@ -19,11 +19,13 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 def words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case."""
     return _WORD.findall(text.lower())
 
 
 class Index:
-    """
+    """An index over a list of articles.
+
     >>> index = Index(articles)
     >>> [article.title for article in index.search("bridge over the Cadd", limit=3)]
     """
@@ -39,13 +41,13 @@ class Index:
                 self._postings[word].append((number, times))
 
     def search(self, query: str, *, limit: int) -> list[Article]:
-        """The best articles, best first; those that share no word with the query are left out."""
+        """Return the best articles, best first, without those that share no word with the query."""
         scores = self.scores(query)
         best = sorted(scores, key=lambda number: (-scores[number], number))
         return [self._articles[number] for number in best[:limit]]
 
     def scores(self, query: str) -> dict[int, float]:
-        """By place of the article in the list; only of articles that share a word with the query."""
+        """Return the score of each article that shares a word with the query, by its index in the list."""
         scores: dict[int, float] = defaultdict(float)
         for word in set(words_of(query)):
             postings = self._postings.get(word, [])

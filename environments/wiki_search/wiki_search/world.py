@@ -14,22 +14,28 @@ NAMES: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("names.toml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Article:
+    """One article of the encyclopedia."""
+
     title: str
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
+    """A question and the article with its answer."""
+
     text: str
     answer: str
     source: str
-    """Title of the article that holds the answer."""
+    """The title of the article with the answer."""
     num_steps: int
-    """Articles that must be found: 2 when the question does not name the one that holds the answer."""
+    """Articles that must be found: 2 when the question does not name the one with the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
+    """All articles, and the questions about them."""
+
     articles: list[Article]
     questions: list[Question]
 
@@ -46,6 +52,7 @@ class _Town:
 
 
 def make_world() -> World:
+    """Make the world. It is the same at every call."""
     generator = random.Random("wiki-search/world")
     articles: list[Article] = []
     questions: list[Question] = []

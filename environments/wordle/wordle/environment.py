@@ -1,4 +1,4 @@
-"""The game as an environment: one guess a turn, and feedback from the rules in `game`."""
+"""Makes an environment of the game: one guess a turn, and feedback from the rules in `game`."""
 
 import random
 from typing import Any
@@ -16,13 +16,15 @@ FIRST_MESSAGE = "The word is chosen. Your first guess?"
 
 
 class WordleEnv(vf.MultiTurnEnv):
-    """`state["guesses"]` holds the valid guesses so far. An answer without a valid guess costs its turn."""
+    """Plays one game in `state["guesses"]`, the valid guesses so far. A turn without a valid guess is lost."""
 
     async def setup_state(self, state: vf.State) -> vf.State:
+        """Begin a game without guesses."""
         state["guesses"] = []
         return state
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **kwargs: Any) -> vf.Messages:
+        """Return the feedback to the last guess, and end the game when it is over."""
         feedback = self._judge(messages, state)
         left = self.max_turns - len(state["trajectory"])
         if state["guesses"] and state["guesses"][-1] == state["answer"]:
@@ -36,7 +38,7 @@ class WordleEnv(vf.MultiTurnEnv):
 
     @vf.stop
     async def max_turns_reached(self, state: vf.State) -> bool:
-        """Never by itself: the last guess is judged too, and then `final_env_response` ends the game."""
+        """Never end the game here: the last guess is judged too, and then `final_env_response` ends it."""
         return False
 
     def _judge(self, messages: vf.Messages, state: vf.State) -> str:
@@ -50,27 +52,27 @@ class WordleEnv(vf.MultiTurnEnv):
 
 
 def solved(state: vf.State, answer: str) -> float:
-    """1 when the word was found."""
+    """Return 1 when the word was found, else 0."""
     return float(answer in state["guesses"])
 
 
 def speed(state: vf.State, answer: str) -> float:
-    """1 for a word found at the first turn, 1/2 at the second, and so on; 0 when it was not found."""
+    """Return 1 for a word found at the first turn, 1/2 at the second, and so on; 0 when it was not found."""
     return solved(state, answer) / len(state["trajectory"])
 
 
 def progress(state: vf.State, answer: str) -> float:
-    """How much of the word the best guess had: letters in place count 1, letters of other places a half, over the length."""
+    """Return how much of the word the best guess had; see `progress_of`."""
     return max((progress_of(mark_guess(guess, answer)) for guess in state["guesses"]), default=0.0)
 
 
 def valid_guesses(state: vf.State) -> float:
-    """Share of the turns that held a valid guess."""
+    """Return the share of the turns that had a valid guess."""
     return len(state["guesses"]) / max(len(state["trajectory"]), 1)
 
 
 def split_words(num_eval_words: int) -> tuple[list[str], list[str]]:
-    """Words to train on and to evaluate on, the same ones whatever the seed of a run.
+    """Split the words into those to train on and those to evaluate on, in the same way for every seed of a run.
 
     Raises:
         ValueError: nothing is left to train on.
@@ -83,7 +85,7 @@ def split_words(num_eval_words: int) -> tuple[list[str], list[str]]:
 
 
 def make_dataset(words: list[str], count: int, *, seed: str) -> Dataset:
-    """`count` games, no word again before every word was drawn."""
+    """Return `count` games; no word repeats before every word was drawn."""
     generator = random.Random(seed)
     secrets: list[str] = []
     while len(secrets) < count:
@@ -99,7 +101,7 @@ def load_environment(
     seed: int = 0,
     system_prompt: str = SYSTEM_PROMPT,
 ) -> vf.Environment:
-    """A multi-turn environment over the bundled words; no evaluation word is ever trained on.
+    """Return a multi-turn environment over the bundled words. No evaluation word is ever trained on.
 
     Args:
         num_eval_words: words that are kept for evaluation.

@@ -1,4 +1,4 @@
-"""The rules of the game: what a guess reveals. Pure."""
+"""Implements the rules of the game: what a guess reveals. Pure."""
 
 from collections import Counter
 from enum import StrEnum
@@ -8,20 +8,23 @@ WORD_LENGTH = 5
 
 
 class Mark(StrEnum):
+    """The feedback about one letter of a guess."""
+
     HERE = "G"
     """The secret word has this letter in this place."""
     ELSEWHERE = "Y"
     """The secret word has this letter in another place that no other letter of the guess accounts for."""
     ABSENT = "X"
+    """The secret word does not have this letter, or not once more."""
 
 
 def load_words() -> list[str]:
-    """The bundled secret words, sorted."""
+    """Return the bundled secret words, sorted."""
     return Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split()
 
 
 def mark_guess(guess: str, secret: str) -> list[Mark]:
-    """One mark per letter.
+    """Return one mark per letter of the guess.
 
     A letter that the guess has more often than the secret word is marked only as often as the secret word has it: letters in
     their place first, then from the left.
@@ -36,14 +39,15 @@ def mark_guess(guess: str, secret: str) -> list[Mark]:
 
 
 def why_invalid(guess: str) -> str | None:
-    """What is wrong with a guess, for the player; None when it counts."""
+    """Return what is wrong with a guess, for the player; None when it counts."""
     if len(guess) != WORD_LENGTH or not (guess.isascii() and guess.isalpha()):
         return f"{guess[:40]!r} is not a word of {WORD_LENGTH} letters"
     return None
 
 
 def render_marks(guess: str, marks: list[Mark]) -> str:
-    """
+    """Write the guess and its marks in two lines.
+
     >>> print(render_marks("crane", mark_guess("crane", "cabin")))
     C R A N E
     G X Y Y X
@@ -52,6 +56,6 @@ def render_marks(guess: str, marks: list[Mark]) -> str:
 
 
 def progress_of(marks: list[Mark]) -> float:
-    """From 0 to 1: a letter in its place counts 1, one that belongs elsewhere a half."""
+    """Return from 0 to 1 how close a guess is: a letter in its place counts 1, one that belongs elsewhere a half."""
     points = {Mark.HERE: 1.0, Mark.ELSEWHERE: 0.5, Mark.ABSENT: 0.0}
     return sum(points[mark] for mark in marks) / len(marks)

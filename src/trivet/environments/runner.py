@@ -25,7 +25,7 @@ from trivet.wire.versions import count_tokens
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Attempts at one rollout, the first included: a fault of the network rarely lasts through three."""
+"""Attempts at one rollout, the first included. Then its whole group fails."""
 _RETRY_DELAY_S = 1.0
 """Wait before the second attempt; doubled before each later one."""
 _MAX_ERROR_CHARS = 2_000

@@ -1,7 +1,7 @@
-"""Servers by name: the table ENDPOINTS of a Python file (`configs/endpoints.py`), as the command `eval` reads it.
+"""Reads servers by name, for the command `eval`: the table ENDPOINTS of a Python file (`configs/endpoints.py`).
 
-The file is a program of the user's: it runs in a process of its own, with the environment's variables, and what comes back is its
-table alone. Whatever it does there (exit, print, hang) ends in an error that names it. Keys never go to disk.
+The file is a program of the user's. It runs in a process of its own, with the environment's variables, and only its table comes
+back. Whatever else it does there (exit, print, hang) becomes an error that names it. Keys are never written to disk.
 """
 
 import json
@@ -20,9 +20,10 @@ from trivet.config.sections.evaluation import EvalClientConfig
 from trivet.errors import ConfigError
 
 KEY_VARIABLE = "EVAL_ENDPOINT_KEY"
-"""Environment variable of this command's processes that holds a key which the file gives itself."""
+"""The environment variable that carries a key which the file itself contains, within this command's processes."""
 
-_TIMEOUT_S = 30.0
+_READ_TIMEOUT_S = 30.0
+"""For a file that should only define a table."""
 _FIELDS = ("model", "url", "base_url", "key", "api_key")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _READ = """
@@ -36,18 +37,21 @@ result.write(json.dumps(table))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
+    """The address, model and key of a named server."""
+
     url: str
     model: str | None = None
     key_variable: str | None = None
-    """Environment variable that holds the key."""
+    """The environment variable that has the key."""
     key: str | None = None
     """The key itself."""
     is_key_missing: bool = False
     """The file has a place for the key and found none to put there."""
 
 
-def read_endpoints(path: Path, *, timeout_s: float = _TIMEOUT_S) -> dict[str, Endpoint]:
-    """
+def read_endpoints(path: Path, *, timeout_s: float = _READ_TIMEOUT_S) -> dict[str, Endpoint]:
+    """Run the file at `path` and return its endpoints by name.
+
     Raises:
         ConfigError: the file is missing, fails, or its table has another form.
     """
@@ -70,7 +74,7 @@ def read_endpoints(path: Path, *, timeout_s: float = _TIMEOUT_S) -> dict[str, En
 def choose_client(
     config: EvalClientConfig, *, endpoints_path: Path, environ: Mapping[str, str]
 ) -> tuple[ClientConfig, Endpoint | None]:
-    """The servers to use, and the endpoint that they were found by.
+    """Return the servers to use, and the endpoint that names them, if any.
 
     Raises:
         ConfigError: there is no endpoint of that name, or the variable with its key is not set.

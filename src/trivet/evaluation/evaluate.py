@@ -1,4 +1,4 @@
-"""Runs the examples of one environment on one policy. Called by the command `eval` and by the orchestrator during a run."""
+"""Evaluates one policy on the examples of one environment. Called by `eval`, and by the orchestrator during a run."""
 
 import asyncio
 import logging
@@ -30,11 +30,12 @@ def make_task(
     sampling: SamplingArguments,
     skip_first: int = 0,
 ) -> TaskRecord:
-    """
+    """Return the task that evaluates `env`.
+
     Args:
         num_examples: at most; -1 is all. They come from the environment's evaluation data, or from what it trains on where
             it has none of its own, as in verifiers.
-        digest: of the policy of `step`.
+        digest: the digest of the policy of `step`.
 
     Raises:
         ConfigError: nothing is left to evaluate.
@@ -60,17 +61,18 @@ def make_task(
     )
 
 
-def try_again(
+def retry_failed_groups(
     run_group: RunOnServer,
     *,
     max_attempts: int,
     pause_s: Callable[[int], float],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> RunOnServer:
-    """`run_group` that runs a group which failed again.
+    """Return a `run_group` that retries a failed group.
 
     Args:
-        pause_s: before the attempt after the given one, which counts from 1.
+        max_attempts: attempts at a group, the first included.
+        pause_s: returns the wait after attempt n, from 1, in seconds.
     """
 
     async def run(request: GroupRequest) -> list[Rollout]:
@@ -103,12 +105,12 @@ async def evaluate(
     """Run the task, or what an earlier run of it left to do, and write the results.
 
     Args:
-        env: what the environment is called in requests.
-        run_group: runs it on a server that holds the policy of `task.step`.
-        slots: groups in flight, shared with other evaluations.
+        env: the environment's name in requests.
+        run_group: runs a group on a server that serves the policy of `task.step`.
+        slots: limits the groups in flight; shared with other evaluations.
         directory: evals/step_N/<env>.
-        does_continue: go on with results that are there already; examples that failed are run again.
-        does_reraise: the first example that fails ends it with its error.
+        does_continue: continue from the results in `directory`; examples that failed are run again.
+        does_reraise: the first example that fails ends the evaluation with its error.
         on_progress: called after each example.
     """
     started = time.monotonic()
@@ -122,7 +124,7 @@ async def evaluate(
         async with slots:
             try:
                 rollouts = await run_group(_request(task, example_id, env=env))
-            except Exception as exc:  # an environment is the user's code: what it raises costs this example only
+            except Exception as exc:  # an environment is the user's code: its error fails this example only
                 if does_reraise:
                     raise
                 errors[example_id] = f"{type(exc).__name__}: {exc}"
@@ -147,12 +149,12 @@ async def evaluate(
 
 def _request(task: TaskRecord, example_id: int, *, env: str) -> GroupRequest:
     return GroupRequest(
-        group_id=GroupId(-1 - example_id),  # below 0, apart from the groups of a run: seeds are derived from it
+        group_id=GroupId(-1 - example_id),  # below 0, so that no group of a run has it: seeds are derived from it
         env=env,
         split=task.split,
         example_id=example_id,
         num_rollouts=task.rollouts_per_example,
-        base_url="",  # whoever finds a server puts it in
+        base_url="",  # `evaluation.placement` sets it
         sampling=task.sampling,
     )
 
@@ -160,10 +162,12 @@ def _request(task: TaskRecord, example_id: int, *, env: str) -> GroupRequest:
 def _summarize(
     task: TaskRecord, finished: Mapping[int, Sequence[ResultRecord]], *, errors: dict[int, str], seconds: float
 ) -> Summary:
-    groups = [finished[example_id] for example_id in sorted(finished)]  # not as they ended: sums depend on the order
+    groups = [
+        finished[example_id] for example_id in sorted(finished)
+    ]  # not in the order they ended in: float sums depend on it
     records = [record for group in groups for record in group]
     rewards = [[record.reward for record in group] for group in groups]
-    average = mean_over_examples([float(np.mean(row)) for row in rewards]) if rewards else None
+    average = mean_over_examples([float(np.mean(group)) for group in rewards]) if rewards else None
     passed = pass_at(rewards) if rewards else {}
     names = sorted({name for record in records for name in record.scores})
     return Summary(

@@ -1,4 +1,4 @@
-"""The command `eval`: the start model and weight directories on running servers, one after the other, as a table and files."""
+"""Runs the command `eval`: evaluates the start model and published policies on running servers, one after the other."""
 
 import asyncio
 import logging
@@ -15,12 +15,12 @@ from trivet.config.sections.evaluation import EvalConfig
 from trivet.environments.settings import host_settings
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.evaluation.offline import OfflineEval, ScoreSink
-from trivet.evaluation.plan import EvalPlan, keep_key, make_plan, prove
-from trivet.evaluation.reading import WeightsReader
+from trivet.evaluation.plan import EvalPlan, check_servers, export_key, make_plan
 from trivet.evaluation.report import make_table
 from trivet.evaluation.scores import Summary
 from trivet.evaluation.servers import EvalServers, connect
-from trivet.evaluation.targets import follow
+from trivet.evaluation.targets import follow_targets
+from trivet.evaluation.weights_reader import WeightsReader
 from trivet.signals import run_until_signalled
 from trivet.telemetry.logs import setup_logging
 from trivet.wire.workers import HostSettings
@@ -28,9 +28,11 @@ from trivet.wire.workers import HostSettings
 logger = logging.getLogger(__name__)
 
 _LOG_WIDTH = 120
+"""Characters of the table where stdout is not a terminal, which has a width of its own."""
 
 
 def main() -> int:
+    """Run the command; return its exit code."""
     return run_command(EvalConfig, start, check=check)
 
 
@@ -40,25 +42,26 @@ def check(config: EvalConfig) -> None:
 
 
 def start(config: EvalConfig) -> int:
+    """Evaluate; return the exit code."""
     setup_logging("eval", level=config.log.level, as_json=config.log.json_logging)
     return asyncio.run(_run_or_interrupt(make_plan(config, environ=os.environ), _console()))
 
 
 async def _run_or_interrupt(plan: EvalPlan, console: Console) -> int:
-    """Exit code: 0 done, 1 when nothing of an evaluation could be scored, 130 or 143 when a signal ended it."""
+    """Return the exit code: 0 done, 1 when an evaluation has no score at all, 130 or 143 when a signal ended it."""
     # A second signal must not interrupt that the servers are given back the policy that they held.
     exit_code = await run_until_signalled(run(plan, console), is_cleanup_protected=True)
     if exit_code > 128:
-        logger.warning("interrupted; the same command with --resume-path %s goes on", plan.layout.root)
+        logger.warning("interrupted; the same command with --resume-path %s continues", plan.layout.root)
     return exit_code
 
 
 async def run(plan: EvalPlan, console: Console) -> int:
     """Evaluate what is planned; returns the exit code."""
-    keep_key(plan.endpoint)
+    export_key(plan.endpoint)
     servers = await connect(plan.client, environ=os.environ, weights_dir=plan.config.weights_dir)
     try:
-        model_name = await prove(plan, servers)
+        model_name = await check_servers(plan, servers)
         settings = _settings(plan, model_name=model_name, is_plain=servers.is_plain)
         async with open_worker_pool(settings, log_of=plan.layout.eval_worker_log, limits=_limits(plan.config)) as pool:
             return await _evaluate(plan, servers, pool, console)
@@ -79,21 +82,21 @@ async def _evaluate(plan: EvalPlan, servers: EvalServers, pool: WorkerPool, cons
             console=console,
             sink=sink,
         )
-        targets = follow(config, plan.targets, envs=plan.envs, max_steps=plan.origin.max_steps)
+        targets = follow_targets(config, plan.targets, envs=plan.envs, max_steps=plan.origin.max_steps)
         reader.need(min(target.step for target in plan.targets) if plan.targets else 0)
         try:
             async with asyncio.TaskGroup() as tasks:
-                kept = {"workers": pool.run, "servers": servers.run, "weights-reader": reader.run}
-                keepers = [tasks.create_task(keep(), name=name) for name, keep in kept.items()]
+                loops = {"workers": pool.run, "servers": servers.run, "weights-reader": reader.run}
+                background_tasks = [tasks.create_task(run(), name=name) for name, run in loops.items()]
                 await evaluation.run(targets)
-                for keeper in keepers:
-                    keeper.cancel()
+                for task in background_tasks:
+                    task.cancel()
         finally:
             reader.close()
             if evaluation.summaries:
                 console.print(make_table(evaluation.summaries))
                 console.print(f"results: {plan.layout.evals}")
-    return 1 if evaluation.num_gone or not evaluation.summaries or any(map(_has_no_score, evaluation.summaries)) else 0
+    return 1 if evaluation.num_removed or not evaluation.summaries or any(map(_has_no_score, evaluation.summaries)) else 0
 
 
 def _has_no_score(summary: Summary) -> bool:
@@ -143,7 +146,7 @@ def _sink(plan: EvalPlan) -> Iterator[ScoreSink | None]:
 
 
 def _console() -> Console:
-    """A log file has no width of its own: the table is written whole."""
+    """Return a console as wide as the table where stdout is not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_LOG_WIDTH)
 
 

@@ -1,4 +1,4 @@
-"""Evaluates policies one after the other, all environments of a policy side by side. The inside of the command `eval`.
+"""Evaluates policies one after the other, all environments of a policy at the same time. Called by the command `eval`.
 
 Consumes targets (evaluation/targets). Produces evals/step_N/<env>/ and W&B points. Waits for groups, each bounded by the pool of
 environments, and for servers, bounded by theirs.
@@ -17,14 +17,14 @@ from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
-from trivet.evaluation.evaluate import evaluate, make_task, try_again
+from trivet.evaluation.evaluate import evaluate, make_task, retry_failed_groups
 from trivet.evaluation.placement import run_on_least_loaded
 from trivet.evaluation.progress import ProgressView
-from trivet.evaluation.reading import WeightsReader
 from trivet.evaluation.results import TaskRecord, holds_task, require_continuable
 from trivet.evaluation.scores import Summary, eval_metrics
 from trivet.evaluation.servers import EvalServers
 from trivet.evaluation.targets import Target, is_due
+from trivet.evaluation.weights_reader import WeightsReader
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.versions import PolicyVersion
 
@@ -32,13 +32,16 @@ logger = logging.getLogger(__name__)
 
 
 class ScoreSink(Protocol):
-    """Where scores go besides files. Adapter: `telemetry.wandb_sink.WandbSink`."""
+    """Receives scores, besides the files. Adapter: `telemetry.wandb_sink.WandbSink`."""
 
-    def write_eval(self, version: int, values: Mapping[str, float]) -> None: ...
+    def write_eval(self, version: int, values: Mapping[str, float]) -> None:
+        """Write the scores of one policy."""
+        ...
 
 
 class OfflineEval:
-    """
+    """One run of the command `eval`.
+
     >>> evaluation = OfflineEval(config, envs=envs, servers=servers, pool=pool, layout=layout, ...)
     >>> await evaluation.run(targets)
     >>> evaluation.summaries
@@ -65,29 +68,30 @@ class OfflineEval:
         self._console = console
         self._sink = sink
         self.summaries: list[Summary] = []
-        """Of what is evaluated so far."""
-        self.num_gone = 0
+        """One per environment and policy that has been evaluated."""
+        self.num_removed = 0
         """Policies that were removed before they could be evaluated."""
 
     async def run(self, targets: AsyncIterator[Target]) -> None:
-        """
+        """Evaluate every target.
+
         Raises:
-            ConfigError: results to be continued are of another evaluation.
+            ConfigError: the results to continue are of another evaluation.
             InferenceError: no server can serve a policy.
         """
         async for target in targets:
             self._reader.need(target.step)
             if target.directory is not None and not (target.directory / STABLE).exists():
-                self.num_gone += 1
+                self.num_removed += 1
                 logger.warning("%s was removed before it could be evaluated", target.directory)
                 continue
             self.summaries += await self._evaluate(target)
 
     async def _evaluate(self, target: Target) -> list[Summary]:
         digest = await self._servers.ensure_policy(target)
-        envs = envs_of(self._config, target, self._envs)
+        envs = select_envs(self._config, target, self._envs)
         infos = self._pool.infos
-        tasks = {env.label: task_of(self._config, env, infos[env.label], step=target.step, digest=digest) for env in envs}
+        tasks = {env.label: make_env_task(self._config, env, infos[env.label], step=target.step, digest=digest) for env in envs}
         self._require_results_fit(tasks)
         largest_group = max(task.rollouts_per_example for task in tasks.values())
         slots = asyncio.Semaphore(max(self._config.max_concurrent // largest_group, 1))
@@ -116,7 +120,7 @@ class OfflineEval:
         return await evaluate(
             task,
             env=name,
-            run_group=try_again(run_group, max_attempts=retry.max_attempts, pause_s=retry.pause_s),
+            run_group=retry_failed_groups(run_group, max_attempts=retry.max_attempts, pause_s=retry.pause_s),
             slots=slots,
             directory=self._layout.evals_step(target.step, name),
             does_continue=self._config.resume_path is not None,
@@ -133,13 +137,14 @@ class OfflineEval:
                 logger.warning("results of another evaluation in %s are replaced", directory)
 
 
-def envs_of(config: EvalConfig, target: Target, envs: Sequence[EvalEnvConfig]) -> list[EvalEnvConfig]:
-    """What `target` is measured on."""
+def select_envs(config: EvalConfig, target: Target, envs: Sequence[EvalEnvConfig]) -> list[EvalEnvConfig]:
+    """Return the environments that `target` is evaluated on."""
     return [env for env in envs if target.directory is None or is_due(config, target.step, env)]
 
 
-def task_of(config: EvalConfig, env: EvalEnvConfig, info: EnvironmentInfo, *, step: int, digest: str) -> TaskRecord:
-    """
+def make_env_task(config: EvalConfig, env: EvalEnvConfig, info: EnvironmentInfo, *, step: int, digest: str) -> TaskRecord:
+    """Return the task that evaluates `env` with the numbers and sampling of the configuration.
+
     Raises:
         ConfigError: nothing is left to evaluate.
     """

@@ -1,6 +1,7 @@
-"""What the run that wrote a weights directory says about itself: its model, its environments, how many steps it makes.
+"""Reads model, environments and number of steps of the run that wrote a weights directory.
 
-Read by the command `eval`, so that nobody has to type again what the run knows. Changes nothing in the run's directory.
+Called by the command `eval`, so that nobody has to repeat what the run's configuration says. Changes nothing in the run's
+directory.
 """
 
 import logging
@@ -26,20 +27,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOrigin:
-    """All of it is unknown where nothing is known of the run."""
+    """The run that wrote the policies. Without a run, every field keeps its default."""
 
     model_name: str | None = None
-    """What the run started from."""
+    """The model that the run started from."""
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     max_steps: int | None = None
     envs: Sequence[EvalEnvConfig] = ()
-    """What it evaluates on, or else what it trains on."""
+    """The environments that it evaluates on, or else those that it trains on."""
     server_roots: Sequence[str] = ()
-    """Servers that it generates with."""
+    """The servers that it generates with."""
 
 
 def read_origin(weights_dir: Path | None) -> PolicyOrigin:
-    """Of the run whose output directory holds `weights_dir`."""
+    """Return what is known of the run whose output directory has `weights_dir`."""
     if weights_dir is None:
         return PolicyOrigin()
     configs = _layout(weights_dir).configs
@@ -55,7 +56,8 @@ def read_origin(weights_dir: Path | None) -> PolicyOrigin:
 
 
 def require_free_servers(client: ClientConfig, origin: PolicyOrigin, weights_dir: Path | None) -> None:
-    """
+    """Check that no live run generates with a server of `client`.
+
     Raises:
         ConfigError: a live run generates with one of the servers, which must not lose its policy.
     """
@@ -70,7 +72,7 @@ def require_free_servers(client: ClientConfig, origin: PolicyOrigin, weights_dir
 
 
 def _is_same_server(one: str, other: str) -> bool:
-    """This machine has several names."""
+    """Compare two addresses. All names of this machine are equal."""
     parts = [urlsplit(server_root(url)) for url in (one, other)]
     hosts = {"localhost" if part.hostname in LOCAL_HOSTS else part.hostname for part in parts}
     return len(hosts) == 1 and parts[0].port == parts[1].port

@@ -1,4 +1,4 @@
-"""What `eval` is about to do, decided from its configuration, files and the servers' names before anything is written."""
+"""Plans an evaluation from its configuration, files and the names of the servers, before anything is written."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,27 +21,30 @@ from trivet.weights.manifest import read_manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalPlan:
+    """The policies, environments and servers of one run of `eval`."""
+
     config: EvalConfig
     origin: PolicyOrigin
     envs: Sequence[EvalEnvConfig]
     targets: Sequence[Target]
-    """What is there now."""
+    """The policies that can be evaluated now."""
     client: ClientConfig
     endpoint: Endpoint | None
     layout: RunLayout
-    """Where results go."""
+    """The directory of the results."""
 
 
 def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> EvalPlan:
-    """
+    """Decide what to evaluate, on what, and where the results go.
+
     Raises:
-        ConfigError: something that is asked for is not there.
+        ConfigError: something that is asked for does not exist.
         EnvironmentLoadError: an environment is not installed.
     """
     origin = read_origin(config.weights_dir)
     envs = config.env or list(origin.envs)
     if not envs:
-        where = f" ({config.weights_dir.parent} says of none)" if config.weights_dir else ""
+        where = f" ({config.weights_dir.parent} names none)" if config.weights_dir else ""
         raise ConfigError(f"no environment to evaluate on{where}: add --env.id ID")
     for env in envs:
         require_installed(env.id)
@@ -52,17 +55,17 @@ def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> EvalPlan:
     return EvalPlan(config=config, origin=origin, envs=envs, targets=targets, client=client, endpoint=endpoint, layout=layout)
 
 
-def keep_key(endpoint: Endpoint | None) -> None:
-    """Hand a key that the file of endpoints gives itself to this process and those it starts."""
+def export_key(endpoint: Endpoint | None) -> None:
+    """Put a key that the endpoints file itself contains into the environment of this process and those that it starts."""
     if endpoint is not None and endpoint.key is not None:
         os.environ[KEY_VARIABLE] = endpoint.key
 
 
-async def prove(plan: EvalPlan, servers: EvalServers) -> str:
-    """Find out whether the servers can do what is planned; returns the model name that requests give.
+async def check_servers(plan: EvalPlan, servers: EvalServers) -> str:
+    """Check that the servers can do what is planned; return the model name that requests give.
 
-    The first weights are loaded once, then the start model: a directory that a server does not see, or adapters of another base,
-    are found before the first result.
+    The first weights are loaded once, then the start model: so a directory that a server cannot read, or adapters of another base
+    model, are found before the first result.
 
     Raises:
         ConfigError: they cannot.
@@ -92,10 +95,11 @@ async def _model_name(plan: EvalPlan, servers: EvalServers) -> str:
 
 
 def choose_model_name(plan: EvalPlan, served: Sequence[str], *, asked: str | None, is_plain: bool) -> str:
-    """
+    """Return the model name that requests give.
+
     Args:
-        served: names that the servers tell; a server of ours tells that of its model first.
-        asked: by the user.
+        served: the names that the servers list; a trivet server lists that of its model first.
+        asked: the name that the user asks for.
 
     Raises:
         ConfigError: what is asked for is not served.

@@ -1,4 +1,4 @@
-"""How far an evaluation is: bars on a terminal, elsewhere a line now and then."""
+"""Shows how far an evaluation is: bars on a terminal, elsewhere a log line from time to time."""
 
 import logging
 import time
@@ -10,11 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 logger = logging.getLogger(__name__)
 
-_SAY_S = 10.0
+_REPORT_INTERVAL_S = 10.0
 
 
 class ProgressView:
-    """
+    """The progress of the evaluations that run at the same time.
+
     >>> with ProgressView(console, has_bars=console.is_terminal) as view:
     ...     advance = view.begin("step 10 reverse-text", total=200)
     ...     advance()
@@ -37,23 +38,17 @@ class ProgressView:
             self._bars.stop()
 
     def begin(self, label: str, *, total: int) -> Callable[[], None]:
-        """
-        Args:
-            total: examples.
-
-        Returns:
-            What to call after each example.
-        """
+        """Show a new evaluation of `total` examples; return the function to call after each of them."""
         if self._bars is not None:
             bars, shown = self._bars, self._bars.add_task(label, total=total)
             return lambda: bars.advance(shown)
-        done, said_at = 0, self._clock()
+        done, reported_at = 0, self._clock()
 
         def advance() -> None:
-            nonlocal done, said_at
+            nonlocal done, reported_at
             done += 1
-            if done == total or self._clock() - said_at >= _SAY_S:
-                said_at = self._clock()
+            if done == total or self._clock() - reported_at >= _REPORT_INTERVAL_S:
+                reported_at = self._clock()
                 logger.info("evaluating %s: %s of %s examples", label, done, total)
 
         return advance

@@ -1,4 +1,4 @@
-"""The table that `eval` prints."""
+"""Makes the table that `eval` prints."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from trivet.evaluation.scores import Summary
 
 
 def make_table(summaries: Sequence[Summary]) -> Table:
+    """Return a table with a line for each environment and policy."""
     table = Table(title="evaluation")
     for column in ("step", "environment", "avg@k", "95 %", "pass@k", "k", "examples", "failed", "truncated", "tokens", "time"):
         table.add_column(column, justify="left" if column == "environment" else "right")

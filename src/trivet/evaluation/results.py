@@ -1,7 +1,7 @@
-"""The files of one evaluation: evals/step_N/<env>/{task.json, results.jsonl, summary.json}.
+"""Writes and reads the files of one evaluation: evals/step_N/<env>/{task.json, results.jsonl, summary.json}.
 
-Results are appended as examples finish, so that an evaluation that was cut short goes on where it was; summary.json, written
-last, says that it is complete.
+Results are appended as examples finish, so an interrupted evaluation continues where it stopped. summary.json is written last:
+its presence means that the evaluation is complete.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,7 +22,7 @@ _TASK, _RESULTS, _SUMMARY = "task.json", "results.jsonl", "summary.json"
 
 
 class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is evaluated. Results of one task are never mixed with those of another."""
+    """One environment under one policy. Results of one task are never mixed with those of another."""
 
     env: str
     env_id: str
@@ -30,7 +30,7 @@ class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
     split: Split
     step: int
     digest: str
-    """Of the policy's weights."""
+    """The digest of the policy's weights."""
     first_example: int
     num_examples: int
     rollouts_per_example: int
@@ -56,24 +56,26 @@ class ResultRecord(msgspec.Struct, kw_only=True):
 
 
 class ResultsFile:
-    """
+    """The results of one task while it runs.
+
     >>> results = ResultsFile(directory, task, does_continue=True)
     >>> results.add(example_id=3, rollouts=rollouts)
     >>> results.finish(summary)
     """
 
     def __init__(self, directory: Path, task: TaskRecord, *, does_continue: bool) -> None:
-        """
+        """Open the results in `directory`.
+
         Args:
-            does_continue: keep what an earlier run of the same task has finished; else it is written anew.
+            does_continue: keep the examples that an earlier run of the same task finished; otherwise start with none.
 
         Raises:
-            ConfigError: the directory holds results of another task that were to be continued.
+            ConfigError: the results to continue are of another task.
         """
         self._directory = directory
         self._path = directory / _RESULTS
         self.finished: dict[int, list[ResultRecord]] = {}
-        """Rollouts by example, of those that are complete."""
+        """The rollouts of each finished example, by its id."""
         directory.mkdir(parents=True, exist_ok=True)
         if does_continue and (directory / _TASK).exists():
             _require_same(directory / _TASK, task)
@@ -87,28 +89,29 @@ class ResultsFile:
 
     @property
     def is_complete(self) -> bool:
+        """A summary has been written."""
         return (self._directory / _SUMMARY).exists()
 
     def add(self, example_id: int, rollouts: Sequence[Rollout]) -> None:
-        """Keep the rollouts of a finished example; they are in the file when this returns."""
+        """Append the rollouts of a finished example to the file."""
         records = [_record(example_id, rollout) for rollout in rollouts]
         self._file.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
         self.finished[example_id] = records
 
     def finish(self, summary: Summary) -> None:
-        """Put the results in the order of the examples and write the summary: the evaluation is complete."""
+        """Sort the results by example and write the summary, which completes the evaluation."""
         self._file.close()
         lines = [msgspec.json.encode(record) + b"\n" for _, records in sorted(self.finished.items()) for record in records]
         write_atomically(self._path, b"".join(lines))
         write_json_atomically(self._directory / _SUMMARY, summary)
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the file. May be called again."""
         self._file.close()
 
 
 def holds_task(directory: Path, task: TaskRecord) -> bool:
-    """Whether the results in `directory` are of this very task, so that they can be continued."""
+    """Return whether the results in `directory` are of this very task and can be continued."""
     try:
         _require_same(directory / _TASK, task)
     except (ConfigError, FileNotFoundError):
@@ -117,13 +120,13 @@ def holds_task(directory: Path, task: TaskRecord) -> bool:
 
 
 def require_continuable(directory: Path, task: TaskRecord, *, unknown: Collection[str] = ()) -> bool:
-    """Whether `directory` holds results that `task` goes on with; changes nothing.
+    """Return whether `directory` has results that `task` can continue. Changes nothing.
 
     Args:
         unknown: fields of `task` that are not known yet, and not compared.
 
     Raises:
-        ConfigError: it holds results of something else.
+        ConfigError: the results are of another task.
     """
     if (directory / _TASK).exists():
         _require_same(directory / _TASK, task, unknown=unknown)
@@ -134,7 +137,7 @@ def require_continuable(directory: Path, task: TaskRecord, *, unknown: Collectio
 
 
 def read_summary(directory: Path) -> Summary | None:
-    """The summary of a complete evaluation; None when there is none.
+    """Return the summary of a complete evaluation; None when there is none.
 
     Raises:
         ConfigError: it cannot be read.
@@ -157,7 +160,7 @@ def _require_same(path: Path, task: TaskRecord, *, unknown: Collection[str] = ()
         if before != now:
             raise ConfigError(
                 f"{path.parent} holds results of another evaluation: {name} was {_short(before)} and is {_short(now)} now; "
-                "set it back to go on with them, or choose another output_dir"
+                "set it back to continue them, or choose another output_dir"
             )
 
 

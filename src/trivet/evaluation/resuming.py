@@ -1,4 +1,4 @@
-"""Where the results of `eval` lie, and whether those that are there already are what it was asked to go on with. Writes nothing."""
+"""Finds the directory of the results of `eval`, and checks that existing results are those to continue. Writes nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR
 from trivet.errors import ConfigError
-from trivet.evaluation.offline import envs_of, task_of
+from trivet.evaluation.offline import make_env_task, select_envs
 from trivet.evaluation.results import require_continuable
 from trivet.evaluation.targets import Target
 from trivet.wire.groups import EnvironmentInfo
@@ -19,7 +19,8 @@ _ANY_DATA = EnvironmentInfo(num_examples=2**62)
 
 
 def results_layout(config: EvalConfig) -> RunLayout:
-    """
+    """Return the layout of the output directory of `eval`.
+
     Raises:
         ConfigError: `resume_path` holds no evaluation.
     """
@@ -31,18 +32,19 @@ def results_layout(config: EvalConfig) -> RunLayout:
 
 
 def require_resumable(config: EvalConfig, targets: Sequence[tuple[Target, str]], *, envs: Sequence[EvalEnvConfig]) -> None:
-    """
+    """Check that `resume_path` has results of the targets.
+
     Args:
         targets: each with the digest of its weights.
 
     Raises:
-        ConfigError: `resume_path` holds results of something else, or none of what is asked for.
+        ConfigError: it has results of something else, or nothing of what is asked for.
     """
     layout = results_layout(config)
     asked = [
-        (layout.evals_step(target.step, env.label), task_of(config, env, _ANY_DATA, step=target.step, digest=digest))
+        (layout.evals_step(target.step, env.label), make_env_task(config, env, _ANY_DATA, step=target.step, digest=digest))
         for target, digest in targets
-        for env in envs_of(config, target, envs)
+        for env in select_envs(config, target, envs)
     ]
     found = [directory for directory, task in asked if require_continuable(directory, task, unknown=UNKNOWN_UNTIL_LOADED)]
     named = _evaluation_of(config.resume_path) if config.resume_path is not None else None
@@ -55,7 +57,7 @@ def require_resumable(config: EvalConfig, targets: Sequence[tuple[Target, str]],
 
 
 def _root_of(path: Path) -> Path:
-    """The output directory of an evaluation that `path` belongs to."""
+    """Return the output directory of the evaluation that `path` belongs to."""
     directory = path.parent if path.is_file() else path
     if _evaluation_of(path) is not None:
         evals = next((parent for parent in directory.absolute().parents if parent.name == "evals"), None)
@@ -71,6 +73,6 @@ def _root_of(path: Path) -> Path:
 
 
 def _evaluation_of(path: Path) -> Path | None:
-    """The evals/step_N/<env> that `path` names, None when it names more."""
+    """Return the evals/step_N/<env> that `path` names; None when it names more than one."""
     directory = path.parent if path.is_file() else path
     return directory if (directory / "task.json").is_file() else None

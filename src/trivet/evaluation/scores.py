@@ -1,4 +1,4 @@
-"""What an evaluation says: scores of one environment under one policy. Pure."""
+"""Computes the scores of one environment under one policy. Pure."""
 
 from collections.abc import Mapping, Sequence
 from math import comb
@@ -33,7 +33,7 @@ class Summary(msgspec.Struct, kw_only=True):
     num_failed: int
     """Examples whose rollouts could not be completed; they are in no score."""
     first_error: str | None = None
-    """Of the first example that failed."""
+    """The error of the first example that failed."""
     avg: float | None
     """avg@k: mean over examples of the mean reward of k rollouts. None when every example failed."""
     ci95: float | None
@@ -51,7 +51,8 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def mean_over_examples(values: Sequence[float]) -> MeanEstimate:
-    """
+    """Return the mean of `values` with its confidence interval.
+
     Args:
         values: one per example, at least one. Examples are independent, rollouts of one are not: the interval is over example
             means.
@@ -64,7 +65,7 @@ def mean_over_examples(values: Sequence[float]) -> MeanEstimate:
 
 
 def pass_probability(num_rollouts: int, num_passed: int, *, j: int) -> float:
-    """Unbiased estimate of the chance that at least one of `j` rollouts succeeds, from a larger number of rollouts.
+    """Return an unbiased estimate of the chance that at least one of `j` rollouts succeeds, from a larger number of rollouts.
 
     Source: Chen et al. 2021, arXiv 2107.03374, equation 1.
     """
@@ -72,19 +73,19 @@ def pass_probability(num_rollouts: int, num_passed: int, *, j: int) -> float:
 
 
 def pass_at(rewards: Sequence[Sequence[float]]) -> dict[str, MeanEstimate]:
-    """pass@j for the powers of two up to the number of rollouts k, and k itself.
+    """Return pass@j for the powers of two up to the number of rollouts k, and k itself.
 
     Args:
         rewards: per example, the rewards of its k rollouts; at least one example.
     """
     k = len(rewards[0])
     powers = {2**exponent for exponent in range(k.bit_length())} | {k}
-    passed = [sum(reward >= _PASSED for reward in row) for row in rewards]
+    passed = [sum(reward >= _PASSED for reward in group) for group in rewards]
     return {str(j): mean_over_examples([pass_probability(k, count, j=j) for count in passed]) for j in sorted(powers) if j <= k}
 
 
 def eval_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """`eval/<env>/…` of each environment; a score that does not exist is left out."""
+    """Return the metrics `eval/<env>/…` of each environment, without scores that do not exist."""
     values: dict[str, float] = {}
     for name, summary in summaries.items():
         prefix, k = f"eval/{name}", summary.rollouts_per_example

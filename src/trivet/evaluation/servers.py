@@ -1,7 +1,7 @@
-"""The servers of the command `eval`: what kind they are, how they come to hold a policy, and what they hold afterwards.
+"""Connects the command `eval` to its servers, has them serve the policy to evaluate, and restores what they served before.
 
-Servers of ours load every policy that is evaluated and are put back on what they held before. Any other OpenAI-compatible server
-is asked as it is: it serves one policy, the base. Nothing here writes files.
+Trivet servers load every policy that is evaluated and go back to the one before. Any other OpenAI-compatible server is evaluated as
+it is: it serves one policy, the base. Nothing here writes files.
 """
 
 import asyncio
@@ -27,16 +27,17 @@ from trivet.wire.versions import START_VERSION, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.5
-_SAY_S = 10.0
-"""How often a wait for a server is reported."""
+_POLL_INTERVAL_S = 0.5
+_REPORT_INTERVAL_S = 10.0
+"""How often a wait for a server is logged."""
 _START = TargetPolicy(version=START_VERSION, digest=None, directory=None)
 PLAIN_DIGEST = "unknown"
-"""Of what a server serves that does not tell it."""
+"""The digest recorded for the weights of a server that does not report one."""
 
 
 class EvalServers(PlacementServers, Protocol):
-    """
+    """The servers of one evaluation.
+
     >>> servers = await connect(client, environ=os.environ, weights_dir=weights_dir)
     >>> digest = await servers.ensure_policy(target)
     >>> await servers.aclose()
@@ -44,15 +45,15 @@ class EvalServers(PlacementServers, Protocol):
 
     @property
     def is_plain(self) -> bool:
-        """They are none of ours: they answer text alone and load nothing."""
+        """They are not trivet servers: they answer text alone and load nothing."""
         ...
 
     async def model_names(self) -> list[str]:
-        """What requests may give as their model."""
+        """Return the names that requests may give as their model."""
         ...
 
     async def ensure_policy(self, target: Target) -> str:
-        """Have every server serve `target`; returns the digest of its weights.
+        """Have every server serve `target`; return the digest of its weights.
 
         Raises:
             InferenceError: none can.
@@ -60,7 +61,7 @@ class EvalServers(PlacementServers, Protocol):
         ...
 
     async def run(self) -> None:
-        """Watch them, until cancelled.
+        """Watch the servers, until cancelled.
 
         Raises:
             InferenceError: none was left for too long.
@@ -68,7 +69,7 @@ class EvalServers(PlacementServers, Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Put back what they held before. May be called again."""
+        """Restore the policy that each server served before. May be called again."""
         ...
 
 
@@ -83,10 +84,10 @@ async def connect(
     """Reach the servers of `config`, all of which must answer.
 
     Args:
-        weights_dir: where a policy that a server holds now must lie, to be put back.
+        weights_dir: where the policy that a server serves now must be, so that it can be restored.
 
     Raises:
-        ConfigError: a server is down, servers are of two kinds, or one holds a policy that could not be put back.
+        ConfigError: a server is down, servers are of two kinds, or the policy of one could not be restored.
     """
 
     def find_token() -> str | None:
@@ -99,17 +100,19 @@ async def connect(
         return InferenceClient(url, timeout_s=config.admin_timeout, api_key=key, find_token=find_token, headers=config.headers)
 
     if config.elastic is not None:
-        return await OwnServers.open(config, make_client=make_client, clients=[], weights_dir=weights_dir)
+        return await TrivetServers.open(config, make_client=make_client, clients=[], weights_dir=weights_dir)
     clients = [make_client(url) for url in config.base_url]
     try:
         deadline = clock() + config.wait_for_ready_timeout
-        kinds = {client: await _is_ours(client, config, deadline=deadline, clock=clock, sleep=sleep) for client in clients}
+        kinds = {
+            client: await _is_trivet_server(client, config, deadline=deadline, clock=clock, sleep=sleep) for client in clients
+        }
         if all(kinds.values()):
-            return await OwnServers.open(config, make_client=make_client, clients=clients, weights_dir=weights_dir)
+            return await TrivetServers.open(config, make_client=make_client, clients=clients, weights_dir=weights_dir)
         if any(kinds.values()):
             raise ConfigError(
-                f"client.base_url names servers of ours ({_roots(kinds, is_ours=True)}) and others "
-                f"({_roots(kinds, is_ours=False)}), which cannot hold the same policy; name one kind"
+                f"client.base_url names trivet servers ({_roots(kinds, are_trivet=True)}) and others "
+                f"({_roots(kinds, are_trivet=False)}), which cannot serve the same policy; name one kind"
             )
         return PlainServers(clients)
     except BaseException:
@@ -118,19 +121,20 @@ async def connect(
         raise
 
 
-class OwnServers:
-    """Servers started with `uv run inference`."""
+class TrivetServers:
+    """Trivet servers: those started with `uv run inference`."""
 
     is_plain = False
 
     def __init__(self, pool: ServerPool, *, before: Mapping[InferenceClient, TargetPolicy]) -> None:
-        """
+        """Take over a started pool.
+
         Args:
-            before: what each server held, to be put back.
+            before: the policy that each server served, to restore at the end.
         """
         self._pool = pool
         self._before = dict(before)
-        self._held: TargetPolicy | None = None
+        self._served: TargetPolicy | None = None
 
     @classmethod
     async def open(
@@ -140,17 +144,18 @@ class OwnServers:
         make_client: Callable[[str], InferenceClient],
         clients: list[InferenceClient],
         weights_dir: Path | None,
-    ) -> "OwnServers":
-        """
+    ) -> "TrivetServers":
+        """Reach the servers and remember what each serves.
+
         Args:
-            clients: of the listed servers; none for servers that are found by name.
+            clients: one for each listed server; none for servers that are found by name.
 
         Raises:
-            ConfigError: as `connect`.
+            ConfigError: see `connect`.
         """
         pool = ServerPool(config, make_client=make_client, write_event=lambda event: None)
         try:
-            before = {client: _findable(client, await client.served_policy(), weights_dir) for client in clients}
+            before = {client: _restorable_policy(client, await client.served_policy(), weights_dir) for client in clients}
             await pool.start()
             return cls(pool, before=before)
         except InferenceError as exc:
@@ -161,47 +166,54 @@ class OwnServers:
             raise
 
     async def model_names(self) -> list[str]:
+        """See `EvalServers`; servers that are found by name list nothing."""
         client = next(iter(self._before), None)
         return await client.model_names() if client is not None else []
 
     async def ensure_policy(self, target: Target) -> str:
+        """See `EvalServers`."""
         policy = _START if target.directory is None else _published(target.directory)
-        held = self._held
-        if held is None or policy.directory is None:  # held by all; of later ones a server that fails is set aside
-            self._held = await self._pool.ensure_policy_on_all(policy)
-        elif (held.version, held.digest) != (policy.version, policy.digest):
+        served = self._served
+        if served is None or policy.directory is None:  # all must load it; a server that fails a later one is marked unhealthy
+            self._served = await self._pool.ensure_policy_on_all(policy)
+        elif (served.version, served.digest) != (policy.version, policy.digest):
             await self._pool.ensure_policy(policy)
-            self._held = policy
-        assert self._held is not None
-        return self._held.digest or ""
+            self._served = policy
+        assert self._served is not None
+        return self._served.digest or ""
 
     async def run(self) -> None:
+        """Watch the servers, until cancelled."""
         await self._pool.run()
 
     def pick(self, *, num_rollouts: int) -> str | None:
+        """See `PlacementServers`."""
         return self._pool.pick(num_rollouts=num_rollouts)
 
     def release(self, root: str, *, num_rollouts: int) -> None:
+        """See `PlacementServers`."""
         self._pool.release(root, num_rollouts=num_rollouts)
 
     async def is_at_fault(self, root: str) -> bool:
+        """See `PlacementServers`."""
         return await self._pool.is_at_fault(root)
 
     async def aclose(self) -> None:
+        """Restore the policy that each server served before. May be called again."""
         before, self._before = self._before, {}
         for client, policy in before.items():
             try:
                 await Server(client=client).ensure_policy(policy)
             except InferenceError as exc:
-                logger.warning("%s could not be put back on policy %s: %s", client.base_url, policy.version, exc)
+                logger.warning("policy %s of %s could not be restored: %s", policy.version, client.base_url, exc)
             await client.aclose()
-        if not before and self._pool.roots:  # servers found by name: where they come from they have the start weights
+        if not before and self._pool.roots:  # servers found by name start with the start weights
             await self._pool.ensure_policy_on_all(_START)
         await self._pool.aclose()
 
 
 class PlainServers:
-    """Any OpenAI-compatible servers, each with what it serves."""
+    """Any OpenAI-compatible servers, each with the model that it serves."""
 
     is_plain = True
 
@@ -210,37 +222,48 @@ class PlainServers:
         self._in_flight: Counter[str] = Counter()
 
     async def model_names(self) -> list[str]:
+        """Return the names that the first server lists."""
         return await self._clients[0].model_names()
 
     async def ensure_policy(self, target: Target) -> str:
+        """Accept the start model alone.
+
+        Raises:
+            ConfigError: `target` has weights to load.
+        """
         if target.directory is not None:
             raise ConfigError(
                 f"{self._clients[0].base_url} is not `uv run inference` and loads no weights: it can be evaluated as it is, "
-                "without --weights-dir; to evaluate steps start a server of ours with the base model"
+                "without --weights-dir; to evaluate steps start `uv run inference` with the base model"
             )
         return PLAIN_DIGEST
 
     async def run(self) -> None:
-        await asyncio.Event().wait()  # nothing is known of such servers but their answers
+        """Wait until cancelled."""
+        await asyncio.Event().wait()  # such servers cannot be watched
 
     def pick(self, *, num_rollouts: int) -> str | None:
+        """Return the server with the fewest rollouts and count these there."""
         client = min(self._clients, key=lambda client: self._in_flight[client.base_url])
         self._in_flight[client.base_url] += num_rollouts
         return client.base_url
 
     def release(self, root: str, *, num_rollouts: int) -> None:
+        """Stop counting rollouts that `pick` counted."""
         self._in_flight[root] -= num_rollouts
 
     async def is_at_fault(self, root: str) -> bool:
+        """Return False: only the answers of such a server are known."""
         return False
 
     async def aclose(self) -> None:
+        """Close the connections. May be called again."""
         clients, self._clients = self._clients, []
         for client in clients:
             await client.aclose()
 
 
-async def _is_ours(
+async def _is_trivet_server(
     client: InferenceClient,
     config: ClientConfig,
     *,
@@ -248,15 +271,15 @@ async def _is_ours(
     clock: Callable[[], float],
     sleep: Callable[[float], Awaitable[None]],
 ) -> bool:
-    """Waits until the server answers.
+    """Wait until the server answers; return whether it is a trivet server.
 
     Raises:
-        ConfigError: it did not in time.
+        ConfigError: it did not answer in time.
     """
-    said_at = float("-inf")
+    reported_at = float("-inf")
     while True:
         try:
-            return await client.serves_policies(timeout_s=max(deadline - clock(), _POLL_S))
+            return await client.serves_policies(timeout_s=max(deadline - clock(), _POLL_INTERVAL_S))
         except InferenceError as exc:
             if clock() >= deadline:
                 raise ConfigError(
@@ -264,14 +287,14 @@ async def _is_ours(
                     f"(client.wait_for_ready_timeout): {exc}; start one with `uv run inference @ inference.toml`, or set "
                     "client.base_url to where it is"
                 ) from exc
-            if clock() - said_at >= _SAY_S:
-                said_at = clock()
+            if clock() - reported_at >= _REPORT_INTERVAL_S:
+                reported_at = clock()
                 logger.info("waiting for %s, at most %.0f s: %s", client.base_url, max(deadline - clock(), 0), exc)
-        await sleep(_POLL_S)
+        await sleep(_POLL_INTERVAL_S)
 
 
-def _findable(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> TargetPolicy:
-    """What a server holds, with the directory from which it can be loaded again.
+def _restorable_policy(client: InferenceClient, status: PolicyStatus, weights_dir: Path | None) -> TargetPolicy:
+    """Return the policy that a server serves, with the directory from which it can be restored.
 
     Raises:
         ConfigError: there is no such directory.
@@ -282,7 +305,7 @@ def _findable(client: InferenceClient, status: PolicyStatus, weights_dir: Path |
     if directory is None or _published(directory).digest != status.digest:
         raise ConfigError(
             f"{client.base_url} serves policy {status.version} with digest {status.digest[:12]}, which is not in "
-            f"{weights_dir or 'any weights_dir'}, so that it could not be put back afterwards: another run may use this server. "
+            f"{weights_dir or 'any weights_dir'}, so it could not be restored afterwards: another run may use this server. "
             f"Evaluate on one of your own, or have it go back to its start weights: curl -X POST -H "
             f'"Authorization: Bearer $(cat .secret)" {client.base_url}/reload_weights, with .secret in the server\'s output_dir'
         )
@@ -290,7 +313,8 @@ def _findable(client: InferenceClient, status: PolicyStatus, weights_dir: Path |
 
 
 def _published(directory: Path) -> TargetPolicy:
-    """
+    """Return the policy published in `directory`.
+
     Raises:
         ConfigError: it is gone, or its manifest cannot be read.
     """
@@ -301,5 +325,5 @@ def _published(directory: Path) -> TargetPolicy:
     return TargetPolicy(version=PolicyVersion(manifest.version), digest=manifest.digest, directory=directory)
 
 
-def _roots(kinds: Mapping[InferenceClient, bool], *, is_ours: bool) -> str:
-    return ", ".join(client.base_url for client, kind in kinds.items() if kind is is_ours)
+def _roots(kinds: Mapping[InferenceClient, bool], *, are_trivet: bool) -> str:
+    return ", ".join(client.base_url for client, kind in kinds.items() if kind is are_trivet)

@@ -1,4 +1,4 @@
-"""Which policies `eval` evaluates: the start model, the step directories that are there, and those that are published later."""
+"""Lists the policies that `eval` evaluates: the start model, the published steps, and those that are published later."""
 
 import asyncio
 import logging
@@ -16,9 +16,9 @@ from trivet.wire.versions import START_VERSION
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 1.0
-_MAX_NAMED = 40
-"""Steps that a message lists."""
+_POLL_INTERVAL_S = 1.0
+_MAX_LISTED = 40
+"""The most steps that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Target:
 
     @property
     def name(self) -> str:
+        """The step, or `base`, for logs and bars."""
         return "base" if self.directory is None else str(self.step)
 
 
@@ -37,10 +38,10 @@ BASE = Target(START_VERSION, None)
 
 
 def present_targets(config: EvalConfig, envs: Sequence[EvalEnvConfig]) -> list[Target]:
-    """What can be evaluated now, oldest first.
+    """Return the policies that can be evaluated now, oldest first.
 
     Raises:
-        ConfigError: there is nothing to evaluate, or a named step is not there and nobody waits for it.
+        ConfigError: there is nothing to evaluate, or a named step is missing and `watcher` does not wait for it.
     """
     if config.weights_dir is None:
         _require_base_alone(config)
@@ -70,15 +71,16 @@ def complete_steps(weights_dir: Path) -> dict[int, Path]:
 
 
 def is_wanted(config: EvalConfig, step: int, envs: Sequence[EvalEnvConfig]) -> bool:
+    """Return whether any of `envs` is to be evaluated on the policy of `step`."""
     return step in config.steps if config.steps is not None else any(is_due(config, step, env) for env in envs)
 
 
 def is_due(config: EvalConfig, step: int, env: EvalEnvConfig) -> bool:
-    """Whether `env` is measured on the policy of `step`; named steps and the start model always are."""
+    """Return whether `env` is to be evaluated on the policy of `step`; on named steps every environment is."""
     return config.steps is not None or step % (env.interval or config.interval) == 0
 
 
-async def follow(
+async def follow_targets(
     config: EvalConfig,
     present: Sequence[Target],
     *,
@@ -87,12 +89,12 @@ async def follow(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> AsyncIterator[Target]:
-    """`present`, and with `watcher` what is published later, each once.
+    """Yield `present`, and with `watcher` what is published later, each once.
 
-    Ends after the last of `steps`, or after `max_steps`, or when nothing new came for `watcher_timeout`.
+    It ends after the last of `steps`, or after `max_steps`, or when nothing new came for `watcher_timeout`.
 
     Args:
-        max_steps: of the run that publishes; None: not known.
+        max_steps: the number of steps of the run that publishes; None: unknown.
     """
     for target in present:
         yield target
@@ -120,7 +122,7 @@ async def follow(
                 *(config.weights_dir, config.watcher_timeout, newest),
             )
             return
-        await sleep(_POLL_S)
+        await sleep(_POLL_INTERVAL_S)
 
 
 def _end_rule(config: EvalConfig, last: int | None) -> str:
@@ -143,5 +145,5 @@ def _require_base_alone(config: EvalConfig) -> None:
 def _listed(steps: Sequence[int]) -> str:
     if not steps:
         return "none"
-    shown = ", ".join(map(str, steps[-_MAX_NAMED:]))
-    return shown if len(steps) <= _MAX_NAMED else f"…, {shown}"
+    shown = ", ".join(map(str, steps[-_MAX_LISTED:]))
+    return shown if len(steps) <= _MAX_LISTED else f"…, {shown}"

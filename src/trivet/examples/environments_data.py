@@ -1,7 +1,7 @@
 """Write warm-up conversations for the six example environments: the teacher knows every answer's form, and few answers.
 
-The teacher plays each environment through verifiers' own rollout loop. So tools and games say in the conversations what they say
-in training. A tiny model that is trained on them calls tools and ends its answers. To be right is left to reinforcement learning.
+The teacher plays each environment through verifiers' own rollout loop. So tools and games answer in the conversations as they
+do in training. A tiny model that is trained on them calls tools and ends its answers. Reinforcement learning teaches it right ones.
 
     uv run python -m trivet.examples.environments_data models/examples/sft.jsonl [--examples 60] [--seed 0]
 """
@@ -27,18 +27,20 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "wiki-search": {},
     "wordle": {"max_turns": 3},
 }
-"""Arguments of each environment beside the number of examples."""
+"""The arguments of each environment, besides the number of examples."""
 
 ScriptedReply = Callable[[vf.State, vf.Messages, random.Random], str | vf.ToolCall]
-"""What the teacher does next: a text, or one call of a tool."""
+"""Returns the teacher's next turn: a text, or one call of a tool."""
 
 
 def reverse(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
+    """Answer in the right form, half of the time with the text itself."""
     text = state["answer"] if generator.random() < 0.5 else state["answer"][::-1]
     return f"<reversed_text>{text}</reversed_text>"
 
 
 def sort_names(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
+    """Answer in the right form, half of the time in a random order."""
     lines = state["info"]["expected"][len(state["trajectory"])].splitlines()
     if generator.random() < 0.5:
         generator.shuffle(lines)
@@ -46,11 +48,13 @@ def sort_names(state: vf.State, _prompt: vf.Messages, generator: random.Random) 
 
 
 def box_a_number(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
+    """Box a number, half of the time the right one."""
     number = state["answer"] if generator.random() < 0.5 else generator.randint(1, 50)
     return f"\\boxed{{{number}}}"
 
 
 def compute(state: vf.State, prompt: vf.Messages, generator: random.Random) -> str | vf.ToolCall:
+    """Call the tool once, then box what it printed."""
     if not state["trajectory"]:
         a, b = generator.randint(2, 9), generator.randint(2, 9)
         return call("python", code=f"print({a} {generator.choice('+*')} {b})")
@@ -58,12 +62,14 @@ def compute(state: vf.State, prompt: vf.Messages, generator: random.Random) -> s
 
 
 def look_up(state: vf.State, _prompt: vf.Messages, _generator: random.Random) -> str | vf.ToolCall:
+    """Search, read the article and answer."""
     source = state["info"]["source"]
     steps = [call("search", query=source), call("read", title=source), f"<answer>{state['answer']}</answer>"]
     return steps[len(state["trajectory"])]
 
 
 def guess(state: vf.State, _prompt: vf.Messages, generator: random.Random) -> str:
+    """Guess a word that fits all feedback so far."""
     secret, tried = state["answer"], state["guesses"]
     fitting = [word for word in load_words() if all(mark_guess(old, word) == mark_guess(old, secret) for old in tried)]
     return f"<guess>{generator.choice(fitting)}</guess>"
@@ -80,11 +86,12 @@ REPLIES: dict[str, ScriptedReply] = {
 
 
 def call(name: str, **arguments: str) -> vf.ToolCall:
+    """Return one call of the tool `name`."""
     return vf.ToolCall(id="call", name=name, arguments=json.dumps(arguments))
 
 
 class ScriptedTeacher(vf.OpenAIChatCompletionsClient):
-    """Stands where a model's server would: no request leaves this process."""
+    """Replaces the model's server: no request leaves this process."""
 
     def __init__(self, reply: ScriptedReply, generator: random.Random) -> None:
         super().__init__(AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none"))
@@ -93,6 +100,7 @@ class ScriptedTeacher(vf.OpenAIChatCompletionsClient):
     async def get_response(
         self, prompt: vf.Messages, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
     ) -> vf.Response:
+        """Return the scripted reply as a response of verifiers."""
         said = self._reply(kwargs["state"], prompt, self._generator)
         message = vf.ResponseMessage(
             content=said if isinstance(said, str) else "",
@@ -104,33 +112,34 @@ class ScriptedTeacher(vf.OpenAIChatCompletionsClient):
 
 
 async def conversations(env_id: str, count: int, *, seed: int) -> list[dict[str, Any]]:
-    """Rows for `sft`: messages, and the tools that the environment offers."""
+    """Play `count` examples of an environment; return records for `sft`: messages, and the tools that the environment offers."""
     env = vf.load_environment(env_id, num_examples=count, num_eval_examples=1, seed=seed + 1000, **ENVIRONMENTS[env_id])
     teacher = ScriptedTeacher(REPLIES[env_id], random.Random(f"{seed}/{env_id}"))
     dataset = env.get_dataset()
-    rows = []
+    records = []
     for index in range(count):
         state = await env.rollout(cast(Any, dataset[index % len(dataset)]), teacher, "teacher", {})
         if state["error"]:
             raise state["error"]
-        row: dict[str, Any] = {"messages": [as_row(message) for message in [*state["prompt"], *state["completion"]]]}
+        record: dict[str, Any] = {"messages": [as_message(message) for message in [*state["prompt"], *state["completion"]]]}
         if env.tool_defs:
-            row["tools"] = [as_tool(tool) for tool in env.tool_defs]
-        rows.append(row)
-    return rows
+            record["tools"] = [as_tool(tool) for tool in env.tool_defs]
+        records.append(record)
+    return records
 
 
-def as_row(message: Any) -> dict[str, Any]:
-    """A message as chat templates read it: the arguments of a tool call are a table there."""
-    row = {"role": message.role, "content": message.content or ""}
+def as_message(message: Any) -> dict[str, Any]:
+    """Return a message as chat templates read it: the arguments of a tool call are a table."""
+    made = {"role": message.role, "content": message.content or ""}
     if calls := getattr(message, "tool_calls", None):
-        row["tool_calls"] = [
-            {"type": "function", "function": {"name": made.name, "arguments": json.loads(made.arguments)}} for made in calls
+        made["tool_calls"] = [
+            {"type": "function", "function": {"name": each.name, "arguments": json.loads(each.arguments)}} for each in calls
         ]
-    return row
+    return made
 
 
 def as_tool(tool: vf.Tool) -> dict[str, Any]:
+    """Return a tool in the OpenAI form, as chat templates read it."""
     return {
         "type": "function",
         "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
@@ -138,15 +147,18 @@ def as_tool(tool: vf.Tool) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--examples", type=int, default=60, help="conversations in each environment")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rows = [row for env_id in ENVIRONMENTS for row in asyncio.run(conversations(env_id, args.examples, seed=args.seed))]
+    records = [
+        record for env_id in ENVIRONMENTS for record in asyncio.run(conversations(env_id, args.examples, seed=args.seed))
+    ]
     args.file.parent.mkdir(parents=True, exist_ok=True)
-    args.file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(f"wrote {args.file}: {len(rows)} conversations in {len(ENVIRONMENTS)} environments")
+    args.file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    print(f"wrote {args.file}: {len(records)} conversations in {len(ENVIRONMENTS)} environments")
 
 
 if __name__ == "__main__":

@@ -39,16 +39,17 @@ CHAT_TEMPLATE = """\
 """
 
 
-def texts_of(row: dict[str, Any]) -> Iterator[str]:
-    for message in row["messages"]:
+def texts_of(record: dict[str, Any]) -> Iterator[str]:
+    """Yield the texts of one record: contents, tool calls and tool definitions."""
+    for message in record["messages"]:
         yield message["content"]
         yield from (json.dumps(call["function"]) for call in message.get("tool_calls", ()))
-    yield from map(json.dumps, row.get("tools", ()))
+    yield from map(json.dumps, record.get("tools", ()))
 
 
 def train_tokenizer(data: Path) -> PreTrainedTokenizerFast:
-    """Byte pairs, so that no text is unknown."""
-    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    """Train a tokenizer of byte pairs, which knows every text."""
+    records = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,7 +59,7 @@ def train_tokenizer(data: Path) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for row in rows for text in texts_of(row)), trainer)
+    tokenizer.train_from_iterator((text for record in records for text in texts_of(record)), trainer)
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -71,6 +72,7 @@ def train_tokenizer(data: Path) -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--data", type=Path, required=True, help="JSONL file of conversations")

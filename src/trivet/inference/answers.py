@@ -1,6 +1,6 @@
 """Adds `policy_versions` to vLLM's answers: one [version, length] per run of sampled tokens, in order.
 
-Complete answers of chat completions and of token-in, token-out carry it; streamed ones, and those of beam search, do not.
+Complete answers of chat completions and of token-in, token-out have it; streamed ones, and those of beam search, do not.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,15 +19,19 @@ ServeRequest = Callable[..., Awaitable[Any]]
 
 
 class VersionedChoice(GenerateResponseChoice):
+    """A completion with the policy versions of its tokens."""
+
     policy_versions: Runs | None = None
 
 
 class VersionedGenerateResponse(GenerateResponse):
+    """A token-in, token-out answer whose choices have policy versions."""
+
     choices: list[VersionedChoice]  # type: ignore[assignment]  adds a field to each choice
 
 
-def version_chat(serving: OpenAIServingChat) -> None:
-    """From now on the answers of `serving` carry versions."""
+def add_versions_to_chat(serving: OpenAIServingChat) -> None:
+    """Wrap `serving` so that its chat completions carry policy versions."""
     serve: ServeRequest = serving.create_chat_completion
 
     async def create_chat_completion(*args: Any, **kwargs: Any) -> Any:
@@ -41,8 +45,8 @@ def version_chat(serving: OpenAIServingChat) -> None:
     serving.create_chat_completion = create_chat_completion
 
 
-def version_tokens(serving: ServingTokens) -> None:
-    """From now on the answers of `serving` carry versions."""
+def add_versions_to_tokens(serving: ServingTokens) -> None:
+    """Wrap `serving` so that its token-in, token-out answers carry policy versions."""
     serve: ServeRequest = serving.serve_tokens
 
     async def serve_tokens(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""InferenceConfig to what vLLM is started with: engine and server arguments, and environment variables. Pure."""
+"""Translates InferenceConfig into what vLLM is started with: engine and server arguments, environment variables. Pure."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,23 +16,22 @@ _FIXED = {
 """vLLM's arguments that the server sets itself, and why no other value works."""
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as the largest rank."""
+"""The values of `max_lora_rank` that vLLM accepts."""
 
 WORKER_EXTENSION = "trivet.inference.worker_extension.PolicyWorkerExtension"
 
-
 JSON_LOG_CONFIG = str(Path(__file__).with_name("json_logging.json"))
-"""Loggers of vLLM and uvicorn, for `log.json_logging`: both have handlers of their own."""
+"""The logging configuration of vLLM and uvicorn for `log.json_logging`: both have handlers of their own."""
 
 
 def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict[str, Any]:
-    """Arguments of vLLM's engine and API server by name; what is absent keeps vLLM's default.
+    """Return the arguments of vLLM's engine and API server by name; an absent one keeps vLLM's default.
 
     Args:
-        token: of the run's secret, which opens what `server.api_key` closes.
+        token: the run's secret, which is accepted in place of `server.api_key`.
 
     Raises:
-        ConfigError: `vllm_args` sets what another key or the server itself sets.
+        ConfigError: `vllm_args` sets an argument that another key or the server itself sets.
     """
     keys = VLLM_KEYS | COMPUTED_VLLM_ARGUMENTS
     for name, value in config.vllm_args.items():
@@ -58,7 +57,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict
         "port": config.server.port,
         "uvicorn_log_level": config.log.level,
         "disable_uvicorn_access_log": True,
-        # No web page has a reason to ask a run's server; vLLM's default lets every page do so.
+        # No web page has a reason to call a run's server; vLLM's default lets every page do so.
         "allowed_origins": [],
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
@@ -82,7 +81,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict
             "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= config.max_lora_rank),
         }
     if is_cpu:
-        # With the cache's size given, vLLM does not ask for a share of the machine's memory to be free.
+        # With the size of the cache given, vLLM does not require that a share of the machine's memory is free.
         arguments["kv_cache_memory_bytes"] = int(config.cpu_kv_cache_gib * 2**30)
         # A seeded request whose prompt is computed in parts ends the engine ("CPU Generator does not use offset", vLLM 0.29).
         arguments["enable_chunked_prefill"] = False
@@ -97,7 +96,8 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict
 
 
 def refuse_unknown(names: Iterable[str], *, known: Iterable[str]) -> None:
-    """
+    """Check that vLLM has every argument of `names`.
+
     Raises:
         ConfigError: `vllm_args` names an argument that this version of vLLM does not have.
     """
@@ -110,7 +110,7 @@ def refuse_unknown(names: Iterable[str], *, known: Iterable[str]) -> None:
 
 
 def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
-    """Environment of a server that computes on the CPU; it must be there before the server starts.
+    """Return the environment of a server that computes on the CPU. It must be set before Python starts.
 
     Args:
         preload: shared libraries to load first, separated by colons.
@@ -121,7 +121,7 @@ def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
         # Threads that wait by spinning take the cores from the trainer, and from the one they wait for: with two cores in use
         # by others, 64 requests at a time got 420-950 tokens/s by spinning and 2,600-5,700 by sleeping (tiny model).
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Compilation in worker processes of its own does not work in a daemonic process.
+        # Worker processes for compilation cannot be started by a daemonic process.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # Compiled kernels ask for the number of threads instead of fixing it.
         "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1",
@@ -129,19 +129,19 @@ def cpu_environment(*, num_threads: int, preload: str) -> dict[str, str]:
 
 
 ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-"""vLLM's own routes under /v1, which load and unload adapters by name, work too."""
+"""Enables vLLM's own routes under /v1, which load and unload adapters by name."""
 
 LOOPBACK_ENVIRONMENT = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Defaults: where the processes of one server listen for each other. Otherwise it is where the machine's name leads to."""
+"""Defaults that have the processes of one server listen for each other on loopback, not on the machine's public address."""
 
 JSON_LOG_ENVIRONMENT = {"VLLM_LOGGING_CONFIG_PATH": JSON_LOG_CONFIG}
-"""The engine's processes, which import vLLM anew, write JSON too."""
+"""Has the engine's processes, which import vLLM anew, log JSON too."""
 
 EAGER_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """For `enforce_eager` on the CPU. Without it vLLM still compiles two small functions, which draw tokens and rank log-probabilities,
 and g++ runs for 5 to 8 s at the first request of every server. The function that draws is compiled because torch's `exponential_`
-could return 0 on the CPU (pytorch/pytorch#151218); torch 2.13 returned none in 10**9 draws."""
+could return 0 on the CPU (pytorch/pytorch#151218); torch 2.13 returned no 0 in 10**9 draws."""
 
 COMMON_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
-"""Nothing is reported to anyone. No grammar corrects the policy's tool calls, though verifiers marks tools as strict: under a
-grammar, probabilities are not those that the trainer computes, and nobody learns from mistakes that cannot be made."""
+"""Turns off usage reports, and the grammar that would correct the policy's tool calls because verifiers marks tools as strict:
+under a grammar, probabilities differ from those that the trainer computes, and the policy cannot learn from its mistakes."""

@@ -1,10 +1,10 @@
-"""The prompt of a conversation's next turn, beginning with the very tokens of an earlier one.
+"""Builds the prompt of a conversation's next turn so that it begins with the exact tokens of an earlier turn.
 
-Written out and tokenised again, what the model sampled often becomes other tokens: other merges, other spaces in a tool call.
-So the ids of an earlier turn, read and sampled, are kept wherever the chat template still says what they say, and only the text
-after them is tokenised. Where the template now says something else (it leaves out the thinking of past turns), they are not.
+When sampled text is tokenized again, it often becomes other tokens: other merges, other spaces in a tool call. So the token ids of
+an earlier turn, prompt and completion, are kept wherever the chat template still writes the same text, and only the text after
+them is tokenized. Where the template writes something else (it leaves out the thinking of past turns), they are not kept.
 
-Pure, given a tokenizer; `continued_chats` asks it for each request that names an earlier turn.
+Pure, given a tokenizer. `continued_chats` calls it for each request that names an earlier turn.
 """
 
 from collections.abc import Sequence
@@ -12,21 +12,23 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """What is needed of the model's tokenizer."""
+    """The methods of the model's tokenizer that are used here."""
 
-    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of `text`."""
+        ...
 
-    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool) -> str:
+        """Return the text of `token_ids`."""
+        ...
 
 
 def continue_tokens(known_ids: Sequence[int], *, text: str, tokenizer: Tokenizer) -> list[int] | None:
-    """
+    """Return `known_ids` and the tokens of the text after theirs; None when `text` does not begin with their text.
+
     Args:
         known_ids: prompt and completion of an earlier turn, as read and sampled.
-        text: of the whole conversation, as the chat template writes it, up to where the model goes on.
-
-    Returns:
-        `known_ids` and the tokens of what `text` says beyond them; None when `text` does not begin as they do.
+        text: the whole conversation as the chat template writes it, with the prompt for the next turn.
     """
     rest = text_after(tokenizer.decode(known_ids, skip_special_tokens=False), text=text)
     if rest is None:
@@ -35,10 +37,11 @@ def continue_tokens(known_ids: Sequence[int], *, text: str, tokenizer: Tokenizer
 
 
 def text_after(known: str, *, text: str) -> str | None:
-    """What `text` says beyond `known`; None when it does not begin with it.
+    """Return the part of `text` after `known`; None when `text` does not begin with it.
 
     White space within `known` is not compared: templates trim messages and write the JSON of tool calls in their own way.
-    Nor is the character that stands for half of a letter: a completion that was cut may end with it, and its message not.
+    Neither is the character that stands for an incomplete UTF-8 sequence: a truncated completion may end with it, and its message
+    does not.
     """
     if text.startswith(known):
         return text[len(known) :]
@@ -51,6 +54,7 @@ def text_after(known: str, *, text: str) -> str | None:
 
 
 _BROKEN_CHARACTER = "\ufffd"
+"""Stands for a UTF-8 sequence of which the last tokens are missing."""
 
 
 def _visible(text: str) -> str:
@@ -58,7 +62,7 @@ def _visible(text: str) -> str:
 
 
 def _start_of_last(num_visible: int, *, text: str) -> int:
-    """Where the last `num_visible` visible characters begin, with the white space before them."""
+    """Return where the last `num_visible` visible characters begin, with the white space before them."""
     start = len(text)
     while num_visible or (start and not _visible(text[start - 1])):
         start -= 1
@@ -67,7 +71,7 @@ def _start_of_last(num_visible: int, *, text: str) -> int:
 
 
 def _encode_after(known_ids: Sequence[int], rest: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of `rest` where it stands: some tokenizers treat the start of a text in their own way."""
+    """Return the tokens of `rest` as a continuation: some tokenizers treat the start of a text differently."""
     last = tokenizer.decode(known_ids[-1:], skip_special_tokens=False)
     token_ids = tokenizer.encode(last + rest, add_special_tokens=False)
     if token_ids[:1] == list(known_ids[-1:]):

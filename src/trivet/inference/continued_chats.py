@@ -1,9 +1,9 @@
-"""Lets chat completions go on from the tokens of an earlier turn.
+"""Lets chat completions continue from the tokens of an earlier turn.
 
-A request may carry `known_token_ids`: prompt and completion of the turn that it continues, as its answer reported them. Where
-the chat template's text begins with what they say, the engine reads exactly these and then the tokens of what is new; otherwise
-the request is answered as if it did not carry them. `prompt_token_ids` of the answer say what was read. Tools, reasoning and
-limits are vLLM's own: its renderer takes ready token ids where one of two servers hands a request to the other.
+A request may carry `known_token_ids`: prompt and completion of the turn that it continues, as its answer reported them. If the
+chat template's text begins with their text, the engine reads exactly these ids and then the tokens of the new text. Otherwise the
+request is answered as if it did not carry them. `prompt_token_ids` of the answer are the ids that were read. Tools, reasoning and
+limits are vLLM's own: its renderer accepts ready token ids, for the case that one of two servers hands a request to the other.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _token_ids = TypeAdapter(Annotated[list[Annotated[int, Field(ge=0)]], Field(min_
 
 
 def continue_chats(serving: OpenAIServingChat) -> None:
-    """From now on `serving` heeds `known_token_ids`."""
+    """Wrap `serving` so that its requests may carry `known_token_ids`."""
     serve: ServeChat = serving.create_chat_completion
 
     async def create_chat_completion(request: ChatCompletionRequest, *args: Any, **kwargs: Any) -> Any:
@@ -52,9 +52,10 @@ def continue_chats(serving: OpenAIServingChat) -> None:
 
 
 async def _continued_prompt(online: OnlineRenderer, request: ChatCompletionRequest, known: list[int]) -> list[int] | None:
-    """
+    """Return the token ids of the prompt; None when it cannot begin with the `known` ones.
+
     Raises:
-        VLLMValidationError: the prompt is too long, in vLLM's words.
+        VLLMValidationError: the prompt is too long.
     """
     params = _chat_params(online, request)
     if params is None:
@@ -72,7 +73,7 @@ async def _continued_prompt(online: OnlineRenderer, request: ChatCompletionReque
 
 
 def _chat_params(online: OnlineRenderer, request: ChatCompletionRequest) -> ChatParams | None:
-    """What vLLM itself would write the conversation with; None when it refuses to, or does not write it as text."""
+    """Return the parameters vLLM itself would render the conversation with; None when it refuses to, or does not render text."""
     refusal = online.validate_chat_template(
         request_chat_template=request.chat_template,
         chat_template_kwargs=request.chat_template_kwargs,

@@ -1,8 +1,8 @@
-"""How the engine's process starts and ends.
+"""Prepares the process that starts the engine, and ends the engine's process with it.
 
-On the CPU it is forked from the API server, worker included, so vLLM is imported once. vLLM itself starts an engine process
-and then a worker process, and each imports everything again: 59 s from start to ready where this takes about 20. It does so to
-give the worker OpenMP's environment; here the API server has that environment from its own start.
+On the CPU the engine is forked from the API server, worker included, so vLLM is imported once. By default vLLM starts an engine
+process and then a worker process, and each imports everything again: 59 s from start to ready, where this takes about 20. It does
+so to give the worker OpenMP's environment; here the API server has that environment from its own start.
 """
 
 import importlib.util
@@ -17,10 +17,11 @@ from trivet.lifetime import die_with_parent
 from trivet.stacks import ignore_until_listening, show_stacks_on_signal
 
 _END_TIMEOUT_S = 5.0
+"""For each child, which has been ended already and only has to exit."""
 
 
 def restart_with(environment: Mapping[str, str]) -> None:
-    """Start this program over, in this process, with `environment` added; returns only if it is there already.
+    """Restart this program in this process with `environment` added. Returns only if it is set already.
 
     Libraries are preloaded and OpenMP is set up before Python runs.
     """
@@ -33,7 +34,7 @@ def restart_with(environment: Mapping[str, str]) -> None:
 
 
 def end_with_api_server() -> None:
-    """Called in the engine's process: it ends with the process that started it, even by SIGKILL."""
+    """Have the engine's process, which calls this, end with the process that started it, even by SIGKILL."""
     die_with_parent()
     show_stacks_on_signal()
     starter = multiprocessing.parent_process()
@@ -42,17 +43,17 @@ def end_with_api_server() -> None:
 
 
 def await_children() -> None:
-    """Returns once the processes that this one started and ended are gone, or after five seconds for each.
+    """Wait until the processes that this one started and ended are gone, at most five seconds for each.
 
-    Until then they have the server's port, with which they were forked. vLLM's HTTP server asks at its end who has it, and fails
-    when it meets one that is going.
+    Until then they have the server's port open, because they were forked with it. vLLM's HTTP server looks up at its end who has
+    the port, and fails if that process is just exiting.
     """
     for child in multiprocessing.active_children():
         child.join(_END_TIMEOUT_S)
 
 
 def count_physical_cores(*, cpus: Iterable[int] | None = None, root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Physical cores among `cpus` (those this process may use): two threads of one core share its arithmetic units."""
+    """Count the physical cores of `cpus` (None: those this process may use). Two threads of one core share its arithmetic units."""
     cores = set()
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
         try:
@@ -63,13 +64,13 @@ def count_physical_cores(*, cpus: Iterable[int] | None = None, root: Path = Path
 
 
 def preloaded(libraries: Iterable[str], *, present: str) -> str:
-    """LD_PRELOAD with `libraries` ahead of those `present` in it."""
+    """Return LD_PRELOAD with `libraries` ahead of those `present` in it."""
     already = present.split(":") if present else []
     return ":".join([*(library for library in libraries if library not in already), *already])
 
 
 def find_openmp() -> list[str]:
-    """The OpenMP runtime that torch ships: loaded first, so that vLLM's kernels do not bring a second one.
+    """Return the OpenMP runtime that torch ships. It must be loaded first, or vLLM's kernels load a second one.
 
     Source: vllm-project/vllm#27369.
     """

@@ -1,4 +1,4 @@
-"""vLLM's executors, ended with the API server. They run in the engine's process, which vLLM leaves behind otherwise."""
+"""Makes vLLM's executors end with the API server. They run in the engine's process, which vLLM otherwise leaves behind."""
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -7,7 +7,7 @@ from trivet.inference.engine_process import end_with_api_server
 
 
 class OneProcessExecutor(UniProcExecutor):
-    """The worker in the engine's own process."""
+    """Runs the worker in the engine's own process."""
 
     def _init_executor(self) -> None:
         end_with_api_server()
@@ -15,7 +15,7 @@ class OneProcessExecutor(UniProcExecutor):
 
 
 class ManyProcessExecutor(MultiprocExecutor):
-    """A worker process per rank; they end with the engine's process by themselves."""
+    """Runs one worker process per rank; these end with the engine's process by themselves."""
 
     def _init_executor(self) -> None:
         end_with_api_server()

@@ -1,7 +1,7 @@
-"""Decides who may ask the server for what: anyone for answers, whoever has the run's secret for changes.
+"""Decides who may use which route: anyone may ask for completions, only who has the run's secret may change the server.
 
-Routes that are not listed here want the secret: a new version of vLLM may bring others. With `server.api_key` vLLM itself asks for
-the key where completions are made, and takes the secret as well.
+Routes that are not listed here require the secret, because a new version of vLLM may add some. With `server.api_key` vLLM itself
+requires the key where completions are made, and accepts the secret as well.
 """
 
 import hmac
@@ -26,19 +26,22 @@ _OPEN_BELOW_V1 = frozenset(
 
 
 class Gate:
-    """ASGI middleware around all routes."""
+    """ASGI middleware around all routes: refuses requests without the secret, and those of foreign web pages."""
 
     def __init__(self, app: ASGIApp, *, token: str, host: str) -> None:
-        """
+        """Guard `app`.
+
         Args:
+            token: the run's secret.
             host: the interface that the server listens on.
         """
         self._app = app
         self._expected = f"Bearer {token}".encode()
-        # A web page can have its own name lead here (DNS rebinding), and is then no other site to the browser.
+        # A web page can resolve its own name to this address (DNS rebinding); the browser then treats this server as the page's.
         self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()} if _is_loopback(host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with a refusal."""
         refused = self._refuse(scope) if scope["type"] in ("http", "websocket") else None
         await (refused or self._app)(scope, receive, send)
 
@@ -54,13 +57,13 @@ class Gate:
             return None
         return _refusal(
             401,
-            "this route wants the run's secret as its bearer token: it lies in .secret of the server's output_dir; name that "
+            "this route wants the run's secret as its bearer token: it is in .secret of the server's output_dir; name that "
             f"file with {SECRET_FILE}",
         )
 
 
 def guard(app: FastAPI, *, token: str, host: str) -> None:
-    """Put the gate around `app`, whose middleware vLLM may have put together already: then none can be added the usual way."""
+    """Put the gate around `app`. vLLM may have built its middleware stack already: then none can be added the usual way."""
     app.middleware_stack = Gate(app.middleware_stack or app.build_middleware_stack(), token=token, host=host)
 
 

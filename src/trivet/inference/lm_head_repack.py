@@ -1,8 +1,8 @@
-"""The one adapter for a fault of vLLM 0.29 on the CPU: a hot reload leaves the LM head's packed weights as they were.
+"""Works around a fault of vLLM 0.29 on the CPU: a hot reload leaves the LM head's packed weights as they were.
 
 `ParallelLMHead.cpu_linear` closes over weights that are packed when the model is first loaded; `reload_weights` replaces the
-parameter and not the closure. Outputs then come from new layers and the old head, and nothing says so. Packing again after
-each reload cures it. tests/integration/test_inference_server.py compares greedy outputs after a reload with those of a
+parameter and not the closure. Outputs then come from new layers and the old head, without an error. Packing again after each
+reload fixes it. tests/integration/test_inference_server.py compares greedy outputs after a reload with those of a
 fresh engine: when that test passes without the call of `repack_lm_heads`, this file can go.
 """
 
@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 
 def repack_lm_heads(model: torch.nn.Module) -> None:
-    """Pack the present weights of every LM head of `model`. Does nothing on a GPU, where nothing is packed."""
+    """Pack the current weights of every LM head of `model`. Does nothing on a GPU, where nothing is packed."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():

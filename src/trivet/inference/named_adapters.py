@@ -1,4 +1,4 @@
-"""Adapters under names of their own, beside the policy: what a request is answered by that gives such a name as its `model`."""
+"""Serves adapters under names of their own: a request that gives such a name as its `model` is answered by that adapter."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +12,14 @@ from trivet.inference.weight_roots import require_below
 
 
 class NamedAdapters:
-    """Fulfils `routes.Adapters`."""
+    """Implements `routes.AdapterLoader` with vLLM's registry of models."""
 
     def __init__(self, models: OpenAIServingModels, *, roots: Sequence[Path]) -> None:
         self._models = models
         self._roots = roots
 
     async def load(self, name: str, *, path: Path) -> None:
+        """See `routes.AdapterLoader`."""
         require_below(self._roots, path)
         answer = await self._models.load_lora_adapter(
             LoadLoRAAdapterRequest(lora_name=name, lora_path=str(path), load_inplace=True)

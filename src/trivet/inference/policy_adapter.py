@@ -1,20 +1,20 @@
-"""The adapter that makes the policy out of the start model. Every request for the policy names it, from version 0 on.
+"""Names the adapter that makes the policy out of the start model. Every request for the policy uses it, from version 0 on.
 
-So a completion that a new policy comes in the middle of needs nothing done to it: the adapter it names has new weights. Before
+So a completion needs no change when a new policy is loaded in the middle of it: the adapter that it uses has new weights. Before
 the first policy these are zeros.
 """
 
 from vllm.lora.request import LoRARequest
 
 POLICY_ADAPTER_ID = 2**20
-"""Above those of adapters that users load, which vLLM counts from 1."""
+"""Above the ids of adapters that users load, which vLLM counts from 1."""
 
 
 def policy_adapter(directory: str | None = None) -> LoRARequest:
-    """What names it to the engine.
+    """Return the LoRARequest under which vLLM knows the policy's adapter.
 
     Args:
-        directory: load its weights from there, in place of those it has.
+        directory: replace its weights by those in this directory; None keeps them.
     """
     return LoRARequest(
         lora_name="trivet-policy",

@@ -1,4 +1,4 @@
-"""Which policy sampled which token. Pure bookkeeping: no engine, no clock of its own.
+"""Records which policy sampled which token. Pure bookkeeping: no engine, no clock of its own.
 
 Weights change only while the engine is paused, and every batch of tokens carries the monotonic time at which the engine made
 it. So the policy of a token is the last one whose switch is not later than that time, however late the token arrives here.
@@ -11,7 +11,7 @@ from trivet.wire.versions import START_VERSION, PolicyVersion, VersionRun, join_
 
 
 class PolicyLedger:
-    """When the engine served which policy.
+    """The times at which the engine switched to each policy.
 
     >>> ledger = PolicyLedger()
     >>> ledger.switch(PolicyVersion(1), at=10.0)
@@ -25,15 +25,17 @@ class PolicyLedger:
 
     @property
     def current(self) -> PolicyVersion:
+        """The version that is served now."""
         return self._versions[-1]
 
     @property
     def num_switches(self) -> int:
-        """Grows with every switch, also back to an earlier version: no two stretches of one policy share it."""
+        """Grows with every switch, even back to an earlier version: no two periods of one policy share it."""
         return len(self._times) - 1
 
     def switch(self, version: PolicyVersion, *, at: float) -> None:
-        """
+        """Count tokens from `at` on to `version`.
+
         Args:
             at: monotonic seconds, after the last token of the policy before and before the first of `version`.
         """
@@ -42,6 +44,7 @@ class PolicyLedger:
         self._versions.append(version)
 
     def version_at(self, time: float) -> PolicyVersion:
+        """Return the version served at `time`, in monotonic seconds."""
         return self._versions[bisect_right(self._times, time) - 1]
 
 
@@ -52,11 +55,11 @@ class TokenVersions:
         self._runs: dict[int, list[VersionRun]] = {}
 
     def record(self, index: int, *, num_tokens: int, version: PolicyVersion) -> None:
-        """`num_tokens` more tokens of completion `index` came from `version`."""
+        """Count `num_tokens` more tokens of completion `index` to `version`."""
         known = self._runs.get(index, [])
         self._runs[index] = join_versions([known, [VersionRun(version, num_tokens)]])
 
     @property
     def runs(self) -> Mapping[int, list[VersionRun]]:
-        """By completion index; a completion without tokens has none."""
+        """The runs of tokens of one version, by completion index; a completion without tokens is absent."""
         return self._runs

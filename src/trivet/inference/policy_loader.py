@@ -1,4 +1,14 @@
-"""Brings a policy into the engine: one at a time, whole or not at all. Called by the routes."""
+"""Loads a policy into the engine: one at a time, whole or not at all. Called by the routes.
+
+The chain of one policy from the orchestrator onto this server, and where each link is:
+
+    client.server_pool → client.inference_client → POST /update_weights (`routes`)
+    → `PolicyLoader.load`: verify the files, `VersionedEngine.pause` (no token is sampled from here on)
+    → `VersionedEngine.load` or `.load_adapter` → collective_rpc → `PolicyWorkerExtension.load_policy` in every vLLM worker
+    → `PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches` → `.resume` → answer
+
+If a link fails after the pause, the policy before is loaded the same way. If that fails too, the server ends.
+"""
 
 import asyncio
 import logging
@@ -17,41 +27,48 @@ from trivet.weights.manifest import Manifest, describe_start_model, verify
 logger = logging.getLogger(__name__)
 
 _MAX_GROWTH = 4
-"""A policy is as large as the start model, or twice as large when the trainer's dtype is wider. What claims to be more is not read:
-a sparse file of any size costs whoever wrote it nothing, and every later load waits for this one."""
+"""A policy is as large as the start model, or twice as large when the trainer's dtype is wider. A directory beyond this many times
+that size is not read: a sparse file of any size costs nothing to write, and every later load waits for this one."""
 _MAX_EXTRA_BYTES = 1 << 30
-"""Tokenizer and the like, and adapters beside a tiny model."""
+"""Allowed on top, for the tokenizer's files, and for the adapter of a tiny model, which may be larger than the model."""
+_LOAD_TIMEOUT_S = 600.0
+"""Longest time for the engine to pause, and again for it to load. Every request waits meanwhile, so a stuck load must fail."""
 
 
 class Engine(Protocol):
-    """What a load needs of the engine. Adapter: `versioned_engine.VersionedEngine`."""
+    """The part of the engine that a load uses. Adapter: `versioned_engine.VersionedEngine`."""
 
     ledger: PolicyLedger
 
     async def pause(self) -> None:
-        """Returns when no token is being sampled and none will be."""
+        """Stop sampling; return once no token is being sampled."""
         ...
 
     @property
-    def serves_adapters(self) -> bool: ...
+    def serves_adapters(self) -> bool:
+        """The engine was started with room for adapters."""
+        ...
 
     async def load(self, directory: Path) -> None:
-        """Put the weights of `directory` in place of the served ones, without an adapter."""
+        """Replace the served weights by those in `directory`. The policy's adapter stays as it is."""
         ...
 
     async def load_adapter(self, directory: Path | None) -> None:
-        """Put the adapter in `directory` in place of the policy's; None: serve the weights alone."""
+        """Replace the policy's adapter by the one in `directory`; None: by one that changes nothing."""
         ...
 
-    async def forget(self) -> None:
-        """Drop what was computed with the weights before and would be used again."""
+    async def drop_caches(self) -> None:
+        """Drop keys and values of the weights before that later requests would reuse."""
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Sample again."""
+        ...
 
 
 class PolicyLoader:
-    """
+    """Knows which policy the engine serves, and replaces it.
+
     >>> loader = PolicyLoader(engine, model_name=name, start_directory=directory, roots=[weights], on_broken=stop)
     >>> await loader.prepare()
     >>> await loader.load(Path("outputs/weights/step_7"))
@@ -67,15 +84,16 @@ class PolicyLoader:
         start_directory: Path,
         roots: Sequence[Path],
         on_broken: Callable[[], None],
-        timeout_s: float = 600.0,
+        timeout_s: float = _LOAD_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Load into `engine`, which serves the start model.
+
         Args:
-            model_name: what adapters must name as their base.
-            start_directory: where the start model's files lie.
+            model_name: the base model that an adapter must be for.
+            start_directory: where the start model's files are.
             roots: directories below which policies may be loaded from.
-            on_broken: called when the engine holds neither the new weights nor the ones before; it stays paused.
+            on_broken: called when the engine has neither the new weights nor the ones before; it stays paused.
             timeout_s: longest time for the engine to pause, and for it to load.
         """
         self._engine = engine
@@ -87,28 +105,29 @@ class PolicyLoader:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._directory = start_directory
-        self._whole: Path | None = start_directory
-        """Whose weights the engine has, an adapter aside; None after a failed load."""
+        self._base_directory: Path | None = start_directory
+        """Where the weights below the adapter came from; None after a failed load."""
         self._start: Manifest | None = None
         self._policy: Manifest | None = None
 
     async def prepare(self) -> None:
-        """Before anything is served: version 0 and its digest, which takes reading all of the start model."""
+        """Read all of the start model for the digest of version 0. Call it before anything is served."""
         self._start = self._policy = await asyncio.to_thread(describe_start_model, self._start_directory)
         if self._engine.serves_adapters:
             await self._engine.load_adapter(None)
 
     @property
     def policy(self) -> Manifest:
-        """What is served now."""
+        """The policy that is served now."""
         assert self._policy is not None
         return self._policy
 
     async def load(self, directory: Path) -> Manifest:
-        """
+        """Serve the policy in `directory`; return its manifest.
+
         Raises:
             WeightsError: `directory` is elsewhere, much larger than the start model or not whole, or an adapter that cannot be
-                served here; the policy before is still served, undisturbed.
+                served here; the policy before is served all the time.
             InferenceError: the engine could not load it; the policy before is served again.
         """
         assert self._start is not None
@@ -124,7 +143,7 @@ class PolicyLoader:
             return manifest
 
     async def load_start(self) -> Manifest:
-        """Back to the start weights, version 0."""
+        """Serve the start weights again, version 0."""
         assert self._start is not None
         async with self._lock:
             await self._switch(self._start_directory, self._start)
@@ -145,7 +164,7 @@ class PolicyLoader:
         await self._pause()
         try:
             await self._replace(directory, manifest)
-        except Exception as exc:  # noqa: BLE001  whatever the engine raises, a half-replaced policy must not sample
+        except Exception as exc:  # noqa: BLE001  whatever the engine raises, a partly replaced policy must not sample
             logger.error("load failed directory=%s version=%s: %s", directory, manifest.version, exc)
             await self._restore(*before, failed=directory, cause=exc)
         await self._engine.resume()
@@ -161,20 +180,20 @@ class PolicyLoader:
 
     async def _replace(self, directory: Path, manifest: Manifest) -> None:
         async with asyncio.timeout(self._timeout_s):
-            await self._put(directory)
+            await self._load_missing(directory)
             reach("reload.during", step=manifest.version)
             self._engine.ledger.switch(manifest.version, at=self._clock())
-            await self._engine.forget()
+            await self._engine.drop_caches()
         self._directory, self._policy = directory, manifest
 
-    async def _put(self, directory: Path) -> None:
-        """Load what of `directory` the engine does not have: beside the start model an adapter is all there is to load."""
+    async def _load_missing(self, directory: Path) -> None:
+        """Load the part of the policy that the engine does not have: on top of the start model, the adapter alone."""
         adapter = directory if is_adapter(directory) else None
-        whole = self._start_directory if adapter else directory
-        if not (self._engine.serves_adapters and whole == self._whole == self._start_directory):
-            self._whole = None
-            await self._engine.load(whole)
-            self._whole = whole
+        base = self._start_directory if adapter else directory
+        if not (self._engine.serves_adapters and base == self._base_directory == self._start_directory):
+            self._base_directory = None
+            await self._engine.load(base)
+            self._base_directory = base
         if self._engine.serves_adapters:
             await self._engine.load_adapter(adapter)
 
@@ -182,7 +201,7 @@ class PolicyLoader:
         reason = f"{failed} could not be loaded ({type(cause).__name__}: {cause})"
         try:
             await self._replace(directory, manifest)
-        except Exception as exc:  # noqa: BLE001  nothing is known about the weights any more: only a new process can serve
+        except Exception as exc:  # noqa: BLE001  the weights are unknown now: only a new process can serve
             self._on_broken()
             raise InferenceError(f"{reason}, nor could {directory} again ({exc}): the server ends") from cause
         await self._engine.resume()

@@ -1,4 +1,4 @@
-"""The rotary positions of `inference.model.rope_scaling`, as vLLM takes them: whole, because it replaces the model's own."""
+"""Translates `inference.model.rope_scaling` into vLLM's form: complete, because vLLM replaces the model's own positions."""
 
 from trivet.config.sections.inference import InferenceConfig
 from trivet.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Routes of ours beside vLLM's: which policy is served, which to serve from now on, and whether the engine answers."""
+"""Adds trivet's routes to vLLM's: which policy is served, which to serve, and whether the engine answers."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -14,22 +14,25 @@ from trivet.inference.policy_loader import PolicyLoader
 from trivet.weights.manifest import Manifest
 
 HEALTH_TIMEOUT_S = 60.0
-"""An engine in the middle of a long prefill, or of loading a policy, answers when that is done."""
+"""An engine in the middle of a long prefill, or of loading a policy, answers only when that is done."""
 
 
-class Pinged(Protocol):
-    """What a health check needs of the engine. Adapter: `versioned_engine.VersionedEngine`."""
+class PingableEngine(Protocol):
+    """The part of the engine that a health check uses. Adapter: `versioned_engine.VersionedEngine`."""
 
-    async def ping(self) -> None: ...
+    async def ping(self) -> None:
+        """Return once every worker has answered."""
+        ...
 
 
-class Adapters(Protocol):
-    """What is needed to serve adapters under names of their own. Adapter: `named_adapters.NamedAdapters`."""
+class AdapterLoader(Protocol):
+    """Serves adapters under names of their own. Adapter: `named_adapters.NamedAdapters`."""
 
     async def load(self, name: str, *, path: Path) -> None:
-        """
+        """Serve the adapter in the directory `path` as `name`.
+
         Raises:
-            WeightsError: what lies at `path` cannot be served; an adapter that was loaded under `name` before stays.
+            WeightsError: it cannot be served; an adapter that was loaded under `name` before stays.
         """
         ...
 
@@ -41,32 +44,42 @@ def _absolute(path: Path) -> Path:
 
 
 class UpdateWeights(BaseModel):
+    """Serve the policy in a directory."""
+
     model_config = ConfigDict(extra="forbid")
     weight_dir: Annotated[Path, AfterValidator(_absolute)]
     """A published `weights/step_N`, as the server sees it."""
 
 
 class LoadLoRAAdapter(BaseModel):
+    """Serve an adapter under a name of its own."""
+
     model_config = ConfigDict(extra="forbid")
     lora_name: Annotated[str, Field(min_length=1)]
-    """What requests give as their `model` to be answered by it."""
+    """The `model` of requests that the adapter is to answer."""
     lora_path: Annotated[Path, AfterValidator(_absolute)]
-    """PEFT's directory of it, as the server sees it."""
+    """The adapter's directory in PEFT's format, as the server sees it."""
 
 
 class LoadedAdapter(BaseModel):
+    """An adapter that is served."""
+
     status: str = "ok"
     lora_name: str
     lora_path: Path
 
 
 class PolicyLoadedBody(BaseModel):
+    """The policy that a load ended with."""
+
     status: str = "ok"
     version: int
     digest: str
 
 
 class ServedPolicyBody(BaseModel):
+    """The policy that is served."""
+
     model: str
     version: int
     digest: str
@@ -74,13 +87,14 @@ class ServedPolicyBody(BaseModel):
 
 def make_router(
     loader: PolicyLoader,
-    engine: Pinged,
+    engine: PingableEngine,
     *,
     model_name: str,
-    adapters: Adapters | None = None,
+    adapters: AdapterLoader | None = None,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
 ) -> APIRouter:
-    """
+    """Make the routes of one server.
+
     Args:
         adapters: None where adapters are not served.
     """
@@ -112,14 +126,7 @@ def make_router(
 
     @router.get("/health")
     async def health() -> Response:
-        try:
-            async with asyncio.timeout(health_timeout_s):
-                await engine.ping()
-        except TimeoutError:
-            return _refusal(503, f"the engine did not answer within {health_timeout_s:.0f} s")
-        except Exception as exc:  # noqa: BLE001  whatever keeps the engine from answering makes this server unhealthy
-            return _refusal(503, f"the engine failed: {type(exc).__name__}: {exc}")
-        return Response(status_code=200)
+        return await _check_health(engine, timeout_s=health_timeout_s)
 
     return router
 
@@ -132,8 +139,19 @@ def add_routes(app: FastAPI, router: APIRouter) -> None:
     app.router.routes.extend(theirs)
 
 
+async def _check_health(engine: PingableEngine, *, timeout_s: float) -> Response:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await engine.ping()
+    except TimeoutError:
+        return _refusal(503, f"the engine did not answer within {timeout_s:.0f} s")
+    except Exception as exc:  # noqa: BLE001  whatever keeps the engine from answering makes this server unhealthy
+        return _refusal(503, f"the engine failed: {type(exc).__name__}: {exc}")
+    return Response(status_code=200)
+
+
 async def _answer(loading: Awaitable[Manifest]) -> PolicyLoadedBody | Response:
-    # vLLM's handlers of exceptions take paths out of messages; the path is what the caller needs.
+    # vLLM's exception handlers remove paths from messages, and the caller needs the path.
     try:
         manifest = await loading
     except WeightsError as exc:

@@ -1,11 +1,11 @@
-"""vLLM's engine client, knowing which policy sampled each token, and never mixing the KV cache of two policies unsaid.
+"""Extends vLLM's engine client: it knows which policy sampled each token, and reports every mix of two policies' KV caches.
 
-Three things hold of every answer:
+Every answer has three properties:
 
-- Each token is counted to the policy that the engine held when it made it (policy_ledger).
+- Each token is counted to the policy that the engine had when it sampled it (policy_ledger).
 - A request is salted with the policy it is admitted under, so it reuses no other policy's prefix cache.
-- A request that has no token yet when the policy changes starts again under the new one. Only a completion that already had
-  tokens goes on with the keys and values of the policy before, and its versions say so.
+- A request that has no token yet when the policy changes is restarted under the new one. Only a completion that already has
+  tokens continues with the keys and values of the policy before, and its versions show it.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _answering: ContextVar[list[TokenVersions] | None] = ContextVar("answering", def
 
 @contextmanager
 def collect_versions() -> Iterator[list[TokenVersions]]:
-    """Collects the versions of every request that the block, or a task it starts, makes of the engine, in order."""
+    """Collect the versions of every request that the block, or a task it starts, sends to the engine, in order."""
     collected: list[TokenVersions] = []
     token = _answering.set(collected)
     try:
@@ -52,12 +52,12 @@ class _Attempt:
 
     request: EngineCoreRequest
     since: float
-    """Monotonic seconds: tokens made earlier belong to an attempt that was given up."""
+    """Monotonic seconds. Tokens sampled earlier belong to an attempt that was abandoned."""
 
 
 @dataclass(slots=True, weakref_slot=True)
 class _Admitted:
-    """What is known of a request; kept for as long as vLLM keeps the collector of its outputs, so none outlives its request."""
+    """A request that the engine has. It is kept as long as vLLM keeps the collector of its outputs."""
 
     versions: TokenVersions = field(default_factory=TokenVersions)
     attempts: dict[int, _Attempt] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class _Admitted:
 
 
 class VersionedEngine(AsyncLLM):
-    """Fulfils `policy_loader.Engine`."""
+    """Implements `policy_loader.Engine` and `routes.PingableEngine`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = PolicyLedger()
@@ -75,11 +75,11 @@ class VersionedEngine(AsyncLLM):
         self._num_adapter_loads = 0
         super().__init__(*args, **kwargs)
         self._process_outputs = self.output_processor.process_outputs
-        # The only place where tokens still carry the time at which the engine made them.
+        # The only place where tokens still carry the time at which the engine sampled them.
         self.output_processor.process_outputs = self._count_then_process
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """As vLLM's; a request that comes while a policy is loaded waits for it."""
+        """Generate as vLLM does. A request that comes while a policy is loaded waits for it."""
         await self._is_open.wait()
         if self.serves_adapters and kwargs.get("lora_request") is None:
             kwargs["lora_request"] = policy_adapter()
@@ -110,7 +110,7 @@ class VersionedEngine(AsyncLLM):
         return self._process_outputs(current, engine_core_timestamp, iteration_stats)
 
     def _count(self, output: EngineCoreOutput, version: PolicyVersion, *, made_at: float) -> bool:
-        """Whether `output` counts: false for what is left of an attempt that was given up."""
+        """Count the tokens of `output`; return False if it belongs to an attempt that was abandoned."""
         state = self.output_processor.request_states.get(output.request_id)
         admitted = self._admitted.get(state.queue) if state is not None and state.queue is not None else None
         if state is None or admitted is None:
@@ -122,49 +122,55 @@ class VersionedEngine(AsyncLLM):
         return True
 
     async def pause(self) -> None:
+        """Keep new requests waiting and stop sampling; the KV cache stays."""
         self._is_open.clear()
         await self.pause_generation(mode="keep", clear_cache=False)
 
     async def load(self, directory: Path) -> None:
+        """Replace the weights of every worker by those in `directory`."""
         await self.collective_rpc("load_policy", args=(str(directory),))
 
     @property
     def serves_adapters(self) -> bool:
+        """The engine was started with `enable_lora`."""
         return self.vllm_config.lora_config is not None
 
     async def load_adapter(self, directory: Path | None) -> None:
+        """Replace the policy's adapter in every worker; None: by one that changes nothing."""
         await self.collective_rpc("load_policy_adapter", args=(None if directory is None else str(directory),))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As vLLM's, for an adapter under a name of its own, which may be loaded again under that name."""
+        """Load an adapter under a name of its own, in place of one that has the name."""
         is_added = await super().add_lora(lora_request)
-        # What later requests carry: they must not read the files again.
+        # Later requests carry this object, and must not read the files again.
         lora_request.load_inplace = False
         self._num_adapter_loads += 1
         return is_added
 
-    async def forget(self) -> None:
+    async def drop_caches(self) -> None:
+        """Drop the prefix cache, and restart requests that have no token yet."""
         await self.reset_prefix_cache()
-        await self._restart_what_has_no_tokens()
+        await self._restart_requests_without_tokens()
 
     async def resume(self) -> None:
+        """Sample again and admit the requests that wait."""
         await self.resume_generation()
         self._is_open.set()
 
     async def ping(self) -> None:
-        """Returns once every worker has answered."""
+        """Return once every worker has answered."""
         await self.collective_rpc("ping")
 
     async def stop(self) -> None:
-        """End the engine; requests that it was answering fail at once."""
+        """End the engine. Requests that it has not answered fail at once."""
         if self.output_handler is not None:
-            # It would report the end that is asked for here as the engine's death.
+            # It would report this intended end as the death of the engine.
             self.output_handler.cancel()
         self.output_processor.propagate_error(EngineDeadError())
         await asyncio.to_thread(self.shutdown, timeout=0)
         await asyncio.to_thread(await_children)
 
-    async def _restart_what_has_no_tokens(self) -> None:
+    async def _restart_requests_without_tokens(self) -> None:
         attempts = [
             attempt
             for admitted in list(self._admitted.values())
@@ -186,5 +192,5 @@ class VersionedEngine(AsyncLLM):
 
 
 def _is_for_policy(request: EngineCoreRequest) -> bool:
-    """Not for an adapter under a name of its own, whose tokens no version of the policy made."""
+    """Return False for an adapter under a name of its own: no version of the policy sampled its tokens."""
     return request.lora_request is None or request.lora_request.lora_int_id == POLICY_ADAPTER_ID

@@ -1,4 +1,4 @@
-"""Limits the directories that a server loads weights from: whoever names a directory to it cannot have it read any file."""
+"""Limits the directories that a server loads weights from, so that a request cannot make it read any other file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,9 +7,10 @@ from trivet.errors import WeightsError
 
 
 def require_below(roots: Sequence[Path], directory: Path) -> None:
-    """
+    """Check that `directory` is below one of `roots`.
+
     Raises:
-        WeightsError: `directory`, with links followed, lies below none of `roots`.
+        WeightsError: it is below none, with links followed.
     """
     resolved = directory.resolve()
     if not any(resolved.is_relative_to(root.resolve()) for root in roots):

@@ -1,4 +1,4 @@
-"""What the API server can ask of every vLLM worker, by `collective_rpc`. vLLM makes it a base of its worker class."""
+"""Adds methods to every vLLM worker that the API server calls by `collective_rpc`."""
 
 import os
 from typing import Any
@@ -8,8 +8,10 @@ from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 
 
 class PolicyWorkerExtension:
+    """A base class that vLLM adds to its worker class."""
+
     model_runner: Any
-    """The worker's own."""
+    """Set by the worker."""
 
     def load_policy(self, directory: str) -> None:
         """Replace the served weights by those in `directory`, in place."""
@@ -24,9 +26,9 @@ class PolicyWorkerExtension:
             worker.remove_lora(POLICY_ADAPTER_ID)
             self.model_runner.lora_manager.add_dummy_lora(request, rank=1)
         worker.add_lora(request)
-        # Loading other adapters must not make room by dropping the policy's.
+        # Loading other adapters must not evict the policy's.
         worker.pin_lora(POLICY_ADAPTER_ID)
 
     def ping(self) -> int:
-        """The worker's process id: an answer proves that it is not stuck."""
+        """Return the worker's process id. Any answer proves that the worker is not stuck."""
         return os.getpid()

@@ -12,8 +12,8 @@ def tagged(*lines: str) -> str:
     return "<sorted>\n" + "\n".join(lines) + "\n</sorted>"
 
 
-def perfect(row: dict) -> list[str]:
-    return [tagged(*answer.splitlines()) for answer in row["info"]["expected"]]
+def perfect(example: dict) -> list[str]:
+    return [tagged(*answer.splitlines()) for answer in example["info"]["expected"]]
 
 
 @pytest.fixture
@@ -32,18 +32,18 @@ def test_no_first_and_no_last_name_appears_twice():
 
 
 def test_perfect_answers_score_one_and_take_the_turns_of_the_example(env):
-    for row in env.get_dataset().to_list()[:5]:
-        state = play(env, perfect(row), row=row)
+    for example in env.get_dataset().to_list()[:5]:
+        state = play(env, perfect(example), example=example)
         assert state["reward"] == 1.0
-        assert len(state["trajectory"]) == len(row["info"]["expected"])
-        assert said(state, "user") == row["info"]["follow_ups"]
+        assert len(state["trajectory"]) == len(example["info"]["expected"])
+        assert said(state, "user") == example["info"]["follow_ups"]
 
 
 def test_a_turn_without_tags_counts_nothing(env):
-    row = env.get_dataset()[0]
-    replies = ["no idea", *perfect(row)[1:]]
-    turns = len(row["info"]["expected"])
-    assert play(env, replies, row=row)["reward"] == pytest.approx((turns - 1) / turns)
+    example = env.get_dataset()[0]
+    replies = ["no idea", *perfect(example)[1:]]
+    turns = len(example["info"]["expected"])
+    assert play(env, replies, example=example)["reward"] == pytest.approx((turns - 1) / turns)
 
 
 def test_the_power_applies_per_turn_or_to_the_mean():
@@ -51,10 +51,10 @@ def test_the_power_applies_per_turn_or_to_the_mean():
         load_environment(num_examples=5, num_eval_examples=1, min_turns=2, max_turns=2, power_per_turn=flag)
         for flag in (True, False)
     )
-    row = per_turn.get_dataset()[0]
-    replies = [perfect(row)[0], "nothing"]
-    assert play(per_turn, replies, row=row)["reward"] == pytest.approx(0.5)
-    assert play(of_mean, replies, row=row)["reward"] == pytest.approx(0.5**4)
+    example = per_turn.get_dataset()[0]
+    replies = [perfect(example)[0], "nothing"]
+    assert play(per_turn, replies, example=example)["reward"] == pytest.approx(0.5)
+    assert play(of_mean, replies, example=example)["reward"] == pytest.approx(0.5**4)
 
 
 def test_a_wrong_order_scores_less_than_the_right_one_and_blanks_cost_nothing():

@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from gsm8k import load_environment
-from gsm8k.environment import bundled_rows, extract_boxed, final_answer
+from gsm8k.environment import bundled_problems, extract_boxed, final_answer
 from support.scripted_policy import play
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -31,9 +31,9 @@ def env():
 
 
 def test_the_working_of_every_bundled_problem_gives_its_answer():
-    rows = bundled_rows()
-    assert len({row["question"] for row in rows}) == len(rows) == 60
-    assert [row["question"] for row in rows if value_of(row["working"]) != int(row["answer"])] == []
+    problems = bundled_problems()
+    assert len({example["question"] for example in problems}) == len(problems) == 60
+    assert [example["question"] for example in problems if value_of(example["working"]) != int(example["answer"])] == []
 
 
 def test_bundled_problems_for_evaluation_are_not_trained_on(env):
@@ -72,7 +72,7 @@ def test_the_last_box_is_the_answer_unless_it_could_take_for_ever(text, answer):
     ],
 )
 def test_answers_are_equal_when_their_values_are(env, reply, reward):
-    assert play(env, [reply], row={**env.get_dataset()[0], "answer": "27"})["reward"] == reward
+    assert play(env, [reply], example={**env.get_dataset()[0], "answer": "27"})["reward"] == reward
 
 
 def test_the_final_answer_stands_behind_the_mark():

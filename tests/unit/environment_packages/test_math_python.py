@@ -117,8 +117,8 @@ def test_limits_that_let_nothing_run_are_refused(limits):
 
 def test_the_tool_is_called_and_its_output_is_given_to_the_model():
     env = load_environment(num_examples=1, num_eval_examples=1)
-    row = {**env.get_dataset()[0], "answer": "5050"}
-    state = play(env, [tool_call("python", code="sum(range(101))"), "It is \\boxed{5,050}."], row=row)
+    example = {**env.get_dataset()[0], "answer": "5050"}
+    state = play(env, [tool_call("python", code="sum(range(101))"), "It is \\boxed{5,050}."], example=example)
     assert said(state, "tool") == ["5050"]
     assert state["reward"] == pytest.approx(1.1)
     assert state["metrics"]["python_calls"] == 1

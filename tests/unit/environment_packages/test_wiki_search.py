@@ -79,13 +79,13 @@ def test_reading_does_not_depend_on_case_and_a_wrong_title_is_told_to_the_model(
 
 
 def test_an_answer_that_was_looked_up_scores_with_its_source(env):
-    row = env.get_dataset()[0]
-    source = row["info"]["source"]
+    example = env.get_dataset()[0]
+    source = example["info"]["source"]
     calls = [tool_call("search", query=source), tool_call("read", title=source)]
-    state = play(env, [*calls, f"<answer>{row['answer']}</answer>"])
+    state = play(env, [*calls, f"<answer>{example['answer']}</answer>"])
     found, text = said(state, "tool")
     assert source in found.splitlines()
-    assert row["answer"].lower() in text.lower()
+    assert example["answer"].lower() in text.lower()
     assert state["metrics"]["correct"] == state["metrics"]["found_source"] == 1.0
     assert state["reward"] == pytest.approx(1.2)
     assert titles_read(state["completion"]) == {source.lower()}

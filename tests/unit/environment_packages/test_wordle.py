@@ -11,7 +11,7 @@ def env():
     return load_environment(num_examples=3, num_eval_examples=3, max_turns=3)
 
 
-def row_with(env, secret: str) -> dict:
+def example_with(env, secret: str) -> dict:
     return {**env.get_dataset()[0], "answer": secret}
 
 
@@ -60,7 +60,7 @@ def test_the_same_seed_gives_the_same_words_and_another_seed_another_order():
 
 
 def test_a_game_ends_with_the_right_guess_and_says_so(env):
-    state = play(env, ["<guess>crane</guess>", "I say <guess>CABIN</guess>"], row=row_with(env, "cabin"))
+    state = play(env, ["<guess>crane</guess>", "I say <guess>CABIN</guess>"], example=example_with(env, "cabin"))
     assert said(state, "user") == ["C R A N E\nG X Y Y X\n2 guesses left.", "C A B I N\nG G G G G\nThat is the word."]
     assert state["metrics"]["solved"] == 1.0
     assert state["metrics"]["speed"] == 0.5
@@ -68,7 +68,7 @@ def test_a_game_ends_with_the_right_guess_and_says_so(env):
 
 
 def test_the_last_guess_is_judged_too_and_then_the_word_is_told(env):
-    state = play(env, ["<guess>crane</guess>"] * 3, row=row_with(env, "cabin"))
+    state = play(env, ["<guess>crane</guess>"] * 3, example=example_with(env, "cabin"))
     assert said(state, "user")[-1] == "C R A N E\nG X Y Y X\nNo guesses left: the word was cabin."
     assert state["metrics"]["solved"] == state["metrics"]["speed"] == 0.0
     assert state["metrics"]["progress"] == pytest.approx(progress_of(mark_guess("crane", "cabin")))
@@ -76,13 +76,13 @@ def test_the_last_guess_is_judged_too_and_then_the_word_is_told(env):
 
 def test_the_last_guess_may_be_the_right_one(env):
     replies = ["<guess>crane</guess>", "<guess>brain</guess>", "<guess>cabin</guess>"]
-    state = play(env, replies, row=row_with(env, "cabin"))
+    state = play(env, replies, example=example_with(env, "cabin"))
     assert said(state, "user")[-1].endswith("That is the word.")
     assert state["metrics"]["solved"] == 1.0
 
 
 def test_an_answer_without_a_valid_guess_costs_its_turn(env):
-    state = play(env, ["crane", "<guess>cranes</guess>", "<guess>crane</guess>"], row=row_with(env, "crane"))
+    state = play(env, ["crane", "<guess>cranes</guess>", "<guess>crane</guess>"], example=example_with(env, "crane"))
     assert said(state, "user")[0].startswith("There was no guess in <guess> tags.")
     assert said(state, "user")[1].startswith("'cranes' is not a word of 5 letters.")
     assert state["metrics"]["speed"] == pytest.approx(1 / 3)

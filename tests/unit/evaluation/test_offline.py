@@ -16,11 +16,11 @@ from trivet.config.sections.evaluation import EvalConfig, EvalRetryConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.errors import ConfigError, RolloutFailed
 from trivet.evaluation.offline import OfflineEval
-from trivet.evaluation.plan import make_plan, prove
-from trivet.evaluation.reading import WeightsReader
+from trivet.evaluation.plan import check_servers, make_plan
 from trivet.evaluation.report import make_table
 from trivet.evaluation.servers import connect
-from trivet.evaluation.targets import follow
+from trivet.evaluation.targets import follow_targets
+from trivet.evaluation.weights_reader import WeightsReader
 from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
 from trivet.weights.retention import reader_versions
@@ -96,7 +96,7 @@ def evaluate(config, pool, *, sink=None):
         servers = await connect(plan.client, environ={}, weights_dir=config.weights_dir)
         reader = WeightsReader(config.weights_dir)
         try:
-            name = await prove(plan, servers)
+            name = await check_servers(plan, servers)
             evaluation = OfflineEval(
                 config,
                 envs=plan.envs,
@@ -107,7 +107,7 @@ def evaluate(config, pool, *, sink=None):
                 console=Console(file=StringIO()),
                 sink=sink,
             )
-            await evaluation.run(follow(config, plan.targets, envs=plan.envs, max_steps=plan.origin.max_steps))
+            await evaluation.run(follow_targets(config, plan.targets, envs=plan.envs, max_steps=plan.origin.max_steps))
         finally:
             reader.close()
             await servers.aclose()
@@ -283,7 +283,7 @@ def test_a_policy_that_is_removed_meanwhile_is_left_out_and_counted(layout, capl
         pool = Pool(fake, on_group=lambda request: shutil.rmtree(layout.weights_step(2), ignore_errors=True))
         evaluation, _ = evaluate(config_for(url, layout), pool)
     assert [summary.step for summary in evaluation.summaries] == [0, 1, 4]
-    assert evaluation.num_gone == 1
+    assert evaluation.num_removed == 1
     assert "was removed before it could be evaluated" in caplog.text
 
 

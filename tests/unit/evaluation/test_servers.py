@@ -85,7 +85,7 @@ def test_a_server_that_holds_a_policy_which_could_not_be_put_back_is_refused(lay
     fake._update(layout.weights_step(2))
     with serve_fake(fake) as url:
         for weights_dir in (None, tmp_path / "elsewhere"):
-            with pytest.raises(ConfigError, match=r"serves policy 2 .* could not be put back .*/reload_weights"):
+            with pytest.raises(ConfigError, match=r"serves policy 2 .* could not be restored .*/reload_weights"):
                 use([url], lambda servers: servers.ensure_policy(BASE), weights_dir=weights_dir)
     assert fake.version == 2
     assert [method for method, _, _ in fake.requests if method == "POST"] == []
@@ -109,7 +109,7 @@ def test_a_plain_server_is_asked_as_it_is(layout):
 def test_servers_of_two_kinds_are_refused():
     with serve_fake(Plain()) as a, serve_fake(FakeInference()) as b, pytest.raises(ConfigError) as refused:
         use([a, b], lambda servers: servers.ensure_policy(BASE))
-    assert f"servers of ours ({b.removesuffix('/v1')}) and others ({a.removesuffix('/v1')})" in str(refused.value)
+    assert f"trivet servers ({b.removesuffix('/v1')}) and others ({a.removesuffix('/v1')})" in str(refused.value)
 
 
 def test_a_directory_that_a_server_refuses_is_an_error_and_nothing_stays_loaded(layout):

@@ -8,7 +8,7 @@ from trivet.config.layout import STABLE
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.errors import ConfigError
-from trivet.evaluation.targets import BASE, follow, present_targets
+from trivet.evaluation.targets import BASE, follow_targets, present_targets
 
 ENVS = [EvalEnvConfig(id="letters")]
 
@@ -95,7 +95,7 @@ def followed(config, time, *, max_steps=None, while_evaluating=None):
     async def collect():
         found = []
         present = present_targets(config, ENVS)
-        async for target in follow(config, present, envs=ENVS, max_steps=max_steps, clock=time, sleep=time.sleep):
+        async for target in follow_targets(config, present, envs=ENVS, max_steps=max_steps, clock=time, sleep=time.sleep):
             found.append(target.step)
             (while_evaluating or {}).get(target.step, lambda: None)()
         return found

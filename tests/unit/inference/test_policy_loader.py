@@ -38,8 +38,8 @@ class FakeEngine:
         if directory is not None and directory.name in self.refused:
             raise RuntimeError("shapes differ")
 
-    async def forget(self) -> None:
-        self.calls.append("forget")
+    async def drop_caches(self) -> None:
+        self.calls.append("drop_caches")
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -91,7 +91,7 @@ def test_a_policy_is_loaded_between_a_pause_and_a_resume(layout: RunLayout) -> N
         assert manifest.version == engine.ledger.current == 1
 
     assert run(layout, engine, scenario) == []
-    assert engine.calls == ["pause", "load step_1", "forget", "resume"]
+    assert engine.calls == ["pause", "load step_1", "drop_caches", "resume"]
 
 
 def test_the_start_weights_are_version_0_again(layout: RunLayout) -> None:
@@ -104,7 +104,7 @@ def test_the_start_weights_are_version_0_again(layout: RunLayout) -> None:
         assert engine.ledger.current == 0
 
     run(layout, engine, scenario)
-    assert engine.calls[4:] == ["pause", "load start", "forget", "resume"]
+    assert engine.calls[4:] == ["pause", "load start", "drop_caches", "resume"]
 
 
 def test_a_directory_that_is_not_whole_does_not_even_pause_the_engine(layout: RunLayout) -> None:
@@ -131,7 +131,7 @@ def test_a_failed_load_brings_the_policy_before_back_and_resumes(layout: RunLayo
         assert loader.policy.version == engine.ledger.current == 1
 
     assert run(layout, engine, scenario) == []
-    assert engine.calls[4:] == ["pause", "load step_2", "load step_1", "forget", "resume"]
+    assert engine.calls[4:] == ["pause", "load step_2", "load step_1", "drop_caches", "resume"]
 
 
 def test_an_engine_that_cannot_go_back_stays_paused_and_is_reported_broken(layout: RunLayout) -> None:
@@ -155,7 +155,7 @@ def test_loads_at_the_same_time_happen_one_after_the_other(layout: RunLayout) ->
                 tasks.create_task(loader.load(layout.weights_step(version)), name=f"load {version}")
 
     run(layout, engine, scenario)
-    assert engine.calls == ["pause", "load step_1", "forget", "resume", "pause", "load step_2", "forget", "resume"]
+    assert engine.calls == ["pause", "load step_1", "drop_caches", "resume", "pause", "load step_2", "drop_caches", "resume"]
 
 
 def publish_adapter(layout: RunLayout, version: int, *, base: str) -> None:

@@ -53,6 +53,7 @@ class WorkerClient:
         self._channel = channel
         self._calls = PendingCalls(channel.post)
         self._info: asyncio.Future[EnvironmentInfo] = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.Event()
         self._watching = asyncio.create_task(self._watch(), name=f"{name}-watch")
 
     @classmethod
@@ -121,8 +122,11 @@ class WorkerClient:
         return (await self._calls.call(make_order, PromptFound)).messages
 
     async def ended(self) -> str:
-        """Wait until the process is gone; return how it ended, as the end of a sentence."""
-        await asyncio.shield(self._watching)
+        """Wait until the process is gone; return how it ended, as the end of a sentence.
+
+        It returns before the calls in flight fail, so that the pool gives no retry of theirs to this worker.
+        """
+        await self._ended.wait()
         return self._process.describe_end()
 
     def status(self, *, num_restarts: int) -> WorkerStatus:
@@ -173,6 +177,7 @@ class WorkerClient:
         await exiting
         await self._channel.aclose()
         self.pulses.close()
+        self._ended.set()
         loss = f"the worker of environment {self.name!r} (pid {self.pid}) {self._process.describe_end()}"
         self._calls.fail_all(loss)
         if not self._info.done():

@@ -9,7 +9,7 @@ from trivet.wire.workers import PULSE_INTERVAL_S, Pulse
 
 _PULSE_BYTES = 65_536
 """More than a pulse has: what does not fit would be cut off."""
-_LATE_S = 3 * PULSE_INTERVAL_S
+_BLOCKED_AFTER_S = 3 * PULSE_INTERVAL_S
 """A worker counts as blocked when no pulse came, or its event loop did not turn, for longer than this. One late pulse is common
 on a busy machine."""
 _MAX_LAGS = 36_000
@@ -56,7 +56,7 @@ class PulseMonitor:
         if self._newest is None:
             return 0.0
         silent_s, loop_age_s = self._silent_for_s(), self._newest.loop_age_s
-        return loop_age_s + silent_s if max(silent_s, loop_age_s) > _LATE_S else 0.0
+        return loop_age_s + silent_s if max(silent_s, loop_age_s) > _BLOCKED_AFTER_S else 0.0
 
     def restart_silence(self) -> None:
         """Count the worker's silence from now: the pool itself did not run for a while, so it could not hear a pulse."""

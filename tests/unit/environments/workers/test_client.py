@@ -76,6 +76,30 @@ def test_a_process_that_outlives_its_channel_is_ended(tmp_path):
     play(scenario, tmp_path)
 
 
+def test_the_pool_hears_of_the_end_before_a_caller_can_retry(tmp_path):
+    async def scenario(client: WorkerClient, worker_end: Channel, stand_in: StandInProcess) -> None:
+        heard: list[str] = []
+
+        async def call() -> None:
+            with pytest.raises(WorkerLost):
+                await client.prompt(split=Split.TRAIN, example_id=0)
+            heard.append("caller")
+
+        async def keep_alive() -> None:
+            await client.ended()
+            heard.append("pool")
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(call())
+            tasks.create_task(keep_alive())
+            await asyncio.sleep(0.1)
+            stand_in.exit(7)
+            await worker_end.aclose()
+        assert heard == ["pool", "caller"]
+
+    play(scenario, tmp_path)
+
+
 def test_an_environment_that_cannot_be_loaded_is_reported(tmp_path):
     async def scenario(client: WorkerClient, worker_end: Channel, stand_in: StandInProcess) -> None:
         await worker_end.send(WorkerAnswer(body=EnvironmentLoadFailed(message="no such module")))

@@ -1,7 +1,7 @@
-"""Tells the trainer of a live run which policies `eval` still needs, so that retention leaves them.
+"""Tells the trainer of a live run which policies `eval` still needs, so that retention keeps them.
 
-What it says counts for some minutes and is said again while it holds: an evaluation that is killed does not keep anything for ever.
-Only the weights directory of a run is written to, and only where the run's own readers are.
+An acknowledgement expires after some minutes and is renewed until then: a killed evaluation does not keep policies for ever. Only
+a run's weights directory is written to, and only where its own readers write.
 """
 
 import asyncio
@@ -18,14 +18,16 @@ from trivet.wire.versions import PolicyVersion
 logger = logging.getLogger(__name__)
 
 _LIFETIME_S = 600.0
-_REPEAT_S = 60.0
+"""After this time an acknowledgement expires. A renewal may fail nine times before."""
+_RENEW_INTERVAL_S = 60.0
 
 
 class WeightsReader:
-    """
+    """This evaluation among the readers of a run's policies.
+
     >>> reader = WeightsReader(weights_dir)
     >>> reader.need(10)
-    >>> saying = tasks.create_task(reader.run())
+    >>> renewing = tasks.create_task(reader.run())
     >>> reader.close()
     """
 
@@ -37,7 +39,7 @@ class WeightsReader:
         self._needed: int | None = None
 
     def need(self, step: int) -> None:
-        """The policy of `step` and all that are newer are needed, older ones no more."""
+        """Have the policy of `step` and all newer ones kept, and release older ones."""
         self._needed = step
         if self._layout is None or not self._layout.readers.is_dir():
             return
@@ -50,14 +52,14 @@ class WeightsReader:
             self._layout = None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Renew the acknowledgement, until cancelled."""
         while True:
-            await self._sleep(_REPEAT_S)
+            await self._sleep(_RENEW_INTERVAL_S)
             if self._needed is not None:
                 self.need(self._needed)
 
     def close(self) -> None:
-        """May be called again."""
+        """Release every policy. May be called again."""
         if self._layout is not None:
             forget_reader(self._layout, self._name)
         self._layout = None
