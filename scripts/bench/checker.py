@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.made_run import make_run, write_weights
 from support.mutations import Outcome, judge_many, shares
 from trivet.checkpoints.commit import commit
-from trivet.checkpoints.halves import ORCHESTRATOR, TRAINER, begin_half, finish_half
+from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals
 from trivet.orchestrator.sampler import SamplerState
 from trivet.telemetry.events import ChainLink, decode_event, seal
 from trivet.weights.publish import publish
@@ -95,15 +95,15 @@ def write_run(layout: RunLayout, *, num_groups: int) -> int:
     manifest = publish(
         layout, version=PolicyVersion(num_steps), run_id="run", write=lambda directory: write_weights(directory, b"weights")
     )
-    half = OrchestratorHalf(
+    part = OrchestratorPart(
         progress=RunTotals(step=Step(num_steps)),
         sampler=SamplerState(next_group_id=GroupId(num_steps * GROUPS_PER_BATCH)),
         buffer=BufferState(),
         rollouts_per_example=2,
     )
-    for name, content in ((ORCHESTRATOR, encode(half)), (TRAINER, b"shards")):
-        (begin_half(layout, Step(num_steps), name) / "state.msgpack").write_bytes(content)
-        finish_half(layout, Step(num_steps), name)
+    for name, content in ((ORCHESTRATOR, encode(part)), (TRAINER, b"shards")):
+        (begin_part(layout, Step(num_steps), name) / "state.msgpack").write_bytes(content)
+        finish_part(layout, Step(num_steps), name)
     record = commit(layout, Step(num_steps), run_id="run")
     last = {ORCHESTRATOR: ChainLink(), TRAINER: ChainLink()}
     offset = count = 0

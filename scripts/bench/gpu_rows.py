@@ -117,7 +117,7 @@ def measure(
     flags = case_flags(case, directory=directory, output_json=output_json, is_cuda=is_cuda, extra=extra)
     print(f"{case.name}: {case.command} {' '.join(flags)}", flush=True)
     done = subprocess.run(
-        [sys.executable, "-m", f"trivet.launcher.{case.command}", *flags],
+        [sys.executable, "-m", f"trivet.launcher.commands.{case.command}", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -44,12 +44,12 @@ from trivet.environments.sampling import request_arguments
 from trivet.environments.trajectories import Turn, to_samples
 from trivet.lifetime import die_with_parent
 from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, RunDrawnGroup, group_runner
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.orchestrator.waker import Waker
 from trivet.secret import RunSecret
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
@@ -179,7 +179,7 @@ def run_loop(
     def on_step(loop: Loop) -> dict[str, float]:
         times.append(time.perf_counter())
         loop.dispatcher.version = POLICIES.version = PolicyVersion(loop.progress.step)
-        loop.dispatcher.waker.ring()
+        loop.dispatcher.changed.notify()
         return {}
 
     async def measure() -> None:
@@ -188,7 +188,7 @@ def run_loop(
         try:
             loop = make_loop(config, run_group, sender, telemetry, examples)
             loop.gauges = lambda: on_step(loop)
-            loop.beside = {"watched": lambda: watched.run(loop.dispatcher)}
+            loop.background_tasks = {"watched": lambda: watched.run(loop.dispatcher)}
             started = time.perf_counter()
             await loop.run()
             watched.whole_rate = batch_size * len(times) / (times[-1] - started)
@@ -207,7 +207,7 @@ def make_loop(
     config: OrchestratorConfig, run_group: RunDrawnGroup, sender: ZmqSender, telemetry: Telemetry, examples: list[str]
 ) -> Loop:
     """Put a loop together as the orchestrator does."""
-    changed = Waker()
+    group_ended = ChangeEvent()
     buffer = GroupBuffer(
         write_event=telemetry.write_event,
         online_difficulty_filtering=False,
@@ -221,7 +221,7 @@ def make_loop(
         servers=OneServer(),
         advantage=mean_baseline,
         limits=Limits.of(config),
-        on_change=changed.ring,
+        on_group_end=group_ended.notify,
     )
     POLICIES.version, POLICIES.step = PolicyVersion(0), Step(1)
     watcher: PolicyWatcher = POLICIES  # type: ignore[assignment]  # acts as one
@@ -235,7 +235,7 @@ def make_loop(
         watcher=watcher,
         sender=sender,
         telemetry=telemetry,
-        changed=changed,
+        group_ended=group_ended,
     )
 
 

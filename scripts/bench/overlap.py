@@ -62,7 +62,7 @@ async def follow(published: Connection, loop: Loop) -> None:
             await asyncio.sleep(0.005)
             continue
         loop.dispatcher.version = POLICIES.version = PolicyVersion(published.recv())
-        loop.dispatcher.waker.ring()
+        loop.dispatcher.changed.notify()
 
 
 def step_seconds(level: int, *, generate_s: float, train_s: float, num_steps: int, directory: Path) -> float:
@@ -90,7 +90,7 @@ def step_seconds(level: int, *, generate_s: float, train_s: float, num_steps: in
         try:
             loop = make_loop(config, run_group, sender, telemetry, EXAMPLES)
             loop.gauges = lambda: times.append(time.perf_counter()) or {}
-            loop.beside = {"policies": lambda: follow(published, loop)}
+            loop.background_tasks = {"policies": lambda: follow(published, loop)}
             await loop.run()
         finally:
             await sender.aclose()

@@ -5,7 +5,7 @@ wrong. Each fault of a schedule happens once per run: what has happened is in a 
 restarted role does not meet it again. The points, in the order of a step:
 
 dispatch            .before .after            orchestrator: a group is drawn, its event is written
-orchestrator_half   .before .during .after    orchestrator: its half of a checkpoint
+orchestrator_half   .before .during .after    orchestrator: its part of a checkpoint
 batch_send          .before .during .after    orchestrator: before the first try, after a try, once acknowledged
 batch_acknowledge   .before .after            trainer: a message arrived, its reply goes out; messages can be lost or doubled
 optimizer_step      .before .during .after    trainer, every rank: during is between gradients and the step

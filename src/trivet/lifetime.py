@@ -1,7 +1,7 @@
 """Ties a process to its parent, so that no violent end leaves one behind (design invariant 7).
 
 Called first thing by every process that another of ours starts: roles, trainer ranks, engine workers, environment workers.
-As a program, `python -m trivet.lifetime [--parent PID] COMMAND…` ties itself and becomes COMMAND: what takes seconds to import
+As a program, `python -m trivet.lifetime --parent PID COMMAND…` ties itself and becomes COMMAND: what takes seconds to import
 is then tied from its first moment. Linux only; elsewhere nothing is tied.
 """
 
@@ -12,8 +12,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing import parent_process
-from pathlib import Path
 
+from trivet.process_table import process_exists, read_processes
 from trivet.stacks import ignore_until_listening
 
 _PR_SET_PDEATHSIG = 1
@@ -43,8 +43,10 @@ def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None =
     """
     expected = os.getppid() if parent is None else parent
     _prctl(_PR_SET_PDEATHSIG, signal_number)
+    # A process of multiprocessing's fork server is not a child of its starter, so a look at the parent's pid is not enough.
     starter = parent_process()
-    if os.getppid() != expected or (starter is not None and not _exists(starter.pid)):
+    has_starter_ended = starter is not None and starter.pid is not None and not process_exists(starter.pid)
+    if os.getppid() != expected or has_starter_ended:
         os.kill(os.getpid(), signal_number)
 
 
@@ -78,35 +80,13 @@ def end_session(leader: int) -> int:
     Returns:
         How many there were.
     """
-    members = [pid for pid in _all_pids() if _session_of(pid) == leader]
-    for pid in members:
+    pids = [pid for pid, entry in read_processes().items() if entry.session == leader]
+    for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    return len(members)
-
-
-def _all_pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except (ProcessLookupError, PermissionError):
-        return None
-
-
-def _exists(pid: int | None) -> bool:
-    """A process of multiprocessing's fork server is not a child of its starter, so a look at the parent's pid is not enough."""
-    try:
-        os.kill(pid or 0, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return len(pids)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -119,10 +99,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    command, parent = list(argv), None
-    if command[0] == "--parent":
-        parent, command = int(command[1]), command[2:]
-    die_with_parent(parent=parent)
+    """Tie this process to its parent and become the command: `--parent PID COMMAND…`."""
+    _, parent, *command = argv
+    die_with_parent(parent=int(parent))
     ignore_until_listening()
     os.execvp(command[0], command)
 

@@ -16,7 +16,7 @@ def rl() -> int:
 
 
 def vf_rl() -> int:
-    return run_command("trivet.launcher.vf_rl")
+    return run_command("trivet.dialects.vf_rl")
 
 
 def sft() -> int:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from trivet.checkpoints.commit import committed_steps
-from trivet.checkpoints.halves import TRAINER
+from trivet.checkpoints.parts import TRAINER
 from trivet.config.layout import RunLayout
 from trivet.config.sections.sft import SftConfig
 from trivet.errors import BatchError
@@ -37,7 +37,7 @@ def write_slowly(exporter: Exporter, directory: Path, weights: dict[str, torch.T
 def fail_in_step_2(session: Session) -> None:
     session.progress.step = 1
     session.publish(Step(1))
-    session.save(Step(1), halves=(TRAINER,))
+    session.save(Step(1), parts=(TRAINER,))
     with session.failing_together():
         if session.world.is_main:
             assert published_versions(session.layout) == []

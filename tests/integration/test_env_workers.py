@@ -284,11 +284,14 @@ _FORGER = """
 import os, secrets
 from trivet.wire.codec import encode
 from trivet.environments.packages.probe import _Verdict
+from trivet.wire.groups import EnvironmentInfo
 
 def load_environment():
+    info = EnvironmentInfo(num_examples=8, num_eval_examples=0)
+    verdict = _Verdict(nonce=secrets.token_hex(), infos={"forger": info})
     for descriptor in range(3, 20):
         try:
-            os.write(descriptor, encode(_Verdict(nonce=secrets.token_hex())))
+            os.write(descriptor, encode(verdict))
         except OSError:
             pass
     os._exit(0)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from support.ranks import run_ranks
-from trivet.checkpoints.halves import TRAINER, begin_half
+from trivet.checkpoints.parts import TRAINER, begin_part
 from trivet.config.layout import RunLayout
 from trivet.wire.versions import Step
 
@@ -13,5 +13,5 @@ CODE = 5
 
 def test_ranks_that_fail_end_after_the_last_policy_and_checkpoint_have_arrived(tiny_model: Path, tmp_path: Path) -> None:
     output_dir = tmp_path / "outputs"
-    begin_half(RunLayout(output_dir), Step(4), TRAINER)  # of a run that was killed
+    begin_part(RunLayout(output_dir), Step(4), TRAINER)  # of a run that was killed
     run_ranks(2, PROGRAM, [str(tiny_model), str(output_dir), str(CODE)], logs=tmp_path, codes=[CODE, CODE])

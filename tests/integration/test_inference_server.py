@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import psutil
@@ -36,17 +37,17 @@ def test_every_reload_serves_exactly_the_weights_of_its_directory(
         async with aclosing(open_client(inference_server + "/v1", timeout_s=240)) as client:
             start = describe_start_model(tiny_model)
             assert await client.model_name() == str(tiny_model)
-            assert (await client.policy()).digest == start.digest
+            assert (await client.served_policy()).digest == start.digest
             await assert_serves(client, tiny_model)
             layout = RunLayout(tmp_path)
             for version in (1, 2):
                 manifest = publish_tiny_model(layout, version=version)
                 status = await client.update_weights(layout.weights_step(version))
                 assert (status.version, status.digest) == (version, manifest.digest)
-                assert await client.policy() == status
+                assert await client.served_policy() == status
                 await assert_serves(client, layout.weights_step(version))
             assert (await client.reload_weights()).version == 0
-            assert (await client.policy()).digest == start.digest
+            assert (await client.served_policy()).digest == start.digest
             await assert_serves(client, tiny_model)
 
     asyncio.run(scenario())
@@ -104,10 +105,23 @@ def test_a_directory_that_is_not_whole_is_refused_and_the_old_policy_goes_on(
                 await client.update_weights(layout.weights_step(1))
             with pytest.raises(InferenceError, match=r"409: .*was not published completely"):
                 await client.update_weights(layout.weights_step(2))
-            assert (await client.policy()).version == 0
+            assert (await client.served_policy()).version == 0
             await assert_serves(client, tiny_model)
 
     asyncio.run(scenario())
+
+
+def test_weights_from_elsewhere_are_not_read(inference_server: str) -> None:
+    async def scenario(elsewhere: Path) -> None:
+        async with aclosing(open_client(inference_server, timeout_s=240)) as client:
+            layout = RunLayout(elsewhere)
+            publish_tiny_model(layout, version=1)
+            with pytest.raises(InferenceError, match=r"409: .*is not below .*inference\.server\.weight_dirs"):
+                await client.update_weights(layout.weights_step(1))
+            assert (await client.policy()).version == 0
+
+    with TemporaryDirectory() as elsewhere:  # pytest's own directories are among the server's weight_dirs
+        asyncio.run(scenario(Path(elsewhere)))
 
 
 def test_a_policy_that_the_engine_cannot_load_leaves_the_old_one_served(
@@ -122,7 +136,7 @@ def test_a_policy_that_the_engine_cannot_load_leaves_the_old_one_served(
             write_json_atomically(layout.weights_step(1) / MANIFEST, manifest)
             with pytest.raises(InferenceError, match=r"500: .*policy 0 is served again"):
                 await client.update_weights(layout.weights_step(1))
-            assert (await client.policy()).version == 0
+            assert (await client.served_policy()).version == 0
             await assert_serves(client, tiny_model)
 
     asyncio.run(scenario())

@@ -56,7 +56,7 @@ def test_a_published_adapter_answers_for_the_policy_and_takes_the_place_of_the_o
                 manifest = publish_adapter(layout, base=tiny_model, version=version)
                 status = await client.update_weights(layout.weights_step(version))
                 assert (status.version, status.digest) == (version, manifest.digest)
-                assert await client.policy() == status
+                assert await client.served_policy() == status
                 merged = write_merged(tmp_path / f"merged_{version}", adapter=layout.weights_step(version), base=tiny_model)
                 await assert_serves(client, merged)
             assert (await client.reload_weights()).digest == describe_start_model(tiny_model).digest
@@ -128,7 +128,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_policy_before_served(server: st
                 await client.update_weights(layout.weights_step(2))
             with pytest.raises(InferenceError, match=r"409: .*is an adapter for .*other, and this server serves"):
                 await client.update_weights(layout.weights_step(3))
-            assert (await client.policy()).version == 1
+            assert (await client.served_policy()).version == 1
             await assert_serves(client, merged)
 
     asyncio.run(scenario())

@@ -13,7 +13,7 @@ from support.processes import assert_all_gone, assert_named_in_time, descendants
 from support.rl_run import Run
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
 from trivet.history.check import check_run
-from trivet.history.words import describe
+from trivet.history.describe_report import describe_report
 from trivet.telemetry.events import read_events
 from trivet.wire.events import Restart, Start, Stop
 from trivet.wire.status import RunState, RunStatus
@@ -54,7 +54,7 @@ def wait_for_restart(run: Run, number: int) -> RunStatus:
 
 def assert_proven(layout: RunLayout) -> None:
     report = check_run(layout)
-    assert not report.breaches, describe(report, events=layout.events)
+    assert not report.breaches, describe_report(report, events=layout.events)
 
 
 def test_a_run_completes_although_each_role_is_lost_once(run: Run) -> None:

@@ -140,7 +140,7 @@ def test_vf_rl_attaches_to_its_session_runs_and_ends_with_the_trainings_exit_cod
     terminal = Terminal(
         tmp_path,
         sockets,
-        [sys.executable, "-m", "trivet.launcher.vf_rl", "@", str(file), "-s", "mine"],
+        [sys.executable, "-m", "trivet.dialects.vf_rl", "@", str(file), "-s", "mine"],
         {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"},
     )
     wait_until(
@@ -162,7 +162,7 @@ def test_vf_rl_attaches_to_its_session_runs_and_ends_with_the_trainings_exit_cod
 
 def test_the_tutorials_keys_train_all_weights_without_tmux(tmp_path: Path, tiny_model: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "trivet.launcher.vf_rl", "@", str(write(tmp_path, tiny_model, more=TUTORIAL)), "--no-tmux"],
+        [sys.executable, "-m", "trivet.dialects.vf_rl", "@", str(write(tmp_path, tiny_model, more=TUTORIAL)), "--no-tmux"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ENVIRONMENTS), "WANDB_MODE": "offline"},
         capture_output=True,

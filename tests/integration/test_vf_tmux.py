@@ -19,7 +19,7 @@ VF_RL = """
 import sys
 from pathlib import Path
 from trivet.config.layout import RunLayout
-from trivet.launcher.vf_tmux import run_in_tmux
+from trivet.dialects.vf_tmux import run_in_tmux
 
 sys.exit(run_in_tmux([sys.executable, "-c", sys.argv[1]], session="mine", layout=RunLayout(Path("out"))))
 """

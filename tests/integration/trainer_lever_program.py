@@ -25,7 +25,7 @@ from trivet.config.sections.model import (
     TrainerModelConfig,
 )
 from trivet.config.sections.trainer import AdamWConfig, ConstantSchedule
-from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.losses.custom import SampleInputs, SampleLoss
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.export import gather_weights
@@ -144,16 +144,16 @@ def run_steps(learner: Learner, oracle: ModuleType, *, first: int, last: int) ->
         train_step(learner, rows, step=step)
 
 
-def resume(model_dir: str, oracle: ModuleType, world: World, half: Path, *, lever: dict[str, Any]) -> dict[str, Any]:
+def resume(model_dir: str, oracle: ModuleType, world: World, part: Path, *, lever: dict[str, Any]) -> dict[str, Any]:
     """Weights of a run of four steps, and of one that was saved after the second and went on from there."""
     unbroken = make_learner(model_dir, world, lr=1e-3, lever=lever)
     run_steps(unbroken, oracle, first=1, last=2)
-    half.mkdir(parents=True, exist_ok=True)
+    part.mkdir(parents=True, exist_ok=True)
     barrier(world)
-    write_state(half, state_of(unbroken, TrainerProgress(step=2)), world.control)
+    write_state(part, state_of(unbroken, TrainerProgress(step=2)), world.control)
     run_steps(unbroken, oracle, first=3, last=4)
     resumed = make_learner(model_dir, world, lr=1e-3, lever=lever)
-    first = load_half(half, resumed).step + 1
+    first = load_part(part, resumed).step + 1
     if lever.get("optim_cpu_offload"):
         return_state(resumed.optimizer)
     run_steps(resumed, oracle, first=first, last=4)
@@ -193,7 +193,7 @@ def run_all(model_dir: str, oracle: ModuleType, directory: Path, world: World) -
         "start": measure_start(model_dir, world),
         "gradients": measure(model_dir, oracle, world, levers=default_levers(world)),
         "resumed": {
-            name: resume(model_dir, oracle, world, directory / f"half-{world.size}-{index}", lever=lever)
+            name: resume(model_dir, oracle, world, directory / f"part-{world.size}-{index}", lever=lever)
             for index, (name, lever) in enumerate(RESUMED.items())
         },
     }

@@ -17,7 +17,7 @@ from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.sections.trainer import ConstantSchedule, TrainerModelConfig
-from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.export import gather_weights
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
@@ -100,22 +100,22 @@ def train(
     model_dir: str,
     oracle: ModuleType,
     world: World,
-    half: Path,
+    part: Path,
     *,
     is_resumed: bool,
     lora: LoRAConfig | None,
     optim: OptimizerConfig,
 ) -> dict:
     learner = make_learner(model_dir, world, optim=optim, loss=LOSSES["token"], lora=lora)
-    first = load_half(half, learner).step + 1 if is_resumed else 1
+    first = load_part(part, learner).step + 1 if is_resumed else 1
     losses = {}
     for step in range(first, 7):
         rows = [oracle.make_row([example]) for example in oracle.make_examples(count=5, vocab_size=100, seed=step)]
         losses[step] = train_step(learner, rows, step=step).loss
         if step == 3:
-            half.mkdir(exist_ok=True)
+            part.mkdir(exist_ok=True)
             barrier(world)
-            write_state(half, state_of(learner, TrainerProgress(step=3)), world.control)
+            write_state(part, state_of(learner, TrainerProgress(step=3)), world.control)
     weights = gather_weights(learner.model, dtype=torch.float32, keep=world.is_main)
     return {"losses": losses, "weights": weights}
 
@@ -129,8 +129,8 @@ def run_tasks(model_dir: str, oracle: ModuleType, tasks: list[str], world: World
         if kind == "gradients":
             results = measure_gradients(model_dir, oracle, world, lora=lora)
         else:
-            half = directory / (f"{prefix}-half" if prefix else "half")
-            results = train(model_dir, oracle, world, half, is_resumed=kind == "resume", lora=lora, optim=optim)
+            part = directory / (f"{prefix}-part" if prefix else "part")
+            results = train(model_dir, oracle, world, part, is_resumed=kind == "resume", lora=lora, optim=optim)
         if world.is_main:
             torch.save(results, directory / f"{task}_{world.size}.pt")
 

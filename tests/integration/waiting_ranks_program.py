@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from trivet.trainer.loop import have_others_wait, receive
+from trivet.trainer.loop import extend_wait_of_ranks, receive
 from trivet.trainer.ranks.world import World, open_world
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.rollouts import GroupId
@@ -27,7 +27,7 @@ class LateBatch:
         until = time.monotonic() + 1.5 * TIMEOUT_S
         while time.monotonic() < until:
             time.sleep(TIMEOUT_S / 10)
-            have_others_wait(self._world)
+            extend_wait_of_ranks(self._world)
         return BATCH
 
     def close(self) -> None:

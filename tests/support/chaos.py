@@ -222,7 +222,7 @@ class ChaosRun:
             assert time.monotonic() < deadline, f"no end after {self.timeout_s:g} s: {self.run.output[-6000:]}"
             self._look(process.pid)
             time.sleep(_POLL_S)
-        self._make_room()
+        self._free_the_disk()
         self._read_events()
         self._let_go_on(now=float("inf"))
         assert_all_gone(list(self._family), timeout_s=15.0)
@@ -241,9 +241,9 @@ class ChaosRun:
             self._react(record, launcher)
         self._let_go_on(now=now)
         if now > self._room_at:
-            self._make_room()
+            self._free_the_disk()
 
-    def _make_room(self) -> None:
+    def _free_the_disk(self) -> None:
         self._room_at = float("inf")
         if self.disk is not None:
             (self.disk / _BALLAST).unlink(missing_ok=True)

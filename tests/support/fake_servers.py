@@ -27,9 +27,9 @@ class FakeServers:
     async def is_at_fault(self, root: str) -> bool:
         return root in self.at_fault
 
-    async def bring(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
+    async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
         self.loaded.append(policy)
         return replace(policy, digest=policy.digest or "start")
 
-    async def load(self, policy: TargetPolicy) -> None:
+    async def ensure_policy(self, policy: TargetPolicy) -> None:
         self.loaded.append(policy)

@@ -9,12 +9,12 @@ from random import Random
 from support.groups import make_draw, make_sample
 from support.histories import MAX_OFF_POLICY_STEPS, RunMaker, replay_events, write_events
 from trivet.checkpoints.commit import commit
-from trivet.checkpoints.halves import ORCHESTRATOR, TRAINER, begin_half, finish_half
+from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.durable import write_json_atomically
 from trivet.launcher.run_directory import RunRecord
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import SamplerState
 from trivet.weights.publish import publish
@@ -88,7 +88,7 @@ def write_checkpoint(layout: RunLayout, events: Sequence[AnyEvent], step: int) -
     """Commit `step` with what lives in the history when its batch is formed; returns the record's digest."""
     formed = max(place for place, event in enumerate(events) if isinstance(event, BatchFormed) and event.step == step)
     owed = replay_events(events[: formed + 1]).groups.live
-    half = OrchestratorHalf(
+    part = OrchestratorPart(
         progress=RunTotals(step=Step(step)),
         sampler=SamplerState(next_group_id=owed.next_group_id),
         buffer=BufferState(
@@ -97,9 +97,9 @@ def write_checkpoint(layout: RunLayout, events: Sequence[AnyEvent], step: int) -
         ),
         rollouts_per_example=2,
     )
-    for name, content in ((ORCHESTRATOR, encode(half)), (TRAINER, b"shards")):
-        (begin_half(layout, Step(step), name) / "state.msgpack").write_bytes(content)
-        finish_half(layout, Step(step), name)
+    for name, content in ((ORCHESTRATOR, encode(part)), (TRAINER, b"shards")):
+        (begin_part(layout, Step(step), name) / "state.msgpack").write_bytes(content)
+        finish_part(layout, Step(step), name)
     return commit(layout, Step(step), run_id="run").digest
 
 

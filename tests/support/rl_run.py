@@ -14,7 +14,7 @@ from support.processes import descendants_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
 from trivet.launcher.processes import show_stacks
 from trivet.launcher.supervision.stall import describe, pids_of
-from trivet.telemetry.progress import read_report
+from trivet.telemetry.process_report import read_report
 
 _STACKS_WITHIN_S = 2.0
 ENVIRONMENTS = Path(__file__).parent / "environments"

@@ -21,13 +21,13 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.orchestrator.waker import Waker
 from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
 from trivet.wire.batches import Batch
@@ -96,7 +96,7 @@ class SimulatedServer:
     async def check_health(self, *, timeout_s: float) -> None:
         await self._answer(timeout_s)
 
-    async def policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
+    async def served_policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
         await self._answer(timeout_s or 300.0)
         return self.status
 
@@ -113,7 +113,7 @@ class SimulatedServer:
         self.status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
         return self.status
 
-    async def load(self) -> ServerLoad:
+    async def server_load(self) -> ServerLoad:
         await self._answer(30.0)
         return ServerLoad(num_running=min(self.num_running, 4), num_waiting=0, cache_usage=0.5, num_preemptions=0)
 
@@ -258,10 +258,10 @@ class SimulatedRun:
         await self.pool.start()
         await self.loop.watcher.start_from_base(reload=True)
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._trainer.run())]
-            beside += [tasks.create_task(trouble) for trouble in self._troubles()]
+            background = [tasks.create_task(self._trainer.run())]
+            background += [tasks.create_task(trouble) for trouble in self._troubles()]
             await self.loop.run()
-            for task in beside:
+            for task in background:
                 task.cancel()
 
     async def run_group(self, draw: Draw, *, base_url: str) -> list[Rollout]:
@@ -284,7 +284,7 @@ class SimulatedRun:
         ]
 
     def _make_loop(self) -> Loop:
-        config, recorder, changed = self.config, self.recorder, Waker()
+        config, recorder, group_ended = self.config, self.recorder, ChangeEvent()
         clock = asyncio.get_running_loop().time
         self.pool = ServerPool(
             config.client,
@@ -305,14 +305,14 @@ class SimulatedRun:
             servers=self.pool,
             advantage=mean_baseline,
             limits=Limits.of(config),
-            on_change=changed.ring,
+            on_group_end=group_ended.notify,
             clock=clock,
         )
-        self.pool.on_down, self.pool.on_up = dispatcher.server_down, dispatcher.waker.ring
+        self.pool.on_down, self.pool.on_up = dispatcher.server_down, dispatcher.changed.notify
 
-        def on_load(version: PolicyVersion) -> None:
+        def on_policy_served(version: PolicyVersion) -> None:
             dispatcher.version = version
-            dispatcher.waker.ring()
+            dispatcher.changed.notify()
 
         watcher = PolicyWatcher(
             layout=self._layout,
@@ -320,7 +320,7 @@ class SimulatedRun:
             max_async_level=config.max_async_level,
             is_strict=config.strict_async_level,
             timeout_s=1800.0,
-            on_load=on_load,
+            on_policy_served=on_policy_served,
             clock=clock,
             sleep=lambda seconds: asyncio.sleep(seconds * self.plan.poll_factor),
         )
@@ -335,8 +335,8 @@ class SimulatedRun:
             watcher=watcher,
             sender=self._trainer,  # type: ignore[arg-type]  # closed with the loop
             telemetry=recorder,  # type: ignore[arg-type]  # acts as one
-            changed=changed,
-            beside={"servers": self.pool.run, "load-watcher": load_watcher.run},
+            group_ended=group_ended,
+            background_tasks={"servers": self.pool.run, "load-watcher": load_watcher.run},
         )
 
     def _troubles(self) -> Iterator["asyncio._CoroutineLike[None]"]:

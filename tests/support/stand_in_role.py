@@ -4,7 +4,6 @@
 On SIGUSR1 the orchestrator has the trainer end after its step, as the real one does, and ends itself.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,8 +11,9 @@ import time
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
+from trivet.lifetime import tied_command
 from trivet.listening import listen
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 
 _SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 _IGNORING = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"]
@@ -28,16 +28,12 @@ def main(name: str, behaviour: str, port: int, attempt: int) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if name == "orchestrator":
         signal.signal(signal.SIGUSR1, lambda *_: _LAST_BATCH.touch())
-    progress.start_reports(RunLayout(Path.cwd()), role=name, attempt=attempt)
-    command = (
-        _IGNORING
-        if behaviour == "loose-child"
-        else [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), *_SLEEPER]
-    )
+    process_report.start_reports(RunLayout(Path.cwd()), role=name, attempt=attempt)
+    command = _IGNORING if behaviour == "loose-child" else tied_command(_SLEEPER)
     subprocess.Popen(command, start_new_session=True)
     with listen("127.0.0.1", port):
         print(f"12:00:00 SUCCESS Step 1 | {name}", flush=True)
-        progress.note(step=1)
+        process_report.set_numbers(step=1)
         Path(f"{name}.up").write_text(str(attempt))
         while not Path(f"{name}.go").exists():
             time.sleep(0.02)

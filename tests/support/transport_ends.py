@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 import numpy as np
 import zmq
 
+from support.memory_transport import MemoryReceiver, MemorySender
 from support.processes import find_free_port
 from trivet.config.sections.shared import TransportConfig
 from trivet.secret import RunSecret
-from trivet.transport.memory import MemoryReceiver, MemorySender
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender, derive_keys
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 

@@ -17,7 +17,7 @@ from trivet.tools.cli import main
 COMMANDS = {
     "rl": "trivet.launcher.commands.rl",
     "sft": "trivet.launcher.commands.sft",
-    "vf-rl": "trivet.launcher.vf_rl",
+    "vf-rl": "trivet.dialects.vf_rl",
     "eval": "trivet.evaluation.main",
     "inference": "trivet.inference.main",
     "orchestrator": "trivet.orchestrator.main",

@@ -1,5 +1,6 @@
 """What the documentation names exists: keys, commands, scripts and files."""
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.tools.cli import TOOLS
 
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.name != "configuration.md"]
@@ -101,6 +102,28 @@ def test_the_links_of_the_readme_lead_somewhere():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_the_page_on_architecture_names_code_that_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    walks = text[text.index("## To change") : text.index("## Packages")]
+    named = re.findall(r"`([a-z_/]+(?:/|\.py))(?::([\w.]+))?`", walks)
+    assert len(named) > 60
+    missing = [f"{path}:{name}" for path, name in named if not is_defined(ROOT / "src" / "trivet" / path, name)]
+    assert not missing
+
+
+def is_defined(path: Path, name: str) -> bool:
+    """Whether the file, or the directory, exists and defines `name`: a function, a class, or a method as `Class.method`."""
+    if not name:
+        return path.exists()
+    body = ast.parse(path.read_text()).body if path.is_file() else []
+    for part in name.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        if not found:
+            return False
+        body = getattr(found[0], "body", [])
+    return True
+
+
 def test_the_page_on_architecture_shows_the_packages_and_their_layers():
     text = (ROOT / "docs" / "architecture.md").read_text()
     table = re.findall(r"^\| (`[a-z_`, ]+) \|", text[text.index("## Packages") :], re.MULTILINE)
@@ -111,4 +134,4 @@ def test_the_page_on_architecture_shows_the_packages_and_their_layers():
     layers = [set(re.findall(r"[a-z_]+", layer)) for layer in shown.split("<")]
     tested = re.search(r"^LAYERS = (\[.*?^\])", (ROOT / "tests/unit/test_imports.py").read_text(), re.MULTILINE | re.DOTALL)
     assert tested
-    assert layers == [set(re.findall(r"[a-z_]+", line)) for line in re.findall(r"\{(.*?)\}", tested[1])]
+    assert layers == [set(re.findall(r"[a-z_]+", line)) for line in re.findall(r"\{(.*?)\}", tested[1], re.DOTALL)]

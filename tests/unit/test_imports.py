@@ -12,16 +12,28 @@ SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
     {"shown_text", "errors"},
-    {"stacks", "loop_lag", "durable", "closed_output", "machine", "imports", "listening"},
+    {
+        "backoff",
+        "stacks",
+        "loop_lag",
+        "durable",
+        "closed_output",
+        "machine",
+        "imports",
+        "listening",
+        "process_table",
+        "noisy_loggers",
+        "signals",
+    },
     {"lifetime", "faults", "lock", "dependencies"},
     {"startup"},
     {"wire", "disk"},
-    {"algorithms"},
+    {"algorithms", "exits"},
     {"config"},
-    {"secret"},
+    {"secret", "step_directories"},
     {"telemetry", "environments", "conversations", "client", "transport", "weights", "checkpoints", "examples"},
     {"evaluation", "inference", "trainer", "launcher"},
-    {"orchestrator"},
+    {"orchestrator", "dialects"},
     {"history"},
     {"view"},
     {"tools"},
@@ -29,12 +41,15 @@ LAYERS = [
 """Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
 
 ROLES = {"inference", "trainer", "orchestrator"}
+READERS = {"history", "view"}
+"""Packages that read what a run left behind."""
 WITHOUT_TORCH = [
     "config",
     "wire",
     "algorithms",
     "orchestrator",
     "launcher",
+    "dialects",
     "transport",
     "telemetry",
     "client",
@@ -99,6 +114,29 @@ def test_no_role_imports_a_role_and_the_launcher_imports_none():
         if unit(module_name(path)) in ROLES | {"launcher"}
         for line, name in imported_modules(path)
         if name.startswith("trivet.") and unit(name) in ROLES - {unit(module_name(path))}
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_what_reads_a_finished_run_does_not_import_the_launcher():
+    faults = [
+        f"{path.relative_to(SOURCE)}:{line} imports {name}"
+        for path in SOURCES
+        if unit(module_name(path)) in READERS
+        for line, name in imported_modules(path)
+        if name.startswith("trivet.launcher")
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_what_reads_a_run_imports_no_role():
+    """What two roles, or a role and a reader, need to know of a file lives in a package below both."""
+    faults = [
+        f"{path.relative_to(SOURCE)}:{line} imports {name}"
+        for path in SOURCES
+        if unit(module_name(path)) in {"history", "view"}
+        for line, name in imported_modules(path)
+        if name.startswith("trivet.") and unit(name) in ROLES
     ]
     assert not faults, "\n".join(faults)
 

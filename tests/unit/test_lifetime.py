@@ -8,11 +8,12 @@ import sys
 import psutil
 
 from support.processes import wait_until
+from trivet.lifetime import module_command, tied_command
 
-_WRAP = [sys.executable, "-m", "trivet.lifetime"]
 _PARENT = """
 import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), "sleep", "60"])
+from trivet.lifetime import tied_command
+child = subprocess.Popen(tied_command(["sleep", "60"]))
 print(child.pid, flush=True)
 if sys.argv[1] == "wait":
     sys.stdin.read()
@@ -51,14 +52,14 @@ def test_a_parent_that_ended_before_the_tie_is_noticed() -> None:
 
 
 def test_a_process_becomes_its_command_with_the_same_pid_and_exit_code() -> None:
-    command = [*_WRAP, "--parent", str(os.getpid()), "sh", "-c", "echo $$; exit 7"]
+    command = tied_command(["sh", "-c", "echo $$; exit 7"])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         out, _ = process.communicate()
     assert (int(out), process.returncode) == (process.pid, 7)
 
 
 def test_the_wrong_parent_ends_the_process_at_once() -> None:
-    ended = subprocess.run([*_WRAP, "--parent", "1", "sh", "-c", "exit 0"], check=False)
+    ended = subprocess.run(module_command("trivet.lifetime", "--parent", "1", "sh", "-c", "exit 0"), check=False)
     assert ended.returncode == -signal.SIGKILL
 
 

@@ -1,8 +1,9 @@
 import gc
+import os
 
 import pytest
 
-from trivet.imports import without_collections
+from trivet.imports import import_by_path, without_collections
 
 
 def test_collections_pause_for_the_imports_alone() -> None:
@@ -26,3 +27,16 @@ def test_what_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("path", ["os.path.join", "os.path:join"])
+def test_a_path_names_a_module_and_what_is_in_it(path: str) -> None:
+    assert import_by_path(path) is os.path.join
+
+
+@pytest.mark.parametrize(
+    ("path", "error"), [("no_such_library.name", ImportError), ("os.no_such_name", AttributeError), ("name", ValueError)]
+)
+def test_a_path_that_leads_nowhere_says_where_it_ends(path: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        import_by_path(path)

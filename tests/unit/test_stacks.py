@@ -1,12 +1,12 @@
 """A process says where it is, whatever it does, and what its tasks wait for."""
 
-import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from trivet.lifetime import tied_command
 from trivet.stacks import STACKS_SIGNAL
 
 BLOCKED = """
@@ -73,6 +73,6 @@ def test_a_task_is_shown_with_its_name_and_all_that_it_awaits() -> None:
 @pytest.mark.parametrize("number", [STACKS_SIGNAL, signal.SIGTERM])
 def test_a_process_that_does_not_listen_yet_ignores_what_it_is_asked(number: signal.Signals) -> None:
     program = f"import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(0.1); print('went on')"
-    tied = [sys.executable, "-m", "trivet.lifetime", "--parent", str(os.getpid()), sys.executable, "-c", program]
+    tied = tied_command([sys.executable, "-c", program])
     done = subprocess.run(tied, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout == "went on\n") is (number == STACKS_SIGNAL)

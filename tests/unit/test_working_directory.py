@@ -71,3 +71,9 @@ def test_one_place_says_how_a_module_is_run() -> None:
         str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if re.search(r'"-m",\s*f?"trivet', path.read_text())
     ]
     assert spelled == []
+
+
+def test_one_place_says_how_a_process_is_tied_to_its_parent() -> None:
+    """Whoever starts a tied process without `tied_command` spells its arguments a second time."""
+    spelled = [str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if '"trivet.lifetime"' in path.read_text()]
+    assert spelled == ["lifetime.py"]

@@ -1,4 +1,4 @@
-"""The one commit of a checkpoint, which halves there are to go back to, and what a run that goes back removes.
+"""The one commit of a checkpoint, which parts there are to go back to, and what a run that goes back removes.
 
 Only the trainer commits. A checkpoint exists once COMMITTED does; whatever lacks it is ignored and removed on resume.
 """
@@ -10,8 +10,8 @@ from importlib.metadata import version
 
 import msgspec
 
-from trivet.checkpoints.halves import HALVES, TRAINER, is_half_done, read_listing, staging_directory
-from trivet.config.layout import COMMITTED, RunLayout, parse_step
+from trivet.checkpoints.parts import PARTS, TRAINER, is_part_done, read_listing, staging_directory
+from trivet.config.layout import COMMITTED, RunLayout
 from trivet.durable import (
     DECODE_ERRORS,
     digest_of,
@@ -23,10 +23,11 @@ from trivet.durable import (
 )
 from trivet.errors import CheckpointError, ResumeError
 from trivet.faults import reach
+from trivet.step_directories import discard_after, discard_unfinished, list_steps
 from trivet.wire.versions import Step
 
 CHECKPOINT_SCHEMA = 3
-"""Raised whenever a half changes in a way that an older reader would misread."""
+"""Raised whenever a part changes in a way that an older reader would misread."""
 _READABLE_SCHEMAS = (2, 3)
 """Schema 2 lists files by their SHA-256."""
 
@@ -37,8 +38,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: Step
     time: float
     """Unix seconds."""
-    halves: dict[str, str]
-    """Digest of each half's listing."""
+    parts: dict[str, str] = msgspec.field(name="halves")
+    """Digest of each part's listing. On disk the field keeps its first name."""
     schema: int = 1
     """`CHECKPOINT_SCHEMA` of the writer."""
     version: str = ""
@@ -56,29 +57,29 @@ def commit(
     layout: RunLayout,
     step: Step,
     *,
-    halves: Sequence[str] = HALVES,
+    parts: Sequence[str] = PARTS,
     run_id: str = "",
     clock: Callable[[], float] = lambda: time.time(),
 ) -> CommitRecord:
-    """Make one checkpoint of both halves of `step`.
+    """Make one checkpoint of both parts of `step`.
 
     Args:
-        halves: supervised fine-tuning has the trainer's alone.
+        parts: supervised fine-tuning has the trainer's alone.
 
     Raises:
-        CheckpointError: a half is not done, or the step is committed already.
+        CheckpointError: a part is not done, or the step is committed already.
     """
     staging, final = staging_directory(layout, step), layout.checkpoint_step(step)
     if (final / COMMITTED).exists():
         raise CheckpointError(f"{final} is committed already; resume from it, or remove it to write it again")
-    missing = [name for name in halves if not is_half_done(layout, step, name)]
+    missing = [name for name in parts if not is_part_done(layout, step, name)]
     if missing:
         raise CheckpointError(
-            f"checkpoint {step} cannot be committed: {staging} lacks the half of the {' and the '.join(missing)}"
+            f"checkpoint {step} cannot be committed: {staging} lacks the part of the {' and the '.join(missing)}"
         )
-    digests = {name: read_listing(staging / name).digest for name in halves}
+    digests = {name: read_listing(staging / name).digest for name in parts}
     record = CommitRecord(
-        step=step, time=clock(), halves=digests, schema=CHECKPOINT_SCHEMA, version=version("trivet"), run_id=run_id
+        step=step, time=clock(), parts=digests, schema=CHECKPOINT_SCHEMA, version=version("trivet"), run_id=run_id
     )
     reach("commit.before", step=step)
     remove_directory(final)
@@ -92,11 +93,8 @@ def commit(
 
 
 def committed_steps(layout: RunLayout) -> list[Step]:
-    """Steps that can be resumed from, oldest first."""
-    if not layout.checkpoints.is_dir():
-        return []
-    steps = (parse_step(path.name) for path in layout.checkpoints.iterdir() if (path / COMMITTED).exists())
-    return sorted(Step(step) for step in steps if step is not None)
+    """Return the steps that can be resumed from, oldest first."""
+    return [Step(step) for step in list_steps(layout.checkpoints, marker=COMMITTED)]
 
 
 def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
@@ -122,30 +120,21 @@ def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
     return Step(requested)
 
 
-def discard_later(layout: RunLayout, step: Step) -> None:
+def discard_checkpoints_after(layout: RunLayout, step: Step) -> None:
     """Remove checkpoints of steps later than `step`, and what has their form but was never committed.
 
     Called when a run starts from `step`: those steps happen again.
     """
-    if not layout.checkpoints.is_dir():
-        return
-    for path in sorted(layout.checkpoints.iterdir()):
-        found = parse_step(path.name)
-        if found is not None and (found > step or not (path / COMMITTED).exists()):
-            remove_directory(path, marker=COMMITTED)
+    discard_after(layout.checkpoints, step, marker=COMMITTED)
     sweep_removed(layout.checkpoints)
 
 
 def discard_staging(layout: RunLayout) -> None:
-    """Remove halves that were never committed.
+    """Remove parts that were never committed.
 
-    Only before a role writes one. A half that stays takes room, and is emptied before it is written again.
+    Only before a role writes one. A part that stays takes room, and is emptied before it is written again.
     """
-    if not layout.checkpoints.is_dir():
-        return
-    for path in sorted(layout.checkpoints.iterdir()):
-        if path.name.startswith(".step_") and path.name.endswith(".tmp"):
-            remove_directory(path)
+    discard_unfinished(layout.checkpoints)
 
 
 def read_record(layout: RunLayout, step: Step) -> CommitRecord:
@@ -173,10 +162,10 @@ def read_record(layout: RunLayout, step: Step) -> CommitRecord:
             f"{path} is the record of step {record.step}, not of step {step}: it was copied from another checkpoint; resume from "
             "another step"
         )
-    present = {name for name in HALVES if (path.parent / name).exists()}
-    if TRAINER not in record.halves or set(record.halves) != present:
+    present = {name for name in PARTS if (path.parent / name).exists()}
+    if TRAINER not in record.parts or set(record.parts) != present:
         raise CheckpointError(
-            f"{path} records the parts {sorted(record.halves)}, and {path.parent} holds {sorted(present)}: every part that was "
+            f"{path} records the parts {sorted(record.parts)}, and {path.parent} holds {sorted(present)}: every part that was "
             "committed must be there, the trainer's at least; resume from another step"
         )
     return record
@@ -189,19 +178,19 @@ def verify_checkpoint(layout: RunLayout, step: Step) -> CommitRecord:
         CheckpointError: as `read_record`; or a file is missing, truncated or altered; names it.
     """
     record = read_record(layout, step)
-    for name in record.halves:
-        verify_half(layout, record, name)
+    for name in record.parts:
+        verify_part(layout, record, name)
     return record
 
 
-def verify_half(layout: RunLayout, record: CommitRecord, name: str) -> None:
+def verify_part(layout: RunLayout, record: CommitRecord, name: str) -> None:
     """
     Raises:
-        CheckpointError: a file of the half is missing, truncated or altered; names it.
+        CheckpointError: a file of the part is missing, truncated or altered; names it.
     """
-    half = layout.checkpoint_step(record.step) / name
-    listing = read_listing(half)
-    if record.halves.get(name) != listing.digest or listing.digest != digest_of(listing.files):
-        raise CheckpointError(f"{half} is not the half that was committed as step {record.step}: its listing was altered")
-    if difference := explain_difference(half, listing.files):
+    part = layout.checkpoint_step(record.step) / name
+    listing = read_listing(part)
+    if record.parts.get(name) != listing.digest or listing.digest != digest_of(listing.files):
+        raise CheckpointError(f"{part} is not the part that was committed as step {record.step}: its listing was altered")
+    if difference := explain_difference(part, listing.files):
         raise CheckpointError(f"checkpoint {record.step} cannot be resumed from: {difference}")

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from trivet.checkpoints.commit import committed_steps, read_record, resolve_resume_step, verify_checkpoint, verify_half
-from trivet.checkpoints.halves import ORCHESTRATOR, TRAINER
+from trivet.checkpoints.commit import committed_steps, read_record, resolve_resume_step, verify_checkpoint, verify_part
+from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER
 from trivet.checkpoints.settings import require_same_settings
+from trivet.config.checks.numbers import steps_problem
 from trivet.config.layout import RunLayout
 from trivet.config.sections.base import Section
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -52,7 +53,7 @@ def choose_start(config: Resumable, *, is_whole_verified: bool = False) -> Step:
 
 
 def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) -> Step | None:
-    """The step that `config` resumes from, checked; an orchestrator reads its own half alone, a trainer every file.
+    """The step that `config` resumes from, checked; an orchestrator reads its own part alone, a trainer every file.
 
     Args:
         config: a role's, with its own values of the keys.
@@ -77,16 +78,14 @@ def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) ->
     step = resolve_resume_step(layout, config.ckpt.resume_step)
     name = ORCHESTRATOR if isinstance(config, OrchestratorConfig) else TRAINER
     record = read_record(layout, step)
-    if name not in record.halves:
-        raise CheckpointError(f"{layout.checkpoint_step(step)} has no half of the {name}: it was written without one")
+    if name not in record.parts:
+        raise CheckpointError(f"{layout.checkpoint_step(step)} has no part of the {name}: it was written without one")
     if not is_whole_verified:
         if name == ORCHESTRATOR:
-            verify_half(layout, record, name)
+            verify_part(layout, record, name)
         else:
             verify_checkpoint(layout, step)
     require_same_settings(layout.checkpoint_step(step) / name, config, ckpt=config.ckpt, step=step)
-    if config.max_steps is not None and config.max_steps <= step:
-        raise ResumeError(
-            f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
-        )
+    if problem := steps_problem(config.max_steps, resume_step=step):
+        raise ResumeError(problem)
     return step

@@ -1,4 +1,4 @@
-"""The configuration that a half was written under, kept in it, and which keys of it a resumed run may change.
+"""The configuration that a part was written under, kept in it, and which keys of it a resumed run may change.
 
 A key that is not listed here may have a part in the results: the same run goes on only with the same value.
 """
@@ -81,21 +81,21 @@ Values = Mapping[str, Any]
 """By dotted key."""
 
 
-def write_settings(half: Path, config: Section) -> None:
-    """Put `config` beside the state in a half that was begun and is not finished, without its secrets: they may change."""
-    (half / CONFIG_FILE).write_text(to_toml(config, is_masked=True))
+def write_settings(part: Path, config: Section) -> None:
+    """Put `config` beside the state in a part that was begun and is not finished, without its secrets: they may change."""
+    (part / CONFIG_FILE).write_text(to_toml(config, is_masked=True))
 
 
-def require_same_settings(half: Path, config: Section, *, ckpt: CkptConfig, step: Step) -> None:
+def require_same_settings(part: Path, config: Section, *, ckpt: CkptConfig, step: Step) -> None:
     """
     Args:
-        half: committed, of the role that `config` is of.
+        part: committed, of the role that `config` is of.
 
     Raises:
         ResumeError: a key that may not change did; names both values of each.
-        CheckpointError: the half carries no readable configuration.
+        CheckpointError: the part carries no readable configuration.
     """
-    path = half / CONFIG_FILE
+    path = part / CONFIG_FILE
     try:
         saved = flatten(mask_table(tomllib.loads(path.read_text())))
     except (OSError, tomllib.TOMLDecodeError) as exc:
@@ -105,7 +105,7 @@ def require_same_settings(half: Path, config: Section, *, ckpt: CkptConfig, step
     if changed:
         lines = "".join(f"\n- {key} was {_show(old)} and is {_show(new)} now" for key, (old, new) in changed.items())
         raise ResumeError(
-            f"checkpoint step_{step} was made by the {half.name} with other settings:{lines}\nSet them back, or name them in "
+            f"checkpoint step_{step} was made by the {part.name} with other settings:{lines}\nSet them back, or name them in "
             f"ckpt.allow_changes = {literal(list(changed))} to change them from step {step + 1} on"
         )
 

@@ -149,7 +149,7 @@ class InferenceClient:
         """
         await self._request("GET", "/health", timeout_s=min(self._timeout_s, timeout_s))
 
-    async def policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
+    async def served_policy(self, *, timeout_s: float | None = None) -> PolicyStatus:
         return await self._ask("GET", "/policy", PolicyStatus, timeout_s=timeout_s)
 
     async def serves_policies(self, *, timeout_s: float) -> bool:
@@ -167,7 +167,7 @@ class InferenceClient:
             return False
         return response.is_success
 
-    async def load(self) -> ServerLoad | None:
+    async def server_load(self) -> ServerLoad | None:
         """How busy the server is; None when it does not say."""
         response = await self._request("GET", "/metrics", timeout_s=self._timeout_s)
         return read_load(response.text)

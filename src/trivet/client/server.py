@@ -42,7 +42,7 @@ class Server:
     def root(self) -> str:
         return self.client.base_url
 
-    async def hold(self, policy: TargetPolicy, *, is_known_to_differ: bool = False) -> PolicyStatus:
+    async def ensure_policy(self, policy: TargetPolicy, *, is_known_to_differ: bool = False) -> PolicyStatus:
         """Have the server hold `policy`, and prove it by its digest.
 
         Args:
@@ -55,7 +55,7 @@ class Server:
         self.is_loading = True
         try:
             if not is_known_to_differ:
-                status = await self.client.policy()
+                status = await self.client.served_policy()
                 if matches(status, policy):
                     return status
             if policy.directory is None:
@@ -84,7 +84,7 @@ class Server:
         """
         num_loads, was_loading = self.num_loads, self.is_loading
         try:
-            status = await self.client.policy(timeout_s=timeout_s)
+            status = await self.client.served_policy(timeout_s=timeout_s)
         except InferenceTimeout as exc:
             self.num_timeouts += not was_loading
             self.last_error = str(exc)

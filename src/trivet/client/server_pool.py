@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from trivet.backoff import backoff_s
 from trivet.client.inference_client import InferenceClient
 from trivet.client.load import ServerLoad
 from trivet.client.names import Resolve, resolve, server_roots
@@ -24,9 +25,6 @@ from trivet.wire.events import Event, Load, ServerDown, ServerUp
 from trivet.wire.versions import START_VERSION
 
 logger = logging.getLogger(__name__)
-
-_MAX_DOUBLINGS = 30
-"""Of a pause; a server that is away for hours is asked thousands of times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ class ServerPool:
     """
     >>> pool = ServerPool(config.client, make_client=make_client, write_event=telemetry.write_event)
     >>> await pool.start()
-    >>> await pool.bring(TargetPolicy(version=START_VERSION, digest=None, directory=None), reset=True)
+    >>> await pool.ensure_policy_on_all(TargetPolicy(version=START_VERSION, digest=None, directory=None), reset=True)
     >>> running = tasks.create_task(pool.run())
     >>> root = pool.pick(num_rollouts=16)
     >>> await pool.aclose()
@@ -115,7 +113,7 @@ class ServerPool:
             await self._sleep(self._timing.first_pause_s)
         logger.info("inference ready urls=%s", ", ".join(ready))
 
-    async def bring(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
+    async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
         """Have every server hold `policy` and admit it: before the first rollout.
 
         Args:
@@ -132,7 +130,7 @@ class ServerPool:
         errors: list[InferenceError] = []
         for server in self._servers.values():
             try:
-                status = await server.hold(policy)
+                status = await server.ensure_policy(policy)
             except InferenceError as exc:
                 server.last_error = str(exc)
                 errors.append(exc)
@@ -143,7 +141,7 @@ class ServerPool:
             raise errors[0]
         return policy
 
-    async def load(self, policy: TargetPolicy) -> None:
+    async def ensure_policy(self, policy: TargetPolicy) -> None:
         """Have the admitted servers hold `policy`. One that fails is set aside; returns once at least one server holds it.
 
         Raises:
@@ -197,7 +195,7 @@ class ServerPool:
                 await self._probe(server)
         return not server.is_admitted or server.num_timeouts > 0
 
-    async def loads(self) -> list[ServerLoad]:
+    async def server_loads(self) -> list[ServerLoad]:
         """How busy the admitted servers are; those that do not say are left out."""
         serving = [server for server in self._servers.values() if server.is_admitted]
         answers = await asyncio.gather(*(self._load_of(server) for server in serving))
@@ -211,7 +209,7 @@ class ServerPool:
 
     async def _load_of(self, server: Server) -> ServerLoad | None:
         try:
-            return await server.client.load()
+            return await server.client.server_load()
         except InferenceError as exc:
             logger.debug("no load of %s: %s", server.root, exc)
             return None
@@ -223,7 +221,7 @@ class ServerPool:
 
     async def _require_start_model(self) -> None:
         for server in self._servers.values():
-            status = await server.client.policy()
+            status = await server.client.served_policy()
             if status.version != START_VERSION:
                 raise InferenceError(
                     f"{server.root} holds policy {status.version} and the run starts from the base model; set "
@@ -232,7 +230,7 @@ class ServerPool:
 
     async def _load_one(self, server: Server, policy: TargetPolicy) -> InferenceError | None:
         try:
-            await server.hold(policy, is_known_to_differ=True)
+            await server.ensure_policy(policy, is_known_to_differ=True)
         except ForeignPolicy:
             raise
         except InferenceError as exc:
@@ -281,8 +279,7 @@ class ServerPool:
                         await self._probe(server)
             elif not await self._try_to_admit(server):
                 server.num_attempts += 1
-                doublings = min(server.num_attempts - 1, _MAX_DOUBLINGS)
-                await self._sleep(min(timing.first_pause_s * 2**doublings, timing.max_pause_s))
+                await self._sleep(backoff_s(server.num_attempts, first_s=timing.first_pause_s, max_s=timing.max_pause_s))
 
     async def _probe(self, server: Server) -> None:
         wanted = self._wanted
@@ -299,7 +296,7 @@ class ServerPool:
         assert wanted is not None
         try:
             await server.client.check_health(timeout_s=self._timing.probe_timeout_s)
-            await server.hold(wanted)
+            await server.ensure_policy(wanted)
         except ForeignPolicy:
             raise
         except InferenceError as exc:

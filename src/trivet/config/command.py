@@ -1,4 +1,4 @@
-"""What every command that takes a configuration does around its own work: help, dry run, notices and exit codes."""
+"""Runs every command that takes a configuration: help, dry run, notices and exit codes around the command's own work."""
 
 import os
 import sys

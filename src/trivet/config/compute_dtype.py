@@ -1,4 +1,4 @@
-"""What `auto` means for the dtype that a run computes in and serves. Called by config.command, before a command's own checks.
+"""Replaces the dtype `auto` by the one that a run computes in and serves. `config.command` calls it before a command's checks.
 
 A run chooses once. The choice lies in its output directory: a resumed run keeps it, and of roles that are started by hand on
 different machines the first one chooses for all.
@@ -13,6 +13,7 @@ from typing import cast
 import msgspec
 
 from trivet.config.layout import RunLayout
+from trivet.config.loading.keys import value_at
 from trivet.config.loading.load import LoadedConfig, SectionT
 from trivet.config.sections.base import Section
 from trivet.config.sections.inference import InferenceConfig
@@ -48,7 +49,7 @@ class ChosenDtype(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_dtype(machine: Machine, *, is_on_gpu: bool) -> ChosenDtype:
-    """The dtype that this machine multiplies fastest, of those that train well."""
+    """Return the dtype that this machine multiplies fastest, of those that train well."""
     if not is_on_gpu:
         if found := machine.bf16_instructions:
             return ChosenDtype(dtype="bfloat16", reason=f"this CPU has {', '.join(found)}")
@@ -72,7 +73,9 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
         ConfigError: the recorded choice cannot be read or written.
     """
     config, notices = loaded.config, list(loaded.notices)
-    dtypes = {key: value for key in _KEYS.get(type(config), ()) if (value := _value_at(config, key)) is not None}
+    dtypes = {
+        key: value for key in _KEYS.get(type(config), ()) if (value := value_at(config, tuple(key.split(".")))) is not None
+    }
     if not dtypes:
         return loaded
     key, computed = next(iter(dtypes.items()))
@@ -102,13 +105,13 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
 
 
 def describe_dtype(dtype: str, machine: Machine, *, is_on_gpu: bool) -> str:
-    """`dtype` and what it means on this machine, for the first line of a log."""
+    """Return `dtype` and its speed on this machine in words, for the first line of a log."""
     own = choose_dtype(machine, is_on_gpu=is_on_gpu)
     return f"{dtype} ({own.reason})" if own.dtype == dtype else f"{dtype} (here {own.dtype} would be faster: {own.reason})"
 
 
 def read_choice(file: Path) -> ChosenDtype | None:
-    """The choice recorded in `file`, None when there is none.
+    """Return the choice recorded in `file`, or None when there is none.
 
     Raises:
         ConfigError: the file holds something else.
@@ -130,7 +133,7 @@ def record_choice(layout: RunLayout, config: RLConfig | SftConfig) -> None:
 
 
 def _record_first(file: Path, chosen: ChosenDtype) -> ChosenDtype:
-    """Write `chosen` unless another role did; returns what stands there."""
+    """Write `chosen` unless another role has written its own; return the choice that stands."""
     mine = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         write_json_atomically(mine, chosen)
@@ -155,7 +158,7 @@ def _avoids_gpu(config: Section) -> bool:
 
 
 def _record_of(config: Section) -> Path | None:
-    """The file whose choice `config` follows: that of the run which it resumes, or of the roles that run beside it."""
+    """Return the file whose choice `config` follows: of the run that it resumes, or of the roles that run with it."""
     if isinstance(config, RLConfig | SftConfig):
         ckpt = config.trainer.ckpt if isinstance(config, RLConfig) else config.ckpt
         is_resumed = ckpt.resume_step is not None and ckpt.resume_from is None
@@ -169,15 +172,8 @@ def _is_role(config: Section) -> bool:
     return isinstance(config, TrainerConfig | InferenceConfig)
 
 
-def _value_at(section: Section, key: str) -> object:
-    value: object = section
-    for part in key.split("."):
-        value = getattr(value, part, None)
-    return value
-
-
 def _with_values(section: SectionT, values: Mapping[str, str]) -> SectionT:
-    """A copy of `section` with other values at dotted keys."""
+    """Return a copy of `section` with other values at dotted keys."""
     update: dict[str, object] = {}
     for name in {key.partition(".")[0] for key in values}:
         below = {key.partition(".")[2]: value for key, value in values.items() if key.partition(".")[0] == name}

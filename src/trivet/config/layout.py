@@ -1,4 +1,4 @@
-"""Where everything lies in an output directory. The only place that spells these names."""
+"""The paths of everything in an output directory. No other module spells these names."""
 
 import re
 from dataclasses import dataclass
@@ -10,62 +10,75 @@ MANIFEST = "manifest.json"
 SECRET_FILE = "TRIVET_SECRET_FILE"
 """The variable that names the file of the run's secret; every other variable with this prefix sets a configuration key."""
 ROLLOUTS_FILE = "rollouts.jsonl"
+BATCH_SUFFIX = ".msgpack"
+"""The end of a recorded batch's name, behind `step_N`."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
 def step_name(step: int) -> str:
+    """Return the name `step_N` of a directory of one step."""
     return f"step_{step}"
 
 
 def parse_step(name: str) -> int | None:
-    """The N of `step_N`, in ASCII digits without leading zeros, or None when `name` has another form."""
+    """Return the N of `step_N`, in ASCII digits without leading zeros, or None when `name` has another form."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
+    """The paths below one output directory. Nothing is created or read."""
+
     root: Path
 
     @property
     def weights(self) -> Path:
+        """The directory of published policies."""
         return self.root / "weights"
 
     @property
     def readers(self) -> Path:
-        """One file per reader of weights, holding the version it has loaded."""
+        """The directory with a file per reader of weights, which holds the version that it has loaded."""
         return self.root / "weights" / "readers"
 
     @property
     def checkpoints(self) -> Path:
+        """The directory of checkpoints."""
         return self.root / "checkpoints"
 
     @property
     def logs(self) -> Path:
+        """The directory of logs."""
         return self.root / "logs"
 
     @property
     def metrics(self) -> Path:
+        """The directory of metrics, a file per role."""
         return self.root / "metrics"
 
     @property
     def events(self) -> Path:
+        """The file of the run's events."""
         return self.root / "events.jsonl"
 
     @property
     def configs(self) -> Path:
+        """The directory of resolved configurations, a file per role."""
         return self.root / "configs"
 
     @property
     def secret(self) -> Path:
+        """The file of the run's secret."""
         return self.root / ".secret"
 
     @property
     def lock(self) -> Path:
+        """The file that the process which owns the directory locks."""
         return self.root / ".lock"
 
     def role_lock(self, role: str) -> Path:
-        """Held by a role of which a run has one, whoever started it."""
+        """Return the file that the only process of a role locks, whoever started it."""
         return self.root / f".lock.{role}"
 
     @property
@@ -75,12 +88,12 @@ class RunLayout:
 
     @property
     def run_file(self) -> Path:
-        """Run id and attempt, so that a resumed run keeps its identity."""
+        """The file of run id and attempt, from which a resumed run takes its identity."""
         return self.root / "run.json"
 
     @property
     def compute_dtype(self) -> Path:
-        """The dtype that the run computes in and serves: `config.compute_dtype.ChosenDtype`."""
+        """The file of the dtype that the run computes in and serves: `config.compute_dtype.ChosenDtype`."""
         return self.root / ".compute_dtype.json"
 
     @property
@@ -94,42 +107,56 @@ class RunLayout:
         return self.root / ".reports"
 
     def report_file(self, role: str, rank: int = 0) -> Path:
+        """Return the file of the newest report of a process about itself."""
         return self.reports / (f"{role}.rank_{rank}.json" if rank else f"{role}.json")
 
     def weights_step(self, version: int) -> Path:
+        """Return the directory of the policy of a version."""
         return self.weights / step_name(version)
 
     def checkpoint_step(self, step: int) -> Path:
+        """Return the directory of the checkpoint of a step."""
         return self.checkpoints / step_name(step)
 
     @property
     def batches(self) -> Path:
+        """The directory of recorded batches."""
         return self.root / "batches"
 
     def recorded_batch(self, step: int) -> Path:
-        return self.batches / f"{step_name(step)}.msgpack"
+        """Return the file of the recorded batch of a step."""
+        return self.batches / f"{step_name(step)}{BATCH_SUFFIX}"
+
+    @property
+    def rollouts(self) -> Path:
+        """Return the directory of all rollouts that were trained."""
+        return self.root / "rollouts"
 
     def rollouts_step(self, step: int) -> Path:
-        return self.root / "rollouts" / step_name(step)
+        """Return the directory of the rollouts of a step."""
+        return self.rollouts / step_name(step)
 
     @property
     def evals(self) -> Path:
+        """The directory of results of evaluations."""
         return self.root / "evals"
 
     def evals_step(self, step: int, env: str) -> Path:
+        """Return the directory of results of an environment at a step."""
         return self.evals / step_name(step) / env
 
     def log_file(self, name: str) -> Path:
-        """`rl.log`, `inference.stdout`, `orchestrator.stdout`, `trainer.stdout`."""
+        """Return the file of a log: `rl.log`, `inference.stdout`, `orchestrator.stdout`, `trainer.stdout`."""
         return self.logs / name
 
     def env_worker_log(self, env: str) -> Path:
-        """Output of the workers of an environment; a hub id's slash does not make a folder."""
+        """Return the log of the workers of an environment. The slash of a hub id makes no directory."""
         return self.logs / "env_workers" / f"{env.replace('/', '--')}.log"
 
     def eval_worker_log(self, env: str) -> Path:
-        """The same of the command `eval`, which may measure a run that is going on."""
+        """Return the log of the workers of the command `eval`, which may measure a run that is going on."""
         return self.logs / "eval" / self.env_worker_log(env).name
 
     def rank_log(self, rank: int) -> Path:
+        """Return the log of a rank of the trainer."""
         return self.logs / "trainer" / f"rank_{rank}.stdout"

@@ -1,4 +1,4 @@
-"""Hides what may be a secret wherever a configuration is only shown: pages, dry runs, logs and errors. Roles read the true values.
+"""Hides secrets wherever a configuration is only shown: pages, dry runs, logs and errors. Roles read the true values.
 
 Whether a value is hidden depends on the name of its key and on the tables that hold it. It never depends on the value, except for
 the passwords inside addresses.
@@ -11,7 +11,7 @@ from trivet.config.loading.keys import as_list, as_table
 
 HIDDEN = "(not shown: it may be a secret)"
 _STARS = "***"
-"""The same inside an address."""
+"""Replaces a secret inside an address, where HIDDEN would not fit."""
 
 _SECRET = re.compile(r"key|token|secret|passw|pwd|auth|cookie|credential|bearer|signature", re.IGNORECASE)
 _HARMLESS = re.compile(r"tokenizer|hash_keys|api_key_var|author(?!i)|(?:max|min|micro_batch|no_loss)_tokens", re.IGNORECASE)
@@ -22,7 +22,7 @@ _PASSWORD_IN_ADDRESS = re.compile(r"(?<=://)[^/?#@\s]*@")
 _SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*(?:{_SECRET.pattern})[^=&#\s]*=)[^&#\s]+", re.IGNORECASE)
 _PATH_OF_ADDRESS = re.compile(r"(?<=[^/:]/)[^/].*", re.DOTALL)
 _HEADERS = "headers"
-"""Each may carry a secret, whatever it is called."""
+"""The table of HTTP headers. Every value in it is hidden, because any header may carry a secret."""
 _HEARTBEAT = ("heartbeat", "url")
 """The path of this address is a secret: whoever knows it can send beats."""
 _MIN_SECRET_CHARS = 4

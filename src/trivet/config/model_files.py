@@ -1,4 +1,4 @@
-"""What can be known of a model from the headers of its files, without loading a weight. Used by `checks` and by the trainer."""
+"""Reads the headers of a model's files, without loading a weight. Used by `checks` and by the trainer."""
 
 import json
 import re
@@ -15,7 +15,9 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def find_linear_modules(name: str) -> list[str] | None:
-    """Names of the modules with a matrix, without embedding and head; None when the files are not here, or are no safetensors.
+    """Return the names of the modules with a matrix, without embedding and head.
+
+    None if the files are not here, or are no safetensors.
 
     Args:
         name: a directory, or a Hugging Face name, of which only what was downloaded before is looked at.
@@ -39,10 +41,11 @@ def find_linear_modules(name: str) -> list[str] | None:
 
 
 def choose_targets(targets: Sequence[str], *, names: Sequence[str]) -> list[str]:
-    """`targets` of an adapter as PEFT takes them: names stay, an expression becomes the names it stands for.
+    """Return `targets` of an adapter as PEFT takes them: names stay, an expression becomes the names that it matches.
 
     Args:
-        names: of all modules that can have an adapter.
+        targets: names of modules, last parts of names, or regular expressions.
+        names: the names of all modules that can have an adapter.
 
     Raises:
         ConfigError: one matches nothing.
@@ -62,11 +65,12 @@ def choose_targets(targets: Sequence[str], *, names: Sequence[str]) -> list[str]
 
 
 def is_called(name: str, target: str) -> bool:
-    """Whether `target` is the module's name, or the last parts of it."""
+    """Return whether `target` is the module's name, or the last parts of it."""
     return name == target or name.endswith(f".{target}")
 
 
 def last_parts(names: Sequence[str]) -> list[str]:
+    """Return the last part of each name, sorted and without repetition."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
@@ -101,7 +105,10 @@ def _find_downloaded(name: str) -> Path | None:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    """Source: https://github.com/huggingface/safetensors, "Format": its length as 8 bytes, then JSON."""
+    """Return the names of a file's tensors with their shapes.
+
+    Source: https://github.com/huggingface/safetensors, "Format": the header's length as 8 bytes, then JSON.
+    """
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header: dict[str, Any] = json.loads(opened.read(length))

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import verifiers as vf
 
 from trivet.algorithms.seeds import derive_seed
+from trivet.backoff import backoff_s
 from trivet.environments.model_client import ModelClient, response_versions
 from trivet.environments.reward_guard import collect_reward_errors
 from trivet.environments.sampling import plain_arguments, request_arguments
@@ -110,7 +111,7 @@ class GroupRunner:
         first: BaseException | None = None
         for attempt in range(_MAX_ATTEMPTS):
             if attempt:
-                await asyncio.sleep(_RETRY_DELAY_S * 2 ** (attempt - 1))
+                await asyncio.sleep(backoff_s(attempt, first_s=_RETRY_DELAY_S))
             try:
                 state = await self.env.rollout(cast(Any, dict(example)), client, self.model_name, arguments)
                 error = state.get("error")

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from trivet.config.command import run_command
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.environments.settings import host_settings
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.errors import first_error
 from trivet.evaluation.offline import OfflineEval, ScoreSink
 from trivet.evaluation.plan import EvalPlan, check_servers, export_key, make_plan
 from trivet.evaluation.report import make_table
@@ -23,6 +21,7 @@ from trivet.evaluation.scores import Summary
 from trivet.evaluation.servers import EvalServers, connect
 from trivet.evaluation.targets import follow_targets
 from trivet.evaluation.weights_reader import WeightsReader
+from trivet.signals import run_until_signalled
 from trivet.telemetry.logs import setup_logging
 from trivet.wire.workers import HostSettings
 
@@ -45,30 +44,16 @@ def check(config: EvalConfig) -> None:
 def start(config: EvalConfig) -> int:
     """Evaluate; return the exit code."""
     setup_logging("eval", level=config.log.level, as_json=config.log.json_logging)
-    return asyncio.run(_run_until_signalled(make_plan(config, environ=os.environ), _console()))
+    return asyncio.run(_run_or_interrupt(make_plan(config, environ=os.environ), _console()))
 
 
-async def _run_until_signalled(plan: EvalPlan, console: Console) -> int:
+async def _run_or_interrupt(plan: EvalPlan, console: Console) -> int:
     """Return the exit code: 0 done, 1 when an evaluation has no score at all, 130 or 143 when a signal ended it."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    received: list[signal.Signals] = []
-
-    def stop(number: signal.Signals) -> None:
-        received.append(number)
-        if task is not None and len(received) == 1:  # a second signal must not interrupt the restoring of the servers' policies
-            task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        return await run(plan, console)
-    except asyncio.CancelledError:
-        if not received:
-            raise
+    # A second signal must not interrupt the restoring of the servers' policies.
+    exit_code = await run_until_signalled(run(plan, console), is_cleanup_protected=True)
+    if exit_code > 128:
         logger.warning("interrupted; the same command with --resume-path %s continues", plan.layout.root)
-        return 128 + received[0]
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
+    return exit_code
 
 
 async def run(plan: EvalPlan, console: Console) -> int:

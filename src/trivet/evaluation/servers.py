@@ -155,7 +155,7 @@ class TrivetServers:
         """
         pool = ServerPool(config, make_client=make_client, write_event=lambda event: None)
         try:
-            before = {client: _restorable_policy(client, await client.policy(), weights_dir) for client in clients}
+            before = {client: _restorable_policy(client, await client.served_policy(), weights_dir) for client in clients}
             await pool.start()
             return cls(pool, before=before)
         except InferenceError as exc:
@@ -175,9 +175,9 @@ class TrivetServers:
         policy = _START if target.directory is None else _published(target.directory)
         served = self._served
         if served is None or policy.directory is None:  # all must load it; a server that fails a later one is marked unhealthy
-            self._served = await self._pool.bring(policy)
+            self._served = await self._pool.ensure_policy_on_all(policy)
         elif (served.version, served.digest) != (policy.version, policy.digest):
-            await self._pool.load(policy)
+            await self._pool.ensure_policy(policy)
             self._served = policy
         assert self._served is not None
         return self._served.digest or ""
@@ -203,12 +203,12 @@ class TrivetServers:
         before, self._before = self._before, {}
         for client, policy in before.items():
             try:
-                await Server(client=client).hold(policy)
+                await Server(client=client).ensure_policy(policy)
             except InferenceError as exc:
                 logger.warning("policy %s of %s could not be restored: %s", policy.version, client.base_url, exc)
             await client.aclose()
         if not before and self._pool.roots:  # servers found by name start with the start weights
-            await self._pool.bring(_START)
+            await self._pool.ensure_policy_on_all(_START)
         await self._pool.aclose()
 
 

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trivet.config.layout import STABLE, parse_step
+from trivet.config.layout import STABLE
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.errors import ConfigError
+from trivet.step_directories import list_steps
 from trivet.wire.versions import START_VERSION
 
 logger = logging.getLogger(__name__)
@@ -65,14 +66,8 @@ def present_targets(config: EvalConfig, envs: Sequence[EvalEnvConfig]) -> list[T
 
 
 def complete_steps(weights_dir: Path) -> dict[int, Path]:
-    """Return the absolute directory of every step that is published completely."""
-    if not weights_dir.is_dir():
-        return {}
-    return {
-        step: path.absolute()
-        for path in weights_dir.iterdir()
-        if (step := parse_step(path.name)) is not None and (path / STABLE).exists()
-    }
+    """Map each step that was published completely to its absolute directory, ascending."""
+    return list_steps(weights_dir.absolute(), marker=STABLE)
 
 
 def is_wanted(config: EvalConfig, step: int, envs: Sequence[EvalEnvConfig]) -> bool:

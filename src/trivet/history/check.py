@@ -8,13 +8,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from trivet.checkpoints.orchestrator_part import OwedGroups, read_owed_groups
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
 from trivet.history.breaches import Breach, Invariant
 from trivet.history.chain import ChainHistory
 from trivet.history.files import Files
-from trivet.history.groups import GroupCounts, Owed
+from trivet.history.groups import GroupCounts
 from trivet.history.outline import outline, read_lines
 from trivet.history.replay import ORCHESTRATOR, SFT, TRAINER, Replay
 from trivet.secret import SECRET_FILE, read_secret
@@ -38,7 +39,7 @@ class CheckReport:
     last_stop: Stop | None
     """How the trainer ended; None while it runs, or when it was killed."""
     groups: GroupCounts
-    live: Owed
+    live: OwedGroups
     """Groups that have not ended: still going, or owed by the last checkpoint."""
     voided_groups: int
     voided_steps: int
@@ -109,10 +110,10 @@ def _report(replay: Replay, *, num_signatures: int) -> CheckReport:
     )
 
 
-def _inherited(files: Files, first_step: int) -> Owed | None:
+def _inherited(files: Files, first_step: int) -> OwedGroups | None:
     """The groups of the checkpoint that the run began from; None for one that was removed, or without an orchestrator's part."""
     has_part = (files.layout.checkpoint_step(Step(first_step)) / ORCHESTRATOR).exists()
-    return files.owed(Step(first_step)) if first_step in files.commits and has_part else None
+    return read_owed_groups(files.layout, Step(first_step)) if first_step in files.commits and has_part else None
 
 
 def _max_off_policy_steps(files: Files) -> int:

@@ -9,21 +9,20 @@ from typing import Any
 import msgspec
 
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
-from trivet.checkpoints.halves import DONE, HALVES, ORCHESTRATOR, TRAINER, read_listing
+from trivet.checkpoints.orchestrator_part import read_owed_groups
+from trivet.checkpoints.parts import DONE, ORCHESTRATOR, PARTS, TRAINER, read_listing
 from trivet.checkpoints.retention import removable_steps
-from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout, parse_step
+from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.durable import DECODE_ERRORS, list_files
-from trivet.errors import CheckpointError, MessageRefused, WeightsError
+from trivet.errors import CheckpointError, WeightsError
 from trivet.history import rollouts
 from trivet.history.breaches import Invariant
-from trivet.history.groups import Owed
 from trivet.history.outline import Extent, read_lines
 from trivet.history.replay import Replay
 from trivet.lock import holder_of
-from trivet.orchestrator.checkpoint import OrchestratorHalf
+from trivet.step_directories import list_steps
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
-from trivet.wire.codec import decode
 from trivet.wire.events import Retire
 from trivet.wire.status import RunState, RunStatus
 from trivet.wire.versions import Step
@@ -36,7 +35,6 @@ _COMMIT, _VERSIONS, _READERS, _ONCE, _RECORD = (
     Invariant.INTACT_RECORD,
 )
 
-_STATE_FILE = "state.msgpack"
 _SFT = "sft"
 
 
@@ -57,7 +55,7 @@ class Files:
         self.layout = layout
         self.commits = committed_steps(layout)
         self.weights = published_versions(layout)
-        self.rollouts = sorted(_rollout_steps(layout))
+        self.rollouts = list(list_steps(layout.rollouts, marker=ROLLOUTS_FILE))
         self.status = _read_status(layout)
         self.has_launcher = layout.run_file.exists()
         self.problems: list[str] = []
@@ -79,23 +77,6 @@ class Files:
             if problem not in self.problems:
                 self.problems.append(problem)
             return {}
-
-    def owed(self, step: Step) -> Owed:
-        """The groups in the orchestrator's half of a committed step.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        path = self.layout.checkpoint_step(step) / ORCHESTRATOR / _STATE_FILE
-        try:
-            half = decode(path.read_bytes(), OrchestratorHalf)
-        except (OSError, MessageRefused) as exc:
-            raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-        return Owed(
-            next_group_id=half.next_group_id,
-            ready=frozenset(group.group_id for group in half.buffer.ready),
-            in_flight=frozenset(half.buffer.in_flight_ids),
-        )
 
     def compare(self, replay: Replay, extent: Extent) -> None:
         ledger = replay.ledger
@@ -167,15 +148,15 @@ class Files:
             )
             try:
                 record = verify_checkpoint(self.layout, step)
-                expected = HALVES if replay.groups.last_batch else (TRAINER,)
+                expected = PARTS if replay.groups.last_batch else (TRAINER,)
                 replay.ledger.require(
-                    set(record.halves) == set(expected),
+                    set(record.parts) == set(expected),
                     _COMMIT,
-                    f"checkpoint {step} has the halves {sorted(record.halves)}; it must have {sorted(expected)}",
+                    f"checkpoint {step} has the parts {sorted(record.parts)}; it must have {sorted(expected)}",
                 )
                 self._compare_record(replay, step)
                 self._refuse_added(replay, step)
-                if ORCHESTRATOR in record.halves:
+                if ORCHESTRATOR in record.parts:
                     self._compare_owed(replay, step)
             except CheckpointError as exc:
                 if self._has_commit(step):
@@ -209,7 +190,7 @@ class Files:
     def _refuse_added(self, replay: Replay, step: Step) -> None:
         directory = self.layout.checkpoint_step(step)
         listed = {COMMITTED}
-        for name in HALVES:
+        for name in PARTS:
             if (directory / name).exists():
                 listed |= {f"{name}/{file}" for file in (DONE, *read_listing(directory / name).files)}
         added = sorted(set(list_files(directory)) - listed)
@@ -252,7 +233,7 @@ class Files:
         said = replay.groups.owed_after(step)
         if said is None:
             return
-        found = self.owed(step)
+        found = read_owed_groups(self.layout, step)
         for name, expected, held in (("ready", said.ready, found.ready), ("in flight", said.in_flight, found.in_flight)):
             difference = sorted(expected ^ held)
             replay.ledger.require(
@@ -366,12 +347,6 @@ class Files:
 
     def _has_commit(self, step: Step) -> bool:
         return (self.layout.checkpoint_step(step) / COMMITTED).exists()
-
-
-def _rollout_steps(layout: RunLayout) -> Iterator[int]:
-    for path in layout.root.glob(f"rollouts/step_*/{ROLLOUTS_FILE}"):
-        if (step := parse_step(path.parent.name)) is not None:
-            yield step
 
 
 def _read_status(layout: RunLayout) -> RunStatus | None:

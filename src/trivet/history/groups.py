@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from trivet.algorithms.staleness import is_stale
+from trivet.checkpoints.orchestrator_part import OwedGroups
 from trivet.history.breaches import Invariant, Ledger
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Filter, Finish, RolloutsWritten
 from trivet.wire.versions import PolicyVersion, Step
@@ -57,15 +58,6 @@ class GroupCounts:
         return replace(self, filtered=Counter(self.filtered), dropped=Counter(self.dropped))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owed:
-    """The groups that live after a batch was formed: what its checkpoint must hold."""
-
-    next_group_id: int
-    ready: frozenset[int]
-    in_flight: frozenset[int]
-
-
 @dataclass(slots=True, kw_only=True)
 class _State:
     step: int = 0
@@ -86,9 +78,9 @@ class _State:
         )
 
     @property
-    def owed(self) -> Owed:
+    def owed(self) -> OwedGroups:
         ready = frozenset(group_id for group_id, group in self.live.items() if group.is_finished)
-        return Owed(next_group_id=self.next_group_id, ready=ready, in_flight=frozenset(self.live) - ready)
+        return OwedGroups(next_group_id=self.next_group_id, ready=ready, in_flight=frozenset(self.live) - ready)
 
 
 class GroupHistory:
@@ -133,10 +125,10 @@ class GroupHistory:
         return self._state.step
 
     @property
-    def live(self) -> Owed:
+    def live(self) -> OwedGroups:
         return self._state.owed
 
-    def owed_after(self, step: int) -> Owed | None:
+    def owed_after(self, step: int) -> OwedGroups | None:
         """What lived when batch `step` was formed, for a remembered step; None when it was not formed."""
         state = self._states.get(step)
         return state.owed if state is not None and state.ended is None else None
@@ -145,7 +137,7 @@ class GroupHistory:
         """The groups of batch `step`, once, for the trainer's side to compare."""
         return self._formed.pop(step, None)
 
-    def adopt(self, step: Step, owed: Owed | None) -> None:
+    def adopt(self, step: Step, owed: OwedGroups | None) -> None:
         """Start from another run's checkpoint of `step`, whose groups this history does not know.
 
         Args:

@@ -3,8 +3,9 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from trivet.checkpoints.orchestrator_part import OwedGroups
 from trivet.history.breaches import Invariant, Ledger
-from trivet.history.groups import GroupHistory, Owed
+from trivet.history.groups import GroupHistory
 from trivet.history.policies import PolicyHistory
 from trivet.history.roles import RoleHistory
 from trivet.history.steps import StepHistory
@@ -61,7 +62,7 @@ class Replay:
         max_off_policy_steps: int,
         remembered: Collection[int] = (),
         with_rollouts: Collection[int] = (),
-        inherited: Owed | None = None,
+        inherited: OwedGroups | None = None,
     ) -> None:
         """
         Args:

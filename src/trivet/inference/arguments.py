@@ -5,35 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from trivet.config.sections.inference import InferenceConfig
+from trivet.config.vllm_keys import COMPUTED_VLLM_ARGUMENTS, VLLM_KEYS
 from trivet.errors import ConfigError
-
-_KEYS = {
-    "model": "inference.model.name",
-    "served_model_name": "inference.model.name",
-    "dtype": "inference.model.dtype",
-    "max_model_len": "inference.model.max_model_len",
-    "enforce_eager": "inference.model.enforce_eager",
-    "trust_remote_code": "inference.model.trust_remote_code",
-    "enable_auto_tool_choice": "inference.model.enable_auto_tool_choice",
-    "tool_call_parser": "inference.model.tool_call_parser",
-    "reasoning_parser": "inference.model.reasoning_parser",
-    "chat_template": "inference.model.chat_template",
-    "tensor_parallel_size": "inference.parallel.tp",
-    "data_parallel_size": "inference.parallel.dp",
-    "gpu_memory_utilization": "inference.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "inference.cpu_kv_cache_gib",
-    "max_num_seqs": "inference.max_num_seqs",
-    "enable_lora": "inference.enable_lora",
-    "max_loras": "inference.max_loras",
-    "max_cpu_loras": "inference.max_cpu_loras",
-    "max_lora_rank": "inference.max_lora_rank",
-    "seed": "inference.seed",
-    "host": "inference.server.host",
-    "port": "inference.server.port",
-    "api_key": "inference.server.api_key",
-    "uvicorn_log_level": "inference.log.level",
-}
-"""vLLM's arguments that the configuration sets, and the key that sets each."""
 
 _FIXED = {
     "logprobs_mode": "log-probabilities must be those of the distribution sampled from",
@@ -60,10 +33,12 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict
     Raises:
         ConfigError: `vllm_args` sets an argument that another key or the server itself sets.
     """
+    keys = VLLM_KEYS | COMPUTED_VLLM_ARGUMENTS
     for name, value in config.vllm_args.items():
-        if name in _KEYS:
+        if name in keys:
             raise ConfigError(
-                f"inference.vllm_args.{name} = {value!r} is not allowed: it is what {_KEYS[name]} sets; set that key instead"
+                f"inference.vllm_args.{name} = {value!r} is not allowed: it is what inference.{keys[name]} sets; set that key "
+                "instead"
             )
         if name in _FIXED:
             raise ConfigError(f"inference.vllm_args.{name} = {value!r} is not allowed: {_FIXED[name]}; remove it")

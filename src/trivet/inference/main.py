@@ -40,7 +40,7 @@ from trivet.lock import holder_of
 from trivet.machine import compile_cache_directory
 from trivet.secret import RunSecret, find_secret
 from trivet.stacks import show_tasks_on_signal
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def serve(config: InferenceConfig) -> int:
             "a run is going on in %s that did not start this server; it is not in that run's status", config.output_dir
         )
     else:
-        progress.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
-    progress.doing("loading the model")
+        process_report.start_reports(RunLayout(config.output_dir), role=role, attempt=config.run.attempt)
+    process_report.begin("loading the model")
     arm(config.faults.schedule)
     is_cpu = not _has_cuda_build()
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
@@ -261,7 +261,7 @@ async def _serve_http(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end, 128 + number)
     show_tasks_on_signal()
-    progress.doing("serving")
+    process_report.begin("serving")
     await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():
         logger.error("the engine died; its own error is above")

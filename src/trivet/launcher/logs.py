@@ -57,6 +57,13 @@ def last_lines(path: Path, *, offset: int, count: int = 20) -> list[str]:
         return []
 
 
+def quote_log(path: Path, *, offset: int) -> str:
+    """Return the last lines of a log from `offset` on, and where the whole log is."""
+    lines = last_lines(path, offset=offset)
+    quoted = "\n".join(f"  | {line}" for line in lines) if lines else "  (it wrote nothing)"
+    return f"last lines of {path}:\n{quoted}\nfull log: {path}"
+
+
 class RunLog:
     """What the launcher says: to the terminal as long as there is one, and always to logs/rl.log.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trivet.checkpoints.settings import EVERY_KEY
+from trivet.config.checks.numbers import steps_problem, tensor_parallel_problem
 from trivet.config.layout import RunLayout
 from trivet.config.loading.resolve import LOCAL_HOSTS
 from trivet.config.sections.base import Section
@@ -121,11 +122,8 @@ def plan(
     Raises:
         ConfigError: GPU ids that do not exist, or that tensor parallelism does not divide; no step is left to do.
     """
-    if resume_step is not None and config.max_steps is not None and config.max_steps <= resume_step:
-        raise ConfigError(
-            f"max_steps ({config.max_steps}) must be above the step resumed from ({resume_step}): "
-            "nothing is left to do; raise it"
-        )
+    if resume_step is not None and (problem := steps_problem(config.max_steps, resume_step=resume_step)):
+        raise ConfigError(problem)
     shares = share_gpus(config, machine.gpus)
     configs = RunLayout(config.output_dir).configs
     inference = _inference_config(config, shares, run, ports)
@@ -257,11 +255,8 @@ def _replicas(inference: InferenceConfig, num_gpus: int, *, name: str) -> int:
     tp, dp = inference.parallel.tp, inference.parallel.dp
     if num_gpus == 0:
         return dp
-    if num_gpus % tp:
-        raise ConfigError(
-            f"{name}_gpu_ids names {num_gpus} GPU(s), which {section}.parallel.tp ({tp}) must divide: "
-            f"{num_gpus} % {tp} = {num_gpus % tp}; change either"
-        )
+    if problem := tensor_parallel_problem(tp, num_gpus=num_gpus, section=section, gpu_ids=f"{name}_gpu_ids"):
+        raise ConfigError(problem)
     if dp not in (1, num_gpus // tp):
         raise ConfigError(
             f"{section}.parallel.dp ({dp}) must be GPUs / tp = {num_gpus} / {tp} = {num_gpus // tp}; leave it out"

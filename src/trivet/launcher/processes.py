@@ -5,11 +5,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from trivet.launcher.plan import ProcessSpec
 from trivet.lifetime import tied_command
+from trivet.process_table import descendants
 from trivet.stacks import STACKS_SIGNAL
 
 _POLL_S = 0.05
@@ -146,51 +145,3 @@ def show_stacks(pids: Iterable[int]) -> None:
             os.kill(pid, STACKS_SIGNAL)
         except ProcessLookupError:
             continue
-
-
-def descendants(pid: int, *, spared: Collection[int] = (), table: "ProcessTable | None" = None) -> list[int]:
-    """Children of `pid`, their children and so on; without those in `spared` and their children.
-
-    Args:
-        table: what /proc showed at one moment; None looks now.
-    """
-    children_of: dict[int, list[int]] = {}
-    for child, entry in (table or read_processes()).items():
-        children_of.setdefault(entry.parent, []).append(child)
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        children = [child for child in children_of.get(waiting.pop(), []) if child not in spared]
-        found += children
-        waiting += children
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessEntry:
-    state: str
-    parent: int
-
-    @property
-    def is_stopped(self) -> bool:
-        """By SIGSTOP or its like; a process that a debugger holds is not."""
-        return self.state == "T"
-
-
-ProcessTable = Mapping[int, ProcessEntry]
-"""Processes of this machine by pid."""
-
-
-def read_processes() -> ProcessTable:
-    """What /proc shows now."""
-    table: dict[int, ProcessEntry] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text(errors="replace")
-        except OSError:  # it ended while we looked
-            continue
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        table[int(entry.name)] = ProcessEntry(state, int(parent))
-    return table

@@ -4,7 +4,6 @@ Whatever the function, what it returns is checked: a wrong shape or a value that
 optimizer. As a program it tries a custom function for the launcher, which imports no user code.
 """
 
-import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,7 @@ from trivet.algorithms.advantages import (
 )
 from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import BatchError, ConfigError
+from trivet.imports import import_by_path
 
 _PROBES = (
     AdvantageInputs(rewards=np.array([0.0, 0.25, 1.0, 1.0]), completion_lengths=np.array([3, 1, 40, 7])),
@@ -61,11 +61,10 @@ def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
 
 def _load_custom(config: AdvantageConfig) -> AdvantageFunction:
     path = config.import_path or ""
-    module_name, _, name = path.replace(":", ".").rpartition(".")
-    if not module_name:
+    if not path.replace(":", ".").rpartition(".")[0]:
         raise ConfigError(f'{_name(config)} must be "module.function"; the module has to be installed, or on PYTHONPATH')
     try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+        function: Callable[..., Any] = import_by_path(path)
     except Exception as exc:  # importing runs the user's code
         raise ConfigError(
             f"{_name(config)} cannot be imported ({type(exc).__name__}: {exc}); give module.function of a module that"

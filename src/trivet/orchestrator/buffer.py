@@ -1,7 +1,7 @@
 """What becomes of every group between dispatch and batch. The one owner of that state; each transition writes its event.
 
 States of a group: in flight -> ready -> in a batch, or out: filtered (finished, carries no signal), dropped (failed, stale).
-`snapshot` is part of the orchestrator's half of a checkpoint: what would otherwise be lost.
+`snapshot` goes into the orchestrator's part of a checkpoint: what would otherwise be lost.
 """
 
 import logging
@@ -11,7 +11,7 @@ import msgspec
 
 from trivet.algorithms.filters import RolloutFilters, filter_reason, mask_rollouts
 from trivet.algorithms.staleness import is_stale
-from trivet.orchestrator.counters import FinishedGroup, Tally
+from trivet.orchestrator.counters import FinishedGroup, GroupCounters
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, GroupId
@@ -53,7 +53,7 @@ class GroupBuffer:
         self._filters = filters or RolloutFilters()
         self._ready = list(ready)
         self._in_flight: dict[GroupId, tuple[Draw, PolicyVersion]] = {}
-        self.tally = Tally()
+        self.counters = GroupCounters()
         self.fruitless_in_a_row = 0
         """Groups that failed or carried no signal since the last one that can be trained on."""
         self._first_failure = self._first_filtered = ""
@@ -94,7 +94,7 @@ class GroupBuffer:
         )
         found = mask_rollouts(group, self._filters)
         reason = filter_reason(group, num_sampled=num_sampled, online_difficulty_filtering=self._is_filtering)
-        self.tally.finished.append(FinishedGroup.of(group, found=found, filtered=reason))
+        self.counters.finished.append(FinishedGroup.of(group, found=found, filtered=reason))
         if reason is None:
             self._ready.append(group)
             self.fruitless_in_a_row = 0
@@ -113,7 +113,7 @@ class GroupBuffer:
             kind: type of the error behind it, by which failures are counted.
         """
         draw, _ = self._in_flight.pop(group_id)
-        self.tally.add_failed(draw.env, kind=kind)
+        self.counters.add_failed(draw.env, kind=kind)
         what = f"group {group_id} of {draw.env} failed: {error}"
         self._first_failure = self._first_failure or what
         self._fruitless(what)
@@ -121,13 +121,13 @@ class GroupBuffer:
 
     def cancelled(self, group_id: GroupId, reason: str) -> None:
         draw, _ = self._in_flight.pop(group_id)
-        self.tally.add_dropped(draw.env, reason)
+        self.counters.add_dropped(draw.env, reason)
         self._write_event(Drop(group_id=group_id, reason=reason))
 
     def gone(self, draws: Sequence[Draw]) -> None:
         """Groups of a checkpoint whose examples the data sets no longer have."""
         for draw in draws:
-            self.tally.add_dropped(draw.env, "example_gone")
+            self.counters.add_dropped(draw.env, "example_gone")
             self._write_event(Drop(group_id=draw.group_id, reason="example_gone"))
 
     def stale_in_flight(self, step: Step) -> list[GroupId]:
@@ -166,7 +166,7 @@ class GroupBuffer:
         kept: list[Group] = []
         for group in self._ready:
             if is_stale(step=step, oldest=group.oldest_version, max_off_policy_steps=self._max_off_policy_steps):
-                self.tally.add_dropped(group.env, "stale")
+                self.counters.add_dropped(group.env, "stale")
                 self._write_event(Drop(group_id=group.group_id, reason="stale"))
             else:
                 kept.append(group)

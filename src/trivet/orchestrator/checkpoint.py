@@ -1,27 +1,22 @@
-"""The orchestrator's half of a checkpoint: everything that would otherwise be lost (design invariant 3).
+"""The orchestrator's part of a checkpoint: everything that would otherwise be lost (design invariant 3).
 
 It is written before batch N is sent, as of the moment batch N was formed, so the trainer can commit step N as soon as its own
-half is on disk.
+part is on disk.
 """
 
 import msgspec
 
-from trivet.checkpoints.halves import begin_half, finish_half
+from trivet.checkpoints.orchestrator_part import SCHEMA, STATE_FILE, read_state
+from trivet.checkpoints.parts import ORCHESTRATOR, begin_part, finish_part
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.errors import CheckpointError, MessageRefused
+from trivet.errors import CheckpointError
 from trivet.faults import reach
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.sampler import SamplerState
-from trivet.wire.codec import decode, encode
-from trivet.wire.rollouts import GroupId
+from trivet.wire.codec import encode
 from trivet.wire.versions import Step
-
-HALF = "orchestrator"
-_STATE_FILE = "state.msgpack"
-SCHEMA = 2
-"""Raised whenever `OrchestratorHalf`, or a struct in it, changes in a way that an older reader would misread."""
 
 
 class RunTotals(msgspec.Struct, kw_only=True):
@@ -34,82 +29,37 @@ class RunTotals(msgspec.Struct, kw_only=True):
     total_problems: int = 0
 
 
-class OrchestratorHalf(msgspec.Struct, kw_only=True):
+class OrchestratorPart(msgspec.Struct, kw_only=True):
     schema: int = SCHEMA
     progress: RunTotals
     sampler: SamplerState
     buffer: BufferState
     rollouts_per_example: int
 
-    @property
-    def next_group_id(self) -> GroupId:
-        return self.sampler.next_group_id
 
-
-class _SchemaOnly(msgspec.Struct):
-    schema: int = 1
-    """The first schema did not say so."""
-
-
-def write_half(layout: RunLayout, half: OrchestratorHalf, *, config: OrchestratorConfig) -> None:
-    """Returns once the half is on disk, with the configuration that made it."""
-    step = half.progress.step
+def write_part(layout: RunLayout, part: OrchestratorPart, *, config: OrchestratorConfig) -> None:
+    """Returns once the part is on disk, with the configuration that made it."""
+    step = part.progress.step
     reach("orchestrator_half.before", step=step)
-    directory = begin_half(layout, step, HALF)
+    directory = begin_part(layout, step, ORCHESTRATOR)
     write_settings(directory, config)
-    (directory / _STATE_FILE).write_bytes(encode(half))
+    (directory / STATE_FILE).write_bytes(encode(part))
     reach("orchestrator_half.during", step=step, path=directory)
-    finish_half(layout, step, HALF)
+    finish_part(layout, step, ORCHESTRATOR)
     reach("orchestrator_half.after", step=step)
 
 
-class OwedGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups that a half holds: what the history checker compares with events.jsonl."""
-
-    next_group_id: GroupId
-    ready: list[GroupId]
-    in_flight: list[GroupId]
-
-
-def read_owed(layout: RunLayout, step: Step) -> OwedGroups:
-    """
-    Raises:
-        CheckpointError: the half is missing, unreadable or of another schema.
-    """
-    half = _read(layout, step)
-    return OwedGroups(
-        next_group_id=half.next_group_id,
-        ready=[group.group_id for group in half.buffer.ready],
-        in_flight=half.buffer.in_flight_ids,
-    )
-
-
-def read_half(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorHalf:
+def read_part(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorPart:
     """
     Raises:
         CheckpointError: missing, unreadable, of another schema, or made with another group size, which the groups that wait in
             it have.
     """
-    half = _read(layout, step)
-    if half.rollouts_per_example != rollouts_per_example:
+    part = read_state(layout, step, OrchestratorPart)
+    if part.rollouts_per_example != rollouts_per_example:
         raise CheckpointError(
-            f"orchestrator.rollouts_per_example was {half.rollouts_per_example} when checkpoint step_{step} was made and is "
+            f"orchestrator.rollouts_per_example was {part.rollouts_per_example} when checkpoint step_{step} was made and is "
             f"{rollouts_per_example} now; the groups that wait in it have that size: set it back, or start a new run "
             f"from {layout.weights_step(step)}"
         )
-    return half
-
-
-def _read(layout: RunLayout, step: Step) -> OrchestratorHalf:
-    path = layout.checkpoint_step(step) / HALF / _STATE_FILE
-    try:
-        data = path.read_bytes()
-        schema = decode(data, _SchemaOnly).schema
-        if schema == SCHEMA:
-            return decode(data, OrchestratorHalf)
-    except (OSError, MessageRefused) as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}; resume from another checkpoint") from exc
-    raise CheckpointError(
-        f"{path} has schema {schema}, this version reads schema {SCHEMA}; resume with the version that wrote it, or start a "
-        f"new run from {layout.weights_step(step)}"
-    )
+    return part

@@ -49,7 +49,7 @@ class LostGroup:
 
 
 @dataclass(slots=True)
-class Tally:
+class GroupCounters:
     """The loop takes it when a batch is formed and puts a new one in its place."""
 
     finished: list[FinishedGroup] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Makes what a batch holds independent of timing: its groups start together, from one policy, and end in the order of ids.
 
-A wave is what the batch being filled still lacks. The next one starts when every group of the last has ended, so nothing is in
+A round is what the batch being filled still lacks. The next one starts when every group of the last has ended, so nothing is in
 flight when a policy is loaded or a checkpoint is formed, and the groups, the policy and the state of the sampler are the same
 in every run, resumed or not. Used by the dispatcher of a deterministic run.
 """
@@ -14,38 +14,38 @@ from trivet.wire.versions import PolicyVersion, Step
 
 
 @dataclass(slots=True, kw_only=True)
-class Waves:
+class DispatchRounds:
     """
-    >>> waves.num_to_draw(step=step, version=version, num_ready=0)  # once nothing is in flight
+    >>> rounds.num_to_draw(step=step, version=version, num_ready=0)  # once nothing is in flight
     8
-    >>> waves.hold(group_id, lambda: buffer.finished(group))
-    >>> waves.release()  # once all eight are held
+    >>> rounds.add_ended(group_id, lambda: buffer.finished(group))
+    >>> rounds.release()  # once all eight have ended
     """
 
     num_groups: int
     """Groups of a batch."""
     max_async_level: int
-    _held: dict[GroupId, Callable[[], None]] = field(default_factory=dict)
+    _ended: dict[GroupId, Callable[[], None]] = field(default_factory=dict)
 
     @property
-    def num_held(self) -> int:
-        """Groups that have ended and wait for the others of their wave."""
-        return len(self._held)
+    def num_ended(self) -> int:
+        """Groups that have ended and wait for the others of their round."""
+        return len(self._ended)
 
     def num_to_draw(self, *, step: Step, version: PolicyVersion, num_ready: int) -> int:
-        """Groups of the next wave; 0 while the servers hold another policy than the one batch `step` is sampled from."""
-        if self._held or version != required_version(step=step, max_async_level=self.max_async_level):
+        """Groups of the next round; 0 while the servers serve another policy than the one batch `step` is sampled from."""
+        if self._ended or version != required_version(step=step, max_async_level=self.max_async_level):
             return 0
         return max(self.num_groups - num_ready, 0)
 
-    def hold(self, group_id: GroupId, end: Callable[[], None]) -> None:
+    def add_ended(self, group_id: GroupId, end: Callable[[], None]) -> None:
         """
         Args:
             end: hands the group on; called by `release`.
         """
-        self._held[group_id] = end
+        self._ended[group_id] = end
 
     def release(self) -> None:
-        held, self._held = self._held, {}
-        for group_id in sorted(held):
-            held[group_id]()
+        ended, self._ended = self._ended, {}
+        for group_id in sorted(ended):
+            ended[group_id]()

@@ -1,6 +1,6 @@
 """Keeps groups in flight: decides when one may start, on which server, runs it, and hands the result to the buffer.
 
-Consumes draws of the sampler. Produces finished groups in the buffer. Waits on its waker, rung when a group ends, a batch is
+Consumes draws of the sampler. Produces finished groups in the buffer. Waits for its event, notified when a group ends, a batch is
 formed, a policy is loaded or a server comes or goes, and for the moment at which a pause is over. Each group is a task of its
 own; its failure costs that group only. A try that was lost with its server or its worker is made again, under the same id.
 """
@@ -17,14 +17,15 @@ from trivet.algorithms.advantages import AdvantageFunction, AdvantageInputs
 from trivet.algorithms.concurrency import TokenBucket
 from trivet.algorithms.packing import truncate
 from trivet.algorithms.staleness import may_dispatch
+from trivet.backoff import backoff_s
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.dispatch_rounds import Waves
+from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.dispatch_rounds import DispatchRounds
 from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.orchestrator.waker import Waker
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Group, GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
@@ -32,7 +33,7 @@ from trivet.wire.versions import PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 5.0
-"""The dispatcher looks again at least this often, so that a missed ring costs seconds and not the run."""
+"""The dispatcher looks again at least this often, so that a missed notification costs seconds and not the run."""
 _STARTS_AT_ONCE = 64
 """Groups started before everybody else has a turn."""
 _MAX_TRIES = 5
@@ -77,7 +78,7 @@ class Limits:
     """A rollout that was cut gets reward 0."""
     tasks_per_minute: int | None = None
     """Rollouts started per minute."""
-    groups_per_wave: int | None = None
+    groups_per_round: int | None = None
     """Of a deterministic run: the groups of a batch, which start together."""
 
     @classmethod
@@ -91,7 +92,7 @@ class Limits:
             seq_len=config.seq_len,
             is_truncated_worth_nothing=config.zero_truncated_completions,
             tasks_per_minute=config.tasks_per_minute,
-            groups_per_wave=config.batch_size // config.rollouts_per_example if config.deterministic else None,
+            groups_per_round=config.batch_size // config.rollouts_per_example if config.deterministic else None,
         )
 
 
@@ -120,7 +121,7 @@ class Dispatcher:
     """
     >>> dispatching = tasks.create_task(dispatcher.run())
     >>> dispatcher.step, dispatcher.version = Step(2), PolicyVersion(1)
-    >>> dispatcher.waker.ring()
+    >>> dispatcher.changed.notify()
     """
 
     def __init__(
@@ -132,14 +133,14 @@ class Dispatcher:
         servers: DispatchServers,
         advantage: AdvantageFunction,
         limits: Limits,
-        on_change: Callable[[], None],
-        again: Sequence[Draw] = (),
+        on_group_end: Callable[[], None],
+        resumed_draws: Sequence[Draw] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            on_change: called after every group that ended.
-            again: groups that were in flight when the checkpoint was made; they start first, under their old ids.
+            on_group_end: called after every group that ended.
+            resumed_draws: groups that were in flight when the checkpoint was made; they start first, under their old ids.
         """
         self._sampler = sampler
         self._buffer = buffer
@@ -147,21 +148,21 @@ class Dispatcher:
         self._servers = servers
         self._advantage = advantage
         self._limits = limits
-        self._on_change = on_change
+        self._on_group_end = on_group_end
         self._clock = clock
-        self._again = deque(again)
+        self._undispatched = deque(resumed_draws)
         self._retries: deque[_Retry] = deque()
         self._tries: dict[GroupId, _Try] = {}
         self._turn = asyncio.Lock()
         self._stale_checked_for = Step(0)
-        self._waves: Waves | None = None
-        if limits.groups_per_wave is not None:
-            self._waves = Waves(num_groups=limits.groups_per_wave, max_async_level=limits.max_async_level)
+        self._rounds: DispatchRounds | None = None
+        if limits.groups_per_round is not None:
+            self._rounds = DispatchRounds(num_groups=limits.groups_per_round, max_async_level=limits.max_async_level)
         self._bucket: TokenBucket | None = None
         if limits.tasks_per_minute is not None:
             burst = max(limits.rollouts_per_example, limits.tasks_per_minute / 60 * _BURST_S)
             self._bucket = TokenBucket(per_minute=limits.tasks_per_minute, burst=burst, now=clock())
-        self.waker = Waker()
+        self.changed = ChangeEvent()
         self.step = Step(1)
         """The batch being filled."""
         self.version = PolicyVersion(0)
@@ -170,13 +171,13 @@ class Dispatcher:
         """Rollouts; adapted to the servers' load."""
 
     @property
-    def waiting_again(self) -> list[Draw]:
+    def undispatched_draws(self) -> list[Draw]:
         """Groups of the checkpoint that were not started again yet: still owed, and part of the next checkpoint."""
-        return list(self._again)
+        return list(self._undispatched)
 
     @property
     def rollouts_in_flight(self) -> int:
-        num_ended = self._waves.num_held if self._waves else 0
+        num_ended = self._rounds.num_ended if self._rounds else 0
         return (self._buffer.num_in_flight - num_ended) * self._limits.rollouts_per_example
 
     async def run(self) -> None:
@@ -184,13 +185,13 @@ class Dispatcher:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._cancel_stale()
-                self._draw_wave()
+                self._draw_round()
                 num_started = 0
                 while (pause_s := self._pause_s()) == 0 and self._start_next(tasks):
                     num_started += 1
                     if num_started % _STARTS_AT_ONCE == 0:
                         await asyncio.sleep(0)
-                await self.waker.wait(min(pause_s or _IDLE_WAIT_S, _IDLE_WAIT_S))
+                await self.changed.wait(min(pause_s or _IDLE_WAIT_S, _IDLE_WAIT_S))
 
     def server_down(self, root: str) -> None:
         """Every try on the server at `root` is lost."""
@@ -199,8 +200,8 @@ class Dispatcher:
                 attempt.task.cancel()
             self._end(attempt)
             self._lost(attempt, f"the server {root} was set aside")
-        self.waker.ring()
-        self._on_change()
+        self.changed.notify()
+        self._on_group_end()
 
     def _pause_s(self) -> float:
         """Seconds until the next group may start; 0 when one may now."""
@@ -216,18 +217,18 @@ class Dispatcher:
         """A group whose last try was lost has its place in flight already."""
         return bool(self._retries) and self._retries[0].not_before <= now
 
-    def _draw_wave(self) -> None:
+    def _draw_round(self) -> None:
         """Of a deterministic run: draw what the batch still lacks, once every group drawn before has ended."""
-        if self._waves is None or self._again or self._buffer.num_in_flight:
+        if self._rounds is None or self._undispatched or self._buffer.num_in_flight:
             return
         num_ready = self._buffer.num_ready
-        for _ in range(self._waves.num_to_draw(step=self.step, version=self.version, num_ready=num_ready)):
+        for _ in range(self._rounds.num_to_draw(step=self.step, version=self.version, num_ready=num_ready)):
             if (draw := self._sampler.take(self.step)) is not None:
-                self._again.append(draw)
+                self._undispatched.append(draw)
 
     def _may_start(self, rollouts_ahead: int) -> bool:
-        if self._waves is not None:
-            return bool(self._again or self._retries)
+        if self._rounds is not None:
+            return bool(self._undispatched or self._retries)
         return may_dispatch(
             step=self.step,
             version=self.version,
@@ -253,7 +254,7 @@ class Dispatcher:
             retry = self._retries.popleft()
             draw, number = retry.draw, retry.number
         else:
-            draw = self._again.popleft() if self._again else self._sampler.take(self.step)
+            draw = self._undispatched.popleft() if self._undispatched else self._sampler.take(self.step)
         if draw is None:
             self._servers.release(server, num_rollouts=num_rollouts)
             return False
@@ -313,17 +314,17 @@ class Dispatcher:
             self._settle(draw.group_id, lambda: self._buffer.failed(draw.group_id, error, kind=kind))
         else:
             self._settle(draw.group_id, lambda: self._finish(draw, rollouts))
-        self.waker.ring()
-        self._on_change()
+        self.changed.notify()
+        self._on_group_end()
 
     def _settle(self, group_id: GroupId, end: Callable[[], None]) -> None:
-        """Hand on how a group ended: at once, or, deterministic, when its whole wave has, in the order of their ids."""
-        if self._waves is None:
+        """Hand on how a group ended: at once, or, deterministic, when its whole round has, in the order of their ids."""
+        if self._rounds is None:
             end()
             return
-        self._waves.hold(group_id, end)
-        if not (self._again or self._retries or self._tries):
-            self._waves.release()
+        self._rounds.add_ended(group_id, end)
+        if not (self._undispatched or self._retries or self._tries):
+            self._rounds.release()
 
     def _finish(self, draw: Draw, rollouts: list[Rollout]) -> None:
         group = self._make_group(draw, rollouts)
@@ -342,7 +343,7 @@ class Dispatcher:
             self._settle(group_id, lambda: self._buffer.failed(group_id, error, kind="WorkerLost"))
             return
         logger.info("group is dispatched again group=%s tries=%s: %s", group_id, number, reason)
-        pause_s = _RETRY_PAUSE_S * 2 ** (number - 2) if number > 1 else 0.0
+        pause_s = backoff_s(number - 1, first_s=_RETRY_PAUSE_S) if number > 1 else 0.0
         self._retries.append(_Retry(draw=attempt.draw, number=number + 1, not_before=self._clock() + pause_s))
 
     def _make_group(self, draw: Draw, rollouts: list[Rollout]) -> Group:

@@ -16,10 +16,10 @@ from trivet.orchestrator.dispatcher import Dispatcher
 logger = logging.getLogger(__name__)
 
 
-class LoadReports(Protocol):
+class LoadSource(Protocol):
     """What is needed of the servers. Adapter: `client.server_pool.ServerPool`."""
 
-    async def loads(self) -> list[ServerLoad]: ...
+    async def server_loads(self) -> list[ServerLoad]: ...
 
 
 class LoadWatcher:
@@ -27,7 +27,7 @@ class LoadWatcher:
         self,
         config: ConcurrencyConfig,
         *,
-        servers: LoadReports,
+        servers: LoadSource,
         dispatcher: Dispatcher,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -47,7 +47,7 @@ class LoadWatcher:
         """Until cancelled."""
         while True:
             await self._sleep(self._config.interval)
-            self._look(await self._servers.loads())
+            self._look(await self._servers.server_loads())
 
     def metrics(self) -> dict[str, float]:
         values = {"concurrency/limit": float(self._dispatcher.max_in_flight)}
@@ -84,4 +84,4 @@ class LoadWatcher:
         if limit != limit_before:
             logger.debug("rollouts in flight at most=%s before=%s load=%s", limit, limit_before, self._last)
             self._dispatcher.max_in_flight = limit
-            self._dispatcher.waker.ring()
+            self._dispatcher.changed.notify()

@@ -1,9 +1,9 @@
-"""The orchestrator's loop: fill batch n, write its checkpoint half if one is due, send it, go on to n+1.
+"""The orchestrator's loop: fill batch n, write its checkpoint part if one is due, send it, go on to n+1.
 
 Consumes finished groups from the buffer. Produces batches for the trainer. Beside it run the dispatcher (fills the buffer),
 the policy watcher (keeps the servers up to date) and what else the start gives it; all are tasks of one group, so a failure of
 any ends all. Packing, writing and sending go on in threads while the next batch is being filled.
-Waits for: enough groups (rung by the dispatcher), the trainer's acknowledgement (deadline in rollout_transport.timeout_s).
+Waits for: enough groups (notified by the dispatcher), the trainer's acknowledgement (deadline in rollout_transport.timeout_s).
 """
 
 import asyncio
@@ -18,8 +18,9 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, write_half
-from trivet.orchestrator.counters import Tally
+from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, write_part
+from trivet.orchestrator.counters import GroupCounters
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.garbage import collect_by_the_clock, rare_collections
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
@@ -27,8 +28,7 @@ from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
-from trivet.orchestrator.waker import Waker
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed
 from trivet.transport.port import BatchSender
@@ -56,21 +56,21 @@ class Loop:
     watcher: PolicyWatcher
     sender: BatchSender
     telemetry: Telemetry
-    changed: Waker
-    """Rung when a group ended."""
-    beside: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
+    group_ended: ChangeEvent
+    """Notified when a group ended, and when preemption is requested."""
+    background_tasks: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
     """Further tasks by name, each until cancelled: what watches the servers and their load."""
     evals: OnlineEval | None = None
     """Evaluations during the run."""
     gauges: Callable[[], Mapping[str, float]] = dict
     """Further metrics, read at the end of each step."""
-    is_making_room: bool = False
+    preempt_requested: bool = False
     """Asked to commit what was trained and to end."""
 
-    def make_room(self) -> None:
+    def preempt(self) -> None:
         """Fill no further batch: have the trainer commit the last one, and end."""
-        self.is_making_room = True
-        self.changed.ring()
+        self.preempt_requested = True
+        self.group_ended.notify()
 
     async def run(self) -> None:
         """Until max_steps, or for ever without one."""
@@ -84,7 +84,7 @@ class Loop:
                 "policy-watcher": self.watcher.run,
                 "alive": self._say_alive,
                 "garbage": collect_by_the_clock,
-                **self.beside,
+                **self.background_tasks,
             }
             running = [tasks.create_task(run(), name=name) for name, run in others.items()]
             evaluating = tasks.create_task(self.evals.run(), name="evaluations") if self.evals is not None else None
@@ -102,31 +102,31 @@ class Loop:
             await asyncio.sleep(min(_MAX_ALIVE_INTERVAL_S, self.config.rollout_transport.timeout_s / 10))
 
     async def _finish_evals(self, evaluating: asyncio.Task[None]) -> None:
-        """The last policy is evaluated whenever the run reached its end; one that makes room takes no time for it."""
+        """The last policy is evaluated whenever the run reached its end; a preempted run takes no time for it."""
         assert self.evals is not None
-        if self.is_making_room:
+        if self.preempt_requested:
             evaluating.cancel()
             return
         self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)  # requires the policy of the last step
         self.evals.finish(PolicyVersion(self.progress.step))
-        with progress.waiting("the evaluation of the last policy", on="trainer"):
+        with process_report.waiting("the evaluation of the last policy", on="trainer"):
             await evaluating
 
     async def _run_steps(self, dispatching: asyncio.Task[None]) -> None:
         step = Step(self.progress.step + 1)
-        unwritten: OrchestratorHalf | None = None  # of the last batch, when it was not due
+        unwritten: OrchestratorPart | None = None  # of the last batch, when it was not due
         self._begin(step)
         while self.config.max_steps is None or step <= self.config.max_steps:
             started = time.monotonic()
             groups = await self._fill(step)
             if groups is None:
-                await self._send_stop(step, unwritten)
+                await self._send_preemption(step, unwritten)
                 return
             # Until the next await this is the moment at which batch and checkpoint were formed.
-            half, is_due = self._half(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
-            tally, self.buffer.tally = self.buffer.tally, Tally()
+            part, is_due = self._part(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
+            counters, self.buffer.counters = self.buffer.counters, GroupCounters()
             values = flow_metrics(
-                tally,
+                counters,
                 groups,
                 version=self.watcher.version,
                 step=step,
@@ -142,8 +142,8 @@ class Loop:
             filled = time.monotonic()
             version = self.watcher.version
             values |= {"time/generate_completions": filled - started, "time/update_weights": self.watcher.last_load_s}
-            values |= await self._hand_over(step, groups, half, is_due=is_due)
-            unwritten = None if is_due else half
+            values |= await self._hand_over(step, groups, part, is_due=is_due)
+            unwritten = None if is_due else part
             values |= {**progress_metrics(self.progress, version=version), **self.gauges()}
             if self.evals is not None:
                 values |= self.evals.take_val_metrics()
@@ -153,56 +153,56 @@ class Loop:
             self.telemetry.write_step(step, values)
             step = Step(step + 1)
 
-    async def _hand_over(self, step: Step, groups: list[Group], half: OrchestratorHalf, *, is_due: bool) -> dict[str, float]:
-        """Pack and send batch `step`, its checkpoint half first; what is long happens in threads. Returns its metrics."""
+    async def _hand_over(self, step: Step, groups: list[Group], part: OrchestratorPart, *, is_due: bool) -> dict[str, float]:
+        """Pack and send batch `step`, its checkpoint part first; what is long happens in threads. Returns its metrics."""
         times: dict[str, float] = {}
         with timed(times, "parallel_preprocess"):
-            batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_half=is_due)
+            batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_part=is_due)
         self.progress = RunTotals(
             step=step,
             total_tokens=self.progress.total_tokens + batch.num_tokens,
             total_samples=self.progress.total_samples + batch.num_rollouts,
             total_problems=self.progress.total_problems + len(groups),
         )
-        half.progress = self.progress
+        part.progress = self.progress
         if is_due:
             with timed(times, "save_ckpt"):
-                await asyncio.to_thread(write_half, self.layout, half, config=self.config)
-        with timed(times, "wait_for_receipt"), progress.waiting(f"the receipt of batch {step}", on="trainer"):
+                await asyncio.to_thread(write_part, self.layout, part, config=self.config)
+        with timed(times, "wait_for_receipt"), process_report.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
-        progress.note(step=step)
+        process_report.set_numbers(step=step)
         self.telemetry.write_event(await asyncio.to_thread(write_rollouts, self.layout, step, groups))
         return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
-    async def _send_stop(self, step: Step, half: OrchestratorHalf | None) -> None:
-        """Instead of batch `step`: the trainer commits the step before with `half`, if it is not committed, and ends."""
-        if half is not None:
-            await asyncio.to_thread(write_half, self.layout, half, config=self.config)
-        logger.info("making room after batch=%s commits=%s", step - 1, half is not None)
-        with progress.waiting(f"the end of step {step - 1}", on="trainer"):
+    async def _send_preemption(self, step: Step, part: OrchestratorPart | None) -> None:
+        """Instead of batch `step`: the trainer commits the step before with `part`, if it is not committed, and ends."""
+        if part is not None:
+            await asyncio.to_thread(write_part, self.layout, part, config=self.config)
+        logger.info("preempted after batch=%s commits=%s", step - 1, part is not None)
+        with process_report.waiting(f"the end of step {step - 1}", on="trainer"):
             await self.sender.send(
                 Batch(
                     step=step,
-                    purpose=BatchPurpose.STOP,
+                    purpose=BatchPurpose.PREEMPT,
                     micro_batches=[],
                     group_ids=[],
                     num_rollouts=0,
-                    has_orchestrator_half=half is not None,
+                    has_orchestrator_part=part is not None,
                 )
             )
 
     def _begin(self, step: Step) -> None:
-        progress.doing(f"filling batch {step}")
+        process_report.begin(f"filling batch {step}")
         self.dispatcher.step = self.watcher.step = step
         self.sampler.begin_step(step)
-        self.dispatcher.waker.ring()
+        self.dispatcher.changed.notify()
 
     async def _fill(self, step: Step) -> list[Group] | None:
-        """The groups of batch `step`; None when the run makes room instead."""
+        """The groups of batch `step`; None when the run is preempted instead."""
         num_groups = self.config.batch_size // self.config.rollouts_per_example
         limit = self.config.max_fruitless_batches * num_groups
         since = time.monotonic()
-        if self.is_making_room:
+        if self.preempt_requested:
             return None
         groups = self.buffer.take_batch(step, num_groups=num_groups)  # also drops what is too old for this step
         while groups is None:
@@ -212,12 +212,12 @@ class Loop:
                     f"signal; the first: {self.buffer.first_failure}. See logs/orchestrator.stdout; if rewards are all equal, "
                     "check the reward function, raise sampling.temperature or rollouts_per_example, or take easier examples"
                 )
-            if self.sampler.is_drained and not self.buffer.num_in_flight and not self.dispatcher.waiting_again:
+            if self.sampler.is_drained and not self.buffer.num_in_flight and not self.dispatcher.undispatched_draws:
                 raise BatchError(
                     f"batch {step} cannot be filled, {self.buffer.num_ready} of {num_groups} groups are ready: "
                     + self.sampler.explain_drained()
                 )
-            if not await self.changed.wait(_SLOW_FILL_S):
+            if not await self.group_ended.wait(_SLOW_FILL_S):
                 logger.warning(
                     "batch %s is not filled after %.0f s: ready=%s in_flight=%s of %s groups needed; policy held %s",
                     step,
@@ -227,22 +227,22 @@ class Loop:
                     num_groups,
                     self.watcher.version,
                 )
-            if self.is_making_room:
+            if self.preempt_requested:
                 return None
             if self.buffer.num_ready >= num_groups:
                 groups = self.buffer.take_batch(step, num_groups=num_groups)
         return groups
 
-    def _half(self) -> OrchestratorHalf:
-        return OrchestratorHalf(
+    def _part(self) -> OrchestratorPart:
+        return OrchestratorPart(
             progress=self.progress,
             sampler=self.sampler.snapshot(),
-            buffer=self.buffer.snapshot(also_in_flight=self.dispatcher.waiting_again),
+            buffer=self.buffer.snapshot(also_in_flight=self.dispatcher.undispatched_draws),
             rollouts_per_example=self.config.rollouts_per_example,
         )
 
 
-def _make_batch(step: Step, groups: list[Group], *, seq_len: int, has_half: bool) -> Batch:
+def _make_batch(step: Step, groups: list[Group], *, seq_len: int, has_part: bool) -> Batch:
     items = [
         PackItem(sample=sample, advantage=rollout.advantage)
         for group in groups
@@ -255,5 +255,5 @@ def _make_batch(step: Step, groups: list[Group], *, seq_len: int, has_half: bool
         micro_batches=pack(items, seq_len=seq_len),
         group_ids=[group.group_id for group in groups],
         num_rollouts=sum(len(group.rollouts) for group in groups),
-        has_orchestrator_half=has_half,
+        has_orchestrator_part=has_part,
     )

@@ -9,14 +9,14 @@ from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.packages.installed import require_installed
-from trivet.errors import first_error
 from trivet.faults import arm
 from trivet.imports import without_collections
 from trivet.lifetime import die_with_parent
 from trivet.lock import hold_role
 from trivet.orchestrator.advantage import make_advantage
+from trivet.signals import run_until_signalled
 from trivet.stacks import show_tasks_on_signal
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 
 if TYPE_CHECKING:
@@ -39,48 +39,32 @@ def check(config: OrchestratorConfig) -> None:
 def start(config: OrchestratorConfig) -> int:
     setup_logging("orchestrator", level=config.log.level, as_json=config.log.json_logging)
     arm(config.faults.schedule)
-    progress.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
-    progress.doing("loading environments")
+    process_report.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
+    process_report.begin("loading environments")
     with without_collections():
         import trivet.orchestrator.start  # noqa: F401  it imports verifiers, which takes seconds
     with hold_role(RunLayout(config.output_dir).role_lock("orchestrator")):
-        return asyncio.run(_run_until_signalled(config))
+        return asyncio.run(_run(config))
 
 
-async def _run_until_signalled(config: OrchestratorConfig) -> int:
+async def _run(config: OrchestratorConfig) -> int:
     """Exit code: 0 done, or committed as SIGUSR1 asks; 130 or 143 when a signal ended the run, 138 for SIGUSR1 too early."""
     from trivet.orchestrator.start import open_environments, run
 
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    received: list[signal.Signals] = []
-
-    def stop(number: signal.Signals) -> None:
-        received.append(number)
-        if task is not None:
-            task.cancel()
-
-    def make_room() -> None:
-        if running:
-            running[0].make_room()
-        else:
-            stop(signal.SIGUSR1)
-
     running: list[Loop] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    loop.add_signal_handler(signal.SIGUSR1, make_room)
-    show_tasks_on_signal()
-    try:
+
+    def preempt() -> bool:
+        for loop in running:
+            loop.preempt()
+        return bool(running)
+
+    async def work() -> int:
         async with open_environments(config) as pool:
             await run(config, pool, on_loop=running.append)
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        return 128 + received[0]
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
-    return 0
+        return 0
+
+    show_tasks_on_signal()
+    return await run_until_signalled(work(), handlers={signal.SIGUSR1: preempt})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.algorithms.staleness import staleness
 from trivet.orchestrator.checkpoint import RunTotals
-from trivet.orchestrator.counters import FinishedGroup, Tally
+from trivet.orchestrator.counters import FinishedGroup, GroupCounters
 from trivet.wire.rollouts import Group, Rollout
 from trivet.wire.versions import PolicyVersion, Step, count_tokens
 
@@ -53,7 +53,7 @@ def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> di
 
 
 def flow_metrics(
-    tally: Tally,
+    counters: GroupCounters,
     groups: Sequence[Group],
     *,
     version: PolicyVersion,
@@ -69,18 +69,18 @@ def flow_metrics(
         num_in_flight: groups that are generated or scored.
         num_ready: finished groups that wait for a batch.
     """
-    filtered = [group for group in tally.finished if group.filtered is not None]
+    filtered = [group for group in counters.finished if group.filtered is not None]
     judged = [*(FinishedGroup.of(group) for group in groups), *filtered]
-    values = _judged_metrics(judged) | _finished_metrics(tally.finished) | _loss_metrics(tally)
+    values = _judged_metrics(judged) | _finished_metrics(counters.finished) | _loss_metrics(counters)
     envs = {group.env for group in judged}
     for env in sorted(envs) if len(envs) > 1 else ():
         values |= {f"{name}/{env}": value for name, value in _judged_metrics(_of(env, judged)).items()}
-        values |= {f"{name}/{env}": value for name, value in _finished_metrics(_of(env, tally.finished)).items()}
+        values |= {f"{name}/{env}": value for name, value in _finished_metrics(_of(env, counters.finished)).items()}
     return values | {
         "batch/async_level": float(step - 1 - version),
         "batch/inflight_groups": float(num_in_flight),
         "batch/inflight_rollouts": float(num_in_flight * group_size),
-        "batch/cancelled_rollouts": float(sum(group.reason == "stale" for group in tally.dropped) * group_size),
+        "batch/cancelled_rollouts": float(sum(group.reason == "stale" for group in counters.dropped) * group_size),
         "batch/ready_groups": float(num_ready),
     }
 
@@ -154,15 +154,15 @@ def _finished_metrics(finished: Sequence[FinishedGroup]) -> dict[str, float]:
     return values | {f"filtered_rollouts/{name}": count / num_rollouts for name, count in counts.items()}
 
 
-def _loss_metrics(tally: Tally) -> dict[str, float]:
+def _loss_metrics(counters: GroupCounters) -> dict[str, float]:
     """`error/*`: share of the groups that ended since the last batch, by type of error and environment."""
-    values = {"batch/stale_groups": float(sum(group.reason == "stale" for group in tally.dropped))}
-    ended = len(tally.finished) + len(tally.failed)
+    values = {"batch/stale_groups": float(sum(group.reason == "stale" for group in counters.dropped))}
+    ended = len(counters.finished) + len(counters.failed)
     if not ended:
         return values
-    values["error/mean"] = len(tally.failed) / ended
-    values |= {f"error/{kind}": count / ended for kind, count in Counter(group.reason for group in tally.failed).items()}
-    by_env = Counter((group.env, group.reason) for group in tally.failed)
+    values["error/mean"] = len(counters.failed) / ended
+    values |= {f"error/{kind}": count / ended for kind, count in Counter(group.reason for group in counters.failed).items()}
+    by_env = Counter((group.env, group.reason) for group in counters.failed)
     return values | {f"error/{env}/{kind}": count / ended for (env, kind), count in by_env.items()}
 
 

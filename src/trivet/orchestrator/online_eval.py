@@ -1,6 +1,6 @@
 """Evaluations during a run: which are due, on which policy, and where their scores go.
 
-Consumes loaded policies. Produces evals/step_N/<env>/, metrics/eval.jsonl and Evaluate events. Waits on its waker, rung when a
+Consumes loaded policies. Produces evals/step_N/<env>/, metrics/eval.jsonl and Evaluate events. Waits for its event, notified when a
 policy is loaded or the last batch was sent. While it runs, the servers keep the policy that it measures; training goes on as
 far as `max_async_level` lets it.
 """
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from trivet.config.layout import RunLayout, parse_step
+from trivet.config.layout import RunLayout
 from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.sampling import EvalSamplingConfig
-from trivet.durable import remove_directory
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.sampling import sampling_arguments
 from trivet.evaluation.evaluate import evaluate, make_task
 from trivet.evaluation.placement import PlacementServers, RunOnServer, run_on_least_loaded
 from trivet.evaluation.results import holds_task, read_summary
 from trivet.evaluation.scores import Summary, eval_metrics
-from trivet.orchestrator.waker import Waker
+from trivet.orchestrator.change_event import ChangeEvent
+from trivet.step_directories import discard_after, list_steps
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.events import Evaluate
 from trivet.wire.groups import EnvironmentInfo, SamplingArguments
@@ -152,20 +152,18 @@ def _val_series(config: OrchestratorConfig, pool: EnvironmentPool) -> list[Serie
 
 def _last_evaluated(layout: RunLayout, name: str, *, until: PolicyVersion) -> PolicyVersion | None:
     """The newest version, `until` at most, whose evaluation is complete on disk."""
-    found = [step for path in layout.evals.glob("step_*") if (step := parse_step(path.name)) is not None and step <= until]
-    done = [step for step in found if read_summary(layout.evals_step(step, name)) is not None]
+    done = [
+        step for step in list_steps(layout.evals) if step <= until and read_summary(layout.evals_step(step, name)) is not None
+    ]
     return PolicyVersion(max(done)) if done else None
 
 
 def discard_evals_after(layout: RunLayout, version: PolicyVersion) -> None:
     """Remove evaluations of later policies, which will be others when the run reaches them again."""
-    for path in layout.evals.glob("step_*"):
-        found = parse_step(path.name)
-        if found is not None and found > version:
-            remove_directory(path)
+    discard_after(layout.evals, version)
 
 
-class HeldPolicy(Protocol):
+class PinnablePolicy(Protocol):
     """What the servers hold. Adapter: `orchestrator.policy.PolicyWatcher`."""
 
     version: PolicyVersion
@@ -176,7 +174,7 @@ class HeldPolicy(Protocol):
 class OnlineEval:
     """
     >>> evaluating = tasks.create_task(evals.run())
-    >>> evals.waker.ring()
+    >>> evals.changed.notify()
     >>> evals.finish(PolicyVersion(max_steps))
     >>> await evaluating
     """
@@ -185,7 +183,7 @@ class OnlineEval:
         self,
         series: Sequence[Series],
         *,
-        policy: HeldPolicy,
+        policy: PinnablePolicy,
         digest: Callable[[], str],
         run_group: RunOnServer,
         servers: PlacementServers,
@@ -209,8 +207,8 @@ class OnlineEval:
         self._telemetry = telemetry
         self._final: PolicyVersion | None = None
         self._val_reward: dict[str, float] = {}
-        self.waker = Waker()
-        """To be rung after every load."""
+        self.changed = ChangeEvent()
+        """To be notified after every load."""
 
     async def run(self) -> None:
         """Until `finish` was called and the last policy is evaluated."""
@@ -223,12 +221,12 @@ class OnlineEval:
             elif is_last:
                 return
             else:
-                await self.waker.wait(_IDLE_WAIT_S)
+                await self.changed.wait(_IDLE_WAIT_S)
 
     def finish(self, version: PolicyVersion) -> None:
         """No policy comes after `version`: evaluate it, whatever the interval, and end."""
         self._final = version
-        self.waker.ring()
+        self.changed.notify()
 
     def take_val_metrics(self) -> dict[str, float]:
         """`val_reward/mean` and `val_reward/<env>` of a validation that ended since the last call."""

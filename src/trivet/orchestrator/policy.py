@@ -16,7 +16,7 @@ from trivet.algorithms.staleness import required_version, target_version
 from trivet.client.server import TargetPolicy
 from trivet.config.layout import STABLE, RunLayout
 from trivet.errors import WaitTimeout, WeightsError
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.weights.catalog import latest_version
 from trivet.weights.manifest import read_manifest, verify
 from trivet.weights.retention import acknowledge
@@ -28,14 +28,14 @@ READER = "orchestrator"
 _POLL_S = 0.1
 
 
-class PolicyHolders(Protocol):
+class PolicyServers(Protocol):
     """What the watcher needs of the servers. Adapter: `client.server_pool.ServerPool`."""
 
-    async def bring(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
+    async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
         """Have every server hold `policy`, before the first rollout; returns it with its digest."""
         ...
 
-    async def load(self, policy: TargetPolicy) -> None:
+    async def ensure_policy(self, policy: TargetPolicy) -> None:
         """Returns once at least one server holds `policy` and no other takes rollouts."""
         ...
 
@@ -51,25 +51,25 @@ class PolicyWatcher:
         self,
         *,
         layout: RunLayout,
-        servers: PolicyHolders,
+        servers: PolicyServers,
         max_async_level: int,
         is_strict: bool,
         timeout_s: float,
-        on_load: Callable[[PolicyVersion], None],
+        on_policy_served: Callable[[PolicyVersion], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """
         Args:
             timeout_s: longest time without a policy that the batch being filled requires.
-            on_load: called once the servers hold a new policy.
+            on_policy_served: called once the servers hold a new policy.
         """
         self._layout = layout
         self._servers = servers
         self._max_async_level = max_async_level
         self._is_strict = is_strict
         self._timeout_s = timeout_s
-        self._on_load = on_load
+        self._on_policy_served = on_policy_served
         self._clock = clock
         self._sleep = sleep
         self._num_pins = 0
@@ -95,11 +95,11 @@ class PolicyWatcher:
             latest = latest_version(self._layout) or START_VERSION
             if self.version >= required:
                 if waited_s:
-                    progress.doing(f"filling batch {self.step}")
+                    process_report.begin(f"filling batch {self.step}")
                 waited_s = 0.0
             elif latest < required:  # and not merely pinned
                 if not waited_s:
-                    progress.wait_for(f"policy {required}", on="trainer")
+                    process_report.begin_waiting(f"policy {required}", on="trainer")
                 waited_s += self._clock() - asked_at
             asked_at = self._clock()
             if waited_s > self._timeout_s:
@@ -111,7 +111,7 @@ class PolicyWatcher:
                 step=self.step, latest=latest, max_async_level=self._max_async_level, is_strict=self._is_strict
             )
             if self.version < target <= latest and not self._num_pins:
-                await self.load(target)
+                await self.ensure_policy(target)
             await self._sleep(_POLL_S)
 
     @asynccontextmanager
@@ -148,7 +148,7 @@ class PolicyWatcher:
                     "(logs/trainer.stdout)?"
                 )
             await self._sleep(_POLL_S)
-        self._loaded(await self._servers.bring(self._published(version)))
+        self._loaded(await self._servers.ensure_policy_on_all(self._published(version)))
 
     async def start_from_base(self, *, reload: bool) -> None:
         """Start from version 0.
@@ -160,16 +160,16 @@ class PolicyWatcher:
             InferenceError: a server failed, or holds another policy.
         """
         start = TargetPolicy(version=START_VERSION, digest=None, directory=None)
-        self._loaded(await self._servers.bring(start, reset=reload))
+        self._loaded(await self._servers.ensure_policy_on_all(start, reset=reload))
 
-    async def load(self, version: PolicyVersion) -> None:
+    async def ensure_policy(self, version: PolicyVersion) -> None:
         """Have the servers hold the published `version`, unless somebody has pinned theirs meanwhile."""
         async with self._loading:
             if self._num_pins:
                 return
             started = self._clock()
             policy = self._published(version)
-            await self._servers.load(policy)
+            await self._servers.ensure_policy(policy)
             self.last_load_s = self._clock() - started
         self._loaded(policy)
         logger.info("policy loaded version=%s seconds=%.2f", version, self.last_load_s)
@@ -181,7 +181,7 @@ class PolicyWatcher:
     def _loaded(self, policy: TargetPolicy) -> None:
         acknowledge(self._layout, READER, policy.version)
         self.version, self.digest = policy.version, policy.digest or ""
-        self._on_load(policy.version)
+        self._on_policy_served(policy.version)
 
 
 def _published_at(directory: Path) -> int | None:

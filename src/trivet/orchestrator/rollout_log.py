@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from trivet.config.layout import ROLLOUTS_FILE, RunLayout, parse_step
-from trivet.durable import digest_of, hash_bytes, remove_directory, replace_file
+from trivet.config.layout import ROLLOUTS_FILE, RunLayout
+from trivet.durable import digest_of, hash_bytes, replace_file
+from trivet.step_directories import discard_after
 from trivet.wire.events import RolloutsWritten
 from trivet.wire.rollout_tokens import TOKENS_FILE, pack_tokens
 from trivet.wire.rollouts import Group, Rollout
@@ -49,10 +50,7 @@ def write_rollouts(layout: RunLayout, step: Step, groups: Sequence[Group]) -> Ro
 
 def discard_rollouts_after(layout: RunLayout, step: Step) -> None:
     """Remove those of later steps, which happen again with other rollouts."""
-    for path in layout.root.glob("rollouts/step_*"):
-        found = parse_step(path.name)
-        if found is not None and found > step:
-            remove_directory(path)
+    discard_after(layout.rollouts, step)
 
 
 def _record(group: Group, rollout: Rollout) -> RolloutRecord:

@@ -131,7 +131,7 @@ class ExampleSampler:
         fresh = ExampleSampler(self._examples, seed=self._seed, rules=self._rules)
         return [draw for _ in range(count) if (draw := fresh.take(Step(1)))]
 
-    def find_again(self, draws: Sequence[Draw]) -> tuple[list[Draw], list[Draw]]:
+    def locate_draws(self, draws: Sequence[Draw]) -> tuple[list[Draw], list[Draw]]:
         """Groups of a checkpoint in today's data sets: those to dispatch again, and those whose example is gone."""
         rows = {env: {name: row for row, name in enumerate(hashes)} for env, hashes in self._examples.items()}
         found: list[Draw] = []

@@ -18,11 +18,12 @@ from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
-from trivet.errors import ConfigError, EnvironmentLoadError
+from trivet.errors import EnvironmentLoadError
 from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
-from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, read_half
+from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
 from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
@@ -33,9 +34,8 @@ from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
-from trivet.orchestrator.waker import Waker
 from trivet.secret import RunSecret, find_secret
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.transport.zeromq import ZmqSender
@@ -53,11 +53,11 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     """From start to max_steps; every error of a task leaves as an exception group.
 
     Args:
-        on_loop: gets the loop when it begins to fill batches, to ask it to make room.
+        on_loop: gets the loop when it begins to fill batches, to preempt it.
     """
     layout = RunLayout(config.output_dir)
     _require_examples(config, pool)
-    half = _starting_point(config, layout)
+    part = _starting_point(config, layout)
     telemetry = Telemetry(
         "orchestrator",
         layout=layout,
@@ -67,40 +67,40 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         heartbeat=config.heartbeat,
         detectors=config.detectors,
         shown_samples=config.shown_samples,
-        resume_step=half.progress.step,
+        resume_step=part.progress.step,
     )
-    telemetry.write_event(Start(run_id=config.run.id, from_step=half.progress.step))
-    discard_rollouts_after(layout, half.progress.step)
-    if half.progress.step:
-        discard_evals_after(layout, PolicyVersion(half.progress.step))
+    telemetry.write_event(Start(run_id=config.run.id, from_step=part.progress.step))
+    discard_rollouts_after(layout, part.progress.step)
+    if part.progress.step:
+        discard_evals_after(layout, PolicyVersion(part.progress.step))
     pool.report_to(telemetry.write_event)
-    progress.ask_workers(pool.status)
+    process_report.set_worker_source(pool.status)
     reason = "failed"
     loop: Loop | None = None
-    progress.wait_for("servers that answer", on="inference")
+    process_report.begin_waiting("servers that answer", on="inference")
     try:
         async with _servers(config, telemetry) as servers, open_teacher(config) as teacher, _sender(config) as sender:
-            loop = _make_loop(config, layout, half, pool, servers, sender, telemetry, teacher)
+            loop = _make_loop(config, layout, part, pool, servers, sender, telemetry, teacher)
             _report_numbers(loop)
-            progress.wait_for("a policy to start from", on="trainer")
+            process_report.begin_waiting("a policy to start from", on="trainer")
             await _bring_policy(loop, config)
             if teacher is not None:
                 await _meet_teacher(teacher, loop, config, pool, servers)
-            progress.wait_for("the self-check to be received", on="trainer")
+            process_report.begin_waiting("the self-check to be received", on="trainer")
             await _send_self_check(loop, config, pool, servers)
             on_loop(loop)
             await loop.run()
-            reason = "preempted" if loop.is_making_room else "done"
+            reason = "preempted" if loop.preempt_requested else "done"
     except asyncio.CancelledError:
         reason = "interrupted"
         raise
     finally:
-        telemetry.write_event(Stop(step=loop.progress.step if loop else half.progress.step, reason=reason))
+        telemetry.write_event(Stop(step=loop.progress.step if loop else part.progress.step, reason=reason))
         telemetry.close()
 
 
 def _report_numbers(loop: Loop) -> None:
-    progress.ask_numbers(
+    process_report.set_number_source(
         lambda: {
             "policy_version": loop.watcher.version,
             "num_ready": loop.buffer.num_ready,
@@ -139,26 +139,22 @@ def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None
         logger.info("environment loaded env=%s examples=%s", name, info.num_examples)
 
 
-def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> OrchestratorHalf:
+def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> OrchestratorPart:
     if config.ckpt.resume_step is None:
-        return OrchestratorHalf(
+        return OrchestratorPart(
             progress=RunTotals(),
             sampler=SamplerState(),
             buffer=BufferState(),
             rollouts_per_example=config.rollouts_per_example,
         )
     step = resolve_resume_step(layout, config.ckpt.resume_step)
-    half = read_half(layout, step, rollouts_per_example=config.rollouts_per_example)
-    if config.max_steps is not None and config.max_steps <= step:
-        raise ConfigError(
-            f"max_steps ({config.max_steps}) is not above the step resumed from ({step}): nothing is left to do; raise it"
-        )
+    part = read_part(layout, step, rollouts_per_example=config.rollouts_per_example)
     if config.ckpt.skip_progress:
-        half.progress = RunTotals(step=step)
+        part.progress = RunTotals(step=step)
     logger.info(
-        "resumed step=%s ready_groups=%s groups_dispatched_again=%s", step, len(half.buffer.ready), len(half.buffer.in_flight)
+        "resumed step=%s ready_groups=%s groups_dispatched_again=%s", step, len(part.buffer.ready), len(part.buffer.in_flight)
     )
-    return half
+    return part
 
 
 @asynccontextmanager
@@ -210,7 +206,7 @@ def _client(
 async def _meet_teacher(
     teacher: Teacher, loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool
 ) -> None:
-    progress.wait_for("a teacher that answers", on="teacher")
+    process_report.begin_waiting("a teacher that answers", on="teacher")
     await teacher.wait_ready()
     messages = [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in loop.sampler.preview(1)]
     policy = _client(config.client, servers.roots[0])
@@ -249,17 +245,17 @@ def is_trained(batch: Batch, layout: RunLayout) -> bool:
 def _make_loop(
     config: OrchestratorConfig,
     layout: RunLayout,
-    half: OrchestratorHalf,
+    part: OrchestratorPart,
     pool: EnvironmentPool,
     servers: ServerPool,
     sender: BatchSender,
     telemetry: Telemetry,
     teacher: Teacher | None,
 ) -> Loop:
-    changed = Waker()
+    group_ended = ChangeEvent()
     examples = {env.label: pool.infos[env.label].example_hashes for env in config.env}
-    sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=half.sampler)
-    waiting, left_out = half.buffer, dict[GroupId, str]()
+    sampler = ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=part.sampler)
+    waiting, left_out = part.buffer, dict[GroupId, str]()
     if config.ckpt.skip_buffer:
         left_out = dict.fromkeys([*(group.group_id for group in waiting.ready), *waiting.in_flight_ids], "ckpt.skip_buffer")
         waiting = BufferState()
@@ -276,7 +272,7 @@ def _make_loop(
     )
     for group_id, reason in left_out.items():
         telemetry.write_event(Drop(group_id=group_id, reason=reason))
-    again, gone = sampler.find_again(waiting.in_flight)
+    resumed_draws, gone = sampler.locate_draws(waiting.in_flight)
     buffer.gone(gone)
     run_group = group_runner(pool, sampling_of=sampling_plan(config), rollouts_per_example=config.rollouts_per_example)
     dispatcher = Dispatcher(
@@ -286,17 +282,17 @@ def _make_loop(
         servers=servers,
         advantage=make_advantage(config.advantage),
         limits=Limits.of(config),
-        on_change=changed.ring,
-        again=again,
+        on_group_end=group_ended.notify,
+        resumed_draws=resumed_draws,
     )
 
-    servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.waker.ring
+    servers.on_down, servers.on_up = dispatcher.server_down, dispatcher.changed.notify
 
-    def on_load(version: PolicyVersion) -> None:
+    def on_policy_served(version: PolicyVersion) -> None:
         dispatcher.version = version
-        dispatcher.waker.ring()
+        dispatcher.changed.notify()
         if evals is not None:
-            evals.waker.ring()
+            evals.changed.notify()
 
     watcher = PolicyWatcher(
         layout=layout,
@@ -304,24 +300,29 @@ def _make_loop(
         max_async_level=config.max_async_level,
         is_strict=config.strict_async_level,
         timeout_s=config.rollout_transport.timeout_s,
-        on_load=on_load,
+        on_policy_served=on_policy_served,
     )
-    evals = _make_evals(config, layout, half, pool, servers, watcher, telemetry)
+    evals = _make_evals(config, layout, part, pool, servers, watcher, telemetry)
     lag = LoopLag()
     load_watcher = LoadWatcher(config.concurrency, servers=servers, dispatcher=dispatcher)
     return Loop(
         config=config,
         layout=layout,
-        progress=half.progress,
+        progress=part.progress,
         sampler=sampler,
         buffer=buffer,
         dispatcher=dispatcher,
         watcher=watcher,
         sender=sender,
         telemetry=telemetry,
-        changed=changed,
+        group_ended=group_ended,
         evals=evals,
-        beside={"servers": servers.run, "load-watcher": load_watcher.run, "environments": pool.run, "loop-lag": lag.run},
+        background_tasks={
+            "servers": servers.run,
+            "load-watcher": load_watcher.run,
+            "environments": pool.run,
+            "loop-lag": lag.run,
+        },
         gauges=lambda: {
             **load_watcher.metrics(),
             **pool.metrics(),
@@ -334,7 +335,7 @@ def _make_loop(
 def _make_evals(
     config: OrchestratorConfig,
     layout: RunLayout,
-    half: OrchestratorHalf,
+    part: OrchestratorPart,
     pool: EnvironmentPool,
     servers: ServerPool,
     watcher: PolicyWatcher,
@@ -343,7 +344,7 @@ def _make_evals(
     if config.eval is None and config.val is None:
         return None
     return OnlineEval(
-        make_series(config, pool, layout=layout, resumed_from=PolicyVersion(half.progress.step)),
+        make_series(config, pool, layout=layout, resumed_from=PolicyVersion(part.progress.step)),
         policy=watcher,
         digest=lambda: watcher.digest,
         run_group=pool.run_group,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from trivet.algorithms.packing import truncate
+from trivet.backoff import backoff_s
 from trivet.client.inference_client import InferenceClient
 from trivet.config.sections.teacher import TeacherModelConfig
 from trivet.errors import ConfigError, InferenceError, RolloutFailed
@@ -113,7 +114,7 @@ class Teacher:
         last_error: InferenceError | None = None
         for number in range(_MAX_TRIES):
             if number:
-                await self._sleep(_PAUSE_S * 2 ** (number - 1))
+                await self._sleep(backoff_s(number, first_s=_PAUSE_S))
             try:
                 logprobs = await self._ask(token_ids, number=number)
             except InferenceError as exc:

@@ -45,7 +45,14 @@ class Heartbeat:
             self._client.get(self._url).raise_for_status()
         except httpx.HTTPError as exc:
             if not self._has_failed:
-                logger.warning("heartbeat.url was not reached: %s: %s; said once, the run goes on", type(exc).__name__, exc)
+                logger.warning("heartbeat.url was not reached: %s; said once, the run goes on", _describe(exc))
             self._has_failed = True
         else:
             self._has_failed = False
+
+
+def _describe(error: httpx.HTTPError) -> str:
+    """Return what went wrong. The text of httpx about an answer names the whole address, with which anyone could send beats."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"the service answered {error.response.status_code}"
+    return f"{type(error).__name__}: {error}"

@@ -8,24 +8,10 @@ from pathlib import Path
 from typing import TextIO
 
 from trivet.closed_output import discard_output
+from trivet.noisy_loggers import quiet_noisy_loggers
 
 SUCCESS = 25
 """Level of the line that a role writes when a step is done; above INFO, below WARNING."""
-
-_NOISY = (
-    "httpx",
-    "httpx2",
-    "httpcore",
-    "openai",
-    "urllib3",
-    "filelock",
-    "datasets",
-    "huggingface_hub",
-    "asyncio",
-    "fsspec",
-    "wandb",
-)
-"""Libraries that log every request or file at INFO."""
 
 
 def setup_logging(role: str, *, level: str, file: Path | None = None, as_json: bool = False) -> None:
@@ -51,8 +37,7 @@ def setup_logging(role: str, *, level: str, file: Path | None = None, as_json: b
         handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(level.upper())
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    quiet_noisy_loggers()
     logging.captureWarnings(True)
     # For every handler of the process: vLLM and uvicorn write to standard output through handlers of their own.
     logging.Handler.handleError = _discard_after_reader

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
-from trivet.history.words import describe
+from trivet.history.describe_report import describe_report
 from trivet.shown_text import printable
 
 
@@ -22,5 +22,5 @@ def run(arguments: argparse.Namespace) -> int:
     """
     layout = RunLayout(arguments.output_dir)
     report = check_run(layout)
-    print(printable(describe(report, events=layout.events)))
+    print(printable(describe_report(report, events=layout.events)))
     return 1 if report.breaches else 0

@@ -24,10 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from trivet.errors import ConfigError
+from trivet.process_table import process_exists
 from trivet.shown_text import one_line
 from trivet.view.metrics import ENTROPY, LOSS, MISMATCH, REWARD, STEP_TIME, THROUGHPUT, MetricKey
 from trivet.view.run import ViewedRun, open_run
-from trivet.view.status import describe_run, process_exists, read_status
+from trivet.view.status import describe_run, read_status
 from trivet.wire.status import RunState, RunStatus
 
 _INTERVAL_S = 1.0

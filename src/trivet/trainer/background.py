@@ -1,6 +1,6 @@
-"""What is written beside the steps: one piece of work at a time on a thread of its own, and its failure told to the loop.
+"""Runs writes beside the steps: one piece of work at a time on a thread of its own. The loop learns of its failure.
 
-Used by `trainer.session` for policies and by `trainer.checkpoint.part_writer` for checkpoints.
+Used by `trainer.policy_publisher` for policies and by `trainer.checkpoint.part_writer` for checkpoints.
 """
 
 import logging
@@ -14,13 +14,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkTimes:
+    """The times that one piece of work took."""
+
     seconds: float
     cpu_s: float
-    """Processor time of the thread: what it takes from the training where cores are few."""
+    """Processor seconds of the thread: with few cores, training has that much less."""
 
 
 class Background:
-    """
+    """A thread that does one piece of work after the other.
+
     >>> background = Background("publisher")
     >>> background.start(work)
     >>> background.raise_failure()  # between steps
@@ -29,9 +32,11 @@ class Background:
     """
 
     def __init__(self, name: str, *, is_async: bool = True) -> None:
-        """
+        """Start no thread yet.
+
         Args:
-            is_async: `start` returns while the work goes on; else once it is done.
+            name: names the thread, and the work in the log.
+            is_async: `start` returns while the work goes on; otherwise it returns once the work is done.
         """
         self._name = name
         self._is_async = is_async
@@ -42,18 +47,18 @@ class Background:
 
     @property
     def running(self) -> Future[None] | None:
-        """What was begun last, until its end was asked for; whoever depends on it may wait for it on another thread."""
+        """The work begun last, until `wait` or `raise_failure` took its end; another thread may wait for it."""
         return self._running
 
     def start(self, work: Callable[[], None]) -> None:
-        """Once what was begun before has ended. Raises what that met, or, unless asynchronous, this."""
+        """Begin `work` once the work before it has ended. Raises what that met or, if not asynchronous, what this meets."""
         self.wait()
         self._running = self._thread.submit(self._do, work)
         if not self._is_async:
             self.wait()
 
     def wait(self) -> None:
-        """Returns once nothing goes on; raises what it met."""
+        """Return once no work goes on; raise what it met."""
         if self._running is not None:
             running, self._running = self._running, None
             running.result()
@@ -64,12 +69,12 @@ class Background:
             self.wait()
 
     def take_times(self) -> WorkTimes | None:
-        """Of the newest work that ended well; None if none did since it was last asked."""
+        """Return the times of the newest work that succeeded, once; None if there is none since the last call."""
         newest, self._newest = self._newest, None
         return newest
 
     def close(self) -> None:
-        """Let what goes on end; what it met is logged if nobody asked for it. May be called again."""
+        """Let work that goes on end, and log what it met if nobody has asked. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""What a run will write, and whether the disk has room for it. Called by `trainer.session` once the model is loaded."""
+"""Estimates what a run will write and compares it with the free disk space. Called by `trainer.open_session`."""
 
 import logging
 
@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def measure_sizes(model: PolicyModel, config: TrainingConfig) -> Sizes:
-    """Over all ranks. A half holds the trained parameters and the optimizer's state."""
+    """Return the bytes of one checkpoint and of one policy, over all ranks.
+
+    A checkpoint holds the trained parameters and the state of their optimizer.
+    """
     parameters = model.trained_parameters
     held = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     served_dtype: torch.dtype = torch_dtype(config.model.compute_dtype)

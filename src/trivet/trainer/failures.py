@@ -1,6 +1,6 @@
-"""What a step that cannot be finished says: which rows and parameters are not finite, what did not fit into memory.
+"""Explains why a step cannot be finished: which rows and parameters are not finite, or what did not fit into memory.
 
-Called by `trainer.step` on the rank that meets it; nothing here goes on with a run.
+Called by `trainer.step` on the rank that meets the failure. Nothing here lets a run go on.
 """
 
 import math
@@ -19,29 +19,31 @@ from trivet.trainer.rows import RowTensors
 from trivet.weights.catalog import latest_version
 
 _HUGE = 1e4
-"""An advantage beyond this is worth a word: normalized ones are below 10."""
+"""An advantage beyond this is named in the message: normalized ones are below 10."""
 _MAX_NAMED = 5
+"""Rows or parameters that a message lists; it counts the rest."""
 _ALLOCATOR_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+"""Torch's allocator for the CPU raises a plain RuntimeError that can only be told by its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOutcome:
-    """What a row came to, kept until the step's loss is known to be finite."""
+    """The result of one row, kept until the step's loss is known to be finite."""
 
     row: RowTensors
     logprobs_N: torch.Tensor
     share: torch.Tensor
-    """Of the step's loss."""
+    """The row's share of the step's loss."""
 
 
 def describe_rows(outcomes: Sequence[RowOutcome], world: World) -> str:
-    """Which samples of which rows, over all ranks, made the loss what it is. Collective."""
+    """List the samples, over all ranks, that made the loss infinite or NaN. Collective."""
     mine = [text for outcome in outcomes if not bool(outcome.share.isfinite()) for text in _describe_row(outcome)]
     return _list(_gather(mine, world)) or "no row's own share is infinite, but their sum is"
 
 
 def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], world: World) -> str:
-    """Names of parameters whose gradients are not finite on some rank. Collective."""
+    """List the parameters whose gradients are not finite on some rank. Collective."""
     bad: list[str] = []
     for name, parameter in parameters:
         gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -52,7 +54,7 @@ def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], wor
 
 @contextmanager
 def naming_last_weights(layout: RunLayout, *, await_policy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A `Diverged` from within says which weights are still good.
+    """Add to a `Diverged` from the block which weights are still good.
 
     Args:
         await_policy: returns once the policy of the step before is published.
@@ -72,12 +74,13 @@ def naming_last_weights(layout: RunLayout, *, await_policy: Callable[[], None] =
 
 @contextmanager
 def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> Iterator[None]:
-    """
+    """Explain how to shrink `row` when memory runs out in its forward or backward pass.
+
     Args:
-        key_prefix: what the user writes before a key of the trainer, such as `trainer.`.
+        key_prefix: the start of a trainer key as the user writes it, such as `trainer.`.
 
     Raises:
-        OutOfMemory: instead of what the allocator raises in forward or backward of `row`.
+        OutOfMemory: instead of the allocator's error.
     """
     try:
         yield
@@ -89,12 +92,13 @@ def explaining_memory(row: RowTensors, *, chunk_size: int, key_prefix: str) -> I
 
 @contextmanager
 def explaining_update_memory(*, key_prefix: str) -> Iterator[None]:
-    """
+    """Explain how to save memory when it runs out in the optimizer's update.
+
     Args:
-        key_prefix: as above.
+        key_prefix: as in `explaining_memory`.
 
     Raises:
-        OutOfMemory: instead of what the allocator raises in the optimizer's update.
+        OutOfMemory: instead of the allocator's error.
     """
     try:
         yield
@@ -108,7 +112,7 @@ def explaining_update_memory(*, key_prefix: str) -> Iterator[None]:
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Torch's own type for a GPU; on the CPU its allocator raises a plain RuntimeError."""
+    """Tell whether an allocator raised `exc`: torch has a type of its own for GPUs, on the CPU it raises a RuntimeError."""
     return isinstance(exc, (torch.OutOfMemoryError, MemoryError)) or any(text in str(exc) for text in _ALLOCATOR_MESSAGES)
 
 

@@ -1,19 +1,29 @@
-"""The trainer's loop: receive batch n, take step n, publish policy n, commit the checkpoint of n if it has its other half.
+"""The trainer's loop: receive batch n, take step n, publish policy n, commit checkpoint n if its orchestrator part exists.
 
-Consumes batches from the orchestrator. Produces weights/step_n, checkpoints/step_n, metrics and events.
-Waits for: the batch (rank 0, deadline rollout_transport.timeout_s), the other ranks (dist_timeout_seconds), the files of policy
-n-1 before step n counts.
-Unblocked by: the orchestrator, which acts on each published policy.
+     orchestrator                    every rank                         threads, beside the next step
+    +---------------+   batch n    +-----------------------------+    +--------------------------------+
+    | fills batch n | -----------> | receive, check, train_step, | -> | write weights/step_n (rank 0), |
+    |               |              | publish, save, report       |    | write and commit checkpoint n  |
+    +---------------+              +-----------------------------+    +--------------------------------+
+            ^                         ^                                              |
+            |                         +---- step n+1 counts: policy n is readable ---+
+            +------------------- rollouts of later batches: policy n is readable ----+
+
+consumes: batches from the orchestrator, in order, one a step
+produces: weights/step_n, checkpoints/step_n, metrics and events
+waits for: batch n (rank 0, deadline rollout_transport.timeout_s); the other ranks (dist_timeout_seconds); the files of policy
+    n-1 before step n counts; the checkpoint before, in `save` and before an update changes what is still being written
+unblocked by: the orchestrator, which sends batch n once it has enough groups, and acts on each published policy; the disk
 """
 
 import logging
 from collections.abc import Callable, Sequence
 
-from trivet.checkpoints.halves import HALVES, TRAINER
+from trivet.checkpoints.parts import PARTS, TRAINER
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, WeightsError
 from trivet.faults import reach
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.reference import open_reference
@@ -33,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], BatchReceiver]) -> None:
-    """Train to max_steps, or for ever without one.
+    """Train to max_steps, or without end if max_steps is not set.
 
     Args:
-        make_receiver: called on rank 0, with the step that the run starts from, once what an earlier attempt left is cleared
-            away: only then may the orchestrator be answered, because it writes halves of checkpoints after the first answer.
+        make_receiver: called on rank 0 with the step that the run starts from, after the leftovers of an earlier attempt are
+            removed. Only then may the orchestrator be answered, because it writes checkpoint parts after the first answer.
     """
     loss = make_policy_loss(config.loss)
     interval = config.loss.reference_update_interval if config.loss.beta else None
@@ -55,7 +65,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
         if session.from_step and not _is_published_whole(session, world):
             session.publish(session.from_step)
             session.await_policy()
-            session.times.clear()  # of no step
+            session.reporter.times.clear()  # they belong to no step
         receiver = make_receiver(session.from_step) if world.is_main else None
         try:
             _check_agreement(session, config, receiver)
@@ -70,7 +80,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
 
 
 def _is_published_whole(session: Session, world: World) -> bool:
-    """Whether weights/step_N of the step resumed from can be served as it lies there; the same answer on every rank."""
+    """Tell on every rank whether weights/step_N of the step resumed from is whole, so that it can be served. Collective."""
     answer = None
     if world.is_main:
         try:
@@ -83,9 +93,9 @@ def _is_published_whole(session: Session, world: World) -> bool:
 
 
 def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:
-    """The batch of `step`, which rank 0 waits for, on every rank."""
+    """Return the batch of `step` on every rank; rank 0 waits for it and sends it to the others. Collective."""
     if receiver is None:
-        while not (data := broadcast_bytes(world, None)):  # rank 0 waits on
+        while not (data := broadcast_bytes(world, None)):  # empty: rank 0 is still waiting (`extend_wait_of_ranks`)
             pass
         return decode(data, Batch)
     batch = receiver.receive(step)
@@ -94,23 +104,27 @@ def receive(world: World, receiver: BatchReceiver | None, step: Step) -> Batch:
     return batch
 
 
-def have_others_wait(world: World) -> None:
-    """While rank 0 waits in `receive`: the others' patience, which is that of a broken connection, starts anew."""
+def extend_wait_of_ranks(world: World) -> None:
+    """Restart the timeout of the other ranks. Rank 0 calls it while it waits for a batch in `receive`.
+
+    A rank that hears nothing for as long as a collective may take assumes that the connection is broken.
+    """
     broadcast_bytes(world, b"")
 
 
 def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: bool = False) -> None:
-    """
+    """Refuse a batch that the model cannot be trained on.
+
     Args:
         needs_teacher: the loss is computed with a teacher's log-probabilities.
 
     Raises:
-        BatchError: a row is longer than the trainer's rows, or holds a token that the model does not know.
+        BatchError: a row is longer than seq_len, holds a token that the model does not know, or lacks the teacher's values.
     """
     for row in batch.micro_batches:
         if needs_teacher and row.teacher_logprobs_T is None:
             raise BatchError(
-                f"batch {batch.step} carries no log-probabilities of a teacher, and trainer.loss.teacher_tau is above 0; set "
+                f"batch {batch.step} has no teacher log-probabilities, and trainer.loss.teacher_tau is above 0; set "
                 "orchestrator.teacher_model, or teacher_tau = 0"
             )
         if row.num_tokens > seq_len:
@@ -126,7 +140,7 @@ def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: b
 
 
 def _check_agreement(session: Session, config: TrainerConfig, receiver: BatchReceiver | None) -> None:
-    """Wait for the self-check, which may be empty, and compare."""
+    """Receive the self-check batch, which may be empty, and compare log-probabilities with the server's."""
     batch = receive(session.world, receiver, session.from_step)
     assert batch.purpose is BatchPurpose.SELF_CHECK, f"batch {batch.step} comes before the first to train"
     _check(session, config, batch)
@@ -139,17 +153,17 @@ def _check_agreement(session: Session, config: TrainerConfig, receiver: BatchRec
 
 
 def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver | None, step: Step) -> bool:
-    """Returns False when there is no batch because the run makes room."""
+    """Receive, train, publish and save one step; return False if the run was preempted instead of sending a batch."""
     with session.timed("step"):
         if config.max_async_level == 0:
-            session.await_policy()  # the batch is made with it: what went wrong with it must not wait for the batch
-        with session.timed("wait_for_batch"), progress.waiting(f"batch {step}", on="orchestrator"):
+            session.await_policy()  # without it the batch never comes: raise its failure instead of waiting
+        with session.timed("wait_for_batch"), process_report.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
         session.raise_failure()
-        if batch.purpose is BatchPurpose.STOP:
-            _make_room(session, batch)
+        if batch.purpose is BatchPurpose.PREEMPT:
+            _end_preempted(session, batch)
             return False
-        progress.doing(f"training step {step}")
+        process_report.begin(f"training step {step}")
         with session.failing_together(), naming_last_weights(session.layout, await_policy=session.await_policy):
             _check(session, config, batch)
             reach("optimizer_step.before", step=step)
@@ -160,15 +174,15 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         session.progress.step = step
         session.progress.total_tokens += batch.num_tokens
         session.progress.total_samples += batch.num_rollouts
-        session.await_policy()  # the history tells one step after the other
+        session.await_policy()  # the history lists the events of one step before those of the next
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=batch.group_ids))
         session.publish(step)
         _update_reference(session, config, step)
-        if halves := _halves_due(config, batch):
-            session.save(step, halves=halves)
+        if parts := _parts_due(config, batch):
+            session.save(step, parts=parts)
         session.settle()
-    progress.note(step=step)
+    process_report.set_numbers(step=step)
     session.report(step, result, batch.micro_batches)
     return True
 
@@ -180,20 +194,23 @@ def _update_reference(session: Session, config: TrainerConfig, step: Step) -> No
         logger.info("reference policy version=%s", step)
 
 
-def _make_room(session: Session, batch: Batch) -> None:
-    """Commit the last step, unless it is committed already, and record why the run ends here."""
+def _end_preempted(session: Session, batch: Batch) -> None:
+    """Commit the last step, unless it is committed already, and record that the run was preempted."""
     last = Step(batch.step - 1)
-    logger.info("asked to make room after step=%s commits=%s", last, batch.has_orchestrator_half)
-    progress.doing(f"committing step {last}")
-    if batch.has_orchestrator_half:
-        session.save(last, halves=HALVES)
+    logger.info("preempted after step=%s commits=%s", last, batch.has_orchestrator_part)
+    process_report.begin(f"committing step {last}")
+    if batch.has_orchestrator_part:
+        session.save(last, parts=PARTS)
     session.ending = "preempted"
 
 
-def _halves_due(config: TrainerConfig, batch: Batch) -> Sequence[str]:
-    """What the checkpoint of `batch` consists of, nothing when none is due: the orchestrator decides, in a replay the key."""
+def _parts_due(config: TrainerConfig, batch: Batch) -> Sequence[str]:
+    """Return the parts of the checkpoint that is due after `batch`, or none.
+
+    The orchestrator decides. A replay, or a run on made-up batches, has no orchestrator: there `ckpt.interval` does.
+    """
     if config.data.replay is None and config.data.fake is None:
-        return HALVES if batch.has_orchestrator_half else ()
+        return PARTS if batch.has_orchestrator_part else ()
     return (TRAINER,) if config.ckpt.is_due(batch.step, max_steps=config.max_steps) else ()
 
 

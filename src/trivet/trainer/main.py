@@ -1,4 +1,4 @@
-"""Entry of one rank of the trainer: `python -m trivet.trainer.main @ trainer.toml`, alone or with others."""
+"""Runs one rank of the trainer: `python -m trivet.trainer.main @ trainer.toml`, alone or with others."""
 
 import os
 import sys
@@ -13,9 +13,9 @@ from trivet.faults import arm
 from trivet.lifetime import die_with_parent
 from trivet.lock import hold_role
 from trivet.secret import find_secret
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
-from trivet.trainer.loop import have_others_wait, run
+from trivet.trainer.loop import extend_wait_of_ranks, run
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.measurement.bench import run_bench
 from trivet.trainer.measurement.fake_batches import FakeReceiver
@@ -27,11 +27,13 @@ from trivet.wire.versions import Step
 
 
 def main() -> int:
+    """Run one rank from the command line; return its exit code."""
     die_with_parent()
     return run_command(TrainerConfig, start)
 
 
 def start(config: TrainerConfig) -> int:
+    """Join the other ranks and train, or measure with `--bench`; return the exit code."""
     transport = config.rollout_transport
     with open_world(
         device=config.device,
@@ -50,7 +52,7 @@ def start(config: TrainerConfig) -> int:
 
 
 def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> BatchReceiver:
-    """Where the batches after `from_step` come from."""
+    """Open the source of the batches after `from_step`: a recorded run, made-up batches, or the orchestrator."""
     if config.data.replay is not None:
         return ReplayReceiver(config.data.replay, from_step=from_step)
     if config.data.fake is not None:
@@ -60,7 +62,7 @@ def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> Batch
         secret=find_secret(RunLayout(config.output_dir), environ=os.environ),
         run_id=config.run.id,
         attempt=config.run.attempt,
-        on_wait=lambda: have_others_wait(world),
+        on_wait=lambda: extend_wait_of_ranks(world),
     )
     if not config.data.record:
         return receiver
@@ -70,14 +72,14 @@ def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> Batch
 
 
 def with_end_of_replay(config: TrainerConfig) -> TrainerConfig:
-    """A replay without max_steps ends with the last batch that was recorded."""
+    """Set the max_steps of a replay that has none to the last recorded batch; return other configurations unchanged."""
     if config.data.replay is None or config.max_steps is not None:
         return config
     return config.model_copy(update={"max_steps": max(recorded_steps(RunLayout(config.data.replay)), default=None)})
 
 
 def set_up_rank(config: TrainingConfig, world: World, *, role: str) -> None:
-    """Logs to stdout and to the rank's file; no progress bars in them."""
+    """Set up the rank's process: logs without progress bars, reports of its progress, and deterministic algorithms if asked."""
     from transformers.utils.logging import disable_progress_bar
 
     name = role if world.is_main else f"{role}.{world.rank}"
@@ -89,10 +91,10 @@ def set_up_rank(config: TrainingConfig, world: World, *, role: str) -> None:
     )
     disable_progress_bar()
     layout = RunLayout(config.output_dir)
-    progress.start_reports(layout, role=role, attempt=config.run.attempt, rank=world.rank, num_ranks=world.size)
-    progress.doing("loading the model")
+    process_report.start_reports(layout, role=role, attempt=config.run.attempt, rank=world.rank, num_ranks=world.size)
+    process_report.begin("loading the model")
     if config.deterministic:
-        # cuBLAS reads it when it is first used; without it the algorithms below are refused on a GPU.
+        # cuBLAS reads this variable when it is first used. Without it, torch refuses deterministic algorithms on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 

@@ -1,4 +1,4 @@
-"""Begins and ends a `Session`: what a start or a resume takes from the disk, and what must be on it before the rank may end."""
+"""Begins and ends a `Session`: reads what a start or a resume needs, and has everything on disk before the rank ends."""
 
 import gc
 import logging
@@ -9,16 +9,18 @@ from typing import Literal
 
 import torch
 
-from trivet.checkpoints.commit import discard_later, discard_staging, verify_checkpoint
-from trivet.checkpoints.halves import TRAINER
+from trivet.checkpoints.budget import Sizes
+from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
+from trivet.checkpoints.parts import TRAINER
 from trivet.checkpoints.resume import choose_start
 from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainingConfig
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.background import Background
-from trivet.trainer.checkpoint.part_writer import HalfWriter
-from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_half
+from trivet.trainer.checkpoint.part_writer import PartWriter
+from trivet.trainer.checkpoint.saver import CheckpointSaver
+from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_part
 from trivet.trainer.disk_budget import measure_sizes, require_budget
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.performance import model_cost
@@ -27,24 +29,27 @@ from trivet.trainer.model.export import Exporter, load_tokenizer
 from trivet.trainer.model.policy_model import load_policy, torch_dtype
 from trivet.trainer.optim.host_state import keep_state_on_host, return_state
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
+from trivet.trainer.policy_publisher import PolicyPublisher
+from trivet.trainer.policy_retention import PolicyRetention
 from trivet.trainer.ranks.world import World, barrier
 from trivet.trainer.session import Session
 from trivet.trainer.step import Learner
-from trivet.weights.catalog import discard_after
+from trivet.trainer.step_reporter import StepReporter
+from trivet.weights.catalog import discard_policies_after
 from trivet.wire.events import Start, Stop
 from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
 _WRITE_TIMEOUT_S = 1800.0
-"""A rank's disk may be slower than another's by this much."""
+"""How much longer than the fastest rank the slowest may take to write a checkpoint; a longer dist_timeout_seconds wins."""
 
 
 def make_learner(config: TrainingConfig, world: World, *, loss: Loss, max_steps: int | None) -> Learner:
-    """The start model and an optimizer that has made no step. Collective.
+    """Load the start model, and make an optimizer that has taken no step. Collective.
 
     Args:
-        max_steps: where the learning-rate schedule ends.
+        max_steps: the step at which the learning-rate schedule ends.
     """
     model = load_policy(config.model, world)
     return Learner(
@@ -72,7 +77,7 @@ def open_session(
 ) -> Iterator[Session]:
     """Load the model, go back to the checkpoint if one is asked for, and clear away what came after it. Collective.
 
-    Returns once the last policy is published and the last checkpoint committed.
+    Leaves the block once the last policy is published and the last checkpoint committed.
 
     Args:
         keep_recent: policies that stay besides the newest.
@@ -88,74 +93,150 @@ def open_session(
     torch.manual_seed(config.seed)
     profiler = Profiler(config, world)
     learner = make_learner(config, world, loss=loss, max_steps=config.max_steps)
-    model = learner.model
-    if config.model.optim_cpu_offload:
-        keep_state_on_host(learner.optimizer, world.device)
-    progress = _resume(config, layout, learner, from_step) if from_step else TrainerProgress()
-    sizes = measure_sizes(model, config)
+    progress = _restore(config, layout, learner, from_step)
+    sizes = measure_sizes(learner.model, config)
     telemetry = None
     if world.is_main:
-        discard_later(layout, from_step)
-        discard_staging(layout)  # the other half is not begun before this process answers
-        discard_after(layout, PolicyVersion(from_step))
+        _discard_after(layout, from_step)
         require_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
-        telemetry = Telemetry(
-            role,
-            layout=layout,
-            run=config.run,
-            wandb=config.wandb,
-            events=config.events,
-            heartbeat=config.heartbeat,
-            detectors=config.detectors,
-            metrics_server=config.metrics_server,
-            resume_step=from_step,
-        )
-        telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
+        telemetry = _open_telemetry(config, layout, role=role, from_step=from_step)
     barrier(world)
+    publisher = _make_publisher(config, layout, learner, telemetry, sizes)
+    saver = _make_saver(config, layout, world, telemetry, sizes)
     session = Session(
-        config=config,
         layout=layout,
         world=world,
         learner=learner,
-        exporter=Exporter(
-            model=model,
-            tokenizer=load_tokenizer(config),
-            dtype=torch_dtype(config.model.compute_dtype),
-            is_sharded=config.ckpt.weights.save_sharded,
-        ),
-        cost=model_cost(model),
         progress=progress,
-        telemetry=telemetry,
         from_step=from_step,
-        keep_recent=keep_recent,
-        reference_interval=reference_interval,
-        publisher=Background("publisher", is_async=config.ckpt.async_write),
-        writer=HalfWriter(
-            world, is_async=config.ckpt.async_write, timeout_s=max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
+        telemetry=telemetry,
+        publisher=publisher,
+        saver=saver,
+        retention=_make_retention(config, layout, from_step, keep_recent=keep_recent, reference_interval=reference_interval),
+        reporter=StepReporter(
+            world=world,
+            cost=model_cost(learner.model),
+            telemetry=telemetry,
+            profiler=profiler,
+            background={"write_weights": publisher.work, "write_ckpt": saver.writer.work},
         ),
-        sizes=sizes,
-        profiler=profiler,
     )
     learner.before_update = session.release_state
     reason = "failed"
-    # What was loaded stays: no collection of garbage has to look at it again.
-    gc.collect()
-    gc.freeze()
     try:
-        yield session
-        session.settle(does_wait=True)
-        reason = session.ending
+        with _loaded_objects_frozen():
+            yield session
+            session.settle(does_wait=True)
+            reason = session.ending
     finally:
-        gc.unfreeze()
-        session.publisher.close()
-        session.writer.close()
-        session.profiler.close()
+        session.close()
         if telemetry is not None:
             _write_stop(telemetry, Stop(step=Step(session.progress.step), reason=reason))
 
 
+def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> TrainerProgress:
+    """Give `learner` the state of checkpoint `step`, if that is not 0, and return the progress to go on from. Collective."""
+    if config.model.optim_cpu_offload:
+        keep_state_on_host(learner.optimizer, learner.world.device)
+    if not step:
+        return TrainerProgress()
+    if learner.world.is_main:
+        verify_checkpoint(layout, step)
+    barrier(learner.world)
+    saved = load_part(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
+    if config.model.optim_cpu_offload:
+        return_state(learner.optimizer)
+    progress = begin_anew(saved, config.ckpt)
+    learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
+    logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
+    return progress
+
+
+def _discard_after(layout: RunLayout, step: Step) -> None:
+    """Remove what an earlier attempt wrote after `step`."""
+    discard_checkpoints_after(layout, step)
+    discard_staging(layout)  # the other part is not begun before this process answers
+    discard_policies_after(layout, PolicyVersion(step))
+
+
+def _open_telemetry(
+    config: TrainingConfig, layout: RunLayout, *, role: Literal["trainer", "sft"], from_step: Step
+) -> Telemetry:
+    telemetry = Telemetry(
+        role,
+        layout=layout,
+        run=config.run,
+        wandb=config.wandb,
+        events=config.events,
+        heartbeat=config.heartbeat,
+        detectors=config.detectors,
+        metrics_server=config.metrics_server,
+        resume_step=from_step,
+    )
+    telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
+    return telemetry
+
+
+def _make_publisher(
+    config: TrainingConfig, layout: RunLayout, learner: Learner, telemetry: Telemetry | None, sizes: Sizes
+) -> PolicyPublisher:
+    return PolicyPublisher(
+        layout=layout,
+        world=learner.world,
+        exporter=Exporter(
+            model=learner.model,
+            tokenizer=load_tokenizer(config),
+            dtype=torch_dtype(config.model.compute_dtype),
+            is_sharded=config.ckpt.weights.save_sharded,
+        ),
+        run_id=config.run.id,
+        num_bytes=sizes.weights,
+        telemetry=telemetry,
+        work=Background("publisher", is_async=config.ckpt.async_write),
+    )
+
+
+def _make_saver(
+    config: TrainingConfig, layout: RunLayout, world: World, telemetry: Telemetry | None, sizes: Sizes
+) -> CheckpointSaver:
+    timeout_s = max(_WRITE_TIMEOUT_S, config.dist_timeout_seconds)
+    return CheckpointSaver(
+        config=config,
+        layout=layout,
+        world=world,
+        writer=PartWriter(world, is_async=config.ckpt.async_write, timeout_s=timeout_s),
+        num_bytes=sizes.checkpoint,
+        telemetry=telemetry,
+    )
+
+
+def _make_retention(
+    config: TrainingConfig, layout: RunLayout, from_step: Step, *, keep_recent: int, reference_interval: int | None
+) -> PolicyRetention:
+    return PolicyRetention(
+        layout=layout,
+        from_step=from_step,
+        keep_recent=keep_recent,
+        # A deterministic run samples each batch from the policy that lags by exactly so many; others start from the newest.
+        resume_lag=keep_recent if config.deterministic else 0,
+        reference_interval=reference_interval,
+        keep_interval=config.ckpt.weights.interval,
+    )
+
+
+@contextmanager
+def _loaded_objects_frozen() -> Iterator[None]:
+    """Exempt what was loaded from garbage collection: it stays, so no collection has to look at it again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _write_stop(telemetry: Telemetry, stop: Stop) -> None:
-    """What the event itself meets does not replace the error that the run ends for."""
+    """Write the last event. What the writing meets does not replace the error that the run ends for."""
     try:
         telemetry.write_event(stop)
     except OSError as exc:
@@ -164,16 +245,3 @@ def _write_stop(telemetry: Telemetry, stop: Stop) -> None:
         logger.warning("the end of the run is not in its history: %s", exc)
     finally:
         telemetry.close()
-
-
-def _resume(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> TrainerProgress:
-    if learner.world.is_main:
-        verify_checkpoint(layout, step)
-    barrier(learner.world)
-    saved = load_half(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
-    if config.model.optim_cpu_offload:
-        return_state(learner.optimizer)
-    progress = begin_anew(saved, config.ckpt)
-    learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
-    logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
-    return progress

@@ -1,4 +1,4 @@
-"""From the packed rows of a batch to what one rank computes on: what one rank takes, and rows as tensors.
+"""Turns the packed rows of a batch into the rows that one rank computes on. Called by `trainer.step`.
 
 Legend: T tokens of a row, S samples in it, N its loss tokens.
 """
@@ -19,32 +19,33 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTensors:
-    """One row on the device. Only what predicts a loss token reaches the language-model head."""
+    """One row on the device. Only hidden states that predict a loss token reach the language-model head."""
 
     token_ids_1T: torch.Tensor
     position_ids_1T: torch.Tensor
     segments: Segments
     predictors_N: torch.Tensor
-    """int64: position of the token before each loss token, whose hidden state predicts it."""
+    """int64: position of the token before each loss token; its hidden state predicts the loss token."""
     targets_N: torch.Tensor
     temperatures_N: torch.Tensor
     sampler_logprobs_N: torch.Tensor
     advantages_N: torch.Tensor
     reference_logprobs_N: torch.Tensor | None = None
-    """Of the reference policy, where the loss needs them."""
+    """Log-probabilities of the reference policy, when the loss needs them."""
     teacher_logprobs_N: torch.Tensor | None = None
-    """Of the teacher, when the batch carries them."""
+    """Log-probabilities of the teacher, when the batch has them."""
     samples_N: torch.Tensor
     """int64 [N]: each loss token's sample, numbered from 0 among the samples that have one."""
     num_samples: int
     """Samples with loss tokens."""
     places: tuple[Place, ...] = ()
-    """Of those samples, for messages: where they are in the batch."""
+    """Where those samples are in the batch; for messages."""
     is_dummy: bool = False
     """Stands in for a row that this rank does not have, so that its collectives match the others'. Counts for nothing."""
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the row, T."""
         return self.token_ids_1T.shape[1]
 
 
@@ -57,10 +58,10 @@ def rows_of_rank(
     cost: Cost = sum,
     max_tokens: int | None = None,
 ) -> list[RowTensors]:
-    """This rank's rows, filled up with dummies to as many as every other rank has; samples without loss tokens may be left out.
+    """Return this rank's rows, with dummies up to the number that every rank has. Samples without loss tokens may be left out.
 
     Args:
-        cost: of a row, by which ranks are balanced; by default its tokens.
+        cost: the cost of a row, by which ranks are balanced; by default its tokens.
         max_tokens: pack the batch's samples anew, into rows of at most so many tokens.
     """
     samples: list[Place] = []
@@ -81,7 +82,7 @@ def rows_of_rank(
 
 
 def _trained_samples(row: MicroBatch) -> np.ndarray:
-    """bool [S]: which have loss tokens."""
+    """Return a bool [S]: the samples that have loss tokens."""
     starts_S = np.cumsum(row.sequence_lengths_S) - row.sequence_lengths_S
     return np.add.reduceat(row.loss_mask_T, starts_S, dtype=np.int64) > 0 if len(starts_S) else np.zeros(0, dtype=np.bool_)
 
@@ -94,7 +95,7 @@ def _take(rows: Sequence[MicroBatch], places: Sequence[Place], *, device: torch.
 
 
 def join_samples(rows: Sequence[MicroBatch], places: Sequence[Place]) -> MicroBatch:
-    """A row of these samples of `rows`, in this order."""
+    """Make one row of these samples of `rows`, in this order."""
     ends = {index: np.cumsum(rows[index].sequence_lengths_S) for index, _ in places}
     spans = [
         (index, slice(ends[index][number] - rows[index].sequence_lengths_S[number], ends[index][number]))
@@ -110,7 +111,8 @@ def join_samples(rows: Sequence[MicroBatch], places: Sequence[Place]) -> MicroBa
 
 
 def to_tensors(row: MicroBatch, *, device: torch.device, places: Sequence[Place] = ()) -> RowTensors:
-    """
+    """Move one packed row to the device.
+
     Args:
         places: where in the batch the row's samples are.
     """

@@ -1,4 +1,4 @@
-"""Before the first step: do trainer and server give the same tokens the same probability? Called by the RL loop."""
+"""Checks before the first step that trainer and server give the same tokens the same probability. Called by the RL loop."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from trivet.wire.batches import MicroBatch
 
 
 def measure_mismatch(model: PolicyModel, rows: Sequence[MicroBatch], world: World) -> float | None:
-    """Mean mismatch KL over all loss tokens, None when there is none. Collective."""
+    """Return the mean mismatch KL over all loss tokens; None when there are none. Collective."""
     if not any(row.loss_mask_T.any() for row in rows):
         return None
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -30,7 +30,8 @@ def measure_mismatch(model: PolicyModel, rows: Sequence[MicroBatch], world: Worl
 
 
 def require_agreement(mismatch: float, *, limit: float) -> None:
-    """
+    """Refuse a mismatch above `limit`.
+
     Raises:
         TrivetError: the mismatch is above `limit`, or not a number; says what to look at.
     """

@@ -1,6 +1,6 @@
-"""One optimizer step from a batch's rows. Called by the RL loop and by supervised fine-tuning, on every rank alike.
+"""Takes one optimizer step on a batch's rows. Called by the RL loop and by supervised fine-tuning, on every rank alike.
 
-Loss and gradient do not depend on packing, row order or the number of ranks: the count they are divided by is global.
+Loss and gradient do not depend on packing, row order or the number of ranks: they are divided by a global count.
 """
 
 import time
@@ -27,7 +27,7 @@ from trivet.wire.versions import Step
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
-    """What learns: model, optimizer and schedule of one rank. Its state is in `trainer.checkpoint.state`."""
+    """The model, optimizer and schedule of one rank. `trainer.checkpoint.state` saves and loads their state."""
 
     model: PolicyModel
     optimizer: torch.optim.Optimizer
@@ -36,17 +36,19 @@ class Learner:
     max_norm: float | None
     world: World
     micro_batch_tokens: int | None = None
-    """Pack batches anew into rows of at most so many tokens; None: as they come."""
+    """Pack batches anew into rows of at most so many tokens; None: keep the rows of the batch."""
     key_prefix: str = ""
-    """What the user of this command writes before a key of the trainer; for messages."""
+    """The start of a trainer key as the user of this command writes it, such as `trainer.`; for messages."""
     reference: Reference | None = None
-    """Whose log-probabilities the loss wants beside the model's."""
+    """The policy whose log-probabilities the loss needs beside the model's; None when it needs none."""
     before_update: Callable[[], None] = lambda: None
-    """Called before parameters or optimizer change, for however long: a checkpoint of theirs may still be being written."""
+    """Called before parameters or optimizer change, even for a moment: their checkpoint may still be being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
+    """The result of one optimizer step."""
+
     loss: float
     grad_norm: float
     """Before clipping."""
@@ -88,7 +90,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     learner.before_update()
     with explaining_update_memory(key_prefix=learner.key_prefix):
         learner.optimizer.step()
-    # Fused and foreach updates leave the count of changes as it was, by which casts of master weights are renewed.
+    # Casts of master weights are renewed by the tensors' version, which fused and foreach updates do not raise.
     increment_version(learner.model.trained_parameters)
     return StepResult(
         loss=loss,
@@ -103,7 +105,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
 def _accumulate(
     learner: Learner, rows: Sequence[MicroBatch], *, counts: Mapping[LossUnit, int]
 ) -> tuple[float, list[dict[str, np.ndarray]], list[RowOutcome]]:
-    """Gradients of the step's loss into the parameters; returns the loss, each row's values and what each row came to."""
+    """Add the gradients of the step's loss to the parameters; return the loss, each row's values and each row's outcome."""
     world, model = learner.world, learner.model
     longest = learner.micro_batch_tokens or max(len(row.token_ids_T) for row in rows)
     beside_others = model.lanes.max_tokens(longest)
@@ -116,7 +118,7 @@ def _accumulate(
         max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else beside_others,
     )
     if learner.reference is not None:
-        learner.before_update()  # it takes the parameters' place for the time of a forward
+        learner.before_update()  # the reference takes the parameters' place for the time of a forward
         mine = learner.reference.score(model, mine)
 
     def compute(index: int) -> _Computed | None:
@@ -137,11 +139,11 @@ def _accumulate(
 class _Computed:
     outcome: RowOutcome
     values: dict[str, np.ndarray]
-    """Of the loss, by metric name."""
+    """The values of the row's loss, by metric name."""
 
 
 def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[LossUnit, int]) -> _Computed | None:
-    """Forward and backward of one row; None for a dummy."""
+    """Run forward and backward of one row; return None for a dummy."""
     with explaining_memory(row, chunk_size=learner.model.chunk_size, key_prefix=learner.key_prefix):
         scores = learner.model(row)
         if row.is_dummy:

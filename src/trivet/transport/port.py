@@ -1,4 +1,7 @@
-"""The two ends of the way from orchestrator to trainer. Adapters: `transport.zeromq` and, for tests, `transport.memory`."""
+"""Protocols for sending batches from the orchestrator to the trainer.
+
+Adapters: `transport.zeromq`, `transport.recording` and, for tests, `support.memory_transport`.
+"""
 
 from typing import Protocol
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from trivet.config.layout import RunLayout, parse_step
+from trivet.config.layout import BATCH_SUFFIX, RunLayout
 from trivet.durable import write_atomically
 from trivet.errors import BatchError, MessageRefused
+from trivet.step_directories import discard_after, list_steps
 from trivet.transport.port import BatchReceiver
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
@@ -35,16 +36,13 @@ def record_batch(layout: RunLayout, batch: Batch) -> None:
 
 
 def recorded_steps(layout: RunLayout) -> list[Step]:
-    """Steps whose batches are on disk, oldest first."""
-    steps = (parse_step(path.stem) for path in layout.batches.glob("step_*.msgpack"))
-    return sorted(Step(step) for step in steps if step is not None)
+    """Return the steps whose batches are on disk, oldest first."""
+    return [Step(step) for step in list_steps(layout.batches, suffix=BATCH_SUFFIX)]
 
 
 def discard_recorded_after(layout: RunLayout, step: Step) -> None:
     """Remove batches that a run which goes back to `step` receives again."""
-    for later in recorded_steps(layout):
-        if later > step:
-            layout.recorded_batch(later).unlink(missing_ok=True)
+    discard_after(layout.batches, step, suffix=BATCH_SUFFIX)
 
 
 def read_recorded(layout: RunLayout, step: Step) -> Batch:
@@ -106,8 +104,8 @@ class ReplayReceiver:
     def receive(self, step: Step) -> Batch:
         if step == self._from_step:
             return Batch(step=step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
-        # The recorded run's orchestrator wrote its half of that run's checkpoint, not of this one's.
-        return msgspec.structs.replace(read_recorded(self._layout, step), has_orchestrator_half=False)
+        # The recorded run's orchestrator wrote its part of that run's checkpoint, not of this one's.
+        return msgspec.structs.replace(read_recorded(self._layout, step), has_orchestrator_part=False)
 
     def close(self) -> None:
         pass

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 
 from trivet.errors import ConfigError
+from trivet.process_table import process_exists
 from trivet.view.configs import read_configs
 from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
 from trivet.view.rollouts import PageQuery
 from trivet.view.run import ViewedRun
-from trivet.view.status import describe_run, is_over, process_exists, read_status
+from trivet.view.status import describe_run, is_over, read_status
 from trivet.view.timeline import make_timeline
 from trivet.wire.rollout_tokens import Tokens
 

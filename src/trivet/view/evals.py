@@ -5,9 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from trivet.config.layout import RunLayout, parse_step
+from trivet.config.layout import RunLayout
 from trivet.durable import DECODE_ERRORS
 from trivet.evaluation.scores import Summary
+from trivet.step_directories import list_steps
 from trivet.view.files import FileStamp, NotServed, read_inside, stamp_of
 
 _SUMMARY, _RESULTS = "summary.json", "results.jsonl"
@@ -63,10 +64,7 @@ class RunEvals:
         return [stamp_of(self._layout.evals), *map(stamp_of, files), *(stamp_of(path.parent / _SUMMARY) for path in files)]
 
     def _steps(self) -> list[tuple[int, Path]]:
-        if not self._layout.evals.is_dir():
-            return []
-        found = ((parse_step(path.name), path) for path in self._layout.evals.iterdir())
-        return sorted((step, path) for step, path in found if step is not None)
+        return list(list_steps(self._layout.evals).items())
 
     def _summary(self, path: Path) -> tuple[FileStamp | None, Summary | None, str]:
         stamp = stamp_of(path)

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from trivet.config.layout import RunLayout, parse_step
+from trivet.config.layout import RunLayout
 from trivet.durable import DECODE_ERRORS
 from trivet.errors import MessageRefused
+from trivet.step_directories import list_steps
 from trivet.telemetry.console import conversation_text
 from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, stamp_of
 from trivet.wire.rollout_tokens import TOKENS_FILE, Tokens, unpack_tokens
@@ -97,7 +98,7 @@ class RolloutFiles:
 
     @property
     def directory(self) -> Path:
-        return self._layout.root / "rollouts"
+        return self._layout.rollouts
 
     def steps(self) -> list[int]:
         """Steps whose rollouts are there, ascending."""
@@ -105,8 +106,7 @@ class RolloutFiles:
         if stamp is None:
             return []
         if stamp != self._steps[0]:
-            found = (parse_step(path.name) for path in self.directory.iterdir())
-            self._steps = (stamp, sorted(step for step in found if step is not None))
+            self._steps = (stamp, list(list_steps(self.directory)))
         return self._steps[1]
 
     def page(self, path: Path, query: PageQuery) -> Page:

@@ -1,6 +1,5 @@
 """What a run's status says, read from its files and put into words. Used by the tools that look at a run; changes nothing."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,8 +9,8 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.durable import DECODE_ERRORS, open_regular
 from trivet.errors import ConfigError
-from trivet.launcher.supervision.describe_exit import describe_restart
-from trivet.telemetry.progress import read_report
+from trivet.exits import describe_restart
+from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 
 _OLD_S = 15.0
@@ -188,14 +187,3 @@ def _clock(unix_s: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
     except (OverflowError, ValueError, OSError):
         return "an unknown time"
-
-
-def process_exists(pid: int) -> bool:
-    """Whether a process of this machine has this id."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # no process id is that large
-        return False
-    except PermissionError:
-        return True
-    return True

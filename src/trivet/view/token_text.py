@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from trivet.config.layout import RunLayout, parse_step
+from trivet.config.layout import RunLayout
+from trivet.step_directories import list_steps
 from trivet.view.files import NotServed, read_inside
 
 _NAME = "tokenizer.json"
@@ -61,8 +62,6 @@ def _load(layout: RunLayout) -> Tokenizer | None:
 
 
 def _candidates(layout: RunLayout) -> list[Path]:
-    """Newest first."""
-    if not layout.weights.is_dir():
-        return []
-    steps = [(step, path) for path in layout.weights.iterdir() if (step := parse_step(path.name)) is not None]
-    return [path / _NAME for _, path in sorted(steps, reverse=True) if (path / _NAME).is_file()]
+    """Return the tokenizer files in weights/, newest first."""
+    paths = [path / _NAME for path in list_steps(layout.weights).values()]
+    return [path for path in reversed(paths) if path.is_file()]

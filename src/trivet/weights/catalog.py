@@ -1,36 +1,30 @@
-"""Which policies lie in weights/: those published completely, and what a run that goes back must remove."""
+"""Lists the policies that are published in weights/, and removes those that a run which goes back will publish again."""
 
-from trivet.config.layout import STABLE, RunLayout, parse_step
-from trivet.durable import remove_directory, sweep_removed
+from trivet.config.layout import STABLE, RunLayout
+from trivet.durable import sweep_removed
+from trivet.step_directories import discard_after, discard_unfinished, list_steps
 from trivet.weights.retention import forget_readers_after
 from trivet.wire.versions import PolicyVersion
 
 
 def published_versions(layout: RunLayout) -> list[PolicyVersion]:
-    """Versions with a `STABLE` marker, oldest first."""
-    if not layout.weights.is_dir():
-        return []
-    steps = (parse_step(path.name) for path in layout.weights.iterdir() if (path / STABLE).exists())
-    return sorted(PolicyVersion(step) for step in steps if step is not None)
+    """Return the versions with a `STABLE` marker, oldest first."""
+    return [PolicyVersion(step) for step in list_steps(layout.weights, marker=STABLE)]
 
 
 def latest_version(layout: RunLayout) -> PolicyVersion | None:
-    """The newest published policy, None before the first."""
+    """Return the newest published policy, None before the first."""
     return max(published_versions(layout), default=None)
 
 
-def discard_after(layout: RunLayout, version: PolicyVersion) -> None:
-    """Remove every policy newer than `version`, all that was never finished, and what readers said about either.
+def discard_policies_after(layout: RunLayout, version: PolicyVersion) -> None:
+    """Remove every policy newer than `version`, all that was never finished, and readers' acknowledgements of either.
 
     Called once by the trainer when a run starts from step `version`, before it publishes anything.
     """
     if not layout.weights.is_dir():
         return
-    for path in sorted(layout.weights.iterdir()):
-        step = parse_step(path.name)
-        is_staging = path.name.startswith(".step_") and path.name.endswith(".tmp")
-        is_obsolete = step is not None and (step > version or not (path / STABLE).exists())
-        if is_staging or is_obsolete:
-            remove_directory(path, marker=STABLE)
+    discard_unfinished(layout.weights)
+    discard_after(layout.weights, version, marker=STABLE)
     sweep_removed(layout.weights)
     forget_readers_after(layout, version)

@@ -45,9 +45,9 @@ class BatchPurpose(StrEnum):
     TRAIN = "train"
     SELF_CHECK = "self_check"
     """A handful of sampled tokens sent before the first batch: the trainer compares log-probabilities and trains nothing."""
-    STOP = "stop"
-    """Sent instead of a batch when the run is asked to make room: the trainer commits the step before, whose other half is on
-    disk if `has_orchestrator_half`, and ends."""
+    PREEMPT = "stop"
+    """Sent instead of a batch when the run is preempted: the trainer commits the step before, and ends. The other part of that
+    checkpoint is on disk if `has_orchestrator_part`."""
 
 
 class Batch(msgspec.Struct, kw_only=True):
@@ -58,8 +58,9 @@ class Batch(msgspec.Struct, kw_only=True):
     micro_batches: list[MicroBatch]
     group_ids: list[GroupId]
     num_rollouts: int
-    has_orchestrator_half: bool = False
-    """The orchestrator's half of checkpoint `step` is on disk: the trainer writes its own after this step and commits both."""
+    has_orchestrator_part: bool = msgspec.field(default=False, name="has_orchestrator_half")
+    """The orchestrator's part of checkpoint `step` is on disk: the trainer writes its own after this step and commits both.
+    Encoded, the field keeps its first name, under which recorded batches have it."""
 
     @property
     def num_tokens(self) -> int:

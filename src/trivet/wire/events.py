@@ -138,7 +138,7 @@ class Commit(Event):
 class Stop(Event):
     step: Step
     reason: str
-    """`done`, `failed`, `interrupted`, or `preempted`: it committed and made room, because it was asked to."""
+    """`done`, `failed`, `interrupted`, or `preempted`: it was asked to commit and to end."""
 
 
 class EnvRestart(Event):

@@ -21,17 +21,6 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     length: int
 
 
-def encode_versions(versions: Iterable[int]) -> list[VersionRun]:
-    """Run-length encode one version per token, in token order."""
-    runs: list[VersionRun] = []
-    for version in versions:
-        if runs and runs[-1].version == version:
-            runs[-1] = VersionRun(runs[-1].version, runs[-1].length + 1)
-        else:
-            runs.append(VersionRun(PolicyVersion(version), 1))
-    return runs
-
-
 def join_versions(parts: Iterable[Sequence[VersionRun]]) -> list[VersionRun]:
     """Concatenate encodings; neighbouring runs of the same version are merged."""
     joined: list[VersionRun] = []

@@ -1,4 +1,4 @@
-"""Two halves, one commit, and going back to it."""
+"""Two parts, one commit, and going back to it."""
 
 import hashlib
 import json
@@ -8,19 +8,19 @@ import pytest
 from trivet.checkpoints.commit import (
     commit,
     committed_steps,
-    discard_later,
+    discard_checkpoints_after,
     discard_staging,
     resolve_resume_step,
     verify_checkpoint,
 )
-from trivet.checkpoints.halves import (
+from trivet.checkpoints.parts import (
     DONE,
-    HALVES,
     ORCHESTRATOR,
+    PARTS,
     TRAINER,
-    begin_half,
-    finish_half,
-    is_half_done,
+    begin_part,
+    finish_part,
+    is_part_done,
     staging_directory,
 )
 from trivet.config.layout import COMMITTED, RunLayout
@@ -33,21 +33,21 @@ def layout(tmp_path):
     return RunLayout(tmp_path)
 
 
-def write_half(layout, step, name, content=b"state"):
-    half = begin_half(layout, step, name)
-    (half / "nested").mkdir()
-    (half / "nested" / ".metadata").write_bytes(content)
-    (half / "data.bin").write_bytes(content * 2)
-    finish_half(layout, step, name)
+def write_part(layout, step, name, content=b"state"):
+    part = begin_part(layout, step, name)
+    (part / "nested").mkdir()
+    (part / "nested" / ".metadata").write_bytes(content)
+    (part / "data.bin").write_bytes(content * 2)
+    finish_part(layout, step, name)
 
 
 def write_checkpoint(layout, step):
     for name in (ORCHESTRATOR, TRAINER):
-        write_half(layout, step, name)
+        write_part(layout, step, name)
     return commit(layout, step, clock=lambda: 12.0)
 
 
-def test_a_checkpoint_of_both_halves_is_committed_and_verified(layout):
+def test_a_checkpoint_of_both_parts_is_committed_and_verified(layout):
     record = write_checkpoint(layout, 5)
     assert record.step == 5
     assert record.time == 12.0
@@ -57,41 +57,41 @@ def test_a_checkpoint_of_both_halves_is_committed_and_verified(layout):
     assert not staging_directory(layout, 5).exists()
 
 
-@pytest.mark.parametrize("missing", HALVES)
-def test_one_half_alone_is_no_checkpoint(layout, missing):
-    (present,) = set(HALVES) - {missing}
-    write_half(layout, 5, present)
-    begin_half(layout, 5, missing)
-    with pytest.raises(CheckpointError, match=f"lacks the half of the {missing}"):
+@pytest.mark.parametrize("missing", PARTS)
+def test_one_part_alone_is_no_checkpoint(layout, missing):
+    (present,) = set(PARTS) - {missing}
+    write_part(layout, 5, present)
+    begin_part(layout, 5, missing)
+    with pytest.raises(CheckpointError, match=f"lacks the part of the {missing}"):
         commit(layout, 5)
     assert committed_steps(layout) == []
 
 
-def test_a_half_that_is_begun_again_is_empty_and_not_done(layout):
-    write_half(layout, 5, ORCHESTRATOR)
-    assert is_half_done(layout, 5, ORCHESTRATOR)
-    assert list(begin_half(layout, 5, ORCHESTRATOR).iterdir()) == []
-    assert not is_half_done(layout, 5, ORCHESTRATOR)
+def test_a_part_that_is_begun_again_is_empty_and_not_done(layout):
+    write_part(layout, 5, ORCHESTRATOR)
+    assert is_part_done(layout, 5, ORCHESTRATOR)
+    assert list(begin_part(layout, 5, ORCHESTRATOR).iterdir()) == []
+    assert not is_part_done(layout, 5, ORCHESTRATOR)
 
 
-def test_beginning_one_half_leaves_the_other_alone(layout):
-    write_half(layout, 5, ORCHESTRATOR)
-    begin_half(layout, 5, TRAINER)
-    assert is_half_done(layout, 5, ORCHESTRATOR)
+def test_beginning_one_part_leaves_the_other_alone(layout):
+    write_part(layout, 5, ORCHESTRATOR)
+    begin_part(layout, 5, TRAINER)
+    assert is_part_done(layout, 5, ORCHESTRATOR)
 
 
-def test_an_empty_half_is_not_finished(layout):
-    begin_half(layout, 5, TRAINER)
+def test_an_empty_part_is_not_finished(layout):
+    begin_part(layout, 5, TRAINER)
     with pytest.raises(CheckpointError, match="holds no files"):
-        finish_half(layout, 5, TRAINER)
+        finish_part(layout, 5, TRAINER)
     with pytest.raises(CheckpointError, match="holds no files"):
-        finish_half(layout, 6, TRAINER)
+        finish_part(layout, 6, TRAINER)
 
 
 def test_a_step_is_committed_once(layout):
     write_checkpoint(layout, 5)
-    for name in HALVES:
-        write_half(layout, 5, name)
+    for name in PARTS:
+        write_part(layout, 5, name)
     with pytest.raises(CheckpointError, match="committed already"):
         commit(layout, 5)
 
@@ -122,54 +122,54 @@ def test_resume_without_any_checkpoint_says_what_to_do(layout, requested):
 def test_going_back_removes_later_and_uncommitted_steps(layout):
     for step in (2, 4, 6):
         write_checkpoint(layout, step)
-    write_half(layout, 8, ORCHESTRATOR)
+    write_part(layout, 8, ORCHESTRATOR)
     (layout.checkpoint_step(2) / COMMITTED).unlink()
-    discard_later(layout, 4)
+    discard_checkpoints_after(layout, 4)
     discard_staging(layout)
     assert [path.name for path in layout.checkpoints.iterdir()] == ["step_4"]
     verify_checkpoint(layout, 4)
 
 
-def test_a_half_that_the_other_role_may_be_writing_stays(layout):
+def test_a_part_that_the_other_role_may_be_writing_stays(layout):
     write_checkpoint(layout, 2)
-    write_half(layout, 4, ORCHESTRATOR)
-    discard_later(layout, 2)
-    assert is_half_done(layout, 4, ORCHESTRATOR)
+    write_part(layout, 4, ORCHESTRATOR)
+    discard_checkpoints_after(layout, 2)
+    assert is_part_done(layout, 4, ORCHESTRATOR)
 
 
 def test_going_back_without_checkpoints_does_nothing(layout):
-    discard_later(layout, 0)
+    discard_checkpoints_after(layout, 0)
     discard_staging(layout)
     assert not layout.checkpoints.exists()
 
 
-def relist(layout, half):
-    """A half rewritten consistently after the commit: its own listing agrees, COMMITTED does not."""
-    for name in HALVES:
-        write_half(layout, 99, name, b"other")
-    target = layout.checkpoint_step(5) / half
-    for path in (staging_directory(layout, 99) / half).rglob("*"):
+def relist(layout, part):
+    """A part rewritten consistently after the commit: its own listing agrees, COMMITTED does not."""
+    for name in PARTS:
+        write_part(layout, 99, name, b"other")
+    target = layout.checkpoint_step(5) / part
+    for path in (staging_directory(layout, 99) / part).rglob("*"):
         if path.is_file():
-            (target / path.relative_to(staging_directory(layout, 99) / half)).write_bytes(path.read_bytes())
+            (target / path.relative_to(staging_directory(layout, 99) / part)).write_bytes(path.read_bytes())
 
 
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda half: (half / "nested" / ".metadata").unlink(), r"nested/\.metadata is missing"),
-        (lambda half: (half / "data.bin").write_bytes(b""), "data.bin has 0 bytes; 10"),
-        (lambda half: (half / "data.bin").write_bytes(b"statestatE"), "data.bin does not match"),
-        (lambda half: (half / DONE).unlink(), "has no DONE"),
-        (lambda half: (half / DONE).write_text("{"), "cannot be read"),
-        (lambda half: (half.parent / COMMITTED).unlink(), "never committed"),
-        (lambda half: (half.parent / COMMITTED).write_text("{}"), "cannot be read"),
-        (lambda half: relist(RunLayout(half.parents[2]), half.name), "its listing was altered"),
+        (lambda part: (part / "nested" / ".metadata").unlink(), r"nested/\.metadata is missing"),
+        (lambda part: (part / "data.bin").write_bytes(b""), "data.bin has 0 bytes; 10"),
+        (lambda part: (part / "data.bin").write_bytes(b"statestatE"), "data.bin does not match"),
+        (lambda part: (part / DONE).unlink(), "has no DONE"),
+        (lambda part: (part / DONE).write_text("{"), "cannot be read"),
+        (lambda part: (part.parent / COMMITTED).unlink(), "never committed"),
+        (lambda part: (part.parent / COMMITTED).write_text("{}"), "cannot be read"),
+        (lambda part: relist(RunLayout(part.parents[2]), part.name), "its listing was altered"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_and_the_file_named(layout, half, damage, expected):
+def test_a_damaged_checkpoint_is_refused_and_the_file_named(layout, part, damage, expected):
     write_checkpoint(layout, 5)
-    damage(layout.checkpoint_step(5) / half)
+    damage(layout.checkpoint_step(5) / part)
     with pytest.raises(CheckpointError, match=expected):
         verify_checkpoint(layout, 5)
 
@@ -177,14 +177,14 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(layout, half, damage
 def write_as_version_2(layout, step):
     """A checkpoint as it was written when listings had SHA-256."""
     digests = {}
-    for name in HALVES:
-        half = layout.checkpoint_step(step) / name
-        half.mkdir(parents=True)
-        (half / "data.bin").write_bytes(b"state")
+    for name in PARTS:
+        part = layout.checkpoint_step(step) / name
+        part.mkdir(parents=True)
+        (part / "data.bin").write_bytes(b"state")
         sha256 = hashlib.sha256(b"state").hexdigest()
         digests[name] = hashlib.sha256(json.dumps([f"data.bin 5 {sha256}"]).encode()).hexdigest()
         listing = {"files": {"data.bin": {"num_bytes": 5, "sha256": sha256}}, "digest": digests[name]}
-        (half / DONE).write_text(json.dumps(listing))
+        (part / DONE).write_text(json.dumps(listing))
     record = {"step": step, "time": 1.0, "halves": digests, "schema": 2, "version": "0.1.0"}
     (layout.checkpoint_step(step) / COMMITTED).write_text(json.dumps(record))
 
@@ -206,11 +206,11 @@ def test_a_checkpoint_older_than_what_can_be_read_is_refused_with_what_to_do(lay
 
 
 def test_what_was_digested_while_it_was_written_is_not_read_again_but_refused_when_it_differs(layout):
-    for name in HALVES:
-        half = begin_half(layout, 5, name)
-        (half / "data.bin").write_bytes(b"state")
-        (half / "other").write_bytes(b"x")
-        listing = finish_half(layout, 5, name, known={"data.bin": FileRecord(5, "0" * 32)})
+    for name in PARTS:
+        part = begin_part(layout, 5, name)
+        (part / "data.bin").write_bytes(b"state")
+        (part / "other").write_bytes(b"x")
+        listing = finish_part(layout, 5, name, known={"data.bin": FileRecord(5, "0" * 32)})
         assert listing.files["data.bin"].xxh3_128 == "0" * 32
         assert sorted(listing.files) == ["data.bin", "other"]
     commit(layout, 5)
@@ -220,13 +220,13 @@ def test_what_was_digested_while_it_was_written_is_not_read_again_but_refused_wh
 
 @pytest.mark.parametrize(("content", "found"), [(None, "no such file"), (b"stat", "4 bytes")])
 def test_what_another_machine_wrote_must_have_arrived(layout, content, found):
-    half = begin_half(layout, 5, TRAINER)
-    (half / "other").write_bytes(b"x")
+    part = begin_part(layout, 5, TRAINER)
+    (part / "other").write_bytes(b"x")
     if content is not None:
-        (half / "data.bin").write_bytes(content)
+        (part / "data.bin").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"was written with 5 bytes and has {found} here: output_dir must be one"):
-        finish_half(layout, 5, TRAINER, known={"data.bin": FileRecord(5, "0" * 32)})
-    assert not is_half_done(layout, 5, TRAINER)
+        finish_part(layout, 5, TRAINER, known={"data.bin": FileRecord(5, "0" * 32)})
+    assert not is_part_done(layout, 5, TRAINER)
 
 
 def test_the_record_of_another_step_is_refused(layout):

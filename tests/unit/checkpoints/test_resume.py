@@ -7,7 +7,7 @@ import pytest
 
 from trivet.checkpoints.commit import CHECKPOINT_SCHEMA, commit, committed_steps, verify_checkpoint
 from trivet.checkpoints.fork import adopt, choose_fork
-from trivet.checkpoints.halves import HALVES, ORCHESTRATOR, TRAINER, begin_half, finish_half
+from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, TRAINER, begin_part, finish_part
 from trivet.checkpoints.resume import choose_resume_step, require_resumable
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import COMMITTED, RunLayout
@@ -27,13 +27,13 @@ def layout(tmp_path: Path) -> RunLayout:
     return layout
 
 
-def write_checkpoint(layout: RunLayout, step: int, *, halves: tuple[str, ...] = HALVES) -> None:
-    for name in halves:
-        half = begin_half(layout, Step(step), name)
-        (half / "state").write_text(f"{name} {step}")
-        write_settings(half, CONFIGS[name]())
-        finish_half(layout, Step(step), name)
-    commit(layout, Step(step), halves=halves)
+def write_checkpoint(layout: RunLayout, step: int, *, parts: tuple[str, ...] = PARTS) -> None:
+    for name in parts:
+        part = begin_part(layout, Step(step), name)
+        (part / "state").write_text(f"{name} {step}")
+        write_settings(part, CONFIGS[name]())
+        finish_part(layout, Step(step), name)
+    commit(layout, Step(step), parts=parts)
 
 
 def trainer(layout: RunLayout, resume_step: int | None = -1, **values: object) -> TrainerConfig:
@@ -52,10 +52,10 @@ def test_a_whole_checkpoint_under_the_same_settings_is_resumed(layout: RunLayout
     assert choose_resume_step(orchestrator) == 4
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_a_trainer_looks_at_both_halves_before_it_removes_anything_later(layout: RunLayout, half: str) -> None:
-    (layout.checkpoint_step(2) / half / "state").write_text("another thing")
-    with pytest.raises(CheckpointError, match=f"{half}/state has 13 bytes"):
+@pytest.mark.parametrize("part", PARTS)
+def test_a_trainer_looks_at_both_parts_before_it_removes_anything_later(layout: RunLayout, part: str) -> None:
+    (layout.checkpoint_step(2) / part / "state").write_text("another thing")
+    with pytest.raises(CheckpointError, match=f"{part}/state has 13 bytes"):
         choose_resume_step(trainer(layout, 2))
     assert committed_steps(layout) == [2, 4]
 
@@ -71,15 +71,15 @@ def test_another_schema_is_refused_with_both_versions_and_the_weights_to_start_f
         choose_resume_step(trainer(layout))
 
 
-def test_a_checkpoint_without_the_roles_half_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_roles_part_is_refused(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
-    write_checkpoint(layout, 3, halves=(TRAINER,))
-    with pytest.raises(CheckpointError, match="has no half of the orchestrator"):
+    write_checkpoint(layout, 3, parts=(TRAINER,))
+    with pytest.raises(CheckpointError, match="has no part of the orchestrator"):
         choose_resume_step(OrchestratorConfig.model_validate({"output_dir": tmp_path, "ckpt": {"resume_step": 3}}))
 
 
 def test_a_resume_with_nothing_left_to_do_is_refused(layout: RunLayout) -> None:
-    with pytest.raises(ResumeError, match=r"max_steps \(4\) is not above the step resumed from \(4\)"):
+    with pytest.raises(ResumeError, match=r"max_steps \(4\) must be above the step resumed from \(4\)"):
         choose_resume_step(trainer(layout, max_steps=4))
 
 

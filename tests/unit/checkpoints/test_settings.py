@@ -20,9 +20,9 @@ def trainer(**values: object) -> TrainerConfig:
     return TrainerConfig.model_validate(BASE | values)
 
 
-def compare(half: Path, saved: TrainerConfig, now: TrainerConfig) -> None:
-    write_settings(half, saved)
-    require_same_settings(half, now, ckpt=now.ckpt, step=Step(6))
+def compare(part: Path, saved: TrainerConfig, now: TrainerConfig) -> None:
+    write_settings(part, saved)
+    require_same_settings(part, now, ckpt=now.ckpt, step=Step(6))
 
 
 @pytest.mark.parametrize("prefix", MAY_CHANGE)
@@ -37,10 +37,10 @@ def test_paths_limits_logs_and_the_last_step_may_change(tmp_path: Path) -> None:
 
 
 def test_another_value_is_refused_with_both_and_the_way_to_change_it(tmp_path: Path) -> None:
-    half = tmp_path / "trainer"
-    half.mkdir()
+    part = tmp_path / "trainer"
+    part.mkdir()
     with pytest.raises(ResumeError) as caught:
-        compare(half, trainer(), trainer(optim={"lr": 0.5}, scheduler={"type": "linear", "warmup_steps": 3}, max_steps=9))
+        compare(part, trainer(), trainer(optim={"lr": 0.5}, scheduler={"type": "linear", "warmup_steps": 3}, max_steps=9))
     text = str(caught.value)
     assert "checkpoint step_6 was made by the trainer with other settings" in text
     assert "- optim.lr was 0.01 and is 0.5 now" in text
@@ -67,6 +67,6 @@ def test_tables_in_a_list_are_told_apart_by_their_place() -> None:
     assert flatten(table) == {"env.0.id": "a", "env.1.id": "b", "env.1.args.n": 1, "plain": [1, 2]}
 
 
-def test_a_half_without_its_settings_is_refused(tmp_path: Path) -> None:
+def test_a_part_without_its_settings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.toml cannot be read"):
         require_same_settings(tmp_path, trainer(), ckpt=CkptConfig(), step=Step(6))

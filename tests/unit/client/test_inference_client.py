@@ -65,7 +65,7 @@ def test_loading_a_policy_reports_its_version_and_digest(tmp_path: Path) -> None
     directory = publish_policy(tmp_path, version=7)
     status = ask(server, lambda client: client.update_weights(directory))
     assert status.version == 7
-    assert ask(server, lambda client: client.policy()) == status
+    assert ask(server, lambda client: client.served_policy()) == status
     assert ask(server, lambda client: client.reload_weights()) == PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
 
 
@@ -84,7 +84,7 @@ def test_only_what_changes_the_server_carries_the_token_of_the_run(tmp_path: Pat
         )
         await client.update_weights(directory)
         await client.reload_weights()
-        await client.policy()
+        await client.served_policy()
         await client.model_name()
         await client.aclose()
 
@@ -153,7 +153,7 @@ def test_every_failure_names_what_was_asked_of_whom(failure: httpx.Response | Ex
     server = FakeInference()
     server.fail_with = failure
     with pytest.raises(InferenceError, match=message):
-        ask(server, lambda client: client.policy())
+        ask(server, lambda client: client.served_policy())
 
 
 def test_a_server_that_never_answers_costs_no_more_than_the_timeout() -> None:
@@ -165,7 +165,7 @@ def test_a_server_that_never_answers_costs_no_more_than_the_timeout() -> None:
         client = InferenceClient("http://fake", timeout_s=0.01, transport=httpx.MockTransport(never))
         async with aclosing(client):
             with pytest.raises(InferenceError, match="was not answered within"):
-                await client.policy()
+                await client.served_policy()
 
     asyncio.run(scenario())
 

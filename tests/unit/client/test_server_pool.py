@@ -66,7 +66,7 @@ class Site:
 @contextlib.asynccontextmanager
 async def started(site: Site) -> AsyncIterator[asyncio.Task[None]]:
     await site.pool.start()
-    await site.pool.bring(START)
+    await site.pool.ensure_policy_on_all(START)
     running = asyncio.create_task(site.pool.run())
     try:
         yield running
@@ -79,7 +79,7 @@ def test_a_policy_is_loaded_on_every_server_with_its_digest_on_record(layout):
     async def scenario() -> None:
         site = Site(A, B)
         async with started(site):
-            await site.pool.load(policy(layout, 2))
+            await site.pool.ensure_policy(policy(layout, 2))
         loads = [(event.server, event.version, event.digest) for event in site.of(Load)]
         digest = policy(layout, 2).digest
         assert loads[:2] == [(A, 0, START_DIGEST), (B, 0, START_DIGEST)]
@@ -105,11 +105,11 @@ def test_a_server_that_crashed_takes_rollouts_again_only_once_it_holds_what_the_
     async def scenario() -> None:
         site = Site(A, B)
         async with started(site):
-            await site.pool.load(policy(layout, 1))
+            await site.pool.ensure_policy(policy(layout, 1))
             crash = asyncio.create_task(site.servers[A].crash(30.0))
             await asyncio.sleep(6)
             assert (site.pool.roots, site.lost) == ([B], [A])
-            await site.pool.load(policy(layout, 2))
+            await site.pool.ensure_policy(policy(layout, 2))
             await asyncio.sleep(60)
             assert site.pool.roots == [A, B]
             assert site.servers[A].status.version == 2
@@ -126,7 +126,7 @@ def test_a_server_that_was_started_again_between_two_questions_is_found_by_what_
     async def scenario() -> None:
         site = Site(A, B)
         async with started(site):
-            await site.pool.load(policy(layout, 1))
+            await site.pool.ensure_policy(policy(layout, 1))
             site.servers[A].status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
             await asyncio.sleep(20)
             assert "it was started again" in site.of(ServerDown)[0].reason
@@ -142,7 +142,7 @@ def test_a_server_that_fails_a_load_is_set_aside_and_the_others_go_on(layout):
         async with started(site):
             crash = asyncio.create_task(site.servers[B].crash(20.0))
             await asyncio.sleep(0)
-            await site.pool.load(policy(layout, 1))
+            await site.pool.ensure_policy(policy(layout, 1))
             assert site.pool.roots == [A]
             await asyncio.sleep(60)
             assert site.pool.roots == [A, B]
@@ -205,7 +205,7 @@ def test_a_load_waits_for_a_server_when_none_is_there(layout):
         async with started(site):
             crash = asyncio.create_task(site.servers[A].crash(40.0))
             await asyncio.sleep(0)
-            await site.pool.load(policy(layout, 3))
+            await site.pool.ensure_policy(policy(layout, 3))
             assert asyncio.get_running_loop().time() > 40
             assert site.servers[A].status.version == 3
             await crash
@@ -224,7 +224,7 @@ def test_a_weights_directory_that_every_server_refuses_ends_the_run(layout):
             for server in site.servers.values():
                 server.__class__ = Refusing
             with pytest.raises(PolicyRefused, match="altered"):
-                await site.pool.load(policy(layout, 1))
+                await site.pool.ensure_policy(policy(layout, 1))
 
     run_virtually(scenario(), limit_s=60)
 
@@ -249,8 +249,8 @@ def test_a_run_that_does_not_reset_its_servers_refuses_what_they_hold():
         site.servers[A].status = PolicyStatus(version=PolicyVersion(4), digest="old")
         await site.pool.start()
         with pytest.raises(InferenceError, match="holds policy 4 and the run starts from the base model"):
-            await site.pool.bring(START, reset=False)
-        await site.pool.bring(START, reset=True)
+            await site.pool.ensure_policy_on_all(START, reset=False)
+        await site.pool.ensure_policy_on_all(START, reset=True)
         assert site.servers[A].status.version == 0
         await site.pool.aclose()
 
@@ -268,7 +268,7 @@ def test_servers_with_different_start_models_are_refused():
         site.servers[B].status = await reload_weights()
         site.servers[B].reload_weights = reload_weights
         with pytest.raises(ForeignPolicy, match="another start model"):
-            await site.pool.bring(START)
+            await site.pool.ensure_policy_on_all(START)
         await site.pool.aclose()
 
     run_virtually(scenario(), limit_s=60)
@@ -279,7 +279,7 @@ def test_servers_behind_a_name_join_with_the_current_policy_and_leave_with_their
         a, b = f"{A}:80", f"{B}:80"
         site = Site(a, b, names=[["a"], ["a"], ["a", "b"], OSError("no answer"), ["b"]])
         async with started(site):
-            await site.pool.load(policy(layout, 1))
+            await site.pool.ensure_policy(policy(layout, 1))
             assert site.pool.roots == [a]
             await asyncio.sleep(12)
             assert site.pool.roots == [a, b]

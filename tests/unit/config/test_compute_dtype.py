@@ -12,8 +12,8 @@ from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
-from trivet.config.vf_translation import load_run
+from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.dialects.vf_translation import load_run
 from trivet.errors import ConfigError
 from trivet.machine import Machine
 

@@ -9,7 +9,7 @@ from support.groups import make_group
 from support.histories import write_events
 from support.made_run import STEPS, make_run, write_checkpoint, write_weights
 from trivet.checkpoints.commit import commit
-from trivet.checkpoints.halves import ORCHESTRATOR, TRAINER, begin_half, finish_half
+from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER, begin_part, finish_part
 from trivet.config.layout import COMMITTED, MANIFEST, RunLayout
 from trivet.history.check import check_run
 from trivet.orchestrator.rollout_log import write_rollouts
@@ -98,11 +98,11 @@ def test_a_checkpoint_that_forgot_a_group_is_named(layout, capsys):
     formed = max(place for place, event in enumerate(events) if isinstance(event, BatchFormed))
     write_checkpoint(layout, [*events[:formed], events[formed]], STEPS)
     path = layout.checkpoint_step(STEPS)
-    half = msgspec.msgpack.decode((path / ORCHESTRATOR / "state.msgpack").read_bytes())
-    half["sampler"]["next_group_id"] += 1
-    for name, content in ((ORCHESTRATOR, msgspec.msgpack.encode(half)), (TRAINER, b"shards")):
-        (begin_half(layout, Step(STEPS), name) / "state.msgpack").write_bytes(content)
-        finish_half(layout, Step(STEPS), name)
+    part = msgspec.msgpack.decode((path / ORCHESTRATOR / "state.msgpack").read_bytes())
+    part["sampler"]["next_group_id"] += 1
+    for name, content in ((ORCHESTRATOR, msgspec.msgpack.encode(part)), (TRAINER, b"shards")):
+        (begin_part(layout, Step(STEPS), name) / "state.msgpack").write_bytes(content)
+        finish_part(layout, Step(STEPS), name)
     (path / COMMITTED).unlink()
     commit(layout, Step(STEPS))
     code, out = check(layout, capsys)

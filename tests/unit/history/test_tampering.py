@@ -20,6 +20,8 @@ from trivet.wire.events import (
     AnyEvent,
     Commit,
     Drop,
+    Restart,
+    Start,
 )
 
 Lines = list[dict[str, Any]]
@@ -342,6 +344,29 @@ def test_an_older_commit_whose_record_is_gone_is_found(layout, capsys):
     write_checkpoint(layout, events, 3)
     (layout.checkpoint_step(3) / COMMITTED).unlink()
     assert "step 3 is committed in the history, and" in check(layout, capsys)
+
+
+def test_a_restart_that_is_missing_is_found(tmp_path, capsys):
+    """Nothing but the place of the next line tells of it: the launcher writes no line before or after."""
+    layout = RunLayout(tmp_path / "run")
+    events = make_run(layout, seed=7)
+    place = max(place for place, event in enumerate(events) if isinstance(event, Start) and event.role == TRAINER)
+    attempt = events[place].attempt
+    assert attempt > 1
+    restart = Restart(
+        role="launcher",
+        attempt=attempt,
+        time=events[place].time,
+        roles=[TRAINER],
+        cause="killed",
+        from_step=events[place].from_step,
+    )
+    write_events(layout.events, [*events[:place], restart, *events[place:]])
+    layout.status.unlink()
+    assert main(["check", str(layout.root)]) == 0, capsys.readouterr().out
+    lines = layout.events.read_bytes().splitlines(keepends=True)
+    layout.events.write_bytes(b"".join(lines[:place] + lines[place + 1 :]))
+    assert "something before it was removed or moved" in check(layout, capsys)
 
 
 def _decode(line: bytes) -> AnyEvent:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.launcher.logs import LogFollower, RunLog, is_for_terminal, last_lines
+from trivet.launcher.logs import LogFollower, RunLog, is_for_terminal, last_lines, quote_log
 from trivet.telemetry.logs import text_line
 
 
@@ -83,3 +83,10 @@ def test_with_json_the_launchers_lines_are_objects_that_read_as_text(tmp_path: P
     (line,) = terminal.getvalue().splitlines()
     assert json.loads(line)["role"] == "rl"
     assert text_line(line).endswith(" rl inference ready url=x")
+
+
+def test_a_log_is_quoted_from_this_attempt_on(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.stdout"
+    log.write_text("old\nnew\n")
+    assert quote_log(log, offset=4) == f"last lines of {log}:\n  | new\nfull log: {log}"
+    assert "(it wrote nothing)" in quote_log(log, offset=8)

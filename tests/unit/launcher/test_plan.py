@@ -135,6 +135,12 @@ def test_without_a_gpu_the_ranks_share_the_cores() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in trainer.env
 
 
+def test_ranks_of_one_machine_connect_over_loopback() -> None:
+    """Without these names gloo and NCCL listen wherever the machine's own name leads."""
+    environment = process(make_plan(trainer_cpu_ranks=2), "trainer").env_defaults
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+
+
 def test_gpus_are_given_by_id() -> None:
     planned = make_plan(inference_gpu_ids=[0, 1, 2], trainer_gpu_ids=[3], num_gpus=4)
     assert process(planned, "inference").env["CUDA_VISIBLE_DEVICES"] == "0,1,2"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trivet.checkpoints.commit import commit, committed_steps
-from trivet.checkpoints.halves import HALVES, begin_half, finish_half
+from trivet.checkpoints.parts import PARTS, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.loading.load import load_config
 from trivet.config.sections.inference import InferenceConfig
@@ -30,9 +30,9 @@ def leave_a_run(layout: RunLayout, *, committed: list[int]) -> None:
     layout.events.touch()
     layout.logs.mkdir()
     for step in committed:
-        for name in HALVES:
-            (begin_half(layout, Step(step), name) / "state").write_text(name)
-            finish_half(layout, Step(step), name)
+        for name in PARTS:
+            (begin_part(layout, Step(step), name) / "state").write_text(name)
+            finish_part(layout, Step(step), name)
         commit(layout, Step(step))
 
 

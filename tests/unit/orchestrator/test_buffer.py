@@ -129,7 +129,7 @@ def test_what_a_filter_masks_is_left_out_of_the_batch_and_keeps_the_baseline(eve
     [taken] = buffer.take_batch(Step(1), num_groups=1) or []
     assert [rollout.samples[0].num_loss_tokens for rollout in taken.rollouts] == [4, 0, 4]
     assert [rollout.advantage for rollout in taken.rollouts] == [0.5, -0.5, 0.0]
-    assert buffer.tally.finished[0].found == (RolloutFilter.TRUNCATED,)
+    assert buffer.counters.finished[0].found == (RolloutFilter.TRUNCATED,)
 
 
 def test_a_group_that_is_all_masked_is_filtered_with_its_reason(events):
@@ -139,7 +139,7 @@ def test_a_group_that_is_all_masked_is_filtered_with_its_reason(events):
         rollout.samples[0].is_truncated = True
     play(buffer, group)
     assert events[-1] == Filter(group_id=GroupId(0), reason="all_masked")
-    assert buffer.tally.finished[0].filtered is FilterReason.ALL_MASKED
+    assert buffer.counters.finished[0].filtered is FilterReason.ALL_MASKED
 
 
 def test_groups_whose_examples_are_gone_are_dropped_with_that_reason(events):
@@ -153,4 +153,4 @@ def test_failures_are_counted_by_the_error_behind_them(events):
     buffer = make_buffer(events)
     buffer.dispatched(make_draw(0), version=PolicyVersion(0))
     buffer.failed(GroupId(0), "RolloutFailed: reward function judge of environment 'toy': KeyError: 'x'", kind="KeyError")
-    assert [(lost.env, lost.reason) for lost in buffer.tally.failed] == [("toy", "KeyError")]
+    assert [(lost.env, lost.reason) for lost in buffer.counters.failed] == [("toy", "KeyError")]

@@ -1,4 +1,4 @@
-"""The orchestrator's half: what is written is read back, and what cannot be read is refused in words."""
+"""The orchestrator's part: what is written is read back, and what cannot be read is refused in words."""
 
 from pathlib import Path
 
@@ -7,13 +7,14 @@ import pytest
 
 from support.groups import make_draw, make_examples, make_group
 from trivet.checkpoints.commit import commit
-from trivet.checkpoints.halves import TRAINER, begin_half, finish_half
+from trivet.checkpoints.orchestrator_part import read_owed_groups
+from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.sections.curriculum import BufferConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, read_half, read_owed, write_half
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part, write_part
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.wire.codec import encode
 from trivet.wire.versions import Step
@@ -24,58 +25,58 @@ def layout(tmp_path: Path) -> RunLayout:
     return RunLayout(tmp_path)
 
 
-def make_half() -> OrchestratorHalf:
+def make_part() -> OrchestratorPart:
     rules = BufferConfig(easy_threshold=0.5)
     sampler = ExampleSampler(make_examples(toy=5), seed=1, rules=rules)
     draw = sampler.take(Step(3))
     assert draw is not None
     sampler.finished(make_group(draw.group_id, (1.0, 1.0)), draw, step=Step(3))
     buffer = BufferState(ready=[make_group(4)], in_flight=[make_draw(5, step=3)])
-    return OrchestratorHalf(progress=RunTotals(step=Step(3)), sampler=sampler.snapshot(), buffer=buffer, rollouts_per_example=2)
+    return OrchestratorPart(progress=RunTotals(step=Step(3)), sampler=sampler.snapshot(), buffer=buffer, rollouts_per_example=2)
 
 
-def written(layout: RunLayout, half: OrchestratorHalf) -> Path:
-    write_half(layout, half, config=OrchestratorConfig(rollouts_per_example=2))
-    (begin_half(layout, Step(3), TRAINER) / "weights").write_text("w")
-    finish_half(layout, Step(3), TRAINER)
+def written(layout: RunLayout, part: OrchestratorPart) -> Path:
+    write_part(layout, part, config=OrchestratorConfig(rollouts_per_example=2))
+    (begin_part(layout, Step(3), TRAINER) / "weights").write_text("w")
+    finish_part(layout, Step(3), TRAINER)
     commit(layout, Step(3))
     return layout.checkpoint_step(3) / "orchestrator" / "state.msgpack"
 
 
 def test_what_is_written_is_read_back(layout: RunLayout) -> None:
-    half = make_half()
-    written(layout, half)
-    found = read_half(layout, Step(3), rollouts_per_example=2)
-    assert (found.sampler, found.progress, found.buffer.in_flight) == (half.sampler, half.progress, half.buffer.in_flight)
+    part = make_part()
+    written(layout, part)
+    found = read_part(layout, Step(3), rollouts_per_example=2)
+    assert (found.sampler, found.progress, found.buffer.in_flight) == (part.sampler, part.progress, part.buffer.in_flight)
     assert [parked.example_hash for parked in found.sampler.parked["toy"]]
-    owed = read_owed(layout, Step(3))
-    assert (owed.next_group_id, owed.ready, owed.in_flight) == (1, [4], [5])
+    owed = read_owed_groups(layout, Step(3))
+    assert (owed.next_group_id, owed.ready, owed.in_flight) == (1, {4}, {5})
 
 
 def test_another_group_size_is_refused_with_both_values(layout: RunLayout) -> None:
-    written(layout, make_half())
+    written(layout, make_part())
     with pytest.raises(CheckpointError, match=r"rollouts_per_example was 2 .* is 4 now"):
-        read_half(layout, Step(3), rollouts_per_example=4)
+        read_part(layout, Step(3), rollouts_per_example=4)
 
 
 @pytest.mark.parametrize("schema", [None, 99])
-def test_a_half_of_another_schema_says_so(layout: RunLayout, schema: int | None) -> None:
-    path = written(layout, make_half())
+def test_a_part_of_another_schema_says_so(layout: RunLayout, schema: int | None) -> None:
+    path = written(layout, make_part())
     fields = msgspec.msgpack.decode(path.read_bytes()) | {"schema": schema}
     fields = {name: value for name, value in fields.items() if value is not None}
     path.write_bytes(msgspec.msgpack.encode(fields))
     with pytest.raises(CheckpointError, match=f"has schema {schema or 1}, this version reads schema 2; resume with"):
-        read_half(layout, Step(3), rollouts_per_example=2)
+        read_part(layout, Step(3), rollouts_per_example=2)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x93not a half", encode(RunTotals())])
-def test_a_damaged_half_is_refused_without_a_traceback(layout: RunLayout, damage: bytes) -> None:
-    path = written(layout, make_half())
+@pytest.mark.parametrize("damage", [b"", b"\x93not a part", encode(RunTotals())])
+def test_a_damaged_part_is_refused_without_a_traceback(layout: RunLayout, damage: bytes) -> None:
+    path = written(layout, make_part())
     path.write_bytes(damage)
     with pytest.raises(CheckpointError, match=r"state\.msgpack"):
-        read_half(layout, Step(3), rollouts_per_example=2)
+        read_part(layout, Step(3), rollouts_per_example=2)
 
 
-def test_a_missing_half_is_refused(layout: RunLayout) -> None:
+def test_a_missing_part_is_refused(layout: RunLayout) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_half(layout, Step(3), rollouts_per_example=2)
+        read_part(layout, Step(3), rollouts_per_example=2)

@@ -12,7 +12,7 @@ from trivet.algorithms.advantages import mean_baseline
 from trivet.config.sections.curriculum import BufferConfig
 from trivet.errors import WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.dispatch_rounds import Waves
+from trivet.orchestrator.dispatch_rounds import DispatchRounds
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.wire.events import Dispatch, Event
@@ -25,23 +25,23 @@ LAG = 1
 RULES = BufferConfig(easy_threshold=0.9, hard_threshold=0.1)
 
 
-def test_a_wave_is_what_the_batch_lacks_once_its_policy_is_held() -> None:
-    waves = Waves(num_groups=4, max_async_level=1)
-    assert waves.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 4
-    assert waves.num_to_draw(step=Step(2), version=PolicyVersion(0), num_ready=3) == 1
-    assert waves.num_to_draw(step=Step(3), version=PolicyVersion(0), num_ready=0) == 0
-    assert waves.num_to_draw(step=Step(3), version=PolicyVersion(1), num_ready=4) == 0
+def test_a_wave_is_what_the_batch_lacks_once_its_policy_is_ended() -> None:
+    rounds = DispatchRounds(num_groups=4, max_async_level=1)
+    assert rounds.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 4
+    assert rounds.num_to_draw(step=Step(2), version=PolicyVersion(0), num_ready=3) == 1
+    assert rounds.num_to_draw(step=Step(3), version=PolicyVersion(0), num_ready=0) == 0
+    assert rounds.num_to_draw(step=Step(3), version=PolicyVersion(1), num_ready=4) == 0
 
 
 def test_groups_are_handed_on_together_in_the_order_of_their_ids() -> None:
-    waves, ended = Waves(num_groups=3, max_async_level=1), list[int]()
+    rounds, ended = DispatchRounds(num_groups=3, max_async_level=1), list[int]()
     for group_id in (7, 5, 6):
-        waves.hold(GroupId(group_id), lambda group_id=group_id: ended.append(group_id))
-    assert waves.num_held == 3
-    assert waves.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 0
-    waves.release()
+        rounds.add_ended(GroupId(group_id), lambda group_id=group_id: ended.append(group_id))
+    assert rounds.num_ended == 3
+    assert rounds.num_to_draw(step=Step(1), version=PolicyVersion(0), num_ready=0) == 0
+    rounds.release()
     assert ended == [5, 6, 7]
-    assert waves.num_held == 0
+    assert rounds.num_ended == 0
 
 
 class Runs:
@@ -84,9 +84,9 @@ async def play(timing: random.Random, *, from_step: int = 0, state: SamplerState
             max_rollouts_in_flight=timing.choice([2, 4, 2 * GROUPS]),
             max_async_level=LAG,
             seq_len=64,
-            groups_per_wave=GROUPS,
+            groups_per_round=GROUPS,
         ),
-        on_change=changed.set,
+        on_group_end=changed.set,
         clock=asyncio.get_running_loop().time,
     )
     dispatcher.step = Step(from_step + 1)
@@ -97,11 +97,11 @@ async def play(timing: random.Random, *, from_step: int = 0, state: SamplerState
         await asyncio.sleep(timing.uniform(0.0, 5.0))  # the policy comes later than the step begins
         runs.version = max(step - 1 - LAG, 0)
         dispatcher.version = PolicyVersion(runs.version)
-        dispatcher.waker.ring()
+        dispatcher.changed.notify()
         while (groups := buffer.take_batch(Step(step), num_groups=GROUPS)) is None:
             changed.clear()
             await changed.wait()
-        assert buffer.num_in_flight == buffer.num_ready == len(dispatcher.waiting_again) == 0
+        assert buffer.num_in_flight == buffer.num_ready == len(dispatcher.undispatched_draws) == 0
         batches[step] = [(group.group_id, group.example_id, group.oldest_version) for group in groups]
         states[step] = sampler.snapshot()
     running.cancel()

@@ -58,7 +58,7 @@ class Stage:
     def __init__(
         self,
         *,
-        again: Sequence[int] = (),
+        resumed_draws: Sequence[int] = (),
         servers: FakeServers | None = None,
         max_async_level: int = 1,
         max_off_policy_steps: int = 8,
@@ -72,8 +72,10 @@ class Stage:
         self.buffer = GroupBuffer(
             write_event=self.events.append, online_difficulty_filtering=True, max_off_policy_steps=max_off_policy_steps
         )
-        sampler = ExampleSampler(EXAMPLES, seed=0, state=SamplerState(next_group_id=GroupId(max(again, default=-1) + 1)))
-        draws = {group_id: sampler.preview(group_id + 1)[group_id] for group_id in again}
+        sampler = ExampleSampler(
+            EXAMPLES, seed=0, state=SamplerState(next_group_id=GroupId(max(resumed_draws, default=-1) + 1))
+        )
+        draws = {group_id: sampler.preview(group_id + 1)[group_id] for group_id in resumed_draws}
         self.dispatcher = Dispatcher(
             sampler=sampler,
             buffer=self.buffer,
@@ -89,8 +91,8 @@ class Stage:
                 tasks_per_minute=tasks_per_minute,
                 is_truncated_worth_nothing=is_truncated_worth_nothing,
             ),
-            on_change=lambda: None,
-            again=list(draws.values()),
+            on_group_end=lambda: None,
+            resumed_draws=list(draws.values()),
             clock=asyncio.get_running_loop().time,
         )
 
@@ -99,7 +101,7 @@ class Stage:
             self.dispatcher.step = Step(step)
         if version is not None:
             self.dispatcher.version = PolicyVersion(version)
-        self.dispatcher.waker.ring()
+        self.dispatcher.changed.notify()
 
     def of(self, kind: type[Event]) -> list[Event]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -136,7 +138,7 @@ def test_groups_in_flight_fill_the_limit_and_are_replaced():
 
 def test_groups_of_the_checkpoint_start_first_under_their_old_ids():
     async def scenario() -> None:
-        async with staged(again=[11, 14]) as stage:
+        async with staged(resumed_draws=[11, 14]) as stage:
             assert list(stage.script.waiting) == [11, 14, 15, 16]
 
     run_virtually(scenario(), limit_s=60)
@@ -179,7 +181,7 @@ def test_without_a_server_groups_wait_and_keep_their_ids():
         async with staged(servers=servers) as stage:
             assert stage.events == []
             servers.roots.append("http://server")
-            stage.dispatcher.waker.ring()
+            stage.dispatcher.changed.notify()
             await settle()
             assert [event.group_id for event in stage.of(Dispatch)] == [0, 1, 2, 3]
 
@@ -211,7 +213,7 @@ def test_a_failure_that_is_the_servers_fault_costs_no_group_and_one_of_the_envir
             await settle()
             [drop] = stage.of(Drop)
             assert (drop.group_id, drop.reason) == (0, "failed: RolloutFailed: the judge is down: 503")
-            assert [lost.reason for lost in stage.buffer.tally.failed] == ["HTTPError"]
+            assert [lost.reason for lost in stage.buffer.counters.failed] == ["HTTPError"]
             assert [event.group_id for event in stage.of(Dispatch)] == [0, 1, 2, 3, 4, 1]
 
     run_virtually(scenario(), limit_s=60)
@@ -289,7 +291,7 @@ def test_the_limit_of_rollouts_in_flight_can_change_while_groups_run():
             await settle()
             assert sorted(stage.script.waiting) == [2, 3]
             stage.dispatcher.max_in_flight = 6
-            stage.dispatcher.waker.ring()
+            stage.dispatcher.changed.notify()
             await settle()
             assert sorted(stage.script.waiting) == [2, 3, 4]
 

@@ -40,7 +40,7 @@ def judge(run: SimulatedRun) -> Replay:
     assert replay.ledger.breaches == []
     batches = [event for event in run.events if isinstance(event, BatchFormed)]
     assert [batch.step for batch in batches] == list(range(1, run.plan.max_steps + 1))
-    owed = run.loop.buffer.snapshot(also_in_flight=run.loop.dispatcher.waiting_again)
+    owed = run.loop.buffer.snapshot(also_in_flight=run.loop.dispatcher.undispatched_draws)
     assert replay.groups.live.in_flight == {draw.group_id for draw in owed.in_flight}
     assert replay.groups.live.ready == {group.group_id for group in owed.ready}
     return replay

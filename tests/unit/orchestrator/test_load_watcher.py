@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from support.virtual_time import run_virtually
 from trivet.client.load import ServerLoad
 from trivet.config.sections.client import ConcurrencyConfig
+from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.load_watcher import LoadWatcher
-from trivet.orchestrator.waker import Waker
 
 
 @dataclass
@@ -13,7 +13,7 @@ class Flow:
     """Stands in for the dispatcher: as many rollouts in flight as it may have."""
 
     max_in_flight: int
-    waker: Waker = field(default_factory=Waker)
+    changed: ChangeEvent = field(default_factory=ChangeEvent)
 
     @property
     def rollouts_in_flight(self) -> int:
@@ -28,7 +28,7 @@ class Engine:
     capacity: int
     num_preemptions: int = 0
 
-    async def loads(self) -> list[ServerLoad]:
+    async def server_loads(self) -> list[ServerLoad]:
         too_many = max(0, self.flow.max_in_flight - self.capacity)
         self.num_preemptions += too_many
         running = min(self.flow.max_in_flight, self.capacity)
@@ -36,7 +36,7 @@ class Engine:
 
 
 class Silent:
-    async def loads(self) -> list[ServerLoad]:
+    async def server_loads(self) -> list[ServerLoad]:
         return []
 
 
@@ -78,7 +78,7 @@ class Veterans:
     def __init__(self) -> None:
         self.num_asked = 0
 
-    async def loads(self) -> list[ServerLoad]:
+    async def server_loads(self) -> list[ServerLoad]:
         self.num_asked += 1
         load = ServerLoad(num_running=64, num_waiting=0, cache_usage=0.5, num_preemptions=1000)
         return [load] if self.num_asked == 3 else [load, load]

@@ -1,4 +1,4 @@
-"""The orchestrator's loop with groups that finish at once and real checkpoint halves on disk."""
+"""The orchestrator's loop with groups that finish at once and real checkpoint parts on disk."""
 
 import asyncio
 import json
@@ -12,18 +12,18 @@ from support.fake_servers import FakeServers
 from support.groups import make_sample
 from trivet.algorithms.advantages import mean_baseline
 from trivet.checkpoints.commit import commit
-from trivet.checkpoints.halves import TRAINER, begin_half, finish_half
+from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.sections.curriculum import BufferConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import BatchError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
-from trivet.orchestrator.checkpoint import OrchestratorHalf, RunTotals, read_half
+from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
 from trivet.orchestrator.dispatcher import Dispatcher, Limits
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
-from trivet.orchestrator.waker import Waker
 from trivet.telemetry.events import read_events
 from trivet.telemetry.telemetry import Telemetry
 from trivet.wire.batches import Batch, BatchPurpose
@@ -32,7 +32,7 @@ from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
 EXAMPLES = {"toy": [f"hash-{index}" for index in range(11)]}
-FRESH = OrchestratorHalf(progress=RunTotals(), sampler=SamplerState(), buffer=BufferState(), rollouts_per_example=2)
+FRESH = OrchestratorPart(progress=RunTotals(), sampler=SamplerState(), buffer=BufferState(), rollouts_per_example=2)
 
 
 class IdleWatcher:
@@ -66,13 +66,13 @@ class ReadyTrainer:
 
 def run_loop(
     directory: Path,
-    half: OrchestratorHalf,
+    part: OrchestratorPart,
     *,
     max_steps: int,
     run_group,
     attempt: int = 1,
     rules: BufferConfig | None = None,
-    make_room_after: int | None = None,
+    preempt_after: int | None = None,
 ) -> list[Batch]:
     config = OrchestratorConfig(
         output_dir=directory,
@@ -89,14 +89,14 @@ def run_loop(
     layout = RunLayout(directory)
     telemetry = Telemetry("orchestrator", layout=layout, run=config.run)
     sender = ReadyTrainer()
-    changed = Waker()
+    group_ended = ChangeEvent()
     buffer = GroupBuffer(
         write_event=telemetry.write_event,
         online_difficulty_filtering=False,
         max_off_policy_steps=config.max_off_policy_steps,
-        ready=half.buffer.ready,
+        ready=part.buffer.ready,
     )
-    sampler = ExampleSampler(EXAMPLES, seed=config.seed, rules=rules, state=half.sampler)
+    sampler = ExampleSampler(EXAMPLES, seed=config.seed, rules=rules, state=part.sampler)
     dispatcher = Dispatcher(
         sampler=sampler,
         buffer=buffer,
@@ -104,22 +104,22 @@ def run_loop(
         servers=FakeServers(),
         advantage=mean_baseline,
         limits=Limits.of(config),
-        on_change=changed.ring,
-        again=half.buffer.in_flight,
+        on_group_end=group_ended.notify,
+        resumed_draws=part.buffer.in_flight,
     )
     loop = Loop(
         config=config,
         layout=layout,
-        progress=half.progress,
+        progress=part.progress,
         sampler=sampler,
         buffer=buffer,
         dispatcher=dispatcher,
         watcher=IdleWatcher(),  # type: ignore[arg-type]  stands in for PolicyWatcher
         sender=sender,
         telemetry=telemetry,
-        changed=changed,
+        group_ended=group_ended,
     )
-    sender.on_batch = lambda batch: loop.make_room() if batch.step == make_room_after else None
+    sender.on_batch = lambda batch: loop.preempt() if batch.step == preempt_after else None
     try:
         asyncio.run(loop.run())
     finally:
@@ -131,16 +131,16 @@ async def answer_at_once(draw: Draw, *, base_url: str) -> list[Rollout]:
     return [Rollout(index=index, reward=float(index), samples=[make_sample()]) for index in range(2)]
 
 
-def commit_with_a_trainer_half(layout: RunLayout, step: int) -> None:
-    (begin_half(layout, Step(step), TRAINER) / "weights").write_text("w")
-    finish_half(layout, Step(step), TRAINER)
+def commit_with_a_trainer_part(layout: RunLayout, step: int) -> None:
+    (begin_part(layout, Step(step), TRAINER) / "weights").write_text("w")
+    finish_part(layout, Step(step), TRAINER)
     commit(layout, Step(step))
 
 
-def test_batches_are_whole_and_say_when_a_checkpoint_half_is_on_disk(tmp_path):
+def test_batches_are_whole_and_say_when_a_checkpoint_part_is_on_disk(tmp_path):
     batches = run_loop(tmp_path, FRESH, max_steps=5, run_group=answer_at_once)
     assert [batch.num_rollouts for batch in batches] == [4] * 5
-    assert [batch.has_orchestrator_half for batch in batches] == [False, True, False, True, True]
+    assert [batch.has_orchestrator_part for batch in batches] == [False, True, False, True, True]
     groups = [group_id for batch in batches for group_id in batch.group_ids]
     assert len(set(groups)) == 10
     assert all(set(batch.micro_batches[0].advantages_T) == {-0.5, 0.5} for batch in batches)
@@ -152,29 +152,29 @@ def test_a_step_says_how_long_its_parts_took(tmp_path):
     parts = {"time/generate_completions", "time/parallel_preprocess", "time/wait_for_receipt"}
     for step, of_step in ((first, parts), (second, {*parts, "time/save_ckpt"})):
         assert 0 < sum(step[name] for name in of_step) <= step["time/step"]
-    assert "time/save_ckpt" not in first  # no half was due
+    assert "time/save_ckpt" not in first  # no part was due
 
 
-def test_a_run_that_makes_room_writes_the_half_of_the_last_batch_and_says_stop(tmp_path):
-    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=3)
-    assert [(batch.step, batch.purpose, batch.has_orchestrator_half) for batch in batches[2:]] == [
+def test_a_preempted_run_writes_the_part_of_the_last_batch_and_says_stop(tmp_path):
+    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=3)
+    assert [(batch.step, batch.purpose, batch.has_orchestrator_part) for batch in batches[2:]] == [
         (3, BatchPurpose.TRAIN, False),
-        (4, BatchPurpose.STOP, True),
+        (4, BatchPurpose.PREEMPT, True),
     ]
     layout = RunLayout(tmp_path)
-    commit_with_a_trainer_half(layout, 3)
-    half = read_half(layout, Step(3), rollouts_per_example=2)
-    assert half.progress.step == 3
+    commit_with_a_trainer_part(layout, 3)
+    part = read_part(layout, Step(3), rollouts_per_example=2)
+    assert part.progress.step == 3
     trained = {group_id for batch in batches for group_id in batch.group_ids}
-    owed = {group.group_id for group in half.buffer.ready} | {one.group_id for one in half.buffer.in_flight}
+    owed = {group.group_id for group in part.buffer.ready} | {one.group_id for one in part.buffer.in_flight}
     assert not trained & owed
 
 
-def test_a_run_that_makes_room_after_a_checkpoint_writes_no_other(tmp_path):
-    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, make_room_after=2)
-    assert [(batch.step, batch.purpose, batch.has_orchestrator_half) for batch in batches[1:]] == [
+def test_a_run_preempted_after_a_checkpoint_writes_no_other(tmp_path):
+    batches = run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=2)
+    assert [(batch.step, batch.purpose, batch.has_orchestrator_part) for batch in batches[1:]] == [
         (2, BatchPurpose.TRAIN, True),
-        (3, BatchPurpose.STOP, False),
+        (3, BatchPurpose.PREEMPT, False),
     ]
 
 
@@ -187,38 +187,38 @@ def test_a_resumed_run_trains_what_waited_and_dispatches_again_what_was_in_fligh
 
     first = run_loop(tmp_path, FRESH, max_steps=4, run_group=leave_two_open)
     layout = RunLayout(tmp_path)
-    commit_with_a_trainer_half(layout, 2)
-    half = read_half(layout, Step(2), rollouts_per_example=2)
+    commit_with_a_trainer_part(layout, 2)
+    part = read_part(layout, Step(2), rollouts_per_example=2)
     again: list[int] = []
 
     async def note(draw: Draw, *, base_url: str) -> list[Rollout]:
         again.append(draw.group_id)
         return await answer_at_once(draw, base_url=base_url)
 
-    waiting = [group.group_id for group in half.buffer.ready]
-    half.buffer.ready = half.buffer.ready[:2]  # at most one batch: for the next, groups must be dispatched
-    first_taken = [group.group_id for group in half.buffer.ready]
-    resumed = run_loop(tmp_path, half, max_steps=6, run_group=note, attempt=2)
+    waiting = [group.group_id for group in part.buffer.ready]
+    part.buffer.ready = part.buffer.ready[:2]  # at most one batch: for the next, groups must be dispatched
+    first_taken = [group.group_id for group in part.buffer.ready]
+    resumed = run_loop(tmp_path, part, max_steps=6, run_group=note, attempt=2)
     trained = {group_id for batch in first[:2] for group_id in batch.group_ids}
     later = [group_id for batch in resumed for group_id in batch.group_ids]
     assert later[: len(first_taken)] == first_taken
-    assert half.buffer.in_flight_ids[:2] == [1, 3]
-    assert again[: len(half.buffer.in_flight)] == half.buffer.in_flight_ids
+    assert part.buffer.in_flight_ids[:2] == [1, 3]
+    assert again[: len(part.buffer.in_flight)] == part.buffer.in_flight_ids
     assert not trained & set(later)
-    assert set(range(half.next_group_id)) == trained | set(waiting) | set(half.buffer.in_flight_ids)
+    assert set(range(part.sampler.next_group_id)) == trained | set(waiting) | set(part.buffer.in_flight_ids)
 
 
 def test_groups_not_started_again_yet_are_in_the_next_checkpoint_too(tmp_path):
     run_loop(tmp_path, FRESH, max_steps=2, run_group=answer_at_once)
     layout = RunLayout(tmp_path)
-    commit_with_a_trainer_half(layout, 2)
-    half = read_half(layout, Step(2), rollouts_per_example=2)
+    commit_with_a_trainer_part(layout, 2)
+    part = read_part(layout, Step(2), rollouts_per_example=2)
     sampler = ExampleSampler(EXAMPLES, seed=42, state=SamplerState(next_group_id=GroupId(100)))
-    half.buffer = BufferState(in_flight=[draw for _ in range(30) if (draw := sampler.take(Step(2)))])
-    half.sampler = sampler.snapshot()
-    run_loop(tmp_path, half, max_steps=4, run_group=answer_at_once, attempt=2)
-    commit_with_a_trainer_half(layout, 4)
-    later = read_half(layout, Step(4), rollouts_per_example=2)
+    part.buffer = BufferState(in_flight=[draw for _ in range(30) if (draw := sampler.take(Step(2)))])
+    part.sampler = sampler.snapshot()
+    run_loop(tmp_path, part, max_steps=4, run_group=answer_at_once, attempt=2)
+    commit_with_a_trainer_part(layout, 4)
+    later = read_part(layout, Step(4), rollouts_per_example=2)
     events = [event for event in read_events(layout.events) if event.attempt == 2]
     cut = next(place for place, event in enumerate(events) if isinstance(event, BatchFormed) and event.step == 4)
     finished = {event.group_id for event in events[:cut] if isinstance(event, Finish)}

@@ -6,7 +6,7 @@ import pytest
 
 from support.groups import make_group, make_sample
 from trivet.algorithms.filters import FilterReason, RolloutFilter
-from trivet.orchestrator.counters import FinishedGroup, Tally
+from trivet.orchestrator.counters import FinishedGroup, GroupCounters
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import PolicyVersion, Step
@@ -18,8 +18,8 @@ def group_of(env: str, rewards: tuple[float, ...], *, version: int = 0, newest: 
     return group
 
 
-def flow(tally: Tally, groups: list[Group]) -> dict[str, float]:
-    return flow_metrics(tally, groups, version=PolicyVersion(1), step=Step(3), group_size=2, num_in_flight=5, num_ready=2)
+def flow(counters: GroupCounters, groups: list[Group]) -> dict[str, float]:
+    return flow_metrics(counters, groups, version=PolicyVersion(1), step=Step(3), group_size=2, num_in_flight=5, num_ready=2)
 
 
 def test_a_batch_of_one_environment_is_told_once():
@@ -67,12 +67,12 @@ def test_staleness_is_counted_token_by_token():
 
 
 def test_groups_that_tell_nothing_apart_count_as_solved_or_not():
-    tally = Tally()
+    counters = GroupCounters()
     for rewards in ((1.0, 1.0), (0.0, 0.0), (0.0, 0.0)):
-        tally.finished.append(FinishedGroup.of(group_of("math", rewards), filtered=FilterReason.ZERO_SIGNAL))
+        counters.finished.append(FinishedGroup.of(group_of("math", rewards), filtered=FilterReason.ZERO_SIGNAL))
     batch = [group_of("math", (0.0, 1.0))]
-    tally.finished.append(FinishedGroup.of(batch[0], found=[RolloutFilter.TRUNCATED]))
-    values = flow(tally, batch)
+    counters.finished.append(FinishedGroup.of(batch[0], found=[RolloutFilter.TRUNCATED]))
+    values = flow(counters, batch)
     assert (values["batch/solve_none"], values["batch/solve_all"], values["batch/effective_batch_size"]) == (0.5, 0.25, 0.25)
     assert (values["pass@1"], values["pass@2"]) == (0.375, 0.5)
     assert (values["filtered_rollouts/easy"], values["filtered_rollouts/hard"]) == (0.25, 0.5)
@@ -82,13 +82,13 @@ def test_groups_that_tell_nothing_apart_count_as_solved_or_not():
 
 
 def test_failures_are_told_by_error_and_environment():
-    tally = Tally()
-    tally.finished.append(FinishedGroup.of(group_of("math", (0.0, 1.0))))
-    tally.add_failed("math", kind="ValueError")
-    tally.add_failed("code", kind="ValueError")
-    tally.add_failed("code", kind="WorkerLost")
-    tally.add_dropped("code", "stale")
-    values = flow(tally, [])
+    counters = GroupCounters()
+    counters.finished.append(FinishedGroup.of(group_of("math", (0.0, 1.0))))
+    counters.add_failed("math", kind="ValueError")
+    counters.add_failed("code", kind="ValueError")
+    counters.add_failed("code", kind="WorkerLost")
+    counters.add_dropped("code", "stale")
+    values = flow(counters, [])
     assert (values["error/mean"], values["error/ValueError"], values["error/code/WorkerLost"]) == (0.75, 0.5, 0.25)
     assert (values["batch/stale_groups"], values["batch/cancelled_rollouts"], values["batch/inflight_rollouts"]) == (
         1.0,
@@ -98,6 +98,6 @@ def test_failures_are_told_by_error_and_environment():
 
 
 def test_what_nobody_judged_has_no_share():
-    values = flow(Tally(), [])
+    values = flow(GroupCounters(), [])
     assert not any(name.startswith(("batch/solve", "filtered_rollouts", "error", "pass@")) for name in values)
     assert (values["batch/async_level"], values["batch/inflight_groups"], values["batch/ready_groups"]) == (1.0, 5.0, 2.0)

@@ -110,7 +110,7 @@ class Bench:
                         await asyncio.sleep(0)
                     await self.policy.is_free.wait()
                     self.policy.version = version
-                    self.evals.waker.ring()
+                    self.evals.changed.notify()
                 self.evals.finish(self.policy.version)
                 await running
 

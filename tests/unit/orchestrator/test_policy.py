@@ -36,7 +36,7 @@ def make_watcher(
     servers: FakeServers,
     *,
     strict: bool = False,
-    on_load: Callable[[PolicyVersion], None] = lambda version: None,
+    on_policy_served: Callable[[PolicyVersion], None] = lambda version: None,
 ) -> PolicyWatcher:
     return PolicyWatcher(
         layout=layout,
@@ -44,7 +44,7 @@ def make_watcher(
         max_async_level=1,
         is_strict=strict,
         timeout_s=60.0,
-        on_load=on_load,
+        on_policy_served=on_policy_served,
         clock=asyncio.get_running_loop().time,
     )
 
@@ -68,7 +68,7 @@ def test_the_newest_policy_is_loaded_or_in_a_strict_run_exactly_the_one_that_lag
         for version in (1, 2, 3):
             publish_policy(layout, version)
         servers, loads = FakeServers(), list[PolicyVersion]()
-        watcher = make_watcher(layout, servers, strict=strict, on_load=loads.append)
+        watcher = make_watcher(layout, servers, strict=strict, on_policy_served=loads.append)
         watcher.step = Step(step)
         async with running(watcher):
             await asyncio.sleep(1)
@@ -127,9 +127,9 @@ def test_a_pin_longer_than_the_deadline_is_not_taken_for_a_trainer_that_hangs(la
 
 def test_a_pin_waits_for_a_load_in_progress_and_holds_what_it_brought(layout):
     class SlowServers(FakeServers):
-        async def load(self, policy: TargetPolicy) -> None:
+        async def ensure_policy(self, policy: TargetPolicy) -> None:
             await asyncio.sleep(10)
-            await super().load(policy)
+            await super().ensure_policy(policy)
 
     async def scenario() -> None:
         publish_policy(layout, 1)
@@ -149,7 +149,7 @@ def test_a_load_that_a_pin_overtakes_is_left_for_later(layout):
         servers = FakeServers()
         watcher = make_watcher(layout, servers)
         async with watcher.pinned():
-            await watcher.load(PolicyVersion(1))
+            await watcher.ensure_policy(PolicyVersion(1))
         assert (servers.loaded, watcher.version) == ([], 0)
 
     run_virtually(scenario(), limit_s=10)

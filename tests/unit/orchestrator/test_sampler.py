@@ -168,7 +168,7 @@ def test_groups_in_flight_find_their_examples_again():
     sampler = ExampleSampler({"toy": ["toy-9", "toy-0", "toy-7"]}, seed=0)
     same, moved, gone = make_draw(1, example_id=7), make_draw(2, example_id=0), make_draw(3, example_id=5)
     other_env = make_draw(4, env="gone", example_id=0)
-    found, lost = sampler.find_again([same, moved, gone, other_env])
+    found, lost = sampler.locate_draws([same, moved, gone, other_env])
     assert [(draw.group_id, draw.example_id) for draw in found] == [(1, 2), (2, 1)]
     assert lost == [gone, other_env]
 

@@ -15,7 +15,7 @@ from trivet.wire.batches import BatchPurpose
         (BatchPurpose.TRAIN, 7, True),
         (BatchPurpose.TRAIN, 8, False),
         (BatchPurpose.SELF_CHECK, 7, False),
-        (BatchPurpose.STOP, 7, False),
+        (BatchPurpose.PREEMPT, 7, False),
     ],
 )
 def test_a_published_policy_shows_that_the_trainer_had_the_batches_up_to_it(tmp_path, purpose, step, expected):

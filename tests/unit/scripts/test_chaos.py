@@ -7,9 +7,10 @@ import pytest
 
 from support.chaos import ALL_FAULTS, FIRST_STEP, Outcome, Survived, draw_schedule, last_step
 from support.scripts import load_script
+from trivet.checkpoints.orchestrator_part import OwedGroups
 from trivet.faults import POINTS, FaultAction
 from trivet.history.check import CheckReport
-from trivet.history.groups import GroupCounts, Owed
+from trivet.history.groups import GroupCounts
 
 script = load_script("chaos")
 
@@ -65,7 +66,7 @@ def make_report() -> CheckReport:
         last_batch=12,
         last_stop=None,
         groups=GroupCounts(dispatched=48),
-        live=Owed(next_group_id=48, ready=frozenset(), in_flight=frozenset()),
+        live=OwedGroups(next_group_id=48, ready=frozenset(), in_flight=frozenset()),
         voided_groups=0,
         voided_steps=0,
         num_loads=1,

@@ -3,6 +3,7 @@
 import threading
 
 import httpx
+import pytest
 
 from trivet.telemetry.heartbeat import Heartbeat
 
@@ -25,6 +26,18 @@ def test_a_service_that_is_down_is_said_once(caplog):
     heartbeat.close()
     assert len(caplog.records) == 1
     assert "heartbeat.url was not reached" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("status", [302, 404, 503])
+def test_an_answer_that_is_no_success_is_said_without_the_address(caplog, status):
+    """Whoever knows the address can send beats, so it stays out of the log."""
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, headers={"Location": "/planted-3"}))
+    heartbeat = Heartbeat("http://me:planted-1@monitor.test/planted-2", transport=transport)
+    heartbeat.beat()
+    heartbeat.close()
+    assert f"answered {status}" in caplog.text
+    assert "planted" not in caplog.text
+    assert "monitor.test" not in caplog.text
 
 
 def test_a_slow_service_does_not_hold_up_a_step():

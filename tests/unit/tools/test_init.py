@@ -14,8 +14,8 @@ from trivet.config.loading.load import load_config
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
-from trivet.config.vf_rl import VfRLConfig
-from trivet.config.vf_translation import load_run
+from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.dialects.vf_translation import load_run
 from trivet.tools.cli import main
 from trivet.tools.init import ENVIRONMENTS, workspace_files, write_workspace
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -166,7 +167,9 @@ def test_numbers_that_no_machine_has_are_told(
 ) -> None:
     (tmp_path / "status.json").write_bytes(msgspec.json.encode(status(exit_code=exit_code, **fields)))
     assert main(["status", str(tmp_path)]) == 0
-    assert len(capsys.readouterr().out) < 1000
+    said = capsys.readouterr().out
+    assert len(said) < 1000
+    assert re.search(r"\d{20}", said) is None, "a length of time in hundreds of digits"
 
 
 def test_a_status_that_is_no_file_or_nested_too_deep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,12 @@ import torch
 
 from support.processes import wait_until
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
-from trivet.checkpoints.halves import ORCHESTRATOR, begin_half, finish_half
+from trivet.checkpoints.parts import ORCHESTRATOR, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, ConfigError, DiskFull, Diverged, ResumeError, TrivetError
 from trivet.telemetry.events import read_events
-from trivet.trainer import loop, session
+from trivet.trainer import loop, policy_publisher
 from trivet.trainer.loop import check_batch, run
 from trivet.trainer.main import open_receiver
 from trivet.trainer.rows import to_tensors
@@ -53,7 +53,7 @@ class PreparedBatches:
 
 @pytest.fixture
 def make_batches(make_learner, tiny_model: Path, oracle):
-    def make(layout: RunLayout, *, from_step: int = 0, last: int = 6, halves: tuple[int, ...] = ()) -> dict[int, Batch]:
+    def make(layout: RunLayout, *, from_step: int = 0, last: int = 6, parts: tuple[int, ...] = ()) -> dict[int, Batch]:
         check = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
         with torch.no_grad():
             scores = make_learner(tiny_model).model(to_tensors(check, device=torch.device("cpu")))
@@ -61,23 +61,23 @@ def make_batches(make_learner, tiny_model: Path, oracle):
         batches = {from_step: make_batch(from_step, [check], BatchPurpose.SELF_CHECK)}
         for step in range(from_step + 1, last + 1):
             row = oracle.make_row(oracle.make_examples(count=4, vocab_size=100, seed=step))
-            batches[step] = make_batch(step, [row], BatchPurpose.TRAIN, has_half=step in halves)
-            if step in halves:
-                (begin_half(layout, Step(step), ORCHESTRATOR) / "state").write_text("x")
-                finish_half(layout, Step(step), ORCHESTRATOR)
+            batches[step] = make_batch(step, [row], BatchPurpose.TRAIN, has_part=step in parts)
+            if step in parts:
+                (begin_part(layout, Step(step), ORCHESTRATOR) / "state").write_text("x")
+                finish_part(layout, Step(step), ORCHESTRATOR)
         return batches
 
     return make
 
 
-def make_batch(step: int, rows, purpose: BatchPurpose, *, has_half: bool = False) -> Batch:
+def make_batch(step: int, rows, purpose: BatchPurpose, *, has_part: bool = False) -> Batch:
     return Batch(
         step=Step(step),
         purpose=purpose,
         micro_batches=rows,
         group_ids=[GroupId(step)],
         num_rollouts=4,
-        has_orchestrator_half=has_half,
+        has_orchestrator_part=has_part,
     )
 
 
@@ -110,7 +110,7 @@ def metrics_of(layout: RunLayout) -> list[dict[str, float]]:
 def test_a_run_publishes_commits_and_reports_every_step(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     config = make_config(tiny_model, tmp_path, max_steps=4, max_async_level=1)
-    receiver = run_loop(config, world, lambda: make_batches(layout, last=4, halves=(2, 4)))
+    receiver = run_loop(config, world, lambda: make_batches(layout, last=4, parts=(2, 4)))
     assert receiver.is_closed
     assert committed_steps(layout) == [2, 4]
     # 3 is within max_async_level of the newest, 2 belongs to a checkpoint; nobody needs 1.
@@ -130,7 +130,7 @@ def test_a_run_publishes_commits_and_reports_every_step(tiny_model: Path, world,
 def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
     whole, broken = RunLayout(tmp_path / "whole"), RunLayout(tmp_path / "broken")
     run_loop(make_config(tiny_model, whole.root), world, lambda: make_batches(whole))
-    run_loop(make_config(tiny_model, broken.root, max_steps=4), world, lambda: make_batches(broken, halves=(3,)))
+    run_loop(make_config(tiny_model, broken.root, max_steps=4), world, lambda: make_batches(broken, parts=(3,)))
     (broken.weights_step(3) / "STABLE").unlink()
     resumed = make_config(tiny_model, broken.root, ckpt={"resume_step": -1}, run={"attempt": 2})
 
@@ -153,7 +153,7 @@ def test_a_resumed_run_is_compared_with_the_same_reference(tiny_model: Path, wor
     unbroken = make_config(tiny_model, whole.root, loss=loss, max_async_level=0, max_steps=7)
     run_loop(unbroken, world, lambda: make_batches(whole, last=7))
     first = make_config(tiny_model, broken.root, loss=loss, max_async_level=0, max_steps=5)
-    run_loop(first, world, lambda: make_batches(broken, last=5, halves=(5,)))
+    run_loop(first, world, lambda: make_batches(broken, last=5, parts=(5,)))
     changes = {"max_steps": 7, "ckpt": {"resume_step": 5}, "run": {"attempt": 2}}
     resumed = make_config(tiny_model, broken.root, loss=loss, max_async_level=0, **changes)
     assert published_versions(broken) == [3, 5], "3 is the reference of step 6, and was kept for it"
@@ -173,13 +173,13 @@ def test_several_iterations_update_several_times_on_one_batch(tiny_model: Path, 
     assert metrics_of(twice)[0]["mismatch_kl/mean"] != metrics_of(once)[0]["mismatch_kl/mean"]
 
 
-def test_a_run_that_makes_room_commits_the_last_step_and_ends(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+def test_a_run_that_is_preempted_commits_the_last_step_and_ends(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
 
     def prepare() -> dict[int, Batch]:
-        batches = make_batches(layout, last=3, halves=(3,))
-        batches[3].has_orchestrator_half = False  # it was not due; the half was written when the run was asked to make room
-        return batches | {4: make_batch(4, [], BatchPurpose.STOP, has_half=True)}
+        batches = make_batches(layout, last=3, parts=(3,))
+        batches[3].has_orchestrator_part = False  # it was not due; the part was written when the run was preempted
+        return batches | {4: make_batch(4, [], BatchPurpose.PREEMPT, has_part=True)}
 
     run_loop(make_config(tiny_model, tmp_path), world, prepare)
     assert committed_steps(layout) == [3]
@@ -205,7 +205,7 @@ def test_a_fresh_start_does_not_remove_an_earlier_runs_checkpoints(
 ) -> None:
     layout = RunLayout(tmp_path)
     config = make_config(tiny_model, tmp_path, max_steps=1)
-    run_loop(config, world, lambda: make_batches(layout, last=1, halves=(1,)))
+    run_loop(config, world, lambda: make_batches(layout, last=1, parts=(1,)))
     with pytest.raises(ConfigError, match=r"set ckpt\.resume_step = -1"):
         run_loop(config, world, lambda: make_batches(layout, last=1))
     with pytest.raises(ResumeError, match="nothing is left to do"):
@@ -264,9 +264,9 @@ def test_a_disk_that_fills_up_ends_the_run_with_the_last_commit_whole(
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with pytest.raises(
-        DiskFull, match=r"no room to write the trainer's half of checkpoint 3 in .*checkpoints: .* 0\.0 MiB free"
+        DiskFull, match=r"no room to write the trainer's part of checkpoint 3 in .*checkpoints: .* 0\.0 MiB free"
     ):
-        run_loop(make_config(tiny_model, tmp_path), world, lambda: make_batches(layout, halves=(1, 3)))
+        run_loop(make_config(tiny_model, tmp_path), world, lambda: make_batches(layout, parts=(1, 3)))
     assert committed_steps(layout) == [1]
     verify_checkpoint(layout, Step(1))
 
@@ -288,7 +288,7 @@ def let_policies_wait(monkeypatch: pytest.MonkeyPatch, *, step_taken: Callable[[
         step_taken(step, permits.release)
         return result
 
-    monkeypatch.setattr(session, "publish", wait_and_publish)
+    monkeypatch.setattr(policy_publisher, "publish", wait_and_publish)
     monkeypatch.setattr(loop, "train_step", take_step)
 
 
@@ -334,11 +334,11 @@ def test_a_step_whose_policy_could_not_be_written_is_not_committed(
             raise OSError(errno.ENOSPC, "No space left on device")
         return publish(layout, version=version, **given)
 
-    monkeypatch.setattr(session, "publish", refuse_the_third)
+    monkeypatch.setattr(policy_publisher, "publish", refuse_the_third)
     config, receiver = make_config(tiny_model, tmp_path, max_async_level=max_async_level), PreparedBatches({})
 
     def make_receiver(_: Step) -> PreparedBatches:
-        receiver.batches = make_batches(layout, halves=(2, 3))
+        receiver.batches = make_batches(layout, parts=(2, 3))
         return receiver
 
     with pytest.raises(DiskFull, match="policy 3"):
@@ -382,14 +382,14 @@ def test_a_deterministic_run_keeps_the_policies_that_a_resume_samples_from(
 ) -> None:
     layout = RunLayout(tmp_path)
     config = make_config(tiny_model, tmp_path, max_async_level=1, deterministic=True)
-    run_loop(config, world, lambda: make_batches(layout, halves=(3,)))
+    run_loop(config, world, lambda: make_batches(layout, parts=(3,)))
     assert published_versions(layout) == [2, 3, 5, 6]
 
 
 def test_a_recorded_run_is_replayed_to_the_same_weights(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
     first, second = RunLayout(tmp_path / "first"), RunLayout(tmp_path / "second")
-    run_loop(make_config(tiny_model, first.root), world, lambda: make_batches(first, halves=(2, 6)))
-    for batch in make_batches(first, halves=(2, 6)).values():
+    run_loop(make_config(tiny_model, first.root), world, lambda: make_batches(first, parts=(2, 6)))
+    for batch in make_batches(first, parts=(2, 6)).values():
         if batch.purpose is BatchPurpose.TRAIN:
             record_batch(first, batch)
     config = make_config(tiny_model, second.root, data={"replay": first.root}, ckpt={"interval": 2})
@@ -397,4 +397,4 @@ def test_a_recorded_run_is_replayed_to_the_same_weights(tiny_model: Path, world,
     assert verify(second.weights_step(6)).digest == verify(first.weights_step(6)).digest
     assert committed_steps(second) == [2, 4, 6]
     record = read_record(second, Step(6))
-    assert list(record.halves) == ["trainer"]
+    assert list(record.parts) == ["trainer"]

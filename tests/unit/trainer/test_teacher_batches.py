@@ -71,5 +71,5 @@ def test_a_batch_recorded_before_there_were_teachers_loads_and_is_refused_where_
     old = decode(encode(OldRow(**{name: getattr(new, name) for name in OldRow.__struct_fields__})), MicroBatch)
     batch.micro_batches = [old]
     check_batch(batch, seq_len=64, vocab_size=100)
-    with pytest.raises(BatchError, match=r"batch 3 carries no log-probabilities of a teacher.*set orchestrator\.teacher_model"):
+    with pytest.raises(BatchError, match=r"batch 3 has no teacher log-probabilities.*set orchestrator\.teacher_model"):
         check_batch(batch, seq_len=64, vocab_size=100, needs_teacher=True)

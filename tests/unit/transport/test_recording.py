@@ -39,7 +39,7 @@ def make_batch(step: int, *, purpose: BatchPurpose = BatchPurpose.TRAIN) -> Batc
         micro_batches=[row],
         group_ids=[GroupId(step)],
         num_rollouts=2,
-        has_orchestrator_half=True,
+        has_orchestrator_part=True,
     )
 
 
@@ -61,7 +61,7 @@ def layout(tmp_path: Path) -> RunLayout:
     return RunLayout(tmp_path)
 
 
-def test_what_is_received_is_kept_and_replayed_without_the_other_runs_half(layout: RunLayout) -> None:
+def test_what_is_received_is_kept_and_replayed_without_the_other_runs_part(layout: RunLayout) -> None:
     inner = Received()
     receiver = RecordingReceiver(inner, layout=layout)
     received = [receiver.receive(Step(step)) for step in range(4)]
@@ -73,8 +73,8 @@ def test_what_is_received_is_kept_and_replayed_without_the_other_runs_half(layou
     assert (check.purpose, check.micro_batches) == (BatchPurpose.SELF_CHECK, [])
     for step in (1, 2, 3):
         batch = replayed.receive(Step(step))
-        assert not batch.has_orchestrator_half
-        assert encode(msgspec.structs.replace(batch, has_orchestrator_half=True)) == encode(received[step])
+        assert not batch.has_orchestrator_part
+        assert encode(msgspec.structs.replace(batch, has_orchestrator_part=True)) == encode(received[step])
 
 
 def test_equal_batches_are_equal_files(layout: RunLayout, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import socket
 import threading
 from contextlib import closing
 
-import msgspec
 import pytest
 import zmq
 
@@ -18,6 +17,8 @@ from trivet.transport.frames import MAX_FRAME_BYTES, RunKey, make_message
 from trivet.transport.inbox import Inbox
 from trivet.transport.repeated import RepeatedWarning
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender, derive_keys
+from trivet.wire.codec import decode, encode
+from trivet.wire.control import Alive, BatchReply, BatchVerdict
 
 OTHER_SECRET = RunSecret(bytes(32))
 KEY = RunKey(run_id="run", attempt=1)
@@ -111,11 +112,21 @@ def pour(stranger):
 
 
 def test_a_long_refusal_is_cut_and_not_repeated(caplog):
+    """The attack: 20 MB in a field that the refusal quotes."""
     inbox = Inbox(make_config(), key=KEY)
+    frame = encode(Alive(magic="x" * (20 << 20), run_id="run", attempt=1))
     for _ in range(100):
-        assert inbox.accept([msgspec.msgpack.encode({"magic": "x" * (20 << 20)})]) is None
+        assert inbox.accept([frame]) is None
     assert len(caplog.records) == 1
     assert len(caplog.text) < 2000
+
+
+def test_an_answer_to_a_batch_of_another_run_quotes_little_of_it():
+    inbox = Inbox(make_config(), key=KEY)
+    stranger = make_message(make_batch(1), key=RunKey(run_id="x" * (20 << 20), attempt=1), max_message_mib=1)
+    answer = inbox.accept(stranger.frames)
+    assert decode(answer, BatchReply).verdict is BatchVerdict.REFUSED
+    assert len(answer) < 2000
 
 
 def test_a_warning_is_said_once_a_minute_with_what_was_not_said(caplog):

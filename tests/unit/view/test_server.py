@@ -278,11 +278,12 @@ def test_a_line_that_is_nested_too_deep_costs_itself_alone(tmp_path: Path):
     lines = path.read_text().splitlines()
     deep = '{"step": 3, "time": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
     huge = '{"step": ' + "9" * 5000 + ', "time": 1}'
-    path.write_text("\n".join([*lines[:10], deep, huge, *lines[10:], deep]) + "\n")
+    far = '{"step": 1e300, "time": 1}'
+    path.write_text("\n".join([*lines[:10], deep, huge, far, *lines[10:], deep]) + "\n")
     api = Api([ViewedRun(layout, name="run")])
     answer = json.loads(api.answer("/api/series", {"names": "trainer:loss/mean"}, known="").body)
     assert len(answer["curves"]["trainer:loss/mean"]["steps"]) == STEPS
-    assert answer["num_damaged"] == 3
+    assert answer["num_damaged"] == 4
     assert api.answer("/api/metrics", {}, known="").body
 
 

@@ -9,7 +9,7 @@ import pytest
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
 from trivet.durable import FileRecord, digest_of, write_json_atomically
 from trivet.errors import WeightsError
-from trivet.weights.catalog import discard_after, latest_version, published_versions
+from trivet.weights.catalog import discard_policies_after, latest_version, published_versions
 from trivet.weights.manifest import Manifest, describe_start_model, read_manifest, verify
 from trivet.weights.publish import publish
 from trivet.weights.retention import acknowledge, reader_versions
@@ -187,12 +187,12 @@ def test_going_back_removes_newer_unfinished_and_what_readers_said_of_them(layou
     (layout.weights / ".step_0.99.removed").mkdir()
     acknowledge(layout, "ahead", 3)
     acknowledge(layout, "behind", 2)
-    discard_after(layout, 2)
+    discard_policies_after(layout, 2)
     assert sorted(path.name for path in layout.weights.iterdir()) == ["readers", "step_2"]
     assert reader_versions(layout) == {"behind": 2}
     verify(layout.weights_step(2))
 
 
 def test_going_back_in_an_empty_directory_does_nothing(layout):
-    discard_after(layout, 0)
+    discard_policies_after(layout, 0)
     assert not layout.weights.exists()

@@ -1,14 +1,26 @@
 """The run-length encoding of policy versions."""
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivet.wire.versions import VersionRun, count_tokens, encode_versions, join_versions, newest_version, oldest_version
+from trivet.wire.versions import PolicyVersion, VersionRun, count_tokens, join_versions, newest_version, oldest_version
 
 versions = st.lists(st.integers(0, 5), max_size=40)
+
+
+def encode_versions(versions: Iterable[int]) -> list[VersionRun]:
+    """Run-length encode one version per token, in token order."""
+    runs: list[VersionRun] = []
+    for version in versions:
+        if runs and runs[-1].version == version:
+            runs[-1] = VersionRun(runs[-1].version, runs[-1].length + 1)
+        else:
+            runs.append(VersionRun(PolicyVersion(version), 1))
+    return runs
 
 
 def expand(runs):

@@ -1,6 +1,6 @@
-"""Checks over several keys of a validated configuration, with the arithmetic shown, before anything is started.
+"""Chooses the checks over several keys of a validated configuration. They run before anything is started.
 
-Every check is a function of values; what looks at files is in `file_checks`.
+Every check is a function of values; what looks at files is in `checks.files`.
 """
 
 from collections.abc import Iterator

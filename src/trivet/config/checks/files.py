@@ -1,12 +1,15 @@
-"""What a configuration names and this machine does not have. Apart from the other checks, because a configuration can be read
-where the model is not."""
+"""Checks that a configuration names only files that this machine has.
+
+They are apart from the other checks, because a configuration can be read where the model is not.
+"""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from trivet.config.chat_template import read_chat_template
 from trivet.config.checks.sft import data_problems
 from trivet.config.layout import RunLayout
-from trivet.config.loading.keys import Shape, all_keys, dotted
+from trivet.config.loading.keys import Shape, all_keys, dotted, value_at
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.model_files import choose_targets, find_linear_modules
 from trivet.config.sections.base import Section
@@ -25,7 +28,7 @@ MADE_BY = {
     "models/examples": "the three commands at the top of configs/examples/sft.toml",
     "outputs/quickstart": "uv run trivet quickstart",
 }
-"""What makes the models that our own configurations start from."""
+"""The command that makes each model that our own configurations start from."""
 
 
 def file_problems(config: Section) -> Iterator[str]:
@@ -34,11 +37,8 @@ def file_problems(config: Section) -> Iterator[str]:
         if config.weights_dir is not None and not config.weights_dir.is_dir() and not config.watcher:
             yield f"weights_dir ({config.weights_dir}) is not a directory"
         return
-    if isinstance(config, TrainerConfig) and (replay := config.data.replay) is not None:
-        if not RunLayout(replay).batches.is_dir():
-            yield f"data.replay ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
-        elif replay.resolve() == config.output_dir.resolve():
-            yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
+    if isinstance(config, TrainerConfig) and config.data.replay is not None:
+        yield from _replay_problems(config.data.replay, output_dir=config.output_dir)
     if isinstance(config, SftConfig) and config.bench is None:
         yield from data_problems(config)
     trainer = config.trainer if isinstance(config, RLConfig) else config
@@ -48,14 +48,21 @@ def file_problems(config: Section) -> Iterator[str]:
     seen: set[str] = set()
     for path, key in all_keys(type(config)):
         if key.shape is Shape.VALUE and path[-1] == "name" and path[-2:-1] in (("model",), ("tokenizer",)):
-            name = _value_at(config, path)
+            name = value_at(config, path)
             if isinstance(name, str) and name not in seen:
                 seen.add(name)
                 yield from _model_problems(name, ".".join(str(part) for part in path), is_model=path[-2] == "model")
 
 
+def _replay_problems(replay: Path, *, output_dir: Path) -> Iterator[str]:
+    if not RunLayout(replay).batches.is_dir():
+        yield f"data.replay ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
+    elif replay.resolve() == output_dir.resolve():
+        yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
+
+
 def _target_problems(model: TrainerModelConfig, prefix: str) -> Iterator[str]:
-    """Modules that the files of the model show not to exist; files that are not here are looked at when the model is built."""
+    """Check the modules of an adapter against the model's files, if they are here; else building the model does."""
     if model.lora is None:
         return
     names = find_linear_modules(model.name)
@@ -69,20 +76,13 @@ def _target_problems(model: TrainerModelConfig, prefix: str) -> Iterator[str]:
 def _template_problems(config: Section) -> Iterator[str]:
     seen: set[str] = set()
     for path, _ in all_keys(type(config)):
-        template = _value_at(config, path) if path[-1] == "chat_template" else None
+        template = value_at(config, path) if path[-1] == "chat_template" else None
         if isinstance(template, str) and template not in seen:
             seen.add(template)
             try:
                 read_chat_template(template)
             except ConfigError as exc:
                 yield f"{dotted(path[:-1])}.{exc}"
-
-
-def _value_at(config: Section, path: tuple[str | int, ...]) -> object:
-    value: object = config
-    for part in path:
-        value = getattr(value, str(part), None)
-    return value
 
 
 def _model_problems(name: str, key: str, *, is_model: bool) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Checks within one role's configuration; `prefix` is where it stands in a run's, for the names in messages."""
+"""Checks within one role's configuration. `prefix` is where it stands in a run's, for the keys in messages."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,33 +13,11 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
-
-VLLM_NAMES = {
-    "model": "model.name",
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_model_len",
-    "enforce_eager": "model.enforce_eager",
-    "trust_remote_code": "model.trust_remote_code",
-    "enable_auto_tool_choice": "model.enable_auto_tool_choice",
-    "tool_call_parser": "model.tool_call_parser",
-    "reasoning_parser": "model.reasoning_parser",
-    "chat_template": "model.chat_template",
-    "tensor_parallel_size": "parallel.tp",
-    "data_parallel_size": "parallel.dp",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "max_num_seqs": "max_num_seqs",
-    "enable_lora": "enable_lora",
-    "max_loras": "max_loras",
-    "max_cpu_loras": "max_cpu_loras",
-    "max_lora_rank": "max_lora_rank",
-    "seed": "seed",
-    "host": "server.host",
-    "port": "server.port",
-}
-"""vLLM engine arguments that have a key of ours."""
+from trivet.config.vllm_keys import VLLM_KEYS
 
 
 def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the problems of a trainer or of supervised fine-tuning."""
     schedule = config.scheduler
     if schedule.type != "constant":
         if config.max_steps is None and not isinstance(config, SftConfig):
@@ -61,6 +39,7 @@ def training_problems(config: TrainingConfig, prefix: str = "") -> Iterator[str]
 
 
 def orchestrator_problems(config: OrchestratorConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the problems of an orchestrator."""
     batch, group = config.batch_size, config.rollouts_per_example
     if batch % group:
         below = batch - batch % group
@@ -125,6 +104,7 @@ def _ratio_problems(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
 
 
 def orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
+    """Yield the notices of an orchestrator that was started by hand; the launcher gives a run's own notices."""
     if config.run.id != RunIdentity().id:
         return  # started by the launcher, which has said it
     if config.max_steps is None:
@@ -133,6 +113,7 @@ def orchestrator_notices(config: OrchestratorConfig) -> Iterator[str]:
 
 
 def offline_problems(config: EvalConfig) -> Iterator[str]:
+    """Yield the problems of the command `eval`."""
     if config.steps is not None and (not config.steps or min(config.steps) < 1):
         yield f"steps must name steps >= 1, got {literal(config.steps)}; the start model is eval_base"
     if config.resume_path is not None and config.output_dir is not None:
@@ -145,8 +126,9 @@ def offline_problems(config: EvalConfig) -> Iterator[str]:
 
 
 def inference_problems(config: InferenceConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the problems of an inference server."""
     for name, value in config.vllm_args.items():
-        if key := VLLM_NAMES.get(name.replace("-", "_")):
+        if key := VLLM_KEYS.get(name.replace("-", "_")):
             yield f"{prefix}vllm_args.{name} ({value}) has a key of its own: set {prefix}{key} instead"
     if config.enable_lora and config.max_cpu_loras < config.max_loras:
         yield (
@@ -156,6 +138,11 @@ def inference_problems(config: InferenceConfig, prefix: str = "") -> Iterator[st
 
 
 def name_problems(envs: Sequence[EnvConfig], name: str) -> Iterator[str]:
+    """Yield a problem for each label that two environments share.
+
+    Args:
+        name: the key of the list of environments.
+    """
     labels = [env.label for env in envs]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
         places = " and ".join(f"{name}.{index}" for index, env in enumerate(envs) if env.label == label)
@@ -163,5 +150,5 @@ def name_problems(envs: Sequence[EnvConfig], name: str) -> Iterator[str]:
 
 
 def _shared(prefix: str) -> str:
-    """Prefix of a value that a whole run sets once for all roles."""
+    """Return the prefix of a key that a whole run sets once for all roles."""
     return "" if prefix == "trainer." else prefix

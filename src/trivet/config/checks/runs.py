@@ -1,7 +1,8 @@
-"""Checks of a whole run: what its roles must agree on, and what the user is told once about them together."""
+"""Checks of a whole run: where its roles must agree, and the notices that they have in common."""
 
 from collections.abc import Iterator
 
+from trivet.config.checks.numbers import replicas_problem, tensor_parallel_problem
 from trivet.config.checks.roles import inference_problems, orchestrator_problems, training_problems
 from trivet.config.checks.sampling import sampling_notices
 from trivet.config.loading.dump import literal
@@ -12,6 +13,7 @@ from trivet.config.sections.rl import RLConfig
 
 
 def run_problems(config: RLConfig) -> Iterator[str]:
+    """Yield the problems of a run and of its roles."""
     yield from training_problems(config.trainer, "trainer.")
     if config.trainer.bench is not None:
         return  # the trainer alone is started
@@ -29,11 +31,8 @@ def run_problems(config: RLConfig) -> Iterator[str]:
         yield from _length_problems(config, config.inference)
         yield from _adapter_problems(config.trainer.model.lora, config.inference)
         tp, num_gpus = config.inference.parallel.tp, len(config.inference_gpu_ids)
-        if num_gpus % tp:
-            yield (
-                f"inference_gpu_ids names {num_gpus} GPUs, which must be divisible by inference.parallel.tp ({tp}):"
-                f" {num_gpus} % {tp} = {num_gpus % tp}"
-            )
+        if problem := tensor_parallel_problem(tp, num_gpus=num_gpus, section="inference", gpu_ids="inference_gpu_ids"):
+            yield problem
     yield from _port_problems(config)
     yield from _teacher_problems(config)
     for key, ids in (("inference_gpu_ids", config.inference_gpu_ids), ("trainer_gpu_ids", config.trainer_gpu_ids)):
@@ -49,12 +48,14 @@ def run_problems(config: RLConfig) -> Iterator[str]:
 
 def _layout_problems(config: RLConfig) -> Iterator[str]:
     """Check over which ranks the trainer's model lies, and that it is the model that is served."""
-    model, num_gpus = config.trainer.model, len(config.trainer_gpu_ids)
-    if num_gpus % model.dp_replicate:
-        yield (
-            f"trainer.model.dp_replicate ({model.dp_replicate}) must divide the GPUs of trainer_gpu_ids ({num_gpus}):"
-            f" {num_gpus} % {model.dp_replicate} = {num_gpus % model.dp_replicate}"
-        )
+    model = config.trainer.model
+    if problem := replicas_problem(
+        model.dp_replicate,
+        num_ranks=len(config.trainer_gpu_ids),
+        key="trainer.model.dp_replicate",
+        ranks="the GPUs of trainer_gpu_ids",
+    ):
+        yield problem
     if model.debug != DebugModelConfig():
         yield (
             "trainer.model.debug makes a model that servers do not have: they load all of model.name; use it with"
@@ -140,6 +141,7 @@ def _adapter_problems(lora: LoRAConfig | None, inference: InferenceConfig) -> It
 
 
 def run_notices(config: RLConfig) -> Iterator[str]:
+    """Yield the notices of a run and of its roles."""
     if config.trainer.bench is not None:
         return
     if config.max_steps is None:

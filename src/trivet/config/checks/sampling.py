@@ -1,4 +1,4 @@
-"""Checks of how tokens are sampled, in training and in evaluations, the run's section and each environment's over it."""
+"""Checks of how tokens are sampled in training and in evaluations: the run's section, and each environment's over it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ BIASING_KEYS = ("min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "
 
 
 def run_sampling_problems(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
-    """Of the run's sampling, and of each environment's over it; what is wrong with the run's is said once."""
+    """Check the run's sampling and each environment's over it. A problem of the run's is reported once."""
     problems = [*_schedule_problems(config, config.sampling, f"{prefix}sampling")]
     problems += sampling_problems(config.sampling, f"{prefix}sampling")
     yield from problems
@@ -24,7 +24,7 @@ def run_sampling_problems(config: OrchestratorConfig, prefix: str) -> Iterator[s
 
 
 def eval_sampling_problems(sampling: EvalSamplingConfig, envs: Sequence[EnvConfig], name: str) -> Iterator[str]:
-    """Of evaluations' sampling, and of each environment's over it; what is wrong with the first is said once."""
+    """Check evaluations' sampling and each environment's over it. A problem of the first is reported once."""
     prefix = f"{name}." if name else ""
     problems = [*sampling_problems(sampling, f"{prefix}sampling")]
     yield from problems
@@ -43,6 +43,7 @@ def _schedule_problems(config: OrchestratorConfig, sampling: SamplingConfig, nam
 
 
 def sampling_problems(sampling: SamplingConfig | EvalSamplingConfig, name: str) -> Iterator[str]:
+    """Yield the problems of one section; `name` is its key."""
     own = {"temperature", *RequestSamplingConfig.model_fields} - {"extra_body"}
     knobs = {key: key for key in own} | {"max_completion_tokens": "max_tokens"}
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
@@ -56,6 +57,7 @@ def sampling_problems(sampling: SamplingConfig | EvalSamplingConfig, name: str) 
 
 
 def sampling_notices(config: OrchestratorConfig, prefix: str) -> Iterator[str]:
+    """Yield a notice that names every key whose effect the trainer's log-probabilities do not follow."""
     default = SamplingConfig()
     of_envs = ((f"env.{index}.sampling", env.sampling) for index, env in enumerate(config.env))
     biasing = [

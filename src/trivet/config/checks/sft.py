@@ -16,6 +16,7 @@ FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 
 def sft_problems(config: SftConfig) -> Iterator[str]:
+    """Yield the problems of supervised fine-tuning that a trainer cannot have."""
     if isinstance(config.data, FakeDataConfig):
         if config.max_steps is None:
             yield 'data.type "fake" has no end: set max_steps'
@@ -26,7 +27,7 @@ def sft_problems(config: SftConfig) -> Iterator[str]:
 
 
 def data_problems(config: SftConfig) -> Iterator[str]:
-    """What `config` names and this machine does not have. A name of the hub is left to the command."""
+    """Yield a problem for each file of data that is not on this machine. Names of the hub are left to the command."""
     if config.bench is not None:
         return  # made-up rows
     if not isinstance(config.data, FakeDataConfig):
@@ -36,7 +37,7 @@ def data_problems(config: SftConfig) -> Iterator[str]:
 
 
 def looks_local(name: str) -> bool:
-    """Whether a data set's name means a file or a directory, even before it exists, and not one of the hub."""
+    """Return whether a data set's name means a file or a directory, even before it exists, and not one of the hub."""
     return name.startswith((".", "/", "~")) or name.endswith(FILE_ENDINGS) or name.count("/") > 1 or _exists(name)
 
 

@@ -1,4 +1,4 @@
-"""A command line as written: files after `@`, flags, and the requests for help and a dry run. Decodes no value."""
+"""Splits a command line into files after `@`, flags, and the requests for help and a dry run. It decodes no value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +15,8 @@ _BOOLEANS = {"true": True, "false": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileArgument:
+    """A file that was named after `@`."""
+
     path: Path
     under: tuple[str, ...] = ()
     """The section that the file fills: `--trainer @ t.toml`."""
@@ -22,8 +24,10 @@ class FileArgument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagArgument:
+    """A flag with its value, before the value is decoded."""
+
     name: str
-    """As typed, for messages."""
+    """The flag as typed, for messages."""
     path: tuple[str, ...]
     value: str | bool | dict[str, object] | None
     """Text to be decoded by the key's type, unless the flag's form says it: `--x`, `--no-x`, `--section`."""
@@ -31,6 +35,8 @@ class FlagArgument:
 
 @dataclass(slots=True)
 class Arguments:
+    """A command line, split into its parts."""
+
     files: list[FileArgument] = field(default_factory=list[FileArgument])
     flags: list[FlagArgument] = field(default_factory=list[FlagArgument])
     wants_help: bool = False
@@ -59,12 +65,12 @@ def parse_arguments(kind: type[Section], argv: Sequence[str], findings: Findings
 
 
 def flag_path(name: str) -> tuple[str, ...]:
-    """`--a.b-c` as the path of its key: ("a", "b_c")."""
+    """Return `--a.b-c` as the path of its key: ("a", "b_c")."""
     return tuple(name.removeprefix("--").replace("-", "_").split("."))
 
 
 def _number_repeated(kind: type[Section], flags: Sequence[FlagArgument]) -> list[FlagArgument]:
-    """In a list of sections the first flag, when it comes again, begins the next entry: `--env.id a --env.id b`."""
+    """Number repeated flags of a list of sections: the first flag, when it comes again, begins the next entry."""
     firsts: dict[tuple[str, ...], tuple[str, ...]] = {}
     """First flag of each list, by the list's path."""
     indices: dict[tuple[str, ...], list[int]] = {}
@@ -85,7 +91,7 @@ def _number_repeated(kind: type[Section], flags: Sequence[FlagArgument]) -> list
 
 
 def _list_of(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The list of sections that `path` enters without saying which entry."""
+    """Return the list of sections that `path` enters without saying which entry, or None."""
     for at in range(1, len(path)):
         key = find_key(kind, path[:at])
         if key and key.shape is Shape.SECTION_LIST:
@@ -105,9 +111,7 @@ def _take_flag(kind: type[Section], word: str, words: list[str], arguments: Argu
     name, equals, text = word.partition("=")
     path = flag_path(name)
     if len(path) > MAX_DEPTH:
-        findings.refuse(f"flag {shorten(name)}: a key has at most {MAX_DEPTH} parts")
-        if not equals and words and not words[0].startswith(("--", "@")):
-            words.pop(0)
+        _refuse_depth(name, words, findings, has_value=bool(equals))
         return
     key = find_key(kind, path)
     negated = flag_path(f"--{name.removeprefix('--no-')}") if name.startswith("--no-") else ()
@@ -135,3 +139,10 @@ def _take_flag(kind: type[Section], word: str, words: list[str], arguments: Argu
         findings.refuse(f"flag {name} needs a value")
         return
     arguments.flags.append(FlagArgument(name=name, path=path, value=value))
+
+
+def _refuse_depth(name: str, words: list[str], findings: Findings, *, has_value: bool) -> None:
+    """Refuse a key of too many parts, and skip the word that looks like its value."""
+    findings.refuse(f"flag {shorten(name)}: a key has at most {MAX_DEPTH} parts")
+    if not has_value and words and not words[0].startswith(("--", "@")):
+        words.pop(0)

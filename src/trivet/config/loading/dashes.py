@@ -1,16 +1,16 @@
 """Accepts keys of TOML files that are written like flags, `micro-batch-size = 8`.
 
-Called by `config.loading.load` for each source, before dialects.
+Called by `config.loading.load` for each source, before `config.loading.spellings`.
 
 Names that are the user's own, such as an environment's arguments, stay as they are.
 """
 
 from collections.abc import Sequence
 
-from trivet.config.dialects import current_path
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.keys import Shape, as_list, as_table, find_key
 from trivet.config.loading.sources import Entry
+from trivet.config.loading.spellings import current_path
 from trivet.config.sections.base import Section
 
 _Path = tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A configuration as TOML that loads to the same configuration, plain for roles or with origins for people."""
+"""Writes a configuration as TOML that loads to the same configuration, plain for roles or with origins for people."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,17 +13,17 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(config: Section, *, origins: Mapping[str, str] | None = None, is_masked: bool = False) -> str:
-    """Every key of `config`. A null that is the default is left out; another is written as the text "None".
+    """Return every key of `config`. A null that is the default is left out; another is written as the text "None".
 
     Args:
-        origins: where values came from, by dotted key; given, each line ends with a comment that says it.
+        origins: where values came from, by dotted key. If given, each line ends with a comment that says it.
         is_masked: secrets are hidden, for whoever only looks: such a text does not start a role.
     """
     return "\n".join(_section_lines(config, (), origins, is_masked=is_masked)).strip() + "\n"
 
 
 def literal(value: object) -> str:
-    """`value` as TOML on one line."""
+    """Return `value` as TOML on one line."""
     if value is None:
         return '"None"'
     if (table := as_table(value)) is not None:
@@ -36,7 +36,7 @@ def literal(value: object) -> str:
 
 
 def _section_lines(section: Section, path: KeyPath, origins: Mapping[str, str] | None, *, is_masked: bool) -> Iterator[str]:
-    """Values first: after the first table, TOML would count them to it."""
+    """Yield values before tables: TOML would count a value after a table to that table."""
     tables: list[tuple[str, object]] = []
     for name, field in type(section).model_fields.items():
         value: object = getattr(section, name)
@@ -65,7 +65,7 @@ def _sections_in(value: object) -> list[Section]:
 
 
 def _header(path: KeyPath) -> str:
-    """A table inside a list of tables belongs to the last one written: indices are not part of its name."""
+    """Return the name of a table. Inside a list it belongs to the last entry written: indices are no part of its name."""
     return ".".join(_key(part) for part in path if isinstance(part, str))
 
 

@@ -1,4 +1,4 @@
-"""The keys that a configuration model has: what stands at a path, and which key a misspelled one was meant to be."""
+"""Finds keys in a configuration model: which key stands at a path, and which one a misspelled path was meant to be."""
 
 import difflib
 import types
@@ -15,13 +15,14 @@ from trivet.config.sections.base import Section
 KeyPath = tuple[str | int, ...]
 
 _ALIKE = 0.7
-"""From here on two names are alike: `max_step` and `max_steps` have 0.94, `reward` and `wandb` 0.55."""
-
-
+"""Likeness of two names that are taken for one: `max_step` and `max_steps` have 0.94, `reward` and `wandb` 0.55."""
 _MAX_NAME_CHARS = 100
+"""Longer names are not compared: it would take seconds, and no key is so long."""
 
 
 class Shape(StrEnum):
+    """The kinds of value that a key can have."""
+
     SECTION = "section"
     SECTION_LIST = "section_list"
     TABLE = "table"
@@ -35,29 +36,32 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigKey:
+    """A key of a configuration model."""
+
     shape: Shape
     sections: tuple[type[Section], ...] = ()
-    """Of a section or a list of them; several when a `type` key chooses."""
+    """Models of a section or of a list of them; several when a `type` key chooses."""
     field: FieldInfo | None = None
-    """None for the root, an element of a list and a name inside a table."""
+    """The field of its model; None for the root, an element of a list and a name inside a table."""
 
 
 def as_table(value: object) -> dict[str, object] | None:
-    """`value` when it is a table."""
+    """Return `value` if it is a table, else None."""
     return cast("dict[str, object]", value) if isinstance(value, dict) else None
 
 
 def as_list(value: object) -> list[object] | None:
-    """`value` when it is a list."""
+    """Return `value` if it is a list, else None."""
     return cast("list[object]", value) if isinstance(value, list) else None
 
 
 def dotted(path: KeyPath) -> str:
+    """Return a path as the user writes it: `a.0.b`."""
     return ".".join(str(part) for part in path)
 
 
 def find_key(kind: type[Section], path: KeyPath) -> ConfigKey | None:
-    """What `kind` has at `path`, or None. A list of sections may be entered with or without an index."""
+    """Return the key that `kind` has at `path`, or None. A list of sections may be entered with or without an index."""
     key = ConfigKey(shape=Shape.SECTION, sections=(kind,))
     for part in path:
         if key.shape is Shape.TABLE:
@@ -75,8 +79,16 @@ def find_key(kind: type[Section], path: KeyPath) -> ConfigKey | None:
     return key
 
 
+def value_at(config: Section, path: KeyPath) -> object:
+    """Return the value of a key, or None when a section on the way to it is not set."""
+    value: object = config
+    for part in path:
+        value = getattr(value, str(part), None)
+    return value
+
+
 def all_keys(kind: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, ConfigKey]]:
-    """Every key of `kind`, sections before what they hold, in the order of the models."""
+    """Yield every key of `kind`, sections before what they hold, in the order of the models."""
     for name, field in kind.model_fields.items():
         key = key_of(field)
         yield (*prefix, name), key
@@ -85,10 +97,12 @@ def all_keys(kind: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPat
 
 
 def nearest_key(kind: type[Section], path: KeyPath) -> str | None:
-    """The existing key that was most likely meant by the unknown `path`: a sibling, or one of its name elsewhere. None when none
-    is like it: a guess that is far off misleads more than the list of keys."""
+    """Return the existing key that was most likely meant by the unknown `path`: a sibling, or one of its name elsewhere.
+
+    None if no key is like it: a guess that is far off misleads more than the list of keys.
+    """
     if any(len(str(part)) > _MAX_NAME_CHARS for part in path):
-        return None  # comparing takes seconds, and no key is so long
+        return None
     known = next(length for length in range(len(path)) if find_key(kind, path[: length + 1]) is None)
     parent, name = path[:known], str(path[known])
     sibling = max(_names_in(kind, parent), key=lambda sibling: _likeness(sibling, name), default="")
@@ -105,12 +119,12 @@ def nearest_key(kind: type[Section], path: KeyPath) -> str | None:
 
 @lru_cache
 def _names_by_key(kind: type[Section]) -> dict[str, str]:
-    """The last part of every key of `kind`, by the whole key."""
+    """Return the last part of every key of `kind`, by the whole key."""
     return {dotted(candidate): str(candidate[-1]) for candidate, _ in all_keys(kind)}
 
 
 def _likeness(known: str, typed: str) -> float:
-    """From 0 to 1; a name's initials stand for it: `lr` for `learning_rate`."""
+    """Return a likeness from 0 to 1. A name's initials count as the name: `lr` for `learning_rate`."""
     if known == "".join(word[:1] for word in typed.split("_")):
         return 1.0
     return difflib.SequenceMatcher(None, known, typed).ratio()
@@ -122,7 +136,7 @@ def _names_in(kind: type[Section], parent: KeyPath) -> list[str]:
 
 
 def key_of(field: FieldInfo) -> ConfigKey:
-    """What a field of a model is."""
+    """Return the key that a field of a model is."""
     choices = [member for member in members(field.annotation) if member is not type(None)]
     sections = tuple(member for member in choices if isinstance(member, type) and issubclass(member, Section))
     if sections:
@@ -141,7 +155,7 @@ def key_of(field: FieldInfo) -> ConfigKey:
 
 
 def members(annotation: Any) -> list[Any]:
-    """The types that a union is made of, or the type itself."""
+    """Return the types that a union is made of, or the type itself."""
     if get_origin(annotation) is Annotated:
         return members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

@@ -1,7 +1,8 @@
-"""One command line to one validated configuration. Called by config.command; starts nothing and changes nothing.
+"""Turns one command line into one validated configuration. Called by `config.command`; starts nothing and changes nothing.
 
-The way of a value: read from its source (sources), today's spelling (dashes, dialects), merged by precedence (flags > files,
-later wins > environment > defaults), unknown keys refused, a run's shared values filled in (resolve), validated, checked (checks).
+A value is read from its source (sources), spelled as today (dashes, spellings) and merged by precedence: flags > files, of which
+later ones win > environment > defaults. Then unknown keys are refused, a run's shared values are filled in (resolve), and the
+whole is validated and checked (checks).
 """
 
 import os
@@ -14,7 +15,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trivet.config.checks.all_checks import check
-from trivet.config.dialects import translate
 from trivet.config.loading.arguments import Arguments, parse_arguments
 from trivet.config.loading.dashes import replace_dashes
 from trivet.config.loading.findings import Findings
@@ -22,6 +22,7 @@ from trivet.config.loading.keys import KeyPath, Shape, as_list, dotted, find_key
 from trivet.config.loading.origins import Draft, Node, Sourced, Tree, leaves, plain
 from trivet.config.loading.resolve import resolve
 from trivet.config.loading.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
+from trivet.config.loading.spellings import use_current_names
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.loading.user_values import MAX_INTEGER, describe_integer
 from trivet.config.masking import mask
@@ -32,17 +33,17 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
 from trivet.shown_text import shorten
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 COMMANDS: tuple[type[Section], ...] = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig)
-"""A variable for one command does not disturb another."""
+"""Commands whose variables are ignored by the others."""
 
 _MAX_SUGGESTIONS = 10
-"""A nearest key is looked for in so many problems; each takes some 20 ms."""
+"""Problems for which a nearest key is looked for; each search takes some 20 ms."""
 
 _EXPECTED = {
     "int_parsing": "a whole number",
@@ -68,7 +69,7 @@ _EXPECTED = {
     "less_than_equal": "<= {le}",
     "too_short": "of at least {min_length} entries",
 }
-"""What is allowed, by pydantic's type of error."""
+"""Text of what is allowed, by pydantic's type of error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class LoadedConfig(Generic[SectionT]):
 
     config: SectionT
     origins: Mapping[str, str]
-    """By dotted key; a key that is not here has its default."""
+    """Origin of each value by dotted key; a key that is not here has its default."""
     notices: Sequence[str]
 
 
@@ -100,7 +101,7 @@ def load_config(
 def load_arguments(
     kind: type[SectionT], arguments: Arguments, findings: Findings, *, environ: Mapping[str, str]
 ) -> LoadedConfig[SectionT]:
-    """Like `load_config`, from arguments already parsed, whose problems `findings` holds."""
+    """Load a `kind` from parsed arguments, whose problems `findings` holds. Else like `load_config`."""
     sources = [environment_entries(kind, environ)]
     is_whole = not findings.problems
     for file in arguments.files:
@@ -116,11 +117,11 @@ def load_arguments(
 def load_sources(
     kind: type[SectionT], sources: Sequence[Sequence[Entry]], findings: Findings, *, is_whole: bool = True
 ) -> LoadedConfig[SectionT]:
-    """Like `load_config`, from values already read.
+    """Load a `kind` from values already read. Else like `load_config`.
 
     Args:
         sources: later ones win.
-        is_whole: false when one could not be read, so that keys seem missing which it sets.
+        is_whole: False when one could not be read, so that keys seem missing which it sets.
     """
     layers: list[Tree] = []
     for entries in sources:
@@ -140,11 +141,11 @@ def load_sources(
 
 
 def _spell_as_today(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
-    return translate(kind, replace_dashes(kind, entries, findings), findings)
+    return use_current_names(kind, replace_dashes(kind, entries, findings), findings)
 
 
 def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:
-    """Variables with our prefix, apart from those that only other commands know; of `vf-rl` those of its dialect alone."""
+    """Return variables with our prefix. Those that only other commands know are left out."""
     return [entry for entry in read_environment(environ) if not _is_for_another_command(kind, entry)]
 
 
@@ -157,7 +158,7 @@ def _is_for_another_command(kind: type[Section], entry: Entry) -> bool:
 
 
 def _refuse_unknown(kind: type[Section], node: Node, findings: Findings, path: KeyPath = ()) -> None:
-    """Say which keys below `node` do not exist and take them out, so that what remains is still validated."""
+    """Refuse unknown keys below `node` and take them out, so that what remains is still validated."""
     key = find_key(kind, path)
     if isinstance(node, list):
         for index, item in enumerate(node):
@@ -199,7 +200,7 @@ def _validate(kind: type[SectionT], draft: Draft, findings: Findings, *, is_whol
 
 
 def _refuse_unusable(config: Section, findings: Findings, path: KeyPath = ()) -> None:
-    """Say which values of the right type no machine can work with: paths that cannot be, integers beyond 64 bits."""
+    """Refuse values of the right type that no machine can work with: impossible paths, integers beyond 64 bits."""
     for name, value in config:
         items = as_list(value) or [value]
         for index, item in enumerate(items):
@@ -252,7 +253,7 @@ def _shown(value: object) -> str:
 
 
 def _without_tags(kind: type[Section], location: tuple[str | int, ...]) -> KeyPath:
-    """pydantic puts the chosen type of a section into the location of an error; the user's key has no such part."""
+    """Return the user's key for the location of an error: pydantic adds the chosen type of a section to it."""
     path: KeyPath = ()
     for part in location:
         key = find_key(kind, path)

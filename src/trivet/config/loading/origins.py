@@ -1,4 +1,4 @@
-"""Values together with where they came from, before they are validated.
+"""Holds values together with where they came from, before they are validated.
 
 Only `config.loading.load` and `config.loading.resolve` change them.
 """
@@ -12,9 +12,11 @@ from trivet.config.loading.keys import KeyPath, as_list, as_table, dotted
 
 @dataclass(frozen=True, slots=True)
 class Sourced:
+    """A value with its origin."""
+
     value: object
     origin: str
-    """As the user knows it: a file, a flag, a variable, or the key that a derived value was taken from."""
+    """The source in the user's words: a file, a flag, a variable, or the key that a derived value was taken from."""
     is_derived: bool = False
     """A copy of another key's value: what is wrong with it is said once, at that key."""
 
@@ -33,7 +35,7 @@ def annotate(value: object, origin: str) -> Node:
 
 
 def plain(node: Node) -> object:
-    """The values without their origins."""
+    """Return the values without their origins."""
     if isinstance(node, dict):
         return {name: plain(item) for name, item in node.items()}
     if isinstance(node, list):
@@ -42,7 +44,7 @@ def plain(node: Node) -> object:
 
 
 def leaves(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Sourced]]:
-    """Every value with its path; an empty table has none."""
+    """Yield every value with its path; an empty table has none."""
     if isinstance(node, Sourced):
         yield path, node
     elif isinstance(node, dict):
@@ -72,6 +74,7 @@ class Draft:
         self.tree = tree
 
     def find(self, key: str) -> "Node | None":
+        """Return the node at a key, or None."""
         node: Node = self.tree
         for part in key.split("."):
             child = _child(node, part)
@@ -81,11 +84,12 @@ class Draft:
         return node
 
     def leaf(self, key: str) -> Sourced | None:
+        """Return the value at a key, or None; a table or a list of tables is no value."""
         node = self.find(key)
         return node if isinstance(node, Sourced) else None
 
     def is_null(self, key: str) -> bool:
-        """True when the section `key`, or one that holds it, was set to null."""
+        """Return whether the section `key`, or one that holds it, was set to null."""
         parts = key.split(".")
         heads = (self.leaf(".".join(parts[: end + 1])) for end in range(len(parts)))
         return any(leaf is not None and leaf.value is None for leaf in heads)
@@ -102,4 +106,5 @@ class Draft:
         table[last] = {} if value == {} else Sourced(value, origin, is_derived=True)
 
     def origins(self) -> dict[str, str]:
+        """Return the origin of every value, by dotted key."""
         return {dotted(path): leaf.origin for path, leaf in leaves(self.tree)}

@@ -1,5 +1,6 @@
-"""The keys of a configuration for people: `--help` of a command, and the page docs/configuration.md."""
+"""Describes the keys of a configuration for people: `--help` of a command, and the page docs/configuration.md."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -16,7 +17,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 
 USAGE = "[@ file.toml ...] [--section.key-name value ...] [--dry-run]"
 EXAMPLES: dict[type[Section], tuple[str, str]] = {
@@ -91,28 +92,32 @@ PAGE: tuple[tuple[type[Section], str], ...] = (
     (EvalConfig, "Measures the start weights and every published step on a running server."),
     (VfRLConfig, "The dialect of verifiers' trainer, translated to the keys of `rl`: `--dry-run` prints what each becomes."),
 )
-"""What the page lists, with a remark."""
+"""The kinds of configuration that the page lists, each with a remark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRow:
+    """A key, as text."""
+
     name: str
     type: str
     default: str | None
-    """None: the key has to be given."""
+    """As TOML; None if the key has to be given."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionRows:
+    """A section with the keys that it holds itself, as text."""
+
     header: str
-    """As in TOML, with brackets; empty for the top level."""
+    """The header in TOML, with brackets; empty for the top level."""
     text: str
     rows: Sequence[KeyRow]
 
 
 def help_text(kind: type[Section]) -> str:
-    """Usage and every key of `kind`."""
+    """Return the usage and every key of `kind`."""
     command, example = EXAMPLES[kind]
     lines = [f"usage: {command} {USAGE}", f" e.g.: uv run {example}"]
     for section in _sections(kind):
@@ -125,7 +130,7 @@ def help_text(kind: type[Section]) -> str:
 
 
 def configuration_page() -> str:
-    """The whole of docs/configuration.md. A role's sections are listed once, under the run that holds them."""
+    """Return docs/configuration.md. A role's sections are listed once, under the run that holds them."""
     parts = [INTRODUCTION]
     for kind, remark in PAGE:
         command, example = EXAMPLES[kind]
@@ -150,7 +155,7 @@ def _cell(text: str) -> str:
 
 
 def _sections(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionRows]:
-    """Each section of `kind` with the keys that it holds itself, in the order of the models."""
+    """Yield each section of `kind` with the keys that it holds itself, in the order of the models."""
     fields = [(name, field, key_of(field)) for name, field in kind.model_fields.items()]
     rows = [_row(name, field) for name, field, key in fields if not key.sections]
     if rows:
@@ -164,7 +169,7 @@ def _sections(kind: type[Section], path: KeyPath = (), header: str = "", text: s
             remarks.append(f'`{name} = "None"` takes it away.')
         for section in key.sections:
             variant = f' type = "{section.model_fields["type"].default}"' if len(key.sections) > 1 else ""
-            said = " ".join(remark for remark in (*remarks, section.__doc__ or "") if remark)
+            said = " ".join(remark for remark in (*remarks, inspect.cleandoc(section.__doc__ or "")) if remark)
             yield from _sections(section, inner, brackets + variant, said.strip())
 
 

@@ -1,4 +1,4 @@
-"""Values that a whole run derives for its roles, in the order of `resolve`. Works on values with origins, before validation.
+"""Fills in the values that a whole run derives for its roles, in the order of `resolve`. Works on values before validation.
 
 An explicit value of a role wins where roles may differ; where they may not, two different values are an error that names
 both. What a role runs with is then complete: no role looks at another's section.
@@ -50,7 +50,7 @@ DETERMINISTIC: dict[str, object] = {
     "inference.max_num_seqs": 1,
     "inference.model.dtype": "float32",
 }
-"""What `deterministic = true` means in each role, besides seeds."""
+"""Values that `deterministic = true` sets in each role, besides seeds."""
 
 
 def resolve(draft: Draft, findings: Findings) -> None:
@@ -113,7 +113,7 @@ def _make_deterministic(draft: Draft, findings: Findings) -> None:
 
 
 def _model_names(draft: Draft) -> Sequence[str]:
-    """Someone else's server may serve the model under a name of its own."""
+    """Return the keys that must name one model. Someone else's server may serve it under a name of its own."""
     if draft.is_null("inference"):
         return ("model.name", "trainer.model.name")
     return ("model.name", "trainer.model.name", "orchestrator.model.name", "inference.model.name")
@@ -163,12 +163,12 @@ def _derived(key: str, leaf: Sourced) -> str:
 
 
 def _normal(value: object) -> str:
-    """Flags are text and files are typed: 5 and "5" are one value, and so are a directory with and without a last slash."""
+    """Return a value as text to compare: flags are text and files are typed; a last slash of a directory does not count."""
     return str(value).rstrip("/")
 
 
 def _place_teacher(draft: Draft, findings: Findings) -> None:
-    """A teacher's server that the run starts: what it serves, where, and that the orchestrator asks it."""
+    """Fill the section of a teacher's server that the run starts, and point the orchestrator at it."""
     gpu_ids = draft.leaf("teacher_gpu_ids")
     if draft.find("teacher_inference") is None:
         if gpu_ids is None or draft.is_null("teacher_inference"):

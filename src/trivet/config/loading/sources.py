@@ -1,4 +1,4 @@
-"""Where values come from: files, flags and the environment, each read into a layer; pydantic-settings merges the layers.
+"""Reads the sources of values, which are files, flags and the environment, each into a layer, and merges the layers.
 
 A layer is a tree of values with their origins. Reading knows the keys' types (to decode text, to find lists) but
 validates nothing: that is one step for all layers together, in config.loading.load.
@@ -9,10 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
-
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from typing import cast
 
 from trivet.config.layout import SECRET_FILE
 from trivet.config.loading.arguments import FlagArgument
@@ -41,7 +38,7 @@ class Entry:
 
 
 def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, ...] = ()) -> list[list[Entry]]:
-    """Entries of `path` and of the files that it inherits from, one list per file, in order of rising precedence.
+    """Return entries of `path` and of the files that it inherits from, one list per file, in order of rising precedence.
 
     Raises:
         ConfigError: a file is missing, is not TOML, or inherits from itself; names file and line.
@@ -72,7 +69,7 @@ def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, 
 
 
 def read_environment(environ: Mapping[str, str]) -> list[Entry]:
-    """`TRIVET_A__B=value` sets `a.b`."""
+    """Return entries of the variables with our prefix: `TRIVET_A__B=value` sets `a.b`."""
     return [
         Entry(
             path=tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")),
@@ -85,6 +82,7 @@ def read_environment(environ: Mapping[str, str]) -> list[Entry]:
 
 
 def read_flags(flags: Sequence[FlagArgument]) -> list[Entry]:
+    """Return entries of flags, in their order."""
     return [
         Entry(
             path=flag.path,
@@ -134,33 +132,23 @@ def _path_problem(path: Sequence[str]) -> str | None:
 
 def merge_layers(layers: Sequence[Tree]) -> Tree:
     """Lay each layer over those before it: tables are merged key by key, anything else is replaced."""
-
-    class Layers(BaseSettings):
-        model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
-
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_args: Any, **_sources: Any
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return tuple(_LayerSource(settings_cls, layer) for layer in reversed(layers))
-
-    return dict(Layers().model_extra or {})
+    merged: Tree = {}
+    for layer in reversed(layers):  # from the top: a table that a middle layer took away counts again where the top writes it
+        merged = _lay_over(layer, merged)
+    return merged
 
 
-class _LayerSource(PydanticBaseSettingsSource):
-    def __init__(self, settings_cls: type[BaseSettings], layer: Tree) -> None:
-        super().__init__(settings_cls)
-        self._layer = layer
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self._layer.get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return dict(self._layer)
+def _lay_over(below: Tree, above: Tree) -> Tree:
+    """Return both tables as one; neither is changed."""
+    merged = dict(below)
+    for name, node in above.items():
+        lower = merged.get(name)
+        merged[name] = _lay_over(lower, node) if isinstance(lower, dict) and isinstance(node, dict) else node
+    return merged
 
 
 def decode(key: ConfigKey, text: str) -> object:
-    """Text of a flag or variable as a value for `key`; a scalar stays text, which validation converts.
+    """Return the text of a flag or variable as a value for `key`; a scalar stays text, which validation converts.
 
     Raises:
         ValueError: the text is no JSON where only JSON can say what is meant.

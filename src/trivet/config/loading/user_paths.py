@@ -37,5 +37,5 @@ def usable_path(path: str | Path, *, key: str) -> Path:
 
 
 def is_hopeless(error: OSError) -> bool:
-    """Whether nothing can exist under the path that `error` is about: its name is too long, or links lead in a circle."""
+    """Return whether no file can ever have the path of `error`: its name is too long, or links lead in a circle."""
     return error.errno in (errno.ENAMETOOLONG, errno.ELOOP)

@@ -1,6 +1,6 @@
 """Reads TOML and JSON that a user wrote within limits, so that no input ends a command in a traceback or takes its memory.
 
-Called by whoever reads configurations, flags, variables and data. A text that breaks a limit is a ValueError.
+Called wherever configurations, flags, variables and data are read. A text that breaks a limit is a ValueError.
 """
 
 import json
@@ -53,7 +53,8 @@ def parse_json(text: str) -> object:
 
 
 def require_limits(value: object) -> None:
-    """
+    """Refuse a value that is too large to handle.
+
     Raises:
         ValueError: `value` is nested too deep, or holds an integer beyond 64 bits.
     """
@@ -63,12 +64,12 @@ def require_limits(value: object) -> None:
 
 
 def describe_integer(value: int) -> str:
-    """`value`, or its length where it would fill the screen or Python refuses to write it."""
+    """Return `value`, or its length where it would fill the screen or Python refuses to write it."""
     return str(value) if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"
 
 
 def _require_depth(value: object) -> list[object]:
-    """Every value inside `value` that holds no others.
+    """Return every value inside `value` that holds no others.
 
     Raises:
         ValueError: it is nested too deep.

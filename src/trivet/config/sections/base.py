@@ -1,4 +1,7 @@
-"""What every configuration section shares: frozen, unknown keys refused, each field documented by the string under it."""
+"""The base of every configuration section: frozen, unknown keys refused, each field documented by the string under it."""
+
+from collections.abc import Callable
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,6 +16,8 @@ MAX_WAIT_S = 1e6
 
 
 class Section(BaseModel):
+    """A table of keys. Subclasses are the sections of a configuration; their docstrings are shown to users."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -21,3 +26,14 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+
+def type_or(default: str) -> Callable[[Any], str]:
+    """Return the discriminator of a union of sections by their `type`. A table without one has the type `default`."""
+
+    def type_of(value: Any) -> str:
+        if isinstance(value, dict):
+            return str(cast("dict[str, object]", value).get("type", default))
+        return str(getattr(value, "type", default))
+
+    return type_of

@@ -8,8 +8,10 @@ from trivet.config.sections.base import Section
 
 
 class BenchConfig(Section):
-    """`--bench`: a few optimizer steps on made-up rows of model.seq_len tokens, a table of what they cost, and nothing else. No
-    orchestrator, servers, data or tokenizer; nothing is published and nothing is kept."""
+    """`--bench`: take a few optimizer steps on made-up rows of model.seq_len tokens and print what they cost.
+
+    There are no orchestrator, servers, data or tokenizer; nothing is published and nothing is kept.
+    """
 
     output_json: Path | None = None
     """File that gets the figures, with the configuration, versions and hardware they are of."""

@@ -1,4 +1,4 @@
-"""How inference servers are reached: sections of the orchestrator and of `eval`."""
+"""Sections that say how to reach inference servers, for the orchestrator and for `eval`."""
 
 from collections.abc import Mapping
 
@@ -20,10 +20,10 @@ class ElasticConfig(Section):
 
 
 class ClientConfig(Section):
-    """How inference servers are reached."""
+    """The inference servers, and how to reach them."""
 
     base_url: list[ServerAddress] = Field(default=["http://127.0.0.1:8000/v1"], min_length=1)
-    """One or more servers. All of them must be up when the run starts; later, one that fails is set aside until it is back."""
+    """One or more servers. All must be up when the run starts; one that fails later is marked unhealthy until it is back."""
     elastic: ElasticConfig | None = None
     """Find the servers by DNS name instead of `base_url`; they may come and go."""
     api_key_var: list[str] = Field(default=["OPENAI_API_KEY"], min_length=1)
@@ -33,7 +33,7 @@ class ClientConfig(Section):
     timeout: float = Field(default=1200.0, gt=0, le=MAX_WAIT_S)
     """Longest time for one request, seconds."""
     admin_timeout: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
-    """Longest time for loading weights and for a question about a server's state, seconds; then the server is set aside."""
+    """Longest time for loading weights and for a question about a server's state, seconds; then the server is marked unhealthy."""
     wait_for_ready_timeout: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest wait for a server to become ready at start, and longest time without any server later, seconds."""
 

@@ -1,4 +1,4 @@
-"""Which examples are trained on, how rollouts of one are compared, and which are left out: buffer, advantage, filters."""
+"""Sections for buffer, advantage and filters: which examples and rollouts are trained on, and how they are compared."""
 
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ class BufferConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """How the reward of a rollout is compared with those of its group."""
+    """The rule that compares the reward of a rollout with those of its group."""
 
     type: Literal["default", "length_weighted_mean", "rloo", "std_norm", "max_rl", "none", "custom"] = "default"
     """`default` subtracts the group's mean reward, `length_weighted_mean` the mean weighted by completion lengths, `rloo` the

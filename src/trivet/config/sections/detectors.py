@@ -1,4 +1,4 @@
-"""What happens when a run shows signs of learning nothing or of breaking; the signs are in `algorithms.detectors`."""
+"""Section for the reactions to a run that learns nothing or breaks; `algorithms.detectors` finds the signs."""
 
 from typing import Literal
 

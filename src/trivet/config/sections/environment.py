@@ -10,9 +10,8 @@ from trivet.config.sections.sampling import EnvSamplingConfig
 Credential = Literal["WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
 CREDENTIALS: tuple[str, ...] = get_args(Credential)
 """Variables that the run itself needs, and an environment only on request."""
-
-
 _MAX_NAME_CHARS = 128
+"""Longest name. It becomes the name of a directory, which file systems limit to 255 bytes."""
 
 
 def _require_name(name: str) -> str:
@@ -28,6 +27,8 @@ EnvName = Annotated[str, AfterValidator(_require_name)]
 
 
 class EnvConfig(Section):
+    """An environment: its package, its arguments, and how the policy is sampled in it."""
+
     id: EnvName = "reverse-text"
     """Package name of the environment."""
     name: EnvName | None = None
@@ -44,9 +45,10 @@ class EnvConfig(Section):
 
     @property
     def program(self) -> tuple[str, dict[str, Any], str, list[Credential]]:
-        """What workers are started with: those of one environment run any other of the same program."""
+        """All that a worker is started with. Workers of one environment can run any other with an equal program."""
         return self.id, self.args, self.on_reward_error, self.keep_variables
 
     @property
     def label(self) -> str:
+        """The environment's name in logs, metrics and file names."""
         return self.name or self.id

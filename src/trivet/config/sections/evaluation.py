@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from trivet.backoff import backoff_s
 from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_WAIT_S, Section
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
@@ -12,6 +13,8 @@ from trivet.config.sections.shared import LogConfig, WandbConfig
 
 
 class EvalClientConfig(ClientConfig):
+    """The servers to evaluate on, and how to reach them."""
+
     endpoint: str | None = None
     """Name of a server in `endpoints_path`, instead of base_url."""
     wait_for_ready_timeout: float = Field(default=60.0, gt=0, le=MAX_WAIT_S)
@@ -27,12 +30,14 @@ class EvalClientConfig(ClientConfig):
 
 
 class EvalModelConfig(Section):
+    """The model that requests name."""
+
     name: str | None = None
     """Model to ask for. Unset: that of the run which wrote weights_dir, else what the server serves."""
 
 
 class EvalRetryConfig(Section):
-    """When an example failed although each of its rollouts was tried three times."""
+    """Repeats of an example that failed although each of its rollouts was tried three times."""
 
     max_attempts: int = Field(default=3, ge=1)
     """Times that an example is run before it counts as failed."""
@@ -46,8 +51,8 @@ class EvalRetryConfig(Section):
     """End the evaluation with the error of the first example that failed for good; false: count it and go on."""
 
     def pause_s(self, attempt: int) -> float:
-        """Before attempt `attempt` + 1."""
-        return min(max(self.wait_multiplier * 2.0 ** min(attempt - 1, 30), self.wait_min), self.wait_max)
+        """Return the seconds to wait after the failed attempt `attempt`, counted from 1."""
+        return backoff_s(attempt, first_s=self.wait_multiplier, min_s=self.wait_min, max_s=self.wait_max)
 
 
 class EvalConfig(Section):

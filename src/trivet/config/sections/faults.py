@@ -6,5 +6,7 @@ from trivet.config.sections.base import Section
 
 
 class FaultsConfig(Section):
+    """Faults that are injected on purpose, for tests."""
+
     schedule: Path | None = None
     """For tests of endurance: JSON file of faults that happen to this run, each once; scripts/chaos.py writes such files."""

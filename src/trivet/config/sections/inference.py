@@ -14,6 +14,8 @@ from trivet.config.sections.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, Log
 
 
 class ServerConfig(Section):
+    """The address of the server, and what it lets in."""
+
     host: Host = "127.0.0.1"
     """Interface to listen on."""
     port: int = Field(default=8000, ge=1, le=65535)
@@ -26,6 +28,8 @@ class ServerConfig(Section):
 
 
 class InferenceModelConfig(Section):
+    """The model that is served, and how it reads and writes conversations."""
+
     name: str = DEFAULT_MODEL
     """Hugging Face name or a directory."""
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
@@ -50,6 +54,8 @@ class InferenceModelConfig(Section):
 
 
 class ParallelConfig(Section):
+    """The server's GPUs, divided into replicas."""
+
     tp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Tensor-parallel GPUs per replica."""
     dp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
@@ -78,7 +84,7 @@ class InferenceConfig(Section):
     max_loras: int = Field(default=8, ge=1, le=MAX_ROLLOUTS)
     """Adapters that requests of one moment may use, the policy's included; each takes memory for its weights."""
     max_cpu_loras: int = Field(default=100, ge=1, le=MAX_ROLLOUTS)
-    """Adapters that stay loaded; the one unused for longest makes room."""
+    """Adapters that stay loaded; the one unused for longest is evicted."""
     max_lora_rank: int = Field(default=16, ge=1, le=MAX_RANK)
     """Largest rank of an adapter, rounded up to 1, 8, 16, 32, 64, 128, 256, 320 or 512. A run takes it from
     trainer.model.lora.rank."""

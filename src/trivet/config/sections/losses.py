@@ -1,16 +1,17 @@
-"""`[trainer.loss]`: what is minimised, by formulas in `trainer.losses`. There d is a token's log-probability of the trainer
-minus that of the sampler, r = exp(d) the importance ratio, A the advantage."""
+"""`[trainer.loss]`: the loss that is minimised. The formulas are in `trainer.losses`.
+
+There d is a token's log-probability of the trainer minus that of the sampler, r = exp(d) the importance ratio, A the advantage.
+"""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from trivet.config.loading.keys import as_table
-from trivet.config.sections.base import Section
+from trivet.config.sections.base import Section, type_or
 
 
 class PolicyLossConfig(Section):
-    """What every policy loss can add."""
+    """Keys that every policy loss has."""
 
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to a frozen reference policy. Above 0 each step has a second forward."""
@@ -21,7 +22,7 @@ class PolicyLossConfig(Section):
 
     @property
     def needs_teacher(self) -> bool:
-        """Every batch must carry a teacher's log-probabilities."""
+        """True if every batch must have a teacher's log-probabilities."""
         return False
 
 
@@ -55,7 +56,7 @@ class DefaultLossConfig(PolicyLossConfig):
 
     @property
     def needs_teacher(self) -> bool:
-        """Every batch must carry a teacher's log-probabilities."""
+        """True if every batch must have a teacher's log-probabilities."""
         return self.teacher_tau > 0
 
 
@@ -107,9 +108,9 @@ class DppoLossConfig(PolicyLossConfig):
 
     type: Literal["dppo"] = "dppo"
     dppo_mask_low: float = Field(default=0.2, ge=0, le=1)
-    """Of tokens without a positive advantage: the largest fall of the probability."""
+    """The largest fall of the probability of a token without a positive advantage."""
     dppo_mask_high: float = Field(default=0.2, ge=0, le=1)
-    """Of tokens with a positive advantage: the largest rise of the probability."""
+    """The largest rise of the probability of a token with a positive advantage."""
     adv_tau: float = Field(default=1.0, ge=0)
     """Weight of the advantage."""
     kl_tau: float = Field(default=1e-3, ge=0)
@@ -141,12 +142,6 @@ class CustomLossConfig(PolicyLossConfig):
     """What the sum of the samples' losses is divided by: loss tokens or samples, over all rows and ranks."""
 
 
-def _type_of(value: Any) -> str:
-    """A table without a type is of the default one."""
-    table = as_table(value)
-    return str(getattr(value, "type", "default") if table is None else table.get("type", "default"))
-
-
 LossConfig = Annotated[
     Annotated[DefaultLossConfig, Tag("default")]
     | Annotated[CispoLossConfig, Tag("cispo")]
@@ -156,5 +151,5 @@ LossConfig = Annotated[
     | Annotated[DppoLossConfig, Tag("dppo")]
     | Annotated[IpoLossConfig, Tag("ipo")]
     | Annotated[CustomLossConfig, Tag("custom")],
-    Discriminator(_type_of),
+    Discriminator(type_or("default")),
 ]

@@ -17,11 +17,11 @@ class ActivationCheckpointConfig(Section):
     """Compute a block again in the backward pass instead of keeping what it computed: more time, less memory."""
 
     mode: Literal["full", "selective"] = "full"
-    """What of a block is computed again: all of it, or the parts that `targets` names."""
+    """Parts of a block that are computed again: all, or those that `targets` names."""
     freq: int = Field(default=1, ge=1)
     """Every so many blocks one is checkpointed; 1: all of them."""
     targets: list[str] = ["norm"]
-    """Of mode `selective`: `norm`, `attn` and `mlp`, or the names of a block's modules. Norms keep the most for the least work."""
+    """Parts for mode `selective`: `norm`, `attn`, `mlp`, or names of a block's modules. Norms keep the most for the least work."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> "ActivationCheckpointConfig":
@@ -33,8 +33,10 @@ class ActivationCheckpointConfig(Section):
 
 
 class ActivationOffloadConfig(Section):
-    """Keep what checkpointed blocks start again from in main memory instead of on the GPU. Needs `ac`; on the CPU it does
-    nothing, because they are there already."""
+    """Keep in main memory, not on the GPU, the inputs from which checkpointed blocks are computed again.
+
+    Needs `ac`. On the CPU it does nothing, because they are there already.
+    """
 
     pin_memory: bool = True
     """Use page-locked memory, which is copied to and from while the GPU computes."""
@@ -69,6 +71,8 @@ class DebugModelConfig(Section):
 
 
 class TrainerModelConfig(Section):
+    """The model that is trained."""
+
     name: str = DEFAULT_MODEL
     """Hugging Face name or a directory."""
     seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)

@@ -1,15 +1,14 @@
 """`[trainer.optim]` and `[optim]` of supervised fine-tuning: how gradients become updates."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from trivet.config.loading.keys import as_table
-from trivet.config.sections.base import Section
+from trivet.config.sections.base import Section, type_or
 
 
 class CommonOptimizerConfig(Section):
-    """What every optimizer has."""
+    """Keys that every optimizer has."""
 
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
@@ -20,6 +19,8 @@ class CommonOptimizerConfig(Section):
 
 
 class AdamWConfig(CommonOptimizerConfig):
+    """Adam with decoupled weight decay."""
+
     type: Literal["adamw"] = "adamw"
     betas1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
@@ -46,8 +47,10 @@ class SGDConfig(CommonOptimizerConfig):
 
 
 class MuonConfig(CommonOptimizerConfig):
-    """Orthogonalized momentum for the matrices of blocks; AdamW for embeddings, head, norms and stacks of experts. Updates of both
-    are of like size, so that one lr serves both."""
+    """Orthogonalized momentum for the matrices of blocks; AdamW for embeddings, head, norms and stacks of experts.
+
+    Updates of both are of like size, so that one lr serves both.
+    """
 
     type: Literal["muon"] = "muon"
     mu: float = Field(default=0.95, ge=0, lt=1)
@@ -60,13 +63,7 @@ class MuonConfig(CommonOptimizerConfig):
     """Added to the root of AdamW's second moment."""
 
 
-def _type_of(value: Any) -> str:
-    """A table without a type is AdamW's."""
-    table = as_table(value)
-    return str(getattr(value, "type", "adamw") if table is None else table.get("type", "adamw"))
-
-
 OptimizerConfig = Annotated[
     Annotated[AdamWConfig, Tag("adamw")] | Annotated[SGDConfig, Tag("sgd")] | Annotated[MuonConfig, Tag("muon")],
-    Discriminator(_type_of),
+    Discriminator(type_or("adamw")),
 ]

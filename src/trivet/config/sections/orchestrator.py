@@ -28,6 +28,8 @@ from trivet.config.sections.teacher import TeacherModelConfig
 
 
 class PolicyModelConfig(Section):
+    """The policy, as the servers name it."""
+
     name: str = DEFAULT_MODEL
     """Name the server serves the model under; also where the tokenizer is read from."""
 

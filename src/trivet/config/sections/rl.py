@@ -16,6 +16,8 @@ from trivet.config.sections.trainer import TrainerConfig
 
 
 class SharedModelConfig(Section):
+    """The model of the run, for every role."""
+
     name: str = DEFAULT_MODEL
     """Hugging Face name or a directory: the model that every role uses."""
 

@@ -1,4 +1,4 @@
-"""How tokens are sampled: the run's section, what one environment changes of it, and what evaluations use."""
+"""Sections for how tokens are sampled: the run's, the changes of one environment, and that of evaluations."""
 
 from typing import Any, Literal, TypeVar
 
@@ -14,16 +14,17 @@ class TempSchedulerConfig(Section):
     type: Literal["linear", "cosine"] = "linear"
     """Straight from start to end, or half a cosine."""
     start_temperature: float = Field(default=1.0, gt=0)
-    """At step 1."""
+    """Temperature at step 1."""
     end_temperature: float = Field(default=1.0, gt=0)
-    """At total_steps and after it."""
+    """Temperature at total_steps and after it."""
     total_steps: int | None = Field(default=None, ge=1)
     """Steps from start to end; unset: max_steps."""
 
     def temperature_at(self, step: int, *, max_steps: int | None) -> float:
-        """
+        """Return the temperature at `step`.
+
         Args:
-            max_steps: of the run; checked to be there when `total_steps` is not.
+            max_steps: the run's; needed, and checked before, if `total_steps` is not set.
         """
         schedule = {"linear": linear_value, "cosine": cosine_value}[self.type]
         num_steps = self.total_steps or max_steps or 1
@@ -56,6 +57,8 @@ class RequestSamplingConfig(Section):
 
 
 class SamplingConfig(RequestSamplingConfig):
+    """Sampling in training."""
+
     temperature: float | None = Field(default=None, gt=0)
     """The trainer divides logits by it too. Unset: 1.0, or what temp_scheduler says."""
     temp_scheduler: TempSchedulerConfig | None = None
@@ -71,13 +74,15 @@ class SamplingConfig(RequestSamplingConfig):
         return self
 
     def temperature_at(self, step: int, *, max_steps: int | None) -> float:
-        """Temperature of groups that start while batch `step` is being filled."""
+        """Return the temperature of groups that start while batch `step` is being filled."""
         if self.temp_scheduler is not None:
             return self.temp_scheduler.temperature_at(step, max_steps=max_steps)
         return 1.0 if self.temperature is None else self.temperature
 
 
 class EvalSamplingConfig(RequestSamplingConfig):
+    """Sampling in evaluations."""
+
     temperature: float = Field(default=1.0, ge=0)
     """0 always takes the likeliest token."""
 
@@ -86,7 +91,7 @@ RunSamplingT = TypeVar("RunSamplingT", SamplingConfig, EvalSamplingConfig)
 
 
 class EnvSamplingConfig(Section):
-    """What one environment samples differently. A key that is not set has the value of the run's `sampling`."""
+    """Changes to sampling in one environment. A key that is not set has the value of the run's `sampling`."""
 
     temperature: float | None = Field(default=None, gt=0)
     """Replaces the run's temperature or its schedule."""
@@ -120,7 +125,7 @@ class EnvSamplingConfig(Section):
         return self
 
     def over(self, run: RunSamplingT) -> RunSamplingT:
-        """The run's sampling with this environment's changes; that of evaluations has no schedule."""
+        """Return `run` with this environment's changes. Sampling of evaluations has no schedule."""
         changes = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         changes["extra_body"] = {**run.extra_body, **self.extra_body}
         if isinstance(run, SamplingConfig) and self.temperature is not None:

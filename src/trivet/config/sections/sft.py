@@ -1,29 +1,28 @@
 """Sections of supervised fine-tuning, which shares model, optimizer and schedule with the trainer."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from trivet.config.loading.keys import as_table
-from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, Section
+from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, Section, type_or
 from trivet.config.sections.trainer import TrainingConfig
 
 
 class LossMaskConfig(Section):
-    """Whose messages are trained on. A `weight` of 0 or 1 in a message decides for that message alone."""
+    """The roles whose messages are trained on. A `weight` of 0 or 1 in a message decides for that message alone."""
 
     system: bool = False
     """Also messages of the role `developer`."""
     user: bool = False
-    """What is asked, its header and its end of turn included."""
+    """Messages that ask, their header and end of turn included."""
     assistant: bool = True
-    """What the model writes, its end of turn included; the header of the turn is given to it."""
+    """Messages that the model writes, their end of turn included; the header of the turn is given to it."""
     tool: bool = False
-    """What tools answer."""
+    """Answers of tools."""
 
 
 class ConversationsConfig(Section):
-    """Where conversations are, and how several sources of them become one."""
+    """The place of conversations, and how several sources of them become one."""
 
     name: str = "data.jsonl"
     """File (JSONL, parquet, arrow or CSV), directory (saved by `datasets`, or with a file for each split), or data set of the
@@ -33,15 +32,17 @@ class ConversationsConfig(Section):
     splits: list[str] | None = None
     """One for each subset, or several of one data set; unset: `train`. Slices as of `datasets` work too: `train[:5%]`."""
     probabilities: list[float] | None = Field(default=None, min_length=1)
-    """Of each source, summing to 1; unset: by turns."""
+    """Probability of each source, summing to 1; unset: sources take turns."""
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     """An epoch of several sources ends when the first has no more rows, or when each was seen whole and the short ones again."""
     seed: int | None = Field(default=None, ge=0)
-    """Of the mixture, and of the order where it is shuffled; unset: the run's seed."""
+    """Seeds the mixture, and the order where it is shuffled; unset: the run's seed."""
     loss_mask: LossMaskConfig = LossMaskConfig()
 
 
 class SftDataConfig(ConversationsConfig):
+    """Conversations to train on."""
+
     type: Literal["sft"] = "sft"
     batch_size: int = Field(default=128, ge=1, le=MAX_ROLLOUTS)
     """Conversations per optimizer step."""
@@ -72,19 +73,15 @@ class FakeDataConfig(Section):
     """Tokens 0, 1, 2, …, which a model learns fast, or drawn from the vocabulary, which it cannot."""
 
 
-def _type_of(value: Any) -> str:
-    """A table without a type holds conversations."""
-    table = as_table(value)
-    return str(value.type if table is None else table.get("type", "sft"))
-
-
 DataConfig = Annotated[
     Annotated[SftDataConfig, Tag("sft")] | Annotated[FakeDataConfig, Tag("fake")],
-    Discriminator(_type_of),
+    Discriminator(type_or("sft")),
 ]
 
 
 class ValDataConfig(ConversationsConfig):
+    """Conversations to measure the loss on."""
+
     name: str = "val.jsonl"
     """As in data.name. Never trained on."""
 

@@ -10,6 +10,8 @@ from trivet.config.sections.base import MAX_WAIT_S, Section
 
 
 class LogConfig(Section):
+    """Log lines, and which of them are written."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is written."""
     json_logging: bool = False
@@ -18,7 +20,7 @@ class LogConfig(Section):
 
 
 class LogExtrasConfig(Section):
-    """What the orchestrator logs to W&B beside numbers."""
+    """Tables and histograms that the orchestrator logs to W&B in addition to numbers."""
 
     samples: bool = True
     """A table of rollouts: prompt, completion, reward, advantage."""
@@ -31,6 +33,8 @@ class LogExtrasConfig(Section):
 
 
 class WandbConfig(Section):
+    """Logging to Weights & Biases."""
+
     project: str = "trivet"
     """W&B project."""
     name: str | None = None
@@ -42,6 +46,8 @@ class WandbConfig(Section):
 
 
 class HeartbeatConfig(Section):
+    """A sign of life for a monitoring service."""
+
     url: WebAddress
     """Gets a GET request after every step, for a monitoring service that raises the alarm when they stop."""
 
@@ -85,6 +91,8 @@ class CkptWeightsConfig(Section):
 
 
 class CkptConfig(Section):
+    """Checkpoints: when they are written, which are kept, and from which the run resumes."""
+
     interval: int | None = Field(default=None, ge=1)
     """Commit a checkpoint every this many steps; unset: only after the last step."""
     resume_step: int | None = Field(default=None, ge=-1)
@@ -115,7 +123,7 @@ class CkptConfig(Section):
     """On resume: finished groups that wait for a batch and groups that were in flight are dropped, with this reason."""
 
     def is_due(self, step: int, *, max_steps: int | None) -> bool:
-        """Whether the run commits a checkpoint of `step`."""
+        """Return whether the run commits a checkpoint of `step`."""
         return step == max_steps or (self.interval is not None and step % self.interval == 0)
 
 

@@ -1,4 +1,4 @@
-"""What the launcher does about a role that ends or hangs, and when it is asked to make room."""
+"""Section for what the launcher does about a role that ends or hangs, and about a request to stop."""
 
 from typing import Literal
 

@@ -7,13 +7,18 @@ from trivet.config.sections.client import ClientConfig
 
 
 class TeacherNameConfig(Section):
+    """The teacher, as its server names it."""
+
     name: str
     """Name the teacher's server serves it under. Its tokenizer must be the policy's."""
 
 
 class TeacherModelConfig(Section):
-    """The teacher of on-policy distillation (trainer.loss.teacher_tau): every finished group is shown to it before it can be
-    trained on. A run with teacher_gpu_ids or [teacher_inference] starts its server and fills this section."""
+    """The teacher of on-policy distillation (trainer.loss.teacher_tau).
+
+    It is asked about every finished group before the group can be trained on. A run with teacher_gpu_ids or [teacher_inference]
+    starts its server and fills this section.
+    """
 
     model: TeacherNameConfig
     client: ClientConfig = ClientConfig()

@@ -26,6 +26,8 @@ from trivet.config.sections.shared import (
 
 
 class TokenizerConfig(Section):
+    """The tokenizer, which is saved with the weights."""
+
     name: str | None = None
     """Defaults to the model's own tokenizer."""
     chat_template: str | None = None
@@ -34,10 +36,14 @@ class TokenizerConfig(Section):
 
 
 class ConstantSchedule(Section):
+    """The learning rate stays at its peak."""
+
     type: Literal["constant"] = "constant"
 
 
 class LinearSchedule(Section):
+    """The learning rate rises to its peak and falls at the end, both in straight lines."""
+
     type: Literal["linear"] = "linear"
     warmup_steps: int = Field(default=10, ge=0)
     """Steps from 0 to the peak."""
@@ -48,6 +54,8 @@ class LinearSchedule(Section):
 
 
 class CosineSchedule(Section):
+    """The learning rate rises to its peak in a straight line, then falls along half a cosine."""
+
     type: Literal["cosine"] = "cosine"
     warmup_steps: int = Field(default=10, ge=0)
     """Steps from 0 to the peak."""
@@ -59,7 +67,7 @@ ScheduleConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, F
 
 
 class TrainingConfig(Section):
-    """What the trainer and `sft` share."""
+    """Keys that the trainer and `sft` share."""
 
     run: RunIdentity = RunIdentity()
     output_dir: Path = DEFAULT_OUTPUT_DIR
@@ -108,7 +116,7 @@ class FakeBatchesConfig(Section):
 
 
 class TrainerDataConfig(Section):
-    """Where batches come from when not from an orchestrator, and whether they are kept."""
+    """Other sources of batches than an orchestrator, and whether batches are kept."""
 
     record: bool = False
     """Keep every batch in batches/step_N.msgpack: a few bytes per token and number, in all some MB a step."""

@@ -22,6 +22,7 @@ from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
 from trivet.imports import without_collections
 from trivet.lifetime import tie_forks
 from trivet.loop_lag import LoopLag
+from trivet.noisy_loggers import quiet_noisy_loggers
 from trivet.shown_text import printable
 from trivet.stacks import show_stacks_on_signal, show_tasks_on_signal
 from trivet.wire.codec import encode
@@ -191,8 +192,7 @@ def _set_up_logging(settings: HostSettings) -> None:
         format=f"%(asctime)s {settings.name.replace('%', '%%')} %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
-    for noisy in ("httpx", "httpx2", "httpcore", "openai", "asyncio", "datasets", "filelock", "fsspec", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    quiet_noisy_loggers()
 
 
 def main() -> int:

@@ -5,12 +5,12 @@ Owned by `client.WorkerClient`. It knows nothing of what the worker is asked.
 
 import asyncio
 import os
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from trivet.environments.settings import worker_environment
+from trivet.exits import describe_exit
 from trivet.lifetime import end_session, module_command, tied_command
 from trivet.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.wire.workers import HostSettings
@@ -116,11 +116,10 @@ class WorkerProcess:
         exit_code = self._process.returncode
         if self._cause:
             return self._cause
+        how = describe_exit(exit_code)
         if exit_code is None:
-            return "is still running"
-        if exit_code < 0:
-            return f"was killed by {signal.Signals(-exit_code).name}"
-        return f"ended with exit code {exit_code}"
+            return f"is {how}"
+        return f"was {how}" if exit_code < 0 else how
 
     def last_lines(self) -> str:
         """Return the end of the process's output, for an error message; empty when it wrote nothing."""

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from trivet.backoff import backoff_s
+
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 30.0
-_MAX_DOUBLINGS = 30
-"""Keeps 2**n small where there is no limit on restarts; the longest delay is reached long before."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class RestartBudget:
         """Count a restart and return how long to wait before it, in seconds; None when the limit is reached."""
         if 0 <= self.limit <= self.num_consecutive:
             return None
-        delay = min(_FIRST_DELAY_S * 2 ** min(self.num_consecutive, _MAX_DOUBLINGS), _MAX_DELAY_S)
+        delay = backoff_s(self.num_consecutive + 1, first_s=_FIRST_DELAY_S, max_s=_MAX_DELAY_S)
         self.num_restarts += 1
         self.num_consecutive += 1
         return delay

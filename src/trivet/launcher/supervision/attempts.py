@@ -94,7 +94,7 @@ class Attempts:
         if resume_from is None:
             for section in self.planned.configs.values():
                 if isinstance(section, Resumable):
-                    # `begin` reads every file of both halves, before anything is removed.
+                    # `begin` reads every file of both parts, before anything is removed.
                     choose_resume_step(section, is_whole_verified=True)
         versions = _needed_by_fork(self.config, self.from_step) if self.from_step and resume_from is not None else ()
         self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, versions=versions)

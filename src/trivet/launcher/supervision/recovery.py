@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from trivet.backoff import backoff_s
 from trivet.config.sections.supervision import RecoveryConfig
+from trivet.exits import describe_exit
 from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TEACHER, TRAINER
-from trivet.launcher.supervision.describe_exit import describe_exit
 
 MAX_BACKOFF_S = 60.0
 _FINAL = frozenset({2, 3})
@@ -45,7 +46,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoleSeen:
+class RoleObservation:
     """What is known of a role at one moment, since it was started last. Times are of one monotonic clock."""
 
     name: str
@@ -64,9 +65,9 @@ class RoleSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class RunObservation:
     now: float
-    roles: Mapping[str, RoleSeen]
+    roles: Mapping[str, RoleObservation]
     interrupted_by: int | None = None
     """The first signal that came."""
     is_hurried: bool = False
@@ -92,7 +93,7 @@ class StopRoles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announce:
+class AnnounceRestart:
     """A unit failed and will be restarted after `delay_s`."""
 
     unit: RecoveryUnit
@@ -109,7 +110,7 @@ class StartUnit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskForCommit:
+class PreemptRun:
     """Have the roles finish the step, commit a checkpoint and end."""
 
     grace_s: float
@@ -120,7 +121,7 @@ class FinishRun:
     verdict: RecoveryVerdict
 
 
-RecoveryAction = StopRoles | Announce | StartUnit | AskForCommit | FinishRun
+RecoveryAction = StopRoles | AnnounceRestart | StartUnit | PreemptRun | FinishRun
 
 
 class Phase(StrEnum):
@@ -144,7 +145,7 @@ class _UnitState:
 class Recovery:
     """
     >>> recovery = Recovery(config.recovery, stop_timeout_s=20.0, patience_s=1800.0)
-    >>> actions = recovery.decide(Seen(now=clock(), roles=roles))
+    >>> actions = recovery.decide(RunObservation(now=clock(), roles=roles))
     """
 
     def __init__(self, config: RecoveryConfig, *, stop_timeout_s: float, patience_s: float) -> None:
@@ -169,57 +170,59 @@ class Recovery:
     def is_preempted(self) -> bool:
         return self._commit_deadline is not None
 
-    def decide(self, seen: Seen) -> list[RecoveryAction]:
+    def decide(self, run: RunObservation) -> list[RecoveryAction]:
         """What to do now. Called again and again; an action is asked for once."""
-        finishing = [role for role in seen.roles.values() if role.does_finish]
-        if all(self._is_done(role, seen) for role in finishing):
+        finishing = [role for role in run.roles.values() if role.does_finish]
+        if all(self._is_done(role, run) for role in finishing):
             return [_finish(Outcome.DONE, 0, "every step is done")]
-        if seen.interrupted_by is not None:
-            return list(self._make_room(seen, seen.interrupted_by))
-        if silent := self._silent_last(finishing, seen):
+        if run.interrupted_by is not None:
+            return list(self._preempt(run, run.interrupted_by))
+        if silent := self._silent_last(finishing, run):
             return [silent]
         actions: list[RecoveryAction] = []
         for unit, state in self._units.items():
-            roles = [role for role in seen.roles.values() if UNIT_OF[role.name] is unit]
+            roles = [role for role in run.roles.values() if UNIT_OF[role.name] is unit]
             if state.phase is Phase.RUNNING:
-                actions += self._watch(unit, state, roles, seen)
+                actions += self._watch(unit, state, roles, run)
             elif state.phase is Phase.STOPPING:
-                actions += self._await_end(state, roles, seen)
-            elif seen.now >= state.due:
+                actions += self._await_end(state, roles, run)
+            elif run.now >= state.due:
                 state.phase = Phase.RUNNING
                 actions.append(StartUnit(unit=unit))
         verdict = next((action for action in actions if isinstance(action, FinishRun)), None)
         return actions if verdict is None else [verdict]
 
-    def _watch(self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleSeen], seen: Seen) -> Iterator[RecoveryAction]:
-        failed = [role for role in roles if role.exit_code is not None and not self._is_done(role, seen)]
-        failed = failed or [role for role in roles if self._is_stuck(role) and not self._is_done(role, seen)]
+    def _watch(
+        self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
+    ) -> Iterator[RecoveryAction]:
+        failed = [role for role in roles if role.exit_code is not None and not self._is_done(role, run)]
+        failed = failed or [role for role in roles if self._is_stuck(role) and not self._is_done(role, run)]
         if not failed:
             return
-        first = min(failed, key=lambda role: role.ended_at if role.exit_code is not None else seen.now)
+        first = min(failed, key=lambda role: role.ended_at if role.exit_code is not None else run.now)
         cause = _cause(first)
-        final = self._why_final(state, first, seen)
+        final = self._why_final(state, first, run)
         if final is not None:
             yield _finish(Outcome.FAILED, _exit_code(first), f"{cause}{final}", role=first.name)
             return
-        recent = self._recent(state, seen.now)
+        recent = self._recent(state, run.now)
         state.fruitless = "" if first.has_progressed else _signature(first)
-        state.restarted_at = [*recent, seen.now]
-        delay_s = min(self._config.backoff_s * 2 ** len(recent), MAX_BACKOFF_S)
-        state.phase, state.deadline, state.due = Phase.STOPPING, seen.now + self._stop_timeout_s, seen.now + delay_s
-        yield Announce(unit=unit, role=first.name, cause=f"{first.name} {cause}", delay_s=delay_s)
+        state.restarted_at = [*recent, run.now]
+        delay_s = backoff_s(len(recent) + 1, first_s=self._config.backoff_s, max_s=MAX_BACKOFF_S)
+        state.phase, state.deadline, state.due = Phase.STOPPING, run.now + self._stop_timeout_s, run.now + delay_s
+        yield AnnounceRestart(unit=unit, role=first.name, cause=f"{first.name} {cause}", delay_s=delay_s)
         running = [role for role in roles if role.exit_code is None]
         for by_kill in (False, True):
             # One that hangs would not heed a request.
             if names := tuple(role.name for role in running if bool(role.stuck) is by_kill):
                 yield StopRoles(roles=names, by_kill=by_kill)
 
-    def _why_final(self, state: _UnitState, role: RoleSeen, seen: Seen) -> str | None:
+    def _why_final(self, state: _UnitState, role: RoleObservation, run: RunObservation) -> str | None:
         """Why there is no restart, as the end of a sentence; None when there is one."""
         config = self._config
         if role.exit_code in _FINAL or config.max_restarts == 0:
             return ""
-        if seen.is_last_step_committed and role.does_finish:
+        if run.is_last_step_committed and role.does_finish:
             return " after the last step was committed"
         if role.exit_code is None and config.on_stuck == "stop":
             return ' (recovery.on_stuck = "stop")'
@@ -229,7 +232,7 @@ class Recovery:
                 return f", {what}: a restart would meet the same"
             if state.fruitless == _signature(role):
                 return f", again {what} and in the same way: a further restart would meet the same"
-        if len(self._recent(state, seen.now)) >= config.max_restarts:
+        if len(self._recent(state, run.now)) >= config.max_restarts:
             return (
                 f", after {config.max_restarts} restarts within {config.restart_window_s:g} s "
                 "(recovery.max_restarts, recovery.restart_window_s)"
@@ -239,7 +242,7 @@ class Recovery:
     def _recent(self, state: _UnitState, now: float) -> list[float]:
         return [at for at in state.restarted_at if now - at <= self._config.restart_window_s]
 
-    def _await_end(self, state: _UnitState, roles: Sequence[RoleSeen], seen: Seen) -> Iterator[RecoveryAction]:
+    def _await_end(self, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation) -> Iterator[RecoveryAction]:
         for role in roles:
             if role.exit_code in _FINAL:
                 yield _finish(Outcome.FAILED, _exit_code(role), describe_exit(role.exit_code), role=role.name)
@@ -247,15 +250,15 @@ class Recovery:
         running = tuple(role.name for role in roles if role.exit_code is None)
         if not running:
             state.phase = Phase.BACKING_OFF
-        elif seen.now >= state.deadline:
-            state.deadline = seen.now + self._stop_timeout_s
+        elif run.now >= state.deadline:
+            state.deadline = run.now + self._stop_timeout_s
             yield StopRoles(roles=running, by_kill=True)
 
-    def _make_room(self, seen: Seen, number: int) -> Iterator[RecoveryAction]:
+    def _preempt(self, run: RunObservation, number: int) -> Iterator[RecoveryAction]:
         name = signal.Signals(number).name
-        training = [role for role in seen.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
+        training = [role for role in run.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
         if self._commit_deadline is None:
-            if _is_starting(seen):
+            if _is_starting(run):
                 yield _finish(
                     Outcome.INTERRUPTED, 128 + number, f"interrupted by {name} during the start, with no step to commit"
                 )
@@ -264,48 +267,48 @@ class Recovery:
                 number == signal.SIGTERM
                 and self._config.preemption_grace_s > 0
                 and self._units[RecoveryUnit.TRAINING].phase is Phase.RUNNING
-                and all((role.exit_code is None or self._is_done(role, seen)) and not role.stuck for role in training)
+                and all((role.exit_code is None or self._is_done(role, run)) and not role.stuck for role in training)
             )
             if not can_commit:
                 yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}")
                 return
-            self._commit_deadline = seen.now + self._config.preemption_grace_s
-            yield AskForCommit(grace_s=self._config.preemption_grace_s)
+            self._commit_deadline = run.now + self._config.preemption_grace_s
+            yield PreemptRun(grace_s=self._config.preemption_grace_s)
             return
         failed = [role for role in training if role.exit_code not in (None, 0)]
         if failed:
             why = f", and {failed[0].name} {describe_exit(failed[0].exit_code)} before the commit"
         elif all(role.exit_code == 0 for role in training):
             why = ""
-        elif seen.is_hurried:
+        elif run.is_hurried:
             why = ", twice: no wait for the commit"
-        elif seen.now >= self._commit_deadline:
+        elif run.now >= self._commit_deadline:
             why = f", and the step was not over within {self._config.preemption_grace_s:g} s (recovery.preemption_grace_s)"
         else:
             return
         yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {name}{why}")
 
-    def _is_done(self, role: RoleSeen, seen: Seen) -> bool:
+    def _is_done(self, role: RoleObservation, run: RunObservation) -> bool:
         """It finished; or a signal ended it, or it hangs, when all that it was there for lay on disk."""
         if not role.does_finish:
             return False
         if role.exit_code == 0:
-            return role.is_complete or seen.is_last_step_committed
-        if not seen.is_last_step_committed:
+            return role.is_complete or run.is_last_step_committed
+        if not run.is_last_step_committed:
             return False
         return _is_signal(role.exit_code) if role.exit_code is not None else self._is_stuck(role)
 
-    def _is_stuck(self, role: RoleSeen) -> bool:
+    def _is_stuck(self, role: RoleObservation) -> bool:
         return role.exit_code is None and bool(role.stuck) and self._config.on_stuck != "warn"
 
-    def _silent_last(self, finishing: Sequence[RoleSeen], seen: Seen) -> FinishRun | None:
+    def _silent_last(self, finishing: Sequence[RoleObservation], run: RunObservation) -> FinishRun | None:
         """One role may be later than the other, as long as it writes something every `patience_s`."""
-        done = [role for role in finishing if self._is_done(role, seen)]
+        done = [role for role in finishing if self._is_done(role, run)]
         if not done or any(role.exit_code is not None for role in finishing if role not in done):
             return None
         since = max(role.ended_at for role in done)
         for role in finishing:
-            silent_s = seen.now - max(since, role.last_output_at)
+            silent_s = run.now - max(since, role.last_output_at)
             if role not in done and silent_s > self._patience_s:
                 others = ", ".join(other.name for other in done)
                 reason = f"still running and silent for {silent_s:.0f} s after {others} finished"
@@ -313,10 +316,10 @@ class Recovery:
         return None
 
 
-def _is_starting(seen: Seen) -> bool:
+def _is_starting(run: RunObservation) -> bool:
     """No step was finished, and none is under way: a server is not up yet."""
-    servers = [role for role in seen.roles.values() if UNIT_OF[role.name] is not RecoveryUnit.TRAINING]
-    training = [role for role in seen.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
+    servers = [role for role in run.roles.values() if UNIT_OF[role.name] is not RecoveryUnit.TRAINING]
+    training = [role for role in run.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
     return not all(role.has_progressed for role in servers) and not any(role.has_progressed for role in training)
 
 
@@ -324,13 +327,13 @@ def _is_signal(code: int) -> bool:
     return code < 0 or code > 128
 
 
-def _cause(role: RoleSeen) -> str:
+def _cause(role: RoleObservation) -> str:
     if role.exit_code is None:
         return f"stuck: {role.stuck}"
     return describe_exit(role.exit_code) + (" before its last step" if role.exit_code == 0 else "")
 
 
-def _signature(role: RoleSeen) -> str:
+def _signature(role: RoleObservation) -> str:
     """Two failures with the same signature are taken for the same."""
     if role.exit_code is None:
         return f"{role.name} stuck"
@@ -339,7 +342,7 @@ def _signature(role: RoleSeen) -> str:
     return f"{role.name} {role.exit_code} {role.last_words}"
 
 
-def _exit_code(role: RoleSeen) -> int:
+def _exit_code(role: RoleObservation) -> int:
     return role.exit_code if role.exit_code is not None and role.exit_code in _FINAL else 1
 
 

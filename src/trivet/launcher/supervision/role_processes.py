@@ -9,10 +9,11 @@ import msgspec
 
 from trivet.config.layout import RunLayout
 from trivet.launcher.logs import LogFollower, last_lines
-from trivet.launcher.processes import Child, ProcessTable, descendants
-from trivet.launcher.supervision.recovery import RoleSeen
+from trivet.launcher.processes import Child
+from trivet.launcher.supervision.recovery import RoleObservation
 from trivet.launcher.supervision.watchdog import Mark, Watchdog
-from trivet.telemetry.progress import read_report
+from trivet.process_table import ProcessTable, descendants
+from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport
 
 _TIME = re.compile(r"^\d\d:\d\d:\d\d ")
@@ -27,12 +28,12 @@ class Reports:
     marks: Mapping[str, Mark]
 
 
-class Member:
+class RoleProcess:
     """One started role.
 
-    >>> member = Member(start(spec, ...), now=clock())
-    >>> lines = member.look(now=clock(), is_complete=has_completed)
-    >>> member.seen().exit_code is None
+    >>> role_process = RoleProcess(start(spec, ...), now=clock())
+    >>> lines = role_process.look(now=clock(), is_complete=has_completed)
+    >>> role_process.observe().exit_code is None
     True
     """
 
@@ -88,8 +89,8 @@ class Member:
         """The newest step that it reported as finished in `attempt`."""
         return max((report.step for report in self.reports.said if report.attempt == attempt), default=0)
 
-    def seen(self, *, has_progressed: bool) -> RoleSeen:
-        return RoleSeen(
+    def observe(self, *, has_progressed: bool) -> RoleObservation:
+        return RoleObservation(
             name=self.name,
             does_finish=self.child.spec.does_finish,
             exit_code=self._exit_code,

@@ -4,10 +4,10 @@ import msgspec
 
 from trivet.config.layout import RunLayout
 from trivet.durable import replace_file
+from trivet.exits import describe_exit
 from trivet.launcher.logs import RunLog
-from trivet.launcher.supervision.describe_exit import describe_exit
 from trivet.launcher.supervision.recovery import Phase
-from trivet.launcher.supervision.role_processes import Member
+from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.wire.status import RoleState, RoleStatus, RunStatus
 
 _STATES = {Phase.STOPPING: RoleState.STOPPING, Phase.BACKING_OFF: RoleState.BACKING_OFF}
@@ -36,14 +36,14 @@ class StatusFile:
             self._has_failed = False
 
 
-def role_status(member: Member, *, phase: Phase) -> RoleStatus:
-    code = member.child.exit_code
+def role_status(role_process: RoleProcess, *, phase: Phase) -> RoleStatus:
+    code = role_process.child.exit_code
     state = RoleState.ENDED if code is not None else RoleState.RUNNING
     return RoleStatus(
-        name=member.name,
+        name=role_process.name,
         state=_STATES.get(phase, state),
-        pid=member.child.pid,
+        pid=role_process.child.pid,
         exit=describe_exit(code) if code is not None else "",
-        stuck=member.stuck,
-        reports=list(member.reports.said),
+        stuck=role_process.stuck,
+        reports=list(role_process.reports.said),
     )

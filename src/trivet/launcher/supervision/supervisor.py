@@ -16,30 +16,31 @@ from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.errors import TrivetError
 from trivet.launcher import processes
-from trivet.launcher.logs import RunLog, is_for_terminal
+from trivet.launcher.logs import RunLog, is_for_terminal, quote_log
 from trivet.launcher.plan import ORCHESTRATOR, TRAINER, ProcessSpec
-from trivet.launcher.supervision.describe_exit import quote_log, recount
 from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.launcher.supervision.readiness import ReadyProbe
 from trivet.launcher.supervision.recovery import (
     UNIT_OF,
-    Announce,
-    AskForCommit,
+    AnnounceRestart,
     FinishRun,
     Outcome,
+    PreemptRun,
     Recovery,
     RecoveryUnit,
     RecoveryVerdict,
-    Seen,
+    RunObservation,
     StartUnit,
     StopRoles,
 )
-from trivet.launcher.supervision.role_processes import Member, forget_reports
+from trivet.launcher.supervision.restarts import recount
+from trivet.launcher.supervision.role_processes import RoleProcess, forget_reports
 from trivet.launcher.supervision.stall import StallWatch, describe, pids_of, situation_of
 from trivet.launcher.supervision.status import StatusFile, role_status
 from trivet.launcher.supervision.watchdog import Watchdog
 from trivet.launcher.terminal import finished_step, waiting_words
 from trivet.lifetime import adopt_orphans
+from trivet.process_table import read_processes
 from trivet.stacks import STACKS_WITHIN_S
 from trivet.telemetry.events import num_complete_bytes
 from trivet.wire.events import Event, Restart
@@ -121,7 +122,7 @@ class Supervisor:
             RecoveryUnit.TEACHER: ReadyProbe(attempts.teacher_urls()),
         }
         self._status = StatusFile(attempts.layout, log=log)
-        self._members: dict[str, Member] = {}
+        self._role_processes: dict[str, RoleProcess] = {}
         self._restarts: list[RestartRecord] = []
         self._down: dict[RecoveryUnit, tuple[int, float]] = {}
         """Units that have not progressed since their restart: its place in `_restarts`, and when they failed."""
@@ -165,12 +166,12 @@ class Supervisor:
 
     def _look(self) -> None:
         now = self._clock()
-        for member in self._members.values():
-            was_running = member.is_running
-            lines = member.look(now=now, is_complete=self._attempts.has_completed)
-            if was_running and not member.is_running:
+        for role_process in self._role_processes.values():
+            was_running = role_process.is_running
+            lines = role_process.look(now=now, is_complete=self._attempts.has_completed)
+            if was_running and not role_process.is_running:
                 self._reports_due = now  # its last report says how far it came
-            if member.child.spec.does_finish:
+            if role_process.child.spec.does_finish:
                 for line in filter(is_for_terminal, lines):
                     self._log.show(line)
         for unit, probe in self._probes.items():
@@ -182,35 +183,40 @@ class Supervisor:
         self._watchdog.notice_time(now)
         if now >= self._processes_due:
             self._processes_due = now + self._config.watchdog_timeout_s / _LOOKS_WITHIN_TIMEOUT
-            table = processes.read_processes()
-            for member in self._members.values():
-                member.look_for_stopped(table)
-        for member in self._members.values():
-            member.read_reports(self._attempts.layout)
-            self._watch(member, now=now)
+            table = read_processes()
+            for role_process in self._role_processes.values():
+                role_process.look_for_stopped(table)
+        for role_process in self._role_processes.values():
+            role_process.read_reports(self._attempts.layout)
+            self._watch(role_process, now=now)
         self._watch_for_stalls(now=now)
         for unit in [unit for unit in self._down if self._is_back(unit)]:
             place, failed_at = self._down.pop(unit)
             self._restarts[place] = msgspec.structs.replace(self._restarts[place], down_s=now - failed_at)
 
-    def _watch(self, member: Member, *, now: float) -> None:
-        before = member.stuck
-        member.watch(self._watchdog, now=now)
-        if member.stuck and not before:
-            child = member.child
-            self._last_error = f"{member.name} stuck: {member.stuck}"
+    def _watch(self, role_process: RoleProcess, *, now: float) -> None:
+        before = role_process.stuck
+        role_process.watch(self._watchdog, now=now)
+        if role_process.stuck and not before:
+            child = role_process.child
+            self._last_error = f"{role_process.name} stuck: {role_process.stuck}"
             self._log.say(
                 f"WARNING {self._last_error}; {quote_log(child.spec.log, offset=child.log_offset)}\n"
                 f"(recovery.watchdog_timeout_s = {self._config.watchdog_timeout_s:g}, "
                 f'recovery.on_stuck = "{self._config.on_stuck}")'
             )
-            processes.show_stacks(report.pid for report in member.reports.said)
+            processes.show_stacks(report.pid for report in role_process.reports.said)
             self._sleep(STACKS_WITHIN_S)
-        elif before and not member.stuck:
-            self._log.say(f"{member.name} reports again")
+        elif before and not role_process.stuck:
+            self._log.say(f"{role_process.name} reports again")
 
     def _watch_for_stalls(self, *, now: float) -> None:
-        reports = [report for member in self._members.values() if member.is_running for report in member.reports.said]
+        reports = [
+            report
+            for role_process in self._role_processes.values()
+            if role_process.is_running
+            for report in role_process.reports.said
+        ]
         still_s = self._stalls.look(situation_of(reports), now=now)
         if still_s is None:
             return
@@ -229,23 +235,24 @@ class Supervisor:
                     return action.verdict
                 case StopRoles():
                     for name in action.roles:
-                        self._members[name].child.signal_group(signal.SIGKILL if action.by_kill else signal.SIGTERM)
-                case Announce():
+                        self._role_processes[name].child.signal_group(signal.SIGKILL if action.by_kill else signal.SIGTERM)
+                case AnnounceRestart():
                     self._say_failure(action)
                 case StartUnit():
                     self._start_again(action.unit)
-                case AskForCommit():
+                case PreemptRun():
                     self._log.say(f"SIGTERM: {action.grace_s:g} s to finish the step and commit it; a second signal stops now")
-                    self._members[ORCHESTRATOR].child.signal_leader(signal.SIGUSR1)
+                    self._role_processes[ORCHESTRATOR].child.signal_leader(signal.SIGUSR1)
             self._status_due = 0.0
         return None
 
-    def _seen(self, interrupts: Interrupts) -> Seen:
+    def _seen(self, interrupts: Interrupts) -> RunObservation:
         roles = {
-            name: member.seen(has_progressed=self._has_progressed(UNIT_OF[name])) for name, member in self._members.items()
+            name: role_process.observe(has_progressed=self._has_progressed(UNIT_OF[name]))
+            for name, role_process in self._role_processes.items()
         }
         has_trouble = any(role.exit_code is not None or role.stuck for role in roles.values())
-        return Seen(
+        return RunObservation(
             now=self._clock(),
             roles=roles,
             interrupted_by=interrupts.first,
@@ -263,23 +270,23 @@ class Supervisor:
         return self._recovery.is_running(unit) and self._has_progressed(unit)
 
     def _last_step(self) -> int:
-        trainer = self._members.get(TRAINER)
+        trainer = self._role_processes.get(TRAINER)
         return trainer.last_step(attempt=self._attempts.run.attempt) if trainer is not None else 0
 
     def _start(self, spec: ProcessSpec) -> None:
         forget_reports(self._attempts.layout, spec.name, count=spec.num_reports)
         now = self._clock()
         child = processes.start(spec, python=self._python, environ=self._environ)
-        self._members[spec.name] = Member(child, now=now)
+        self._role_processes[spec.name] = RoleProcess(child, now=now)
         self._watchdog.begin(spec.name, now=now)
         self._log.say(f"started {spec.name} pid={child.pid} log={spec.log}")
 
-    def _say_failure(self, action: Announce) -> None:
-        member = self._members[action.role]
+    def _say_failure(self, action: AnnounceRestart) -> None:
+        role_process = self._role_processes[action.role]
         is_training = action.unit is RecoveryUnit.TRAINING
         self._last_error = action.cause
-        if not member.stuck:  # else the watchdog has quoted its log
-            self._last_error += f"; {quote_log(member.child.spec.log, offset=member.child.log_offset)}"
+        if not role_process.stuck:  # else the watchdog has quoted its log
+            self._last_error += f"; {quote_log(role_process.child.spec.log, offset=role_process.child.log_offset)}"
             self._log.say(f"WARNING {self._last_error}")
         with_it = "; orchestrator and trainer go back to the last checkpoint" if is_training else ""
         self._log.say(f"{action.cause}{with_it}, restart in {action.delay_s:g} s")
@@ -296,7 +303,9 @@ class Supervisor:
 
     def _start_again(self, unit: RecoveryUnit) -> None:
         """Restart a unit whose processes have ended."""
-        alive = [member.child.pid for member in self._members.values() if member.child.exit_code is None]
+        alive = [
+            role_process.child.pid for role_process in self._role_processes.values() if role_process.child.exit_code is None
+        ]
         processes.end_orphans(spared=alive)
         place, _ = self._down[unit]
         if unit is RecoveryUnit.TRAINING:
@@ -314,11 +323,11 @@ class Supervisor:
                 self._start(spec)
 
     def _announce(self, verdict: RecoveryVerdict) -> None:
-        member = self._members.get(verdict.role or "")
+        role_process = self._role_processes.get(verdict.role or "")
         if verdict.outcome is Outcome.FAILED:
             self._last_error = f"{verdict.role or 'run'} failed: {verdict.reason}"
-            if member is not None:
-                self._last_error += f"\n{quote_log(member.child.spec.log, offset=member.child.log_offset)}"
+            if role_process is not None:
+                self._last_error += f"\n{quote_log(role_process.child.spec.log, offset=role_process.child.log_offset)}"
             self._log.say(self._last_error)
         self._log.say(
             f"{verdict.outcome} after {self._clock() - self._started:.0f} s: {verdict.reason}; stopping what still runs"
@@ -327,7 +336,7 @@ class Supervisor:
     def _end_all(self, interrupts: Interrupts) -> None:
         patient_until = self._clock() + _PATIENT_S
         killed = processes.stop(
-            [member.child for member in self._members.values()],
+            [role_process.child for role_process in self._role_processes.values()],
             timeout_s=self._shutdown_timeout_s,
             is_hurried=lambda: interrupts.has_any_since(patient_until),
         )
@@ -355,7 +364,10 @@ class Supervisor:
             time=self._wall(),
             max_steps=self._attempts.max_steps,
             last_commit=self._attempts.last_commit,
-            roles=[role_status(member, phase=self._recovery.phase_of(name)) for name, member in self._members.items()],
+            roles=[
+                role_status(role_process, phase=self._recovery.phase_of(name))
+                for name, role_process in self._role_processes.items()
+            ],
             restarts=list(self._restarts),
             last_error=self._last_error,
             exit_code=verdict.exit_code if verdict is not None else None,

@@ -1,7 +1,7 @@
-"""Attention over packed rows by matrix products: samples of like length are computed at once. Made for the CPU.
+"""Attention over packed rows by matrix products, for the CPU: samples of similar length are computed at once.
 
-Called by `trainer.attention.packed`. A CPU has fast matrix products for bf16, and a slow backward pass of its attention kernel; and
-a kernel call for each short sample costs more than its arithmetic. No sample sees another, and no mask of T x T exists.
+Called by `trainer.attention.packed`. A CPU has fast matrix products for bf16, but a slow backward pass of its attention kernel, and
+one kernel call per short sample costs more than its arithmetic. No sample sees another, and no mask of T x T exists.
 
 Legend: T tokens of a row, B samples of a group, L its longest, K key-value heads, G query heads of each, D head dimension;
 M = B * K matrices, Q = query tokens of a block, E = key tokens up to the end of the block.
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 _BLOCK = 256
-"""Query tokens that are computed at one time, against the keys before their end: about half of the products of long samples."""
+"""Query tokens that are computed at once, against the keys up to their end. This saves about half of a long sample's products."""
 _PADDING = 0.75
-"""Samples of a group are at least this long, compared with its longest."""
+"""Least length of a sample in a group, as a share of the longest: at 1.0 nothing is padded and groups are many."""
 _SHORT = 48
-"""Tokens of padding that cost less than one group more."""
+"""Tokens of padding that cost less than one more group would."""
 _ALIGNMENT = 32
-"""A group's length is a multiple: rows of odd length take the CPU's matrix products and softmax twice as long."""
+"""A group's length is a multiple of this: matrix products and softmax of odd lengths take a CPU twice as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,15 @@ class PaddedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
+    """The samples of one row in groups of similar length, each padded to its longest."""
+
     parts: tuple[PaddedGroup, ...]
     places: torch.Tensor
     """int64 [T]: the place of each token among those of all groups, one group behind the other."""
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "Groups":
+        """Group the samples of these lengths, in tokens."""
         starts = torch.tensor([0, *lengths]).cumsum(0)
         lengths_S = torch.tensor(lengths)
         parts: list[PaddedGroup] = []
@@ -75,7 +78,7 @@ def _group(lengths: Sequence[int]) -> Iterator[list[int]]:
 def grouped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: Groups, *, scale: float
 ) -> torch.Tensor:
-    """Causal attention within each sample.
+    """Compute causal attention within each sample.
 
     Args:
         query: [T, K * G, D]; key and value [T, K, D].
@@ -171,7 +174,7 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _probabilities(query_MGQD: torch.Tensor, key_MED: torch.Tensor, *, start: int, scale: float) -> torch.Tensor:
-    """[M, G * Q, E], in the dtype of the query; exponents and sums of bf16 are taken in float32."""
+    """Return [M, G * Q, E] in the dtype of the query; exponents and sums of bf16 are taken in float32."""
     num_queries = query_MGQD.shape[2]
     scores = _scaled_bmm(query_MGQD.flatten(1, 2), key_MED.transpose(1, 2), scale=scale)
     future_QQ = torch.ones(num_queries, num_queries, dtype=torch.bool).triu_(1)
@@ -182,7 +185,7 @@ def _probabilities(query_MGQD: torch.Tensor, key_MED: torch.Tensor, *, start: in
 def _gather(
     group: PaddedGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[M, G, L, D] and twice [M, L, D]."""
+    """Return the group's queries as [M, G, L, D], its keys and values as [M, L, D]."""
     num_kv_heads = key.shape[1]
     query_MGLD, key_MGLD, value_MGLD = (
         _per_key_head(
@@ -194,7 +197,7 @@ def _gather(
 
 
 def _pick(grad: torch.Tensor, group: PaddedGroup) -> torch.Tensor:
-    """Of the places of a group; zero in its padding, so that nothing comes from there."""
+    """Select the places of a group; its padding is 0, so that it contributes no gradient."""
     picked = grad.reshape(len(grad), -1).index_select(0, group.tokens)
     if group.padding is not None:
         picked.masked_fill_(group.padding, 0.0)
@@ -202,13 +205,13 @@ def _pick(grad: torch.Tensor, group: PaddedGroup) -> torch.Tensor:
 
 
 def _per_key_head(rows: torch.Tensor, group: PaddedGroup, *, num_kv_heads: int) -> torch.Tensor:
-    """[B * L, K * G, D] to [M, G, L, D], contiguous."""
+    """Turn [B * L, K * G, D] into [M, G, L, D], contiguous."""
     split = rows.view(group.num_samples, group.length, num_kv_heads, -1, rows.shape[-1])
     return split.permute(0, 2, 3, 1, 4).contiguous().flatten(0, 1)
 
 
 def _to_rows(blocks: Sequence[torch.Tensor], group: PaddedGroup) -> torch.Tensor:
-    """Back, from blocks of [M, G, Q, D] to [B * L, K * G * D]."""
+    """Turn blocks of [M, G, Q, D] back into [B * L, K * G * D]."""
     whole = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=2)
     split = whole.unflatten(0, (group.num_samples, -1))
     return split.permute(0, 3, 1, 2, 4).reshape(group.num_samples * group.length, -1)

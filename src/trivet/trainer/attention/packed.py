@@ -1,5 +1,7 @@
 """Attention over packed rows in which samples do not see each other, without a mask of T x T.
 
+Called by `trainer.model.policy_model`, which registers one of the functions here with transformers.
+
 Legend: T tokens of a row, S samples in it, H query heads, K key-value heads, D head dimension.
 """
 
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "trivet_packed_"
 
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""What has to be installed for an attention that torch does not have."""
+"""The Python module of each attention that torch does not have."""
 _FIRST_WITH_FLASH = (8, 0)
 """Compute capability of the first GPUs that flash attention runs on."""
 _HOPPER = (9, 0)
@@ -32,28 +34,29 @@ _HOPPER = (9, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Where the samples of a row lie."""
+    """The places of a row's samples."""
 
     lengths: tuple[int, ...]
     offsets: torch.Tensor
     """int32 [S + 1] on the device: 0 and the cumulated lengths."""
     groups: Groups | None
-    """On a CPU: which samples are computed at once."""
+    """The samples that are computed at once; set on a CPU only."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device) -> "Segments":
+        """Describe a row of samples of these lengths, in tokens, for `device`."""
         offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         groups = Groups.of(lengths) if device.type == "cpu" else None
         return cls(lengths=tuple(lengths), offsets=offsets.to(device), groups=groups)
 
 
 def register_attention(attn: str, *, device: torch.device, dtype: torch.dtype, has_softcap: bool = False) -> str:
-    """Make the configured attention known to transformers; returns its name there.
+    """Register the configured attention with transformers and return its name there.
 
-    Transformers builds no mask for a name that it has no mask function for, so none is registered.
+    Transformers builds no mask for a name without a mask function, so none is registered.
 
     Args:
-        dtype: what the model computes in.
+        dtype: the dtype in which the model computes.
         has_softcap: the model caps the scores before the softmax, which no kernel of torch does.
 
     Raises:
@@ -68,7 +71,7 @@ def register_attention(attn: str, *, device: torch.device, dtype: torch.dtype, h
         is_installed=lambda package: find_spec(package) is not None,
     )
     logger.info("attention chosen attn=%s device=%s", chosen, device.type)
-    # A name with "sdpa" or "flash" in it would be checked for what transformers' own functions of that name can do.
+    # Transformers would check a name with "sdpa" or "flash" in it against its own functions of that name.
     name, function = {
         "sdpa": ("by_sample", sdpa_packed),
         "grouped": ("by_group", grouped_packed),
@@ -89,7 +92,7 @@ def choose_attention(
     has_softcap: bool,
     is_installed: Callable[[str], bool],
 ) -> str:
-    """What `model.attn` means here.
+    """Resolve `model.attn` on this device: "auto" becomes the fastest attention, any other value is checked.
 
     Args:
         capability: of the CUDA device.
@@ -98,16 +101,10 @@ def choose_attention(
     Raises:
         ConfigError: as for `register_attention`.
     """
-    is_cuda = device_type == "cuda"
     if attn == "auto":
-        if has_softcap:
+        if has_softcap or device_type not in ("cpu", "cuda"):
             return "sdpa"
-        if not is_cuda:
-            return "grouped" if device_type == "cpu" else "sdpa"
-        if is_float32 or (capability is not None and capability < _FIRST_WITH_FLASH):
-            return "sdpa"
-        # Flash attention 2 is no faster than torch's own, which is made from it.
-        return "flash_attention_3" if capability == _HOPPER and is_installed(_PACKAGES["flash_attention_3"]) else "flash_varlen"
+        return "grouped" if device_type == "cpu" else _fastest_on_cuda(capability, is_float32, is_installed)
     if attn == "sdpa":
         return attn
     if has_softcap:
@@ -116,7 +113,7 @@ def choose_attention(
         if device_type != "cpu":
             raise ConfigError(f'model.attn = "grouped" is for the CPU, this is {device_type}; set model.attn = "auto"')
         return attn
-    if not is_cuda:
+    if device_type != "cuda":
         raise ConfigError(f'model.attn = "{attn}" needs a CUDA device, this is {device_type}; set model.attn = "sdpa"')
     if attn in _PACKAGES and not is_installed(_PACKAGES[attn]):
         raise ConfigError(
@@ -126,8 +123,16 @@ def choose_attention(
     return attn
 
 
+def _fastest_on_cuda(capability: tuple[int, int] | None, is_float32: bool, is_installed: Callable[[str], bool]) -> str:
+    if is_float32 or (capability is not None and capability < _FIRST_WITH_FLASH):
+        return "sdpa"
+    # Flash attention 2 is no faster than torch's own, which is made from it.
+    return "flash_attention_3" if capability == _HOPPER and is_installed(_PACKAGES["flash_attention_3"]) else "flash_varlen"
+
+
 def require_full_attention(config: PreTrainedConfig, *, seq_len: int) -> None:
-    """
+    """Refuse a model whose attention window is shorter than a row.
+
     Raises:
         ConfigError: the model limits attention to a window that a row could exceed.
     """
@@ -154,7 +159,7 @@ def sdpa_packed(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention sample by sample.
+    """Compute causal attention sample by sample.
 
     Args:
         query: [1, H, T, D]; key and value [1, K, T, D].
@@ -182,7 +187,7 @@ def sdpa_packed(
 def _capped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, softcap: float
 ) -> torch.Tensor:
-    """Causal attention of one sample with all its scores in memory, because no kernel of torch caps them."""
+    """Compute causal attention of one sample with all scores in memory, because no kernel of torch caps them."""
     num_groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(num_groups, dim=1), value.repeat_interleave(num_groups, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -205,7 +210,7 @@ def grouped_packed(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The same by matrix products over samples of like length; shapes as in `sdpa_packed`."""
+    """Compute the same by matrix products over samples of similar length; shapes as in `sdpa_packed`."""
     assert segments.groups is not None, "attention by groups is for the CPU"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -223,7 +228,7 @@ def flash_varlen_packed(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The same in one kernel; shapes as in `sdpa_packed`. It takes float16 and bfloat16 only."""
+    """Compute the same in one kernel; shapes as in `sdpa_packed`, float16 and bfloat16 only."""
     from torch.nn.attention.varlen import varlen_attn
 
     longest = max(segments.lengths)
@@ -255,8 +260,10 @@ def package_packed(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """By the package that `attn` names, flash-attn or its sibling for Hopper GPUs; shapes as in `sdpa_packed`, dtypes as in
-    `flash_varlen_packed`."""
+    """Compute the same with the package that `attn` names: flash-attn, or its sibling for Hopper GPUs.
+
+    Shapes are as in `sdpa_packed`, dtypes as in `flash_varlen_packed`.
+    """
     longest = max(segments.lengths)
     output = import_module(_PACKAGES[attn]).flash_attn_varlen_func(
         *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),

@@ -1,7 +1,9 @@
-"""Writes the trainer's half of a checkpoint while the next step computes, and then runs what makes it count.
+"""Writes the trainer part of a checkpoint while the next step computes, then runs the work that makes it count.
 
-consumes: the learner's state of one step; in host memory it is read from where it lies until `release`
-produces: the half's files, then whatever `then` does (on the main rank: mark, commit)
+Called by `trainer.checkpoint.saver`.
+
+consumes: the learner's state of one step; in host memory it is read in place until `release`
+produces: the part's files, then what `then` produces (on the main rank: mark, commit)
 waits for: the write before it, in `start` and `work.wait`; its thread waits for the other ranks' threads
 unblocked by: the disk; the ranks' group gives up after `timeout_s`
 """
@@ -23,10 +25,10 @@ Then = Callable[[Mapping[str, FileRecord]], None]
 """Receives the records of every rank's shards on the main rank, nothing on the others."""
 
 
-class HalfWriter:
-    """At most one half is being written.
+class PartWriter:
+    """A thread that writes at most one part at a time.
 
-    >>> writer = HalfWriter(world, is_async=True, timeout_s=1800)
+    >>> writer = PartWriter(world, is_async=True, timeout_s=1800)
     >>> writer.start(directory, state_of(learner, progress), then=commit_it)
     >>> writer.release()  # before the learner changes
     >>> writer.work.wait()
@@ -34,13 +36,13 @@ class HalfWriter:
     """
 
     def __init__(self, world: World, *, is_async: bool, timeout_s: float) -> None:
-        """Collective.
+        """Open a group of all ranks for the writing threads. Collective.
 
         Args:
-            is_async: return while it is written; else `start` returns once all is done.
+            is_async: `start` returns while the part is written; otherwise it returns once all is done.
             timeout_s: longest wait of one rank's thread for another's.
         """
-        # The steps' own group must not carry a second conversation at the same time.
+        # The steps use their own group meanwhile, and one group must not carry two exchanges at the same time.
         self._group = open_group(world, timeout_s=timeout_s)
         self._is_async = is_async
         self._stager = _gpu_stager() if world.device.type == "cuda" else None
@@ -49,11 +51,11 @@ class HalfWriter:
         self._buffers: dict[TensorKey, torch.Tensor] = {}
 
     def start(self, directory: Path, state: State, *, then: Then) -> None:
-        """Collective.
+        """Begin to write `state` once the write before it has ended. Collective.
 
         Args:
-            directory: exists, empty.
-            state: not to be changed before `release` returns.
+            directory: exists and is empty.
+            state: must not change before `release` returns.
             then: runs on the writing thread once every rank's shards are written.
 
         Raises:
@@ -71,7 +73,7 @@ class HalfWriter:
         self.work.start(lambda: then(write_state(directory, state, self._group, hold=hold)))
 
     def release(self) -> None:
-        """Returns once the learner may change: what is not on its way to the disk by now is copied."""
+        """Return once the learner may change: tensors that are not being written by now are copied."""
         running = self.work.running
         if self._snapshot is not None and running is not None and not running.done():
             self._snapshot.detach()
@@ -84,7 +86,10 @@ class HalfWriter:
 
 
 def _gpu_stager() -> DefaultStager:
-    """Copies to pinned memory, which the next copy uses again: what a GPU holds changes before a disk could read it."""
+    """Make the copier from GPU memory to pinned memory, which the next copy uses again.
+
+    A GPU's memory changes before a disk could read it.
+    """
     return DefaultStager(
         StagingOptions(use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True)
     )

@@ -1,7 +1,7 @@
-"""Reads the trainer's part of a checkpoint without running code that lies in it. Called by `trainer.checkpoint.state`.
+"""Reads the trainer part of a checkpoint without running code in it. Called by `trainer.checkpoint.state`.
 
-`torch.distributed.checkpoint` unpickles `.metadata`, and loads what is no tensor with `weights_only=False`: whoever wrote such a
-file could run code. Here `.metadata` may name the classes of its own format and nothing else, and everything in the shards is
+`torch.distributed.checkpoint` unpickles `.metadata`, and loads everything but tensors with `weights_only=False`: whoever wrote such
+a file could run code. Here `.metadata` may name the classes of its own format and nothing else, and everything in the shards is
 loaded with `weights_only=True`.
 """
 
@@ -63,7 +63,8 @@ class ShardReader(FileSystemReader):
         self._directory = directory
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """
+        """Read the checkpoint's metadata.
+
         Raises:
             CheckpointError: the file is not the metadata of a checkpoint, or names a file outside the directory.
         """
@@ -76,9 +77,10 @@ class ShardReader(FileSystemReader):
 
 
 class ShardPlanner(DefaultLoadPlanner):
-    """A `DefaultLoadPlanner` that takes values, and no objects, from what is no tensor."""
+    """A `DefaultLoadPlanner` that accepts plain values, but no objects, where an entry is not a tensor."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load an entry that is not a tensor; refuse it if it holds anything but plain values."""
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
@@ -86,7 +88,8 @@ class ShardPlanner(DefaultLoadPlanner):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """
+    """Read a `.metadata` file without running code in it.
+
     Raises:
         CheckpointError: the file is not the metadata of a checkpoint, or names a file outside its directory.
     """

@@ -1,8 +1,8 @@
-"""How the shards of a checkpoint come into files: torch's distributed checkpoint format, from the learner's own memory.
+"""Writes the shards of a checkpoint in torch's distributed checkpoint format, from the learner's own memory.
 
-What is written is what `torch.distributed.checkpoint` reads by itself: one file a rank, in it one `torch.save` archive a tensor,
-and `.metadata`, which says where each lies. Only the way there differs from its FileSystemWriter: the archive around a tensor
-is made once for each shape, and the bytes between go from the tensor to the disk.
+`torch.distributed.checkpoint` reads the result by itself: one file a rank, with one `torch.save` archive a tensor, and `.metadata`,
+which says where each lies. The way there differs from torch's FileSystemWriter: the archive around a tensor is made once for each
+shape, and the bytes inside go from the tensor to the disk.
 """
 
 import io
@@ -26,23 +26,22 @@ from trivet.checkpoints.stream import FileStream
 from trivet.durable import FileRecord
 
 Hold = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
-"""Gives the tensor to write in the place of one of the state's, which does not change inside."""
-
+"""Gives the tensor to write in place of one of the state's; it does not change inside the block."""
 
 _TOGETHER_BYTES = 16 << 20
-"""Tensors that are held and written together: a thread that comes back from the disk takes time from the others."""
+"""Bytes of tensors that are held and written together: a thread that returns from the disk takes time from the others."""
 
 
 @dataclass(frozen=True)
 class ShardResult(WriteResult):
-    """Where one item was written, and what the whole file came out as."""
+    """The place of one item in its file, and the record of the whole file."""
 
     file: str
     record: FileRecord
 
 
 class ShardWriter(FileSystemWriter):
-    """One save of one rank. On the coordinator `records` describes every rank's file afterwards."""
+    """The writer of one save on one rank. On the coordinator `records` describes every rank's file afterwards."""
 
     def __init__(self, directory: Path, hold: Hold) -> None:
         super().__init__(directory)
@@ -51,6 +50,7 @@ class ShardWriter(FileSystemWriter):
         self.records: dict[str, FileRecord] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items into one file."""
         name = f"{plan.storage_data.prefix}0.distcp"
         written: dict[tuple[int, torch.dtype, torch.Size], _StorageInfo] = {}
         places: list[_StorageInfo] = []
@@ -83,6 +83,7 @@ class ShardWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata` and collect the records of all files; runs on the coordinator."""
         super().finish(metadata, results)
         for result in (result for rank in results for result in rank):
             assert isinstance(result, ShardResult)
@@ -102,7 +103,7 @@ def _put_tensor(stream: FileStream, name: str, tensor: torch.Tensor) -> _Storage
 
 @lru_cache(maxsize=1024)
 def _archive(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """What `torch.save` writes before and after the bytes of a contiguous tensor."""
+    """Return the bytes that `torch.save` writes before and after the data of a contiguous tensor."""
     archive = _Archive()
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype), archive)
@@ -111,10 +112,10 @@ def _archive(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
 
 
 class _Archive(io.BytesIO):
-    """Receives an archive without its data: torch moves on by the length of the data instead of writing it."""
+    """Receives an archive without its data: torch skips the length of the data instead of writing it."""
 
     hole: int | None = None
-    """Where the data belongs; None: there is none."""
+    """Offset at which the data belongs; None: there is no data."""
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         assert whence == io.SEEK_CUR

@@ -1,7 +1,7 @@
-"""The tensors of one moment, read by a writing thread while the learner that owns them goes on.
+"""Keeps the tensors of one moment readable for a writing thread while the learner that owns them goes on.
 
-Between two updates of the parameters nothing that a checkpoint holds changes, so it needs no copy for that long. Before the
-next update the learner asks for what is not written yet to be copied. Only for tensors in host memory.
+Used by `trainer.checkpoint.part_writer`. Between two updates nothing that a checkpoint holds changes, so for that long it needs no
+copy. Before the next update the learner has everything copied that is not written yet. Only for tensors in host memory.
 """
 
 import threading
@@ -13,11 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 TensorKey = tuple[int, int]
-"""Address and bytes."""
+"""Address and size in bytes of a tensor's memory."""
 
 
 class Snapshot:
-    """Shared by two threads: one calls `hold` for each tensor once, the other may call `detach`.
+    """The tensors of one moment. Two threads share it: one calls `hold` once for each tensor, the other may call `detach`.
 
     >>> snapshot = Snapshot(state, buffers={})
     >>> with snapshot.hold(tensor) as unchanging:  # and other tensors beside it
@@ -25,11 +25,12 @@ class Snapshot:
     """
 
     def __init__(self, state: object, *, buffers: dict[TensorKey, torch.Tensor]) -> None:
-        """
+        """Take the snapshot; nothing is copied yet.
+
         Args:
-            state: tensors in nested dicts and lists; of a DTensor this rank's part is meant.
-            buffers: memory that copies are made in, kept by the caller for the next snapshot of the same tensors; no other
-                snapshot may be using it. Of tensors that are not in `state` any more it is given back.
+            state: tensors in nested dicts and lists; of a DTensor the part of this rank counts.
+            buffers: memory for the copies, which the caller keeps for the next snapshot of the same tensors. No other snapshot may
+                be using it. Buffers of tensors that are not in `state` any more are freed.
         """
         with torch.no_grad():
             self._pending = {_key(tensor): tensor for tensor in _tensors_in(state) if tensor.numel() > 0}
@@ -43,7 +44,7 @@ class Snapshot:
 
     @contextmanager
     def hold(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """`tensor` as it was when the snapshot was made; `detach` waits while it is held."""
+        """Give `tensor` as it was when the snapshot was made; `detach` waits until it is released."""
         key = _key(tensor)
         with self._changed:
             is_copied = key in self._copied
@@ -60,7 +61,7 @@ class Snapshot:
                 self._changed.notify_all()
 
     def detach(self) -> None:
-        """Copy what was not held yet; returns once the tensors may change."""
+        """Copy the tensors that were not held yet; return once all tensors may change."""
         with self._changed:
             self._is_detached = True
             for key, tensor in self._pending.items():

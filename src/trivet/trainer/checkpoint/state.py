@@ -1,8 +1,8 @@
-"""The trainer's half of a checkpoint: model, optimizer, random state and progress, in shards that fit any number of ranks.
+"""Gathers, writes and loads the state of the trainer part: model, optimizer, random state and progress.
 
-Of the model it holds what is trained: beside an adapter the frozen weights are those of model.name.
-
-Learning rates are a function of the step, so the schedule has no state but where it began.
+Called by `trainer.checkpoint.saver` and `trainer.open_session`. Shards fit any number of ranks. Only trained weights are saved:
+with an adapter the frozen weights are those of model.name. Learning rates are a function of the step, so the only state of the
+schedule is the step at which it began.
 """
 
 import logging
@@ -42,7 +42,7 @@ State = dict[str, Any]
 
 
 class TrainerProgress(msgspec.Struct, kw_only=True):
-    """What the trainer has done since step 0, resumes included."""
+    """The trainer's totals since step 0, over all resumes."""
 
     step: int = 0
     total_tokens: int = 0
@@ -54,13 +54,16 @@ class TrainerProgress(msgspec.Struct, kw_only=True):
 
 
 def state_of(learner: Learner, progress: TrainerProgress) -> State:
-    """What makes the half of this moment. Tensors are the learner's own, not copies. Collective."""
+    """Return the state to save at this moment. Its tensors are the learner's own, not copies. Collective."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
     return {"model": _own(learner.model, model), "optimizer": optimizer} | _state_beside(progress)
 
 
 def _state_without_optimizer(learner: Learner, progress: TrainerProgress) -> State:
-    """Asking for an optimizer's state makes one, which would count a step that was never taken."""
+    """Return the state without the optimizer's.
+
+    Asking a fresh optimizer for its state makes one, which would count a step that was never taken.
+    """
     return {"model": _own(learner.model, get_model_state_dict(learner.model))} | _state_beside(progress)
 
 
@@ -70,24 +73,24 @@ def _state_beside(progress: TrainerProgress) -> State:
 
 
 def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold: Hold = nullcontext) -> dict[str, FileRecord]:
-    """Collective over `group`: every rank writes its shards into `directory`, which exists.
+    """Write each rank's shards into `directory`, which exists. Collective over `group`.
 
     Args:
-        hold: what is written of a tensor of `state` in host memory.
+        hold: gives the tensor to write in place of a tensor of `state` in host memory.
 
     Returns:
         On the group's first rank the record of each rank's file, by name; elsewhere nothing.
 
     Raises:
-        CheckpointError: a rank could not write; says what each met.
+        CheckpointError: a rank could not write; says what each rank met.
     """
     writer = ShardWriter(directory, hold)
-    # Who writes what is the same at every step; agreeing on it anew takes as long as the digests.
+    # The ranks' shares are the same at every step; agreeing on them anew takes as long as the digests.
     planner = DefaultSavePlanner(enable_plan_caching=True)
     try:
-        # A thread has gradients on of its own accord, and each shard of a DTensor would be a step of autograd.
+        # Gradients are on by default in a new thread, and each shard of a DTensor would be a step of autograd.
         with torch.no_grad():
-            # A rank alone would pickle what it has to tell for itself, and keep every other thread of Python waiting.
+            # A single rank would pickle its own plan for itself, and keep every other Python thread waiting.
             save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group.size() == 1)
     except CheckpointException as exc:
         causes = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in exc.failures.items())
@@ -95,11 +98,11 @@ def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold
     return writer.records
 
 
-def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> TrainerProgress:
-    """Collective: bring model, optimizer and random state to where `directory` was written.
+def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False) -> TrainerProgress:
+    """Restore model, optimizer and random state from `directory`; return the saved progress. Collective.
 
     Args:
-        skip_optimizer: the optimizer stays as it is.
+        skip_optimizer: leave the optimizer as it is.
 
     Raises:
         CheckpointError: it does not fit this model, a part is missing, or a file would run code.
@@ -115,7 +118,7 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
             f"{directory} does not fit model.name and optim of this run, or is damaged: {exc}; resume with the configuration "
             "that wrote it, or from another step"
         ) from exc
-    # All that was asked for is there; what is frozen was not, nor the moments of what never had a gradient.
+    # All that was asked for is there. Frozen weights were not asked for, nor moments of parameters without a gradient.
     options = StateDictOptions(strict=False)
     if skip_optimizer:
         set_model_state_dict(learner.model, state["model"], options=options)
@@ -132,9 +135,9 @@ def load_half(directory: Path, learner: Learner, *, skip_optimizer: bool = False
 
 
 def _drop_what_was_not_saved(moments: State, directory: Path) -> list[str]:
-    """Leave out of `moments` the parameters of which `directory` has none, and return their names.
+    """Remove from `moments` the parameters of which `directory` has none, and return their names.
 
-    An optimizer makes them with a parameter's first gradient, and plain SGD makes none.
+    An optimizer makes moments with a parameter's first gradient, and plain SGD makes none.
     """
     keys = read_metadata(directory / METADATA_FILE).state_dict_metadata
     saved = {key.rpartition(".")[0] for key in keys}
@@ -145,12 +148,13 @@ def _drop_what_was_not_saved(moments: State, directory: Path) -> list[str]:
 
 
 def _require_optimized(names: Sequence[str], groups: Sequence[State]) -> None:
-    """
+    """Require that the saved optimizer had these parameters.
+
     Args:
-        groups: of the optimizer that was saved.
+        groups: the parameter groups of the saved optimizer.
 
     Raises:
-        ValueError: it did not have these parameters.
+        ValueError: it did not have one of them.
     """
     known = {name for group in groups for name in group["params"]}
     if unknown := [name for name in names if name not in known]:
@@ -159,7 +163,7 @@ def _require_optimized(names: Sequence[str], groups: Sequence[State]) -> None:
 
 
 def _own(model: PolicyModel, tensors: State) -> State:
-    """Each tensor once, tied ones under their first name; with an adapter what is trained alone."""
+    """Return each tensor once, tied ones under their first name; with an adapter only what is trained."""
     if has_adapter(model.causal_lm):
         names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     else:
@@ -168,7 +172,7 @@ def _own(model: PolicyModel, tensors: State) -> State:
 
 
 def begin_anew(progress: TrainerProgress, ckpt: CkptConfig) -> TrainerProgress:
-    """`progress` of the checkpoint resumed from without what `ckpt` says to leave behind."""
+    """Return `progress` of the checkpoint resumed from, without what `ckpt` says to leave behind."""
     step = progress.step
     return TrainerProgress(
         step=step,

@@ -1,7 +1,7 @@
-"""The parts of a model that a CPU computes slowly as they are written, with backward passes that do less.
+"""Replaces the parts of a model that are slow on a CPU, with backward passes that do less.
 
-Called by `trainer.model` before sharding. A part is replaced only where it is seen to compute what the replacement does; every
-other model, and every other part, runs as transformers wrote it.
+Called by `trainer.model.policy_model` before sharding. A part is replaced only if a probe shows that it computes what the
+replacement does; every other model, and every other part, runs as transformers wrote it.
 
 Legend: T tokens, I features in, O features out.
 """
@@ -20,16 +20,17 @@ from trivet.trainer.optim.master_weights import MasterWeights
 logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS, _PROBE_FEATURES = 3, 64
+"""Size of the input on which a part is compared with its replacement: small, because every module is probed."""
 
 
 def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> MasterWeights | None:
-    """Replace what can be replaced, names of parameters kept.
+    """Replace every part that can be replaced; names of parameters stay.
 
     Args:
-        dtype: what the model computes in, whatever its parameters are in.
+        dtype: the dtype in which the model computes, whatever its parameters have.
 
     Returns:
-        The weights by which the model computes in `dtype` itself; None if a parameter is used by something that was not replaced.
+        The master weights, from which the model casts by itself; None if a part that was not replaced uses a parameter.
     """
     masters = MasterWeights()
     head = causal_lm.get_output_embeddings()
@@ -66,7 +67,7 @@ class _EmbeddingForward:
 
 
 class _Embedding(torch.autograd.Function):
-    """Its gradient touches the rows of the tokens that are there, where autograd's is a matrix of the whole vocabulary."""
+    """An embedding whose gradient touches the rows of the tokens present; autograd's is a matrix of the whole vocabulary."""
 
     @staticmethod
     def forward(
@@ -85,7 +86,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (token_ids,) = ctx.saved_tensors
         ids_N, grad_NH = token_ids.flatten(), grads[0].flatten(0, -2)
-        if ctx.padding_idx is not None:  # whose embedding is not trained
+        if ctx.padding_idx is not None:  # the embedding of padding is not trained
             is_trained_N = ids_N != ctx.padding_idx
             ids_N, grad_NH = ids_N[is_trained_N], grad_NH[is_trained_N]
         return None, ctx.masters.add_to_rows(ctx.master, ids_N, grad_NH), None, None, None
@@ -102,8 +103,11 @@ class _LinearForward:
 
 
 class _Linear(torch.autograd.Function):
-    """The gradient of the weight is a product over tokens, whose first factor oneDNN wants to be contiguous: given a transposed
-    view it takes twice as long. The narrower of the two factors is copied, and a product that comes out transposed is turned."""
+    """A linear layer with a faster gradient of its weight.
+
+    That gradient is a product over tokens, and oneDNN takes twice as long if its first factor is a transposed view. So the narrower
+    of the two factors is copied, and a product that comes out transposed is turned.
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, master_OI: torch.Tensor, masters: MasterWeights) -> torch.Tensor:
@@ -122,7 +126,7 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_gradient(inputs_TI: torch.Tensor, grad_TO: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """grad.T @ inputs, [O, I], in `dtype` and contiguous: what adds it up would walk through a transposed one."""
+    """Return grad.T @ inputs, [O, I], in `dtype` and contiguous, because adding up a transposed one is slow."""
     if grad_TO.dtype != torch.bfloat16:
         return (grad_TO.t() @ inputs_TI).to(dtype)
     if grad_TO.shape[1] <= inputs_TI.shape[1]:
@@ -145,12 +149,12 @@ class _NormForward:
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
-    """Over the last dimension, in float32; the weight multiplies what was rounded to the dtype of the input."""
+    """Normalize over the last dimension in float32; the weight multiplies the result rounded to the dtype of the input."""
     return _RMSNorm.apply(inputs, weight, epsilon)  # type: ignore[no-any-return]  # apply is untyped
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input and one number a token, where autograd keeps three float32 copies of the input.
+    """RMS norm that keeps its input and one number a token; autograd would keep three float32 copies of the input.
 
     With r = 1 / rms(x) and m = grad * x: dw = sum over tokens of r * m, dx = r * grad * w - x * r^3 * mean(m * w).
     """
@@ -182,7 +186,7 @@ def _epsilon(module: torch.nn.Module) -> float:
 
 
 def _is_rms_norm(module: torch.nn.Module) -> bool:
-    """Whether it gives, bit by bit, what `rms_norm` gives for an input and a weight made up here."""
+    """Tell whether `module` gives, bit by bit, what `rms_norm` gives for a made-up input and weight."""
     if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
     weight = torch.linspace(-1.5, 1.5, module.weight.numel())  # type: ignore[reportCallIssue, reportArgumentType]  # one tensor
@@ -201,7 +205,7 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Rotary(torch.autograd.Function):
-    """Pairs of the two halves of a head, turned; the gradient is turned back."""
+    """Rotation of pairs made of the two halves of a head; the gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -222,16 +226,16 @@ def _turn(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sign: i
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
-    """Rotary positions of queries and keys; the two halves of `cos` are equal, and those of `sin`.
+    """Apply rotary positions to queries and keys; the two halves of `cos` are equal, and those of `sin`.
 
-    The names of the arguments are those of transformers, whose function it stands for.
+    Arguments have the names of the transformers function that this one replaces.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _Rotary.apply(q, cos, sin), _Rotary.apply(k, cos, sin)
 
 
 def _replace_rotary(causal_lm: PreTrainedModel) -> bool:
-    """In the module that defines the model, whose blocks call it by its name there."""
+    """Replace the function in the module that defines the model: its blocks look it up there by name."""
     modeling: Any = sys.modules[type(causal_lm).__module__]
     theirs: Rotary | None = getattr(modeling, "apply_rotary_pos_emb", None)
     if theirs is rotate:

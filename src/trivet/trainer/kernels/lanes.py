@@ -1,8 +1,8 @@
-"""Rows side by side on a CPU: each lane is a thread that computes whole rows with its share of the cores. Used by `trainer.step`.
+"""Computes rows side by side on a CPU: each lane is a thread that computes whole rows with its share of the cores.
 
-The threads of one operator wait for each other thousands of times in a step, and a wait costs more than many an operator's work.
-Rows need nothing from each other but the sum of their gradients, each added under a lock of its parameter's own. The
-order in which it adds them is not fixed: deterministic runs have one lane.
+Used by `trainer.step`. The threads of one operator wait for each other thousands of times in a step, and a wait costs more than
+many an operator's work. Rows share only the sum of their gradients, added under a lock of each parameter. The order of these
+additions is not fixed, so deterministic runs have one lane.
 """
 
 import threading
@@ -14,39 +14,39 @@ from typing import TypeVar
 import torch
 
 _ROW_TOKENS = 1024
-"""Of a lane's row, at least: each row's gradients are added to all the parameters' once, however few its tokens are."""
+"""Least tokens of a lane's row: each row adds its gradients to all parameters once, however few tokens it has."""
 
 LaneRow = TypeVar("LaneRow")
 Result = TypeVar("Result")
 
 
 class Lanes:
-    """Where rows are computed; one lane computes them one after the other in the caller's thread."""
+    """A number of lanes. One lane computes rows one after the other in the caller's thread."""
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
 
     @classmethod
     def of(cls, *, seq_len: int) -> "Lanes":
-        """As many as rows of `seq_len` tokens can feed: at most one a thread of torch's, one where order matters."""
+        """Return as many lanes as rows of `seq_len` tokens can feed, at most one a torch thread; one in a deterministic run."""
         if torch.are_deterministic_algorithms_enabled():
             return cls()
         return cls(max(1, min(torch.get_num_threads(), seq_len // _ROW_TOKENS)))
 
     def max_tokens(self, longest: int) -> int:
-        """Of a row that is computed beside others, so that all lanes together take the memory of one row of `longest`."""
+        """Return the most tokens of a row beside others, so that all lanes together take the memory of one row of `longest`."""
         return -(-longest // self.count)
 
     def map(self, function: Callable[[LaneRow], Result], rows: Sequence[LaneRow]) -> list[Result]:
-        """Results in the order of `rows`. Raises what the first row that failed raised."""
-        if self.count == 1 or len(rows) < 2:  # nothing would be beside it
+        """Return the results in the order of `rows`; raise what the first row that failed raised."""
+        if self.count == 1 or len(rows) < 2:  # a single row has nothing beside it
             return [function(row) for row in rows]
         return list(_threads(self.count, torch.get_num_threads()).map(function, rows))
 
 
 @cache
 def _threads(count: int, whole: int) -> ThreadPoolExecutor:
-    """They share `whole` threads of torch's, and are kept for the life of the process."""
+    """Return the threads, which share `whole` torch threads and live as long as the process."""
     have_started = threading.Barrier(count + 1)
 
     def start() -> None:
@@ -58,5 +58,5 @@ def _threads(count: int, whole: int) -> ThreadPoolExecutor:
     for _ in range(count):
         pool.submit(int)
     have_started.wait()
-    torch.set_num_threads(whole)  # of threads to come, which would else take the lanes'
+    torch.set_num_threads(whole)  # for later threads, which would otherwise get the lanes' number
     return pool

@@ -8,11 +8,11 @@ from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
 _MAX_LOG_RATIO = 20.0
-"""d is cut here before the exponential: beyond it the clip decides, or the gradient would overflow where it does not."""
+"""d is cut here before the exponential. Beyond it either the clip decides, or the gradient would overflow."""
 
 
 def grpo_loss(scores: TokenScores, row: RowTensors, *, config: GrpoLossConfig) -> RowLoss:
-    """- sum of min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), with gradient through r where the minimum has one.
+    """Compute - sum of min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), with gradient through r where the minimum has one.
 
     `normalization` says what the sum is divided by. `sample` makes the tokens of long samples weigh less than those of short
     ones, a bias that Dr. GRPO removes with a constant length.
@@ -41,7 +41,7 @@ def grpo_loss(scores: TokenScores, row: RowTensors, *, config: GrpoLossConfig) -
 
 
 def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig) -> RowLoss:
-    """- sum over samples of min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean of d over the sample).
+    """Compute - sum over samples of min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean of d over the sample).
 
     Each sample weighs the same; the step divides by its samples.
 
@@ -67,7 +67,7 @@ def gspo_loss(scores: TokenScores, row: RowTensors, *, config: GspoLossConfig) -
 def _clipped(
     ratio: torch.Tensor, advantage: torch.Tensor, *, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The objective, and what of it is cut off below and above: there it has no gradient."""
+    """Return the objective, and where it is cut off below and above; there it has no gradient."""
     objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     is_low = (ratio.detach() < low) & (advantage < 0)
     is_high = (ratio.detach() > high) & (advantage > 0)

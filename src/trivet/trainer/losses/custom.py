@@ -1,15 +1,15 @@
-"""A loss of the user's own: a function of one sample, found by its import path."""
+"""Loads a loss of the user's own: a function of one sample, found by its import path. Called by `trainer.losses.select`."""
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
 from trivet.config.sections.losses import CustomLossConfig
 from trivet.errors import ConfigError
+from trivet.imports import import_by_path
 from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss, common_values, make_ratios
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
@@ -17,12 +17,12 @@ from trivet.trainer.rows import RowTensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleInputs:
-    """What the function gets: the loss tokens of one sample, in order. Legend: L loss tokens."""
+    """The argument of a custom loss: the loss tokens of one sample, in order. Legend: L loss tokens."""
 
     trainer_logprobs_L: torch.Tensor
     """float32, with gradient."""
     sampler_logprobs_L: torch.Tensor
-    """float32: as sampled."""
+    """float32: the log-probabilities with which the tokens were sampled."""
     entropies_L: torch.Tensor
     """float32, nats."""
     advantages_L: torch.Tensor
@@ -32,7 +32,7 @@ class SampleInputs:
 
 
 class SampleLoss(NamedTuple):
-    """What the function returns."""
+    """The result of a custom loss."""
 
     loss: torch.Tensor
     """Scalar: the sample's sum. The step divides the sum of all samples by `trainer.loss.unit`."""
@@ -45,7 +45,8 @@ SampleFunction = Callable[..., SampleLoss]
 
 
 def load_custom_loss(config: CustomLossConfig) -> Loss:
-    """
+    """Import the function that `config` names and make a loss of rows from it.
+
     Raises:
         ConfigError: the function cannot be imported, or does not take the keyword arguments.
     """
@@ -106,9 +107,8 @@ def _call(function: SampleFunction, config: CustomLossConfig, inputs: SampleInpu
 
 
 def _import(path: str) -> SampleFunction:
-    module_name, _, name = path.replace(":", ".").rpartition(".")
     try:
-        found: Any = getattr(importlib.import_module(module_name), name)
+        found = import_by_path(path)
     except (ImportError, AttributeError) as exc:
         raise ConfigError(
             f"trainer.loss.import_path {path!r} cannot be imported: {exc}; is the module on PYTHONPATH or installed?"

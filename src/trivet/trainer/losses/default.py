@@ -20,7 +20,7 @@ _MAX_LOG_RATIO = 10.0
 
 
 def default_loss(scores: TokenScores, row: RowTensors, *, config: DefaultLossConfig) -> RowLoss:
-    """- sum over kept tokens of sg(rho * (adv_tau * A + teacher_tau * (teacher - logprob) - kl_tau * d)) * logprob.
+    """Compute - sum over kept tokens of sg(rho * (adv_tau * A + teacher_tau * (teacher - logprob) - kl_tau * d)) * logprob.
 
     With ratio_type `token`, rho = r and the step divides by its loss tokens, masked ones included. With `sequence`, rho is
     the clipped product over the sample, each sample's sum is divided by its own number of loss tokens, and the step divides

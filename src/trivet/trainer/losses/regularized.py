@@ -1,4 +1,4 @@
-"""What can be added to any policy loss: a pull towards a reference policy, a bonus for entropy."""
+"""Adds to any policy loss a pull towards a reference policy and a bonus for entropy. Called by `trainer.losses.select`."""
 
 import torch
 
@@ -9,7 +9,7 @@ from trivet.trainer.rows import RowTensors
 
 
 def regularized(loss: Loss, config: PolicyLossConfig) -> Loss:
-    """`loss` plus beta * KL(policy || reference) minus entropy_coef * entropy, both per loss token of the step.
+    """Return `loss` plus beta * KL(policy || reference) minus entropy_coef * entropy, both per loss token of the step.
 
     The divergence is estimated on the sampled tokens by k3, exp(q) - q - 1 with q = reference - trainer log-probability: on
     policy its mean is KL(policy || reference) of the next token. As in GRPO it is differentiated as it stands, which on policy

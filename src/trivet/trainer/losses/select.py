@@ -1,4 +1,4 @@
-"""From `[trainer.loss]` to the function that the step calls."""
+"""Makes the loss function that the step calls, as `[trainer.loss]` configures it."""
 
 from functools import partial
 
@@ -25,9 +25,10 @@ from trivet.trainer.rows import RowTensors
 
 
 def make_policy_loss(config: LossConfig) -> Loss:
-    """
+    """Return the loss that `config` selects, with its regularization.
+
     Raises:
-        ConfigError: a custom loss that cannot be imported.
+        ConfigError: a custom loss cannot be imported.
     """
     return regularized(_select(config), config)
 
@@ -53,6 +54,6 @@ def _select(config: LossConfig) -> Loss:
 
 
 def cross_entropy(scores: TokenScores, row: RowTensors) -> RowLoss:
-    """- log-probability of each loss token: supervised fine-tuning."""
+    """Compute - log-probability of each loss token: the loss of supervised fine-tuning."""
     loss_N = -scores.logprobs_N
     return RowLoss({LossUnit.TOKEN: loss_N.sum()}, {"loss": loss_N.detach(), "entropy": scores.entropies_N.detach()})

@@ -1,4 +1,6 @@
-"""What every loss is made of and gives back. Pure tensors; the step sums rows, divides by global counts and takes gradients.
+"""Defines the parts that every loss is made of and its result. Pure tensors.
+
+The step sums rows, divides by global counts and takes gradients.
 
 Legend: N loss tokens of a row, S samples with loss tokens in it. d = trainer - sampler log-probability, r = exp(d).
 """
@@ -14,7 +16,7 @@ from trivet.trainer.rows import RowTensors
 
 
 class LossUnit(StrEnum):
-    """What a sum over the step is divided by: a count over all rows and ranks, so that layout does not matter."""
+    """The count that a sum over the step is divided by. It is taken over all rows and ranks, so layout does not matter."""
 
     TOKEN = "token"
     """Loss tokens."""
@@ -23,6 +25,8 @@ class LossUnit(StrEnum):
 
 
 class RowLoss(NamedTuple):
+    """The loss of one row."""
+
     terms: dict[LossUnit, torch.Tensor]
     """Scalars with gradient, by what the step divides each by; the step's loss is the sum of the quotients."""
     values: dict[str, torch.Tensor]
@@ -33,7 +37,7 @@ Loss = Callable[[TokenScores, RowTensors], RowLoss]
 
 
 class Ratios(NamedTuple):
-    """How far the trainer's policy is from the one that sampled. No gradient."""
+    """The distance of the trainer's policy from the policy that sampled. Without gradient."""
 
     d_N: torch.Tensor
     ratio_N: torch.Tensor
@@ -45,6 +49,7 @@ class Ratios(NamedTuple):
 
 
 def make_ratios(scores: TokenScores, row: RowTensors) -> Ratios:
+    """Compute the ratios of trainer to sampler probability for the loss tokens of `row`."""
     d_N = (scores.logprobs_N - row.sampler_logprobs_N).detach()
     return Ratios(
         d_N=d_N,
@@ -55,7 +60,7 @@ def make_ratios(scores: TokenScores, row: RowTensors) -> Ratios:
 
 
 def mismatch_kl(log_ratio: torch.Tensor) -> torch.Tensor:
-    """r - d - 1 per token: a non-negative estimate of the KL divergence from sampler to trainer.
+    """Compute r - d - 1 per token: a non-negative estimate of the KL divergence from sampler to trainer.
 
     Source: the k3 estimator, http://joschu.net/blog/kl-approx.html.
     """
@@ -65,10 +70,10 @@ def mismatch_kl(log_ratio: torch.Tensor) -> torch.Tensor:
 def common_values(
     scores: TokenScores, row: RowTensors, ratios: Ratios, *, low_N: torch.Tensor, high_N: torch.Tensor, masked_N: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The metrics that every policy loss has.
+    """Return the metrics that every policy loss has.
 
     Args:
-        low_N: tokens at the lower bound, whose pull downwards is cut off.
+        low_N: tokens at the lower bound, where the pull downwards is cut off.
         high_N: tokens at the upper bound.
         masked_N: tokens without any gradient.
     """
@@ -87,7 +92,7 @@ def common_values(
 
 
 def effective_sample_share(ratios: Ratios, row: RowTensors) -> torch.Tensor:
-    """Per sample, (sum r)^2 / (n sum r^2) of its n tokens: 1 when all weigh the same, 1/n when one outweighs the rest.
+    """Compute (sum r)^2 / (n sum r^2) of each sample's n tokens: 1 when all weigh the same, 1/n when one outweighs the rest.
 
     Source: Kish's effective sample size over n, as in importance sampling (Owen 2013, Monte Carlo theory, section 9.3).
     """
@@ -96,14 +101,17 @@ def effective_sample_share(ratios: Ratios, row: RowTensors) -> torch.Tensor:
 
 
 def sum_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
+    """Return the sum of each sample's values, [S]."""
     return values_N.new_zeros(row.num_samples).index_add_(0, row.samples_N, values_N)
 
 
 def max_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
+    """Return the largest of each sample's values, [S]."""
     return _reduce_by_sample(values_N, row, "amax")
 
 
 def min_by_sample(values_N: torch.Tensor, row: RowTensors) -> torch.Tensor:
+    """Return the smallest of each sample's values, [S]."""
     return _reduce_by_sample(values_N, row, "amin")
 
 

@@ -12,7 +12,7 @@ _MAX_LOG_RATIO = 20.0
 
 
 def dppo_loss(scores: TokenScores, row: RowTensors, *, config: DppoLossConfig) -> RowLoss:
-    """sum of -keep * adv_tau * A * r + kl_tau * d^2, over the step's loss tokens, with gradient through r and d.
+    """Compute the sum of -keep * adv_tau * A * r + kl_tau * d^2 over the step's loss tokens, with gradient through r and d.
 
     keep is false where p_trainer - p_sampler > dppo_mask_high and A > 0, or < -dppo_mask_low and A <= 0: the token has
     already gone far in the direction in which its advantage pushes. The penalty acts on masked tokens too.
@@ -30,7 +30,7 @@ def dppo_loss(scores: TokenScores, row: RowTensors, *, config: DppoLossConfig) -
 
 
 def ipo_loss(scores: TokenScores, row: RowTensors, *, config: IpoLossConfig) -> RowLoss:
-    """sum of -keep * adv_tau * A * r + kl_tau * d^2, over the step's loss tokens, with gradient through r and d.
+    """Compute the sum of -keep * adv_tau * A * r + kl_tau * d^2 over the step's loss tokens, with gradient through r and d.
 
     keep = |p_trainer - p_sampler| <= ipo_threshold, whatever the sign of A: in asynchronous training each batch is used once,
     and the sign does not predict where the policy has moved since.

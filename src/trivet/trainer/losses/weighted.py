@@ -9,7 +9,7 @@ from trivet.trainer.rows import RowTensors
 
 
 def cispo_loss(scores: TokenScores, row: RowTensors, *, config: CispoLossConfig) -> RowLoss:
-    """- sum of sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logprob, over the step's loss tokens.
+    """Compute - sum of sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logprob, over the step's loss tokens.
 
     Bias: unbiased on policy. Off policy it is biased by the ratios of earlier tokens, which are left out, and by the clip;
     unlike with PPO every token keeps a gradient.
@@ -20,7 +20,7 @@ def cispo_loss(scores: TokenScores, row: RowTensors, *, config: CispoLossConfig)
 
 
 def aipo_loss(scores: TokenScores, row: RowTensors, *, config: AipoLossConfig) -> RowLoss:
-    """- sum of sg(min(r, clip_ratio)) * A * logprob, over the step's loss tokens.
+    """Compute - sum of sg(min(r, clip_ratio)) * A * logprob, over the step's loss tokens.
 
     Bias: as `cispo_loss` without a lower bound; the truncation from above is that of V-trace and bounds the variance.
 

@@ -1,6 +1,6 @@
-"""What a step costs: `uv run trainer --bench`, `uv run sft --bench`, `uv run rl --bench`. Called by a rank's entry point.
+"""Measures a step: `uv run trainer --bench`, `uv run sft --bench`, `uv run rl --bench`. Called by a rank's entry point.
 
-It takes the very steps that training takes, on made-up rows. Must never write into the output directory: a run may live there.
+It takes the very steps that training takes, on made-up rows. Must never write into the output directory: a run may use it.
 """
 
 import importlib.metadata
@@ -46,7 +46,7 @@ Kind = Literal["rl", "sft"]
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Over the steps that count."""
+    """The spread of a quantity over the steps that count: all but the first."""
 
     mean: float
     std: float
@@ -55,22 +55,23 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
+        """Describe `values`, one a step."""
         column = np.asarray(values, dtype=np.float64)
         return cls(mean=float(column.mean()), std=float(column.std()), min=float(column.min()), max=float(column.max()))
 
     @classmethod
     def of_rate(cls, amount: float, seconds: Sequence[float]) -> "Spread":
-        """Of `amount` by each of `seconds`; its mean is all that was done over all the time it took."""
+        """Describe the rates at which `amount` was done in each of `seconds`; the mean is the total amount over the total time."""
         spread = cls.of([amount / taken for taken in seconds])
         return msgspec.structs.replace(spread, mean=amount * len(seconds) / sum(seconds))
 
 
 class PeakMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the main rank: of its GPU's allocator, on the CPU of its process."""
+    """Peak memory of the main rank: of its GPU's allocator, or on a CPU of its process."""
 
     gib: float
     pct: float
-    """Of what the device has."""
+    """Percent of the device's memory."""
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +88,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of an optimizer step, from its rows to its update."""
     peak_memory: PeakMemory
     step_times: list[float]
-    """Of every step, the first included, which does not count."""
+    """Seconds of every step, with the first, which does not count."""
     tokens_per_step: int
     num_ranks: int
     num_parameters: int
@@ -103,10 +104,10 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the steps of one rank gave."""
+    """The measurements of one rank's steps."""
 
     seconds: list[float]
-    """Of each step."""
+    """One number a step."""
     tokens_per_step: int
     cost: ModelCost
     num_parameters: int
@@ -117,7 +118,7 @@ def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -
     """Measure, and on rank 0 show a table and write `bench.output_json`. Collective.
 
     Raises:
-        ConfigError: no such model, or one that cannot be trained; the report cannot be written.
+        ConfigError: there is no such model, or it cannot be trained; or the report cannot be written.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -137,7 +138,7 @@ def run_bench(config: TrainingConfig, world: World, *, loss: Loss, kind: Kind) -
 
 
 def require_folder(output_json: Path) -> None:
-    """Before anything is measured: the report's folder, made where it is missing.
+    """Make the report's folder where it is missing, before anything is measured.
 
     Raises:
         ConfigError: it cannot be made or written, or the report's name is a directory's.
@@ -152,7 +153,7 @@ def require_folder(output_json: Path) -> None:
 
 
 def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
-    """The time of every step. Collective."""
+    """Time every step. Collective."""
     assert config.bench is not None
     torch.manual_seed(config.seed)
     profiler = Profiler(config, world)
@@ -192,6 +193,7 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
 
 
 def make_report(config: TrainingConfig, world: World, measured: Measured, *, kind: Kind) -> BenchReport:
+    """Make the report from this rank's measurements; where the device's peak is not known, it is measured here."""
     known = peak_flops(world.device)
     peak = known or measured_flops(world.device, torch_dtype(config.model.compute_dtype))
     counted = measured.seconds[1:]
@@ -221,6 +223,7 @@ def make_report(config: TrainingConfig, world: World, measured: Measured, *, kin
 
 
 def write_report(path: Path, report: BenchReport) -> None:
+    """Write `report` as JSON."""
     replace_file(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""Batches that nobody sampled, for a run of the trainer by itself (`trainer.data.fake`). A `BatchReceiver`."""
+"""Makes up batches for a run of the trainer by itself (`trainer.data.fake`). A `BatchReceiver`."""
 
 from transformers import AutoConfig
 
@@ -11,14 +11,16 @@ from trivet.wire.versions import Step
 
 
 class FakeReceiver:
-    """
+    """A receiver of made-up batches.
+
     >>> receiver = FakeReceiver(config, from_step=Step(0))
     >>> receiver.receive(Step(1)).num_tokens
     4096
     """
 
     def __init__(self, config: TrainerConfig, *, from_step: Step) -> None:
-        """
+        """Read the model's vocabulary size.
+
         Raises:
             ConfigError: there is no such model.
         """
@@ -30,7 +32,7 @@ class FakeReceiver:
         self._vocab_size = _vocab_size(config)
 
     def receive(self, step: Step) -> Batch:
-        """Batch `step`, the same each time; for the step that the run starts from, an empty self-check."""
+        """Return batch `step`, the same each time; for the step that the run starts from, an empty self-check."""
         if step == self._from_step:
             return Batch(step=step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
         rows = fake_rows(
@@ -45,7 +47,7 @@ class FakeReceiver:
         return Batch(step=step, purpose=BatchPurpose.TRAIN, micro_batches=rows, group_ids=[], num_rollouts=num_rollouts)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the receiver holds no resource."""
 
 
 def _vocab_size(config: TrainerConfig) -> int:

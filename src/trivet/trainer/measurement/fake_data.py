@@ -1,6 +1,6 @@
-"""Made-up sequences, for measuring the trainer without data: `sft` with `data.type = "fake"`, and `--bench`.
+"""Makes up sequences, for measuring the trainer without data: `sft` with `data.type = "fake"`, and `--bench`.
 
-Legend: T tokens of one sequence. What is made is a function of the arguments alone, the same on every rank and in every process.
+Legend: T tokens of one sequence. The result depends on the arguments alone: it is the same on every rank and in every process.
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ Lengths = Literal["fixed", "variable"]
 TokenIds = Literal["increasing", "random"]
 
 MIN_LENGTH = 2
-"""A token to predict and one to predict it from."""
+"""Least tokens of a sequence: one to predict, and one to predict it from."""
 
 
 def fake_rows(
@@ -30,9 +30,9 @@ def fake_rows(
     length: Lengths = "fixed",
     token_ids: TokenIds = "random",
 ) -> list[MicroBatch]:
-    """A batch of rows of exactly `seq_len` tokens each, all of them trained on but the first of each sequence.
+    """Make a batch of rows of exactly `seq_len` tokens each, all trained on except the first of each sequence.
 
-    A policy loss can be computed on them too: they carry advantages, and log-probabilities as of a policy that draws evenly.
+    A policy loss can be computed on them too: they have advantages, and the log-probabilities of a policy that draws evenly.
 
     Args:
         step: batches of different steps hold different sequences.
@@ -52,14 +52,14 @@ def fake_rows(
 def fake_item(
     index: int, *, seed: int, seq_len: int, vocab_size: int, length: Lengths = "fixed", token_ids: TokenIds = "random"
 ) -> PackItem:
-    """Sequence `index` of an endless fake data set: of `seq_len` tokens, or `variable`: of 2 to `seq_len`, drawn evenly."""
+    """Make sequence `index` of an endless fake data set: `seq_len` tokens, or with `variable` 2 to `seq_len`, drawn evenly."""
     rng = np.random.default_rng(derive_seed(seed, "fake_item", index))
     size = seq_len if length == "fixed" else int(rng.integers(MIN_LENGTH, seq_len, endpoint=True))
     return _item(size, vocab_size=vocab_size, token_ids=token_ids, rng=rng)
 
 
 def _cut(seq_len: int, rng: np.random.Generator) -> list[int]:
-    """Lengths that sum to `seq_len`, each drawn evenly from what still fits; none leaves a rest too short to be a sequence."""
+    """Draw lengths that sum to `seq_len`, each evenly from what still fits; no rest is too short to be a sequence."""
     lengths: list[int] = []
     left = seq_len
     while left:

@@ -1,4 +1,4 @@
-"""What a step costs: floating-point operations, memory, and its share of the device's peak."""
+"""Counts what a step costs: floating-point operations, memory, and its share of the device's peak."""
 
 import os
 import resource
@@ -13,40 +13,44 @@ from trivet.trainer.model.policy_model import PolicyModel, has_adapter
 from trivet.wire.batches import MicroBatch
 
 _PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 operations per second, by what the device's name contains."""
+"""Dense bf16 operations per second, by a text that the device's name contains."""
 _MATMUL_SIZE, _MATMUL_TRIES = 1024, 12
+"""Rows of the square matrices that are multiplied on a CPU to measure its peak, and how often; the best try counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
+    """The numbers of a model from which operations are counted."""
+
     matmul_parameters: int
     """Parameters that a token is multiplied with: neither an embedding that is only looked up, nor experts it is not sent to."""
     frozen_parameters: int = 0
-    """Of those; they get no gradient of their own."""
+    """Those of `matmul_parameters` that get no gradient."""
     num_layers: int
     attention_width: int
     """Query heads times head dimension."""
     hidden_size: int
 
     def flops(self, sequence_lengths: Sequence[int]) -> float:
-        """Forward and backward of samples of these lengths; attention counted causally, recomputation not at all."""
+        """Count forward and backward of samples of these lengths: attention causally, recomputation not at all."""
         tokens, squares = sum(sequence_lengths), sum(length * length for length in sequence_lengths)
         of_parameters = 6.0 * self.matmul_parameters - 2.0 * self.frozen_parameters
         return of_parameters * tokens + 6.0 * self.num_layers * self.attention_width * squares
 
     def reference_flops(self, *, num_tokens: int, seq_len: int) -> float:
-        """The same by the formula of prime-rl's published figures, to be compared with them.
+        """Count the same by the formula of prime-rl's published figures, to be compared with them.
 
-        It counts every token as the last of a row of `seq_len`, attention without its causal half, and the hidden size as the
-        width of the heads.
+        The formula takes every token for the last of a row of `seq_len`, does not halve attention for causality, and takes the
+        hidden size for the width of the heads.
 
-        Source: prime-rl's MFU counter; its figures of January 2026 come out when the parameters are those counted here.
+        Source: prime-rl's MFU counter; with the parameters counted here it gives its figures of January 2026.
         """
         of_parameters = 6.0 * self.matmul_parameters - 2.0 * self.frozen_parameters
         return (of_parameters + 12.0 * self.num_layers * self.hidden_size * seq_len) * num_tokens
 
 
 def model_cost(model: PolicyModel) -> ModelCost:
+    """Read the cost from the model's configuration and parameters."""
     config = model.causal_lm.config
     assert isinstance(config, PreTrainedConfig)
     is_tied = model.embedding.weight is model.head.weight
@@ -64,16 +68,16 @@ def model_cost(model: PolicyModel) -> ModelCost:
 
 
 def _count_used(name: str, parameter: torch.nn.Parameter, config: PreTrainedConfig) -> int:
-    """Its numbers that one token is multiplied with: of a mixture's experts those that the token is sent to."""
+    """Count the numbers of `parameter` that one token is multiplied with: only experts that the token is sent to count."""
     if ".experts." not in name:
         return parameter.numel()
-    # Mixtral's name of it, which later models share, and Qwen3-MoE's.
+    # The first name is Mixtral's, which later models share; the second is Qwen3-MoE's.
     num_experts = getattr(config, "num_local_experts", None) or config.num_experts
     return parameter.numel() * config.num_experts_per_tok // num_experts
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's bf16 peak, None when it is not known."""
+    """Return the device's bf16 peak, in operations per second; None when it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -81,7 +85,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of square matrix products: what stands for the peak of a device that has no entry in a table."""
+    """Measure the operations per second of square matrix products: the peak of a device that the table does not have."""
     size = _MATMUL_SIZE if device.type == "cpu" else 4 * _MATMUL_SIZE
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = 0.0
@@ -93,7 +97,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Stopwatch:
-    """Times what is done within it, up to the moment at which the device has done it.
+    """Times a block, up to the moment at which the device has done the block's work.
 
     >>> with Stopwatch(device) as watch:
     ...     torch.matmul(left, right)
@@ -121,14 +125,14 @@ class Stopwatch:
 
 
 def total_memory_gib(device: torch.device) -> float:
-    """What the device has; on the CPU, what the machine has."""
+    """Return the GiB of the device or, on the CPU, of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Largest so far: of the device's allocator, on the CPU of the process."""
+    """Return the largest use so far, in GiB: of the device's allocator or, on the CPU, of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -137,7 +141,7 @@ def peak_memory_gib(device: torch.device) -> float:
 def speed_metrics(
     cost: ModelCost, rows: Sequence[MicroBatch], *, seconds: float, num_ranks: int, device: torch.device
 ) -> dict[str, float]:
-    """Metrics under `perf/` of a step that took `seconds`."""
+    """Return the metrics under `perf/` of a step that took `seconds`."""
     lengths = [int(length) for row in rows for length in row.sequence_lengths_S]
     throughput = sum(lengths) / seconds
     metrics = {

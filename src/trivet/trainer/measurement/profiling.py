@@ -1,6 +1,6 @@
-"""Where time and memory of a few steps went: traces and memory snapshots, one file per rank. Owned by a session or a benchmark.
+"""Records where time and memory of a few steps go: traces and memory snapshots, one file per rank.
 
-Off unless it is asked for: then nothing here touches a step.
+Owned by a session or a benchmark. Off unless it is asked for: then nothing here touches a step.
 """
 
 import logging
@@ -16,21 +16,23 @@ from trivet.trainer.ranks.world import World
 
 logger = logging.getLogger(__name__)
 
-_WAIT, _WARMUP, _ACTIVE = 1, 1, 2
-"""Steps: the first is slow for reasons of its own, the next pays for the profiler's own start, the two after it are kept."""
+_SKIPPED_STEPS, _WARMUP_STEPS, _TRACED_STEPS = 1, 1, 2
+"""The first step is slow for reasons of its own, the next pays for the profiler's start, the two after it are kept."""
 _MAX_EVENTS = 100_000
-"""Allocations that a memory snapshot looks back on."""
+"""Newest allocations and frees that a memory snapshot contains; each takes memory of the process."""
 
 
 class Profiler:
-    """
+    """Traces and memory snapshots of one rank.
+
     >>> profiler = Profiler(config, world)
     >>> profiler.finish_step(1)
     >>> profiler.close()
     """
 
     def __init__(self, config: TrainingConfig, world: World) -> None:
-        """
+        """Start what `trace_path` and `memory_profiler_path` ask for.
+
         Raises:
             ConfigError: memory snapshots without a GPU.
         """
@@ -51,7 +53,7 @@ class Profiler:
             self._traces.mkdir(parents=True, exist_ok=True)
             self._trace = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
-                schedule=schedule(wait=_WAIT, warmup=_WARMUP, active=_ACTIVE, repeat=1),
+                schedule=schedule(wait=_SKIPPED_STEPS, warmup=_WARMUP_STEPS, active=_TRACED_STEPS, repeat=1),
                 on_trace_ready=lambda trace: self._write(trace, self.trace_file(self._traces or Path())),
                 record_shapes=True,
                 profile_memory=True,
@@ -62,20 +64,21 @@ class Profiler:
         self._has_traced = False
 
     def finish_step(self, step: int) -> None:
-        """After each optimizer step."""
+        """Write the snapshot of `step` and let the trace go on to the next step. Called after each optimizer step."""
         if self._snapshots is not None:
             torch.cuda.memory._dump_snapshot(str(self._snapshots / f"step_{step}.rank_{self._rank}.pickle"))
         if self._trace is not None and not self._has_traced:
             self._trace.step()
 
     def close(self) -> None:
-        """A trace of fewer steps than planned is written too. May be called again."""
+        """End the recording; a trace of fewer steps than planned is written too. May be called again."""
         if self._trace is not None:
             if not self._has_traced:
                 self._trace.stop()
             if not self._has_traced:
                 logger.warning(
-                    "trace_path: the run ended before step %s of its start, no trace is written", _WAIT + _WARMUP + 1
+                    "trace_path: the run ended before step %s of its start, no trace is written",
+                    _SKIPPED_STEPS + _WARMUP_STEPS + 1,
                 )
             self._trace = None
         if self._snapshots is not None:
@@ -83,6 +86,7 @@ class Profiler:
             self._snapshots = None
 
     def trace_file(self, directory: Path) -> Path:
+        """Return the path of this rank's trace."""
         return directory / f"trace.rank_{self._rank}.json.gz"
 
     def _write(self, trace: profile, path: Path) -> None:

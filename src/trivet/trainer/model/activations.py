@@ -1,7 +1,7 @@
-"""Activations that wait for the backward pass in main memory instead of on the GPU. Called by `trainer.model.blocks`.
+"""Keeps activations in main memory, instead of on the GPU, until the backward pass needs them. Called by `trainer.model.blocks`.
 
-Copies run on streams of their own, while the GPU computes. Forward: at most so many are under way, then computing waits for
-the oldest. Backward: while a block is computed again, what the block before it needs is on its way back.
+Copies run on streams of their own while the GPU computes. Forward: a limited number is under way at once, then computing waits for
+the oldest. Backward: while a block is computed again, the activations of the block before it are on their way back.
 """
 
 import weakref
@@ -14,23 +14,25 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 _MIN_BYTES = 1 << 20
-"""Smaller tensors cost more to move than to keep."""
+"""Tensors of fewer bytes cost more to move than to keep."""
 
 
 class Copy(Protocol):
-    """One that was started."""
+    """A copy that was started."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its destination, whole once `join` was called."""
+        """The destination; it is whole once `join` was called."""
         ...
 
     def join(self) -> None:
-        """What is computed from now on comes after the copy."""
+        """Order what is computed from now on after the copy."""
         ...
 
 
 class Transfers(Protocol):
+    """Copies between the GPU and main memory."""
+
     def leave(self, tensor: torch.Tensor) -> Copy:
         """Start to copy `tensor` to main memory; it must stay until the copy was joined."""
         ...
@@ -40,7 +42,7 @@ class Transfers(Protocol):
         ...
 
     def is_away(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is in main memory already."""
+        """Tell whether `tensor` is in main memory already."""
         ...
 
 
@@ -48,14 +50,15 @@ class Transfers(Protocol):
 class _Kept:
     leaving: Copy
     here: torch.Tensor | None
-    """On the GPU as long as it is copied from there."""
+    """The tensor on the GPU, as long as it is being copied from there."""
     before: "weakref.ref[_Kept] | None"
-    """What was kept before it, and is wanted after it."""
+    """The activation kept before this one; the backward pass wants it after this one."""
     returning: Copy | None = None
 
 
 class ActivationOffload:
-    """
+    """Moves what autograd saves in a block to main memory and back.
+
     >>> offload = ActivationOffload(CudaTransfers(device, does_pin=True), max_inflight=5)
     >>> block.forward = offload.around(block.forward)
     """
@@ -68,7 +71,7 @@ class ActivationOffload:
         self._last: weakref.ref[_Kept] | None = None
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward`, keeping what autograd saves in it in main memory."""
+        """Return `forward` such that what autograd saves in it is kept in main memory."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -90,7 +93,7 @@ class ActivationOffload:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Kept):
             return packed
-        # The backward pass has begun: nothing more leaves, and what is still here needs no way back.
+        # The backward pass has begun: no more tensors leave, and those still on the GPU need not come back.
         self._inflight.clear()
         self._prefetch(packed.before)
         if packed.here is not None:
@@ -108,7 +111,7 @@ class ActivationOffload:
 
     @staticmethod
     def _let_go(kept: _Kept) -> None:
-        # Its memory is given to what is computed next, which must not overtake the copy.
+        # The next computation gets its memory, and must not overtake the copy.
         kept.leaving.join()
         kept.here = None
 
@@ -122,30 +125,34 @@ class _CudaCopy:
         stream = torch.cuda.current_stream()
         stream.wait_event(self.done)
         if self.tensor.is_cuda:
-            # It was allocated for the copying stream, which must not give it away while computing uses it.
+            # It was allocated for the copying stream, which must not free it while computing uses it.
             self.tensor.record_stream(stream)
 
 
 class CudaTransfers:
-    """Copies on two streams, one for each way."""
+    """Copies on two streams, one for each direction."""
 
     def __init__(self, device: torch.device, *, does_pin: bool) -> None:
-        """
+        """Open the streams.
+
         Args:
-            does_pin: to page-locked memory; other memory is copied while computing waits.
+            does_pin: copy to page-locked memory; for other memory, computing waits for the copy.
         """
         self._device = device
         self._does_pin = does_pin
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def is_away(self, tensor: torch.Tensor) -> bool:
+        """Tell whether `tensor` is in main memory already."""
         return not tensor.is_cuda
 
     def leave(self, tensor: torch.Tensor) -> Copy:
+        """Start to copy `tensor` to main memory, once the current stream has computed it."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._does_pin)
         return self._copy(tensor, host, self._out)
 
     def bring_back(self, tensor: torch.Tensor) -> Copy:
+        """Start to copy `tensor` back, once it has arrived in main memory."""
         with torch.cuda.stream(self._back):
             arriving = torch.empty_like(tensor, device=self._device, pin_memory=False)
         return self._copy(tensor, arriving, self._back)

@@ -1,6 +1,6 @@
-"""What is done to each block of a model before it is sharded: activation checkpointing, then compiling, then off-loading.
+"""Prepares each block of a model before it is sharded: activation checkpointing, then compiling, then off-loading.
 
-Called by `trainer.model`. A block's `forward` is replaced, so FSDP's hooks stay outside, and names of parameters as they are.
+Called by `trainer.model.policy_model`. A block's `forward` is replaced: FSDP's hooks stay outside, and parameters keep their names.
 """
 
 import logging
@@ -21,20 +21,21 @@ logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
 
 _PARTS = {"norm": ("norm",), "attn": ("attn", "attention"), "mlp": ("mlp", "feed_forward", "ffn")}
-"""Targets of selective checkpointing that stand for modules by a part of their name."""
+"""Targets of selective checkpointing that mean modules by a part of their name."""
 
 
 def blocks_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
-    """The repeated layers, in order."""
+    """Return the repeated layers, in order."""
     names = set(causal_lm._no_split_modules or ())
     # FSDP gives a sharded module a class of its own, below the module's.
     return [module for module in causal_lm.modules() if names.intersection(base.__name__ for base in type(module).__mro__)]
 
 
 def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, attention: str, device: torch.device) -> None:
-    """
+    """Apply `config.ac`, `config.compile` and `config.ac_offloading` to the blocks.
+
     Args:
-        attention: the name that transformers knows the attention by.
+        attention: the name under which transformers knows the attention.
 
     Raises:
         ConfigError: a target that no block has; or compiling does not work on this machine.
@@ -74,7 +75,7 @@ def _checkpoint(block: torch.nn.Module, config: ActivationCheckpointConfig) -> N
 
 
 def _targeted(block: torch.nn.Module, targets: list[str]) -> Iterator[torch.nn.Module]:
-    """Modules of `block` that `targets` name, none inside another."""
+    """Yield the modules of `block` that `targets` name, none inside another."""
     names = [name for name, _ in block.named_modules() if name]
     for target in targets:
         if not any(_is_meant(name, target) for name in names):
@@ -106,7 +107,7 @@ def _recomputing(forward: Forward) -> Forward:
 
 def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.device) -> None:
     require_compiler(device)
-    # What attention does depends on the samples of a row: traced, each new row would be compiled anew.
+    # Attention depends on the samples of a row: if it were traced, each new row would be compiled anew.
     AttentionInterface.register(attention, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention]))
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)
@@ -114,14 +115,14 @@ def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.dev
 
 
 def require_compiler(device: torch.device) -> None:
-    """Compile something small: it needs a C++ compiler, on a GPU triton too.
+    """Compile something small, to see that a C++ compiler is there, and on a GPU triton.
 
     Raises:
         ConfigError: it does not work; says what was met.
     """
     try:
         torch.compile(_small)(torch.ones(8, device=device))
-    except Exception as exc:  # whatever compilers, linkers and triton raise
+    except Exception as exc:  # compilers, linkers and triton raise errors of many types
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise ConfigError(
             f"model.compile does not work on this machine ({device.type}): {reason}; install a C++ compiler (g++) and the headers "

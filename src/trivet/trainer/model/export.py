@@ -1,6 +1,6 @@
-"""The policy as a plain Hugging Face directory, or PEFT's adapter files, in the dtype that is served.
+"""Exports the policy as a plain Hugging Face directory, or as PEFT's adapter files, in the dtype that is served.
 
-Publishing it is `weights.publish`'s part.
+Called by `trainer.policy_publisher`; `weights.publish` makes the directory visible to readers.
 """
 
 from collections.abc import Mapping
@@ -44,14 +44,14 @@ def gather_weights(
     only_trained: bool = False,
     into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Copies of all parameters and buffers by their Hugging Face names, on the CPU. Collective: every rank calls it.
+    """Copy all parameters and buffers to the CPU, by their Hugging Face names. Collective.
 
     A tied head is the embedding under a second name and is left out.
 
     Args:
         only_trained: leave out what is frozen.
         keep: false on ranks that take part but need no result; they get an empty dict.
-        into: what an earlier call with the same arguments returned; its memory is used again.
+        into: the result of an earlier call with the same arguments; its memory is used again.
     """
     weights: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
@@ -64,30 +64,31 @@ def gather_weights(
             name = name.removeprefix(_PREFIX)
             kept_dtype = dtype if full.is_floating_point() else full.dtype
             copy = into[name] if into else torch.empty(full.shape, dtype=kept_dtype)
-            # In the dtype before it leaves a GPU: half the bytes, and the conversion is the GPU's.
+            # Convert before the copy leaves a GPU: bf16 has half the bytes, and the GPU converts faster.
             weights[name] = copy.copy_(full if full.device.type == "cpu" else full.to(kept_dtype))
     return weights
 
 
 @dataclass(slots=True, kw_only=True)
 class Exporter:
-    """Copies weights of one step, and writes them together with what a server needs beside them."""
+    """Copies the weights of one step, and writes them with the other files that a server needs."""
 
     model: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     dtype: torch.dtype
     is_sharded: bool = True
-    """Split into files of at most 5 GB, what servers read in parallel."""
+    """Split the weights into files of at most 5 GB, which servers read in parallel."""
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Kept from step to step: new memory costs more than the copy into it."""
+    """Memory kept from step to step: allocating it costs more than the copy into it."""
     _twin: PreTrainedModel | None = None
+    """An unsharded model without storage, which writes the weights."""
     _tokenizer_files: dict[str, bytes] = field(default_factory=dict)
-    """By name; they are the same at every step."""
+    """Content of the tokenizer's files by name; they are the same at every step."""
 
     def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        """The weights as they are now, by the names that `write` takes, in memory that the next call uses again. Collective.
+        """Copy the weights as they are now, by the names that `write` takes. The next call uses the memory again. Collective.
 
-        What of it asks the model itself is done here: the model may compute while the weights are written.
+        Everything that asks the model itself is done here, because the model may compute while `write` runs.
         """
         is_adapter = has_adapter(self.model.causal_lm)
         self._weights = gather_weights(self.model, dtype=self.dtype, keep=keep, only_trained=is_adapter, into=self._weights)
@@ -99,10 +100,10 @@ class Exporter:
             return name_adapter(self.model.causal_lm, self._weights)
         if self._twin is None:
             self._twin = self._make_twin()
-        return dict(self._weights)  # what writes them takes them out
+        return dict(self._weights)  # a copy, because writing removes entries
 
     def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
-        """Safetensors, their configuration (config.json, generation_config.json; adapter_config.json) and the tokenizer's files."""
+        """Write safetensors, their configuration (config.json, generation_config.json; adapter_config.json) and the tokenizer."""
         causal_lm = self.model.causal_lm
         if has_adapter(causal_lm):
             from trivet.trainer.model.lora import write_adapter
@@ -121,7 +122,7 @@ class Exporter:
         self._twin.save_pretrained(directory, state_dict=weights, max_shard_size="5GB" if self.is_sharded else num_bytes + 1)
 
     def _make_twin(self) -> PreTrainedModel:
-        """An unsharded model without storage: it knows the saved dtype, and its names are not those of FSDP's classes."""
+        """Make an unsharded model without storage: it knows the saved dtype, and its classes are not FSDP's."""
         causal_lm = self.model.causal_lm
         with torch.device("meta"):
             twin = type(causal_lm)._from_config(causal_lm.config.__class__(**causal_lm.config.to_dict()), dtype=self.dtype)
@@ -131,6 +132,6 @@ class Exporter:
 
 def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     with TemporaryDirectory() as directory:
-        # Several templates would come as a directory of files, or all in the tokenizer's configuration.
+        # Several templates would become a directory of files; without jinja files they stay in the tokenizer's configuration.
         tokenizer.save_pretrained(directory, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
         return {path.name: path.read_bytes() for path in Path(directory).iterdir()}

@@ -1,6 +1,6 @@
-"""The start model without ever holding all of it: built without memory, sharded, then filled with what each rank needs.
+"""Loads the start model without ever holding all of it: built without memory, sharded, then filled with each rank's shards.
 
-Called by `trainer.model`: `build` before sharding, `fill` after it.
+Called by `trainer.model.policy_model`: `build` before sharding, `fill` after it.
 """
 
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
-    """The model's own configuration, with the layers that are asked for.
+    """Read the model's own configuration, with the number of layers that `config.debug` asks for.
 
     Raises:
         ConfigError: there is no such model, its weights are quantized, or it has fewer layers.
@@ -59,7 +59,7 @@ def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
 
 
 def build(hf_config: PreTrainedConfig, config: TrainerModelConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with parameters on the meta device and buffers as they must be.
+    """Build the model with parameters on the meta device and buffers with their values.
 
     Raises:
         ConfigError: transformers has no causal language model of this kind.
@@ -71,7 +71,7 @@ def build(hf_config: PreTrainedConfig, config: TrainerModelConfig, *, attention:
             )
     except (OSError, ValueError) as exc:
         raise _not_loadable(config, exc) from exc
-    # Going to the meta device one by one, tied parameters became two.
+    # Tied parameters went to the meta device one by one and became two.
     causal_lm.tie_weights()
     try:
         causal_lm.generation_config = GenerationConfig.from_pretrained(config.name)
@@ -89,7 +89,7 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=torch.device("cpu") if config.fsdp_cpu_offload else world.device)
     if not isinstance(model, FSDPModule):
-        # Going from the meta device one by one, tied parameters became two.
+        # Tied parameters left the meta device one by one and became two.
         causal_lm.tie_weights()
     for name, buffer in buffers.items():
         path, _, last = name.rpartition(".")
@@ -103,7 +103,7 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
 
 
 def original_name(name: str) -> str | None:
-    """What the model's own files call a parameter; None for the factors of an adapter."""
+    """Return the name of a parameter in the model's own files; None for the factors of an adapter."""
     if ".lora_A." in name or ".lora_B." in name:
         return None
     parts = name.split(".")
@@ -149,7 +149,7 @@ def _fill(parameter: torch.Tensor, original: str | None, name: str, source: Weig
 
 
 def _fill_buffers(causal_lm: PreTrainedModel, source: WeightSource) -> None:
-    """Those that belong to the weights; the others are computed when the model is built."""
+    """Fill the buffers that the files contain; the others are computed when the model is built."""
     if not isinstance(source, SafetensorsWeights):
         return
     for name, buffer in causal_lm.named_buffers():

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropies from a language-model head, a chunk of tokens at a time: all logits never exist at once.
+"""Scores tokens with a language-model head, a chunk at a time, so that all logits never exist at once.
 
-What comes after the product with the head's weight takes ten passes over the logits. On a CPU they are made over a few tokens at
-a time, whose logits stay in the cache of a core; the wide logits of a whole chunk would go to memory and back in each.
+Called by `trainer.model.policy_model`. After the product with the head's weight come ten passes over the logits. On a CPU they are
+made over a few tokens at a time, whose logits stay in the cache of a core; the float32 logits of a whole chunk would go to memory
+and back in each pass.
 
 Legend: N tokens to score, C tokens of one chunk, R tokens whose logits are worked on at one time, H hidden size, V vocabulary.
 """
@@ -13,10 +14,13 @@ import torch
 from trivet.trainer.optim.master_weights import MasterWeights
 
 _CACHED_LOGITS = 1 << 18
-"""In float32, and as many beside them: of the sizes tried the fastest, or close to it, with 2 MiB of cache a core."""
+"""Float32 logits worked on at one time on a CPU, with as many values beside them: of the sizes tried the fastest with 2 MiB of
+cache a core, or close to it."""
 
 
 class TokenScores(NamedTuple):
+    """The scores of a row's loss tokens."""
+
     logprobs_N: torch.Tensor
     """float32: log-probability of each target, temperature applied."""
     entropies_N: torch.Tensor
@@ -43,7 +47,7 @@ def score_tokens(
         temperatures_N: float32, > 0.
         chunk_size: tokens whose logits exist at one time.
         softcap: logits are softcap * tanh(hidden @ weight.T / softcap).
-        masters: who casts the weight and takes its gradient, where that is not left to autograd.
+        masters: casts the weight and takes its gradient, where that is not left to autograd.
     """
     masters = masters or MasterWeights()
     logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, masters, targets_N, temperatures_N, chunk_size, softcap)
@@ -127,9 +131,9 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _summarize(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """log(sum(exp(logits))) and the mean of the logits under softmax(logits), in as few passes as there can be.
+    """Return log(sum(exp(logits))) and the mean of the logits under softmax(logits), in as few passes as possible.
 
-    Entropy is the one less the other: it is exact to the rounding of a logit, as the log-probabilities are.
+    The entropy is their difference: it is exact to the rounding of a logit, as the log-probabilities are.
     """
     largest_R1 = logits_RV.amax(dim=-1, keepdim=True)
     shifted_RV = logits_RV.sub_(largest_R1)
@@ -142,13 +146,13 @@ def _summarize(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _mix(
     logprobs_RV: torch.Tensor, entropies_R: torch.Tensor, *, scale_R1: torch.Tensor, bonus_R1: torch.Tensor
 ) -> torch.Tensor:
-    """-p * (scale + bonus * (log p + H)): the gradients of -logsumexp and of the entropy with respect to the logits."""
+    """Return -p * (scale + bonus * (log p + H)): the gradients of -logsumexp and of the entropy with respect to the logits."""
     probabilities_RV = logprobs_RV.exp()
     return logprobs_RV.add_(entropies_R[:, None]).mul_(bonus_R1).add_(scale_R1).mul_(probabilities_RV).neg_()
 
 
 def _logits(outputs_RV: torch.Tensor, temperatures_R: torch.Tensor, *, softcap: float | None) -> torch.Tensor:
-    """May be `outputs_RV` itself, changed."""
+    """Return the float32 or float64 logits; they may be `outputs_RV` itself, changed."""
     wide_RV = outputs_RV if outputs_RV.dtype == torch.float64 else outputs_RV.float()
     if softcap is not None:
         wide_RV = wide_RV.div_(softcap).tanh_().mul_(softcap)
@@ -160,7 +164,7 @@ def _chunks(*tensors: torch.Tensor, size: int) -> Any:
 
 
 def _tiles(outputs_CV: torch.Tensor, *of_tokens_C: torch.Tensor) -> Any:
-    """What is worked on at one time: on a GPU all."""
+    """Split a chunk into the tokens that are worked on at one time; on a GPU that is the whole chunk."""
     num_tokens, vocab_size = outputs_CV.shape
     num_cached = max(1, _CACHED_LOGITS // vocab_size)
     return _chunks(outputs_CV, *of_tokens_C, size=num_cached if outputs_CV.device.type == "cpu" else num_tokens)

@@ -1,6 +1,7 @@
-"""Low-rank adapters by PEFT: put into the model before it is sharded, and written in PEFT's own format. Called by model and export.
+"""Adds low-rank adapters to a model with PEFT, and writes and reads them in PEFT's own format. Called by model and export.
 
-Weights outside the adapters are frozen and kept in the dtype of computation; the adapters' are master weights.
+Adapters are added before the model is sharded. Other weights are frozen and kept in the dtype of computation; the adapters' are
+master weights.
 """
 
 import json
@@ -20,18 +21,17 @@ from trivet.errors import ConfigError
 from trivet.weights.adapters import ADAPTER_CONFIG
 
 ADAPTER = "default"
-"""PEFT's name of a model's only adapter; no file carries it."""
-
+"""PEFT's name of a model's only adapter; it is in no file."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-"""In front of every name in PEFT's files: what PEFT wraps around a model."""
+"""Start of every name in PEFT's files, after the modules that PEFT wraps around a model."""
 
 
 def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: str, dtype: torch.dtype) -> None:
-    """Freeze `causal_lm` and put trainable adapters of `dtype` into it, without memory: `start.fill` gives them their values.
+    """Freeze `causal_lm` and add trainable adapters of `dtype` without memory; `initial_weights.fill` gives them values.
 
     Args:
-        base_name: what the adapter's files name as their base model.
+        base_name: the base model's name in the adapter's files.
 
     Raises:
         ConfigError: a target or a module to save is not in the model; lists those there are.
@@ -58,19 +58,19 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
 
 
 def name_adapter(causal_lm: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`trained`, whole tensors by their names in `causal_lm`, by the names that PEFT and servers know.
+    """Rename whole tensors from their names in `causal_lm` to the names that PEFT and servers know.
 
-    PEFT asks modules of the model for it: not to be called while the model computes.
+    PEFT asks modules of the model for the names, so this must not be called while the model computes.
     """
     named = get_peft_model_state_dict(causal_lm, state_dict=dict(trained), adapter_name=ADAPTER, save_embedding_layers=False)
     return {_PREFIX + name: tensor for name, tensor in named.items()}
 
 
 def write_adapter(directory: Path, causal_lm: PreTrainedModel, named: Mapping[str, torch.Tensor]) -> None:
-    """Write what PEFT and servers load. The same adapter gives the same bytes.
+    """Write the files that PEFT and servers load. The same adapter gives the same bytes.
 
     Args:
-        named: what `name_adapter` returned.
+        named: tensors as `name_adapter` returns them.
     """
     tensors = {name: tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -83,7 +83,7 @@ def read_adapter(directory: Path, model: torch.nn.Module) -> None:
     """Give the adapter in `model`, sharded or not, the weights in `directory`. Collective.
 
     Args:
-        model: holds the model that the adapter was added to as `causal_lm`.
+        model: has the model with the adapter as its `causal_lm`.
     """
     saved = load_file(directory / WEIGHTS_FILE)
     trained: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def _choose_saved(modules: Sequence[str], *, names: Sequence[str]) -> list[str]:
 
 
 def _names(causal_lm: PreTrainedModel, *, only_linear: bool) -> list[str]:
-    """Modules with parameters of their own, without embedding and head, whose weights the scoring of tokens reads directly."""
+    """Return the modules with parameters of their own, except embedding and head: scoring reads their weights directly."""
     apart = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     return [
         name

@@ -1,4 +1,4 @@
-"""Puts an adapter into its base model: a whole model that any program loads. Called by `trivet merge`, beside any run."""
+"""Merges an adapter into its base model, a whole model that any program loads. Called by `trivet merge`, outside any run."""
 
 import warnings
 from pathlib import Path
@@ -15,19 +15,19 @@ from trivet.weights.manifest import verify
 
 
 def merge(adapter: Path, *, output: Path, base: str | None = None) -> str:
-    """Write the base model with `adapter` in it to `output`, in the base model's dtype; the sums are made in float32.
+    """Write the base model with `adapter` merged into it to `output`, in the base model's dtype; sums are made in float32.
 
     Args:
-        adapter: a published step, or any directory of PEFT's.
+        adapter: a published step, or any directory that PEFT wrote.
         output: appears whole, or not at all.
-        base: the base model, where it has another name than when the adapter was trained.
+        base: the base model, if its name differs from the name during training.
 
     Returns:
         The base model's name.
 
     Raises:
-        ConfigError: `adapter` is none, its base model cannot be loaded, or `output` is there already.
-        WeightsError: `adapter` was published, and is not what was published.
+        ConfigError: `adapter` is not an adapter, its base model cannot be loaded, or `output` exists already.
+        WeightsError: `adapter` was published, and its files have changed since.
     """
     if not is_adapter(adapter):
         raise ConfigError(f"{adapter} is no adapter: it has no adapter_config.json")

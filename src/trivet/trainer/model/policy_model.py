@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal language model that is sharded over ranks and scores tokens instead of giving logits.
+"""Defines the policy: a causal language model of Hugging Face, sharded over ranks, that scores tokens instead of giving logits.
 
 Legend: T tokens of a row, N of them scored.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyModel(torch.nn.Module):
-    """Rows in, log-probabilities and entropies of their loss tokens out."""
+    """Maps a row to the log-probabilities and entropies of its loss tokens."""
 
     def __init__(
         self,
@@ -41,9 +41,12 @@ class PolicyModel(torch.nn.Module):
         masters: MasterWeights | None = None,
         lanes: Lanes | None = None,
     ) -> None:
-        """
+        """Wrap `causal_lm`.
+
         Args:
-            masters: the model's weights, where it casts them and adds up their gradients itself.
+            chunk_size: tokens whose logits exist at one time.
+            logit_rule: how the model makes logits from its head's product.
+            masters: the model's master weights, where it casts them and sums their gradients itself.
             lanes: where rows may be computed side by side.
         """
         super().__init__()
@@ -54,6 +57,7 @@ class PolicyModel(torch.nn.Module):
         self._masters = masters
 
     def forward(self, row: RowTensors) -> TokenScores:
+        """Score the loss tokens of `row`."""
         outputs = self.causal_lm.base_model(
             input_ids=row.token_ids_1T, position_ids=row.position_ids_1T, use_cache=False, segments=row.segments
         )
@@ -69,50 +73,51 @@ class PolicyModel(torch.nn.Module):
         )
 
     def renew_casts(self) -> None:
-        """Before rows are computed side by side."""
+        """Cast changed master weights with all cores, before rows are computed side by side."""
         if self._masters is not None:
             self._masters.renew()
 
     @property
     def embedding(self) -> torch.nn.Embedding:
+        """The embedding of tokens."""
         embedding = self.causal_lm.get_input_embeddings()
         assert isinstance(embedding, torch.nn.Embedding)
         return embedding
 
     @property
     def head(self) -> torch.nn.Linear:
-        """Its weight is the embedding's when they are tied."""
+        """The language-model head. Its weight is the embedding's when they are tied."""
         head = self.causal_lm.get_output_embeddings()
         assert isinstance(head, torch.nn.Linear)
         return head
 
     @property
     def trained_parameters(self) -> list[torch.nn.Parameter]:
-        """What the optimizer changes: everything, or what an adapter adds."""
+        """The parameters that the optimizer changes: all, or those of the adapter."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     @property
     def hidden_matrices(self) -> list[torch.nn.Parameter]:
-        """Trained matrices of blocks: neither embedding, nor head, nor vectors, nor stacks of matrices."""
+        """The trained matrices of blocks: without embedding, head, vectors and stacks of matrices."""
         others = {id(self.embedding.weight), id(self.head.weight)}
         return [parameter for parameter in self.trained_parameters if parameter.ndim == 2 and id(parameter) not in others]
 
     @property
     def num_parameters(self) -> int:
-        """Over all ranks; a tied head counts once."""
+        """Parameters over all ranks; a tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 def torch_dtype(name: ComputeDtype) -> torch.dtype:
-    """The dtype of a configuration's name; `auto` was settled before (config.compute_dtype)."""
+    """Return the dtype of a configuration's name. `auto` was resolved before, by config.command."""
     assert name != "auto", "compute_dtype is settled by config.command before a model is loaded"
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
 def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
-    """The start model, sharded, in training mode.
+    """Load the start model, sharded, in training mode. Collective.
 
-    One rank alone on a CPU has nothing to share out: where its kernels cast master weights themselves, FSDP would only copy.
+    A single rank on a CPU is not sharded: where its kernels cast master weights themselves, FSDP would only copy.
 
     Raises:
         ConfigError: there is no such model, or it is one that packed rows cannot be trained on.
@@ -147,7 +152,7 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         lanes=Lanes.of(seq_len=config.seq_len) if is_whole else None,
     )
     if masters is not None:
-        masters.sums_gradients = is_whole and dtype == torch.float32  # narrower ones would lose small parts
+        masters.sums_gradients = is_whole and dtype == torch.float32  # sums in narrower dtypes would lose small gradients
     if not is_whole:
         shard(model, config, world)
     fill(model, causal_lm, config, world)
@@ -161,9 +166,10 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
 
 
 def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
-    """
+    """Refuse dtypes in which the device, or the configured attention, cannot compute.
+
     Raises:
-        ConfigError: the device, or the attention that was asked for, cannot compute in a dtype.
+        ConfigError: one of the dtypes is such a dtype.
     """
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         for key in ("compute_dtype", "optimization_dtype", "reduce_dtype"):
@@ -180,12 +186,13 @@ def require_dtypes(config: TrainerModelConfig, device: torch.device) -> None:
 
 
 def has_adapter(causal_lm: PreTrainedModel) -> bool:
-    """Whether PEFT put one into it."""
+    """Tell whether PEFT added an adapter to the model."""
     return hasattr(causal_lm, "peft_config")
 
 
 def require_model(name: str) -> None:
-    """
+    """Refuse a name that cannot be a model, before anything is downloaded.
+
     Raises:
         ConfigError: `name` is written as a path, or is one, and holds no model.
     """
@@ -209,9 +216,9 @@ def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
         # Inputs carry temperatures and log-probabilities, which must stay float32.
         cast_forward_inputs=False,
     )
-    # Alone, a rank's gathered parameters are its shards: freeing and copying them again would buy nothing.
+    # A single rank's gathered parameters are its shards: freeing and copying them again would gain nothing.
     reshard = config.reshard_after_forward and world.size > 1
-    # Pinned memory is what a GPU can copy from while it computes; without a GPU there is none.
+    # A GPU can copy from pinned memory while it computes; without a GPU there is no pinned memory.
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
     if config.fsdp_cpu_offload and world.device.type != "cuda":
         logger.info("model.fsdp_cpu_offload does nothing here: parameters are in main memory already")
@@ -227,7 +234,7 @@ def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
 
 
 def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
-    """Before each backward: one rank alone accumulates in place and goes through FSDP's reduction once per step."""
+    """Prepare the next backward pass: a single rank accumulates in place and goes through FSDP's reduction once per step."""
     if world.size == 1 and isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last)
@@ -235,7 +242,7 @@ def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
 
 @contextmanager
 def without_dropout(model: PolicyModel) -> Iterator[None]:
-    """For a forward whose numbers are compared with those of others."""
+    """Switch dropout off in the block, for a forward whose numbers are compared with others."""
     model.eval()
     try:
         yield
@@ -244,7 +251,10 @@ def without_dropout(model: PolicyModel) -> Iterator[None]:
 
 
 def free_gathered(model: PolicyModel) -> None:
-    """After a forward without a backward: back to shards, which is what optimizer, export and checkpoint work on."""
+    """Turn gathered parameters back into shards, after a forward without a backward.
+
+    Optimizer, export and checkpoint work on shards.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

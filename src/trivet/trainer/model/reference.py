@@ -1,7 +1,7 @@
-"""The frozen reference policy of `trainer.loss.beta`: this rank's trained shards in main memory, lent to the model for a forward.
+"""Keeps the frozen reference policy of `trainer.loss.beta`: this rank's trained shards in main memory.
 
-No second model exists: before a step the shards change places with the model's own, the rows are scored without gradient, and
-they change back. Published weights are the reference's durable form: a resume reads it from weights/step_N, or the start model.
+No second model exists. Before a step the shards change places with the model's own, the rows are scored without gradient, and they
+change back. Published weights are the durable form of the reference: a resume reads it from weights/step_N, or the start model.
 """
 
 import logging
@@ -27,24 +27,25 @@ logger = logging.getLogger(__name__)
 
 
 class Reference:
-    """
+    """The shards of an earlier policy.
+
     >>> reference = Reference(model)
     >>> rows = reference.score(model, rows)
     >>> reference.follow(model)
     """
 
     def __init__(self, model: PolicyModel) -> None:
-        """The reference is `model` as it is now."""
+        """Copy `model` as it is now."""
         self._shards = [_local(parameter).to("cpu", copy=True) for parameter in model.trained_parameters]
 
     def follow(self, model: PolicyModel) -> None:
-        """From now on the reference is `model` as it is now."""
+        """Replace the reference by `model` as it is now."""
         for shard, parameter in zip(self._shards, model.trained_parameters, strict=True):
             shard.copy_(_local(parameter))
 
     @torch.no_grad()
     def score(self, model: PolicyModel, rows: Sequence[RowTensors]) -> list[RowTensors]:
-        """`rows` with the reference's log-probabilities of their loss tokens. Collective."""
+        """Return `rows` with the reference's log-probabilities of their loss tokens. Collective."""
         with self._lent_to(model), without_dropout(model):
             return [replace(row, reference_logprobs_N=model(row).logprobs_N) for row in rows]
 
@@ -55,7 +56,7 @@ class Reference:
         try:
             yield
         finally:
-            free_gathered(model)  # what was gathered is the reference's
+            free_gathered(model)  # the gathered parameters are the reference's
             self._put(own, model)
 
     @staticmethod
@@ -73,10 +74,10 @@ def open_reference(
     from_step: Step,
     world: World,
 ) -> Reference | None:
-    """The reference that a run needs which starts from `from_step`; None when the loss has no use for one. Collective.
+    """Return the reference of a run that starts from `from_step`; None when the loss needs none. Collective.
 
     Args:
-        model: as it was resumed.
+        model: the policy after the resume.
 
     Raises:
         CheckpointError: the reference is a policy that is not in weights/ any more.
@@ -107,6 +108,6 @@ def open_reference(
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing its memory."""
+    """Return this rank's shard; it shares memory with the parameter."""
     detached = parameter.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached

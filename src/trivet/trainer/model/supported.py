@@ -1,6 +1,7 @@
-"""Which models packed rows can be trained on, and how a model gets from its head's product to logits.
+"""Decides which models packed rows can be trained on, and how a model's head product becomes logits.
 
-Called by `trainer.model` before weights are read. What is not known to come out right is refused: it would train silently wrong.
+Called by `trainer.model.policy_model` before weights are read. A model that is not known to come out right is refused, because it
+would silently train wrong.
 """
 
 import copy
@@ -13,25 +14,27 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trivet.errors import ConfigError
 
 _LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-"""Kinds of layers that keep nothing from one token to the next but what attention looks up."""
-
+"""Kinds of layers that carry nothing from one token to the next except through attention."""
 _PROBE = (-40.0, -3.0, -0.5, 0.0, 0.25, 2.0, 40.0)
+"""Products of the head on which a model's own logits are compared: small and large enough to show a scale and a softcap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitRule:
-    """From the head's product with a hidden state: logits = scale * product, the product before it bent to +-softcap by tanh."""
+    """Makes logits from the head's product: logits = scale * product, where the product is bent to +-softcap by tanh."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, products: torch.Tensor) -> torch.Tensor:
+        """Return the logits of `products`, in their shape."""
         capped = products if self.softcap is None else torch.tanh(products / self.softcap) * self.softcap
         return capped * self.scale
 
 
 def require_text_decoder(config: PreTrainedConfig, *, name: str, seq_len: int) -> None:
-    """
+    """Refuse a model that is not a causal decoder of text with attention layers only.
+
     Raises:
         ConfigError: a model of more than text, an encoder with a decoder, or one whose layers carry a state along the row.
     """
@@ -57,9 +60,10 @@ def require_text_decoder(config: PreTrainedConfig, *, name: str, seq_len: int) -
 
 
 def require_packable(causal_lm: PreTrainedModel, *, name: str) -> None:
-    """
+    """Refuse a model whose attention cannot be replaced by packed attention.
+
     Raises:
-        ConfigError: the model's own code would let the samples of a row see each other, or does what packed attention does not.
+        ConfigError: the model's own code would let samples of a row see each other, or does what packed attention does not.
     """
     refusal = f"model.name = {name!r} ({type(causal_lm).__name__}) cannot be trained: "
     if causal_lm._is_stateful:
@@ -77,7 +81,7 @@ def require_packable(causal_lm: PreTrainedModel, *, name: str) -> None:
 
 
 def find_logit_rule(causal_lm: PreTrainedModel, *, name: str) -> LogitRule:
-    """How `causal_lm` makes logits, as its configuration says and its own code, run on a few numbers, confirms.
+    """Read from its configuration how `causal_lm` makes logits, and confirm it by its own code on a few numbers.
 
     Raises:
         ConfigError: the head is no plain linear one, or its product is changed in a way that is not known here.
@@ -89,7 +93,7 @@ def find_logit_rule(causal_lm: PreTrainedModel, *, name: str) -> LogitRule:
     products = torch.tensor(_PROBE).repeat(2, 1)[None]
     try:
         logits = _run_around_head(causal_lm, head, products)
-    except Exception as exc:  # the model's code is whatever its author wrote
+    except Exception as exc:  # a model's own code may raise anything
         raise ConfigError(
             f"model.name = {name!r}: {type(causal_lm).__name__} does not get its logits from the head alone ({exc}); the trainer "
             "computes them by itself and cannot train it"
@@ -109,7 +113,7 @@ def _rule_of(config: PreTrainedConfig) -> LogitRule:
 
 
 class _Outputs:
-    """What a base model returns: a hidden state, and nothing of all else that it may be asked for."""
+    """The outputs of a base model: a hidden state, and None for everything else that may be asked for."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -131,7 +135,7 @@ class _Returns(torch.nn.Module):
 
 
 def _run_around_head(causal_lm: PreTrainedModel, head: torch.nn.Linear, products: torch.Tensor) -> torch.Tensor:
-    """The logits that the model's forward makes of `products`: what is before the head, and the head, are left out."""
+    """Return the logits that the model's forward makes of `products`, with the head and what comes before it left out."""
     shell = copy.copy(causal_lm)
     modules = dict(causal_lm._modules)
     modules[causal_lm.base_model_prefix] = _Returns(products)

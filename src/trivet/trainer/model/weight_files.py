@@ -1,7 +1,7 @@
-"""Weights of a model by their names, a part of each at a time, so that no rank holds more than its shards. Called by `start`.
+"""Reads weights of a model by name, a part of each at a time, so that no rank holds more than its shards.
 
-Three origins: safetensors, of which the rows asked for are read; a model that only transformers can load, which rank 0 does
-and hands on; and random numbers.
+Called by `trainer.model.initial_weights`. Weights have three origins: safetensors, of which only the rows asked for are read; a
+model that only transformers can load, which rank 0 loads and broadcasts; and random numbers.
 """
 
 import json
@@ -26,11 +26,13 @@ _SINGLE = "model.safetensors"
 
 
 class WeightSource(Protocol):
+    """An origin of weights."""
+
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
-        """Rows of a tensor, on the CPU in any dtype. Every rank asks for the same names in the same order.
+        """Return rows of a tensor, on the CPU in any dtype. Every rank asks for the same names in the same order.
 
         Args:
-            shape: of the whole tensor.
+            shape: the shape of the whole tensor.
 
         Raises:
             ConfigError: the tensor has another shape.
@@ -39,22 +41,20 @@ class WeightSource(Protocol):
 
 
 class SafetensorsWeights:
-    """Files are mapped into memory: a rank reads the rows it asks for and nothing else."""
+    """Weights in safetensors. Files are mapped into memory: a rank reads only the rows it asks for."""
 
     def __init__(self, files: dict[str, Path]) -> None:
-        """
-        Args:
-            files: where each tensor is, by name.
-        """
+        """Take the file of each tensor, by the tensor's name."""
         self._files = files
 
     @property
     def names(self) -> Collection[str]:
+        """Names of all tensors."""
         return self._files.keys()
 
     @classmethod
     def find(cls, name: str) -> "SafetensorsWeights | None":
-        """Of a directory or a Hugging Face name, which is downloaded when it is not there; None when it has no safetensors."""
+        """Open a directory, or a Hugging Face name, which is downloaded if needed; return None if it has no safetensors."""
         directory = Path(name)
         if not directory.is_dir():
             directory = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
@@ -67,6 +67,7 @@ class SafetensorsWeights:
             return cls(dict.fromkeys(file.keys(), single))
 
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+        """Read the rows from their file; see `WeightSource`."""
         with safe_open(self._files[name], framework="pt") as file:
             saved = file.get_slice(name)
             _require_shape(name, torch.Size(saved.get_shape()), shape)
@@ -74,10 +75,10 @@ class SafetensorsWeights:
 
 
 class BroadcastWeights:
-    """Rank 0 has the whole model in main memory, the others one tensor at a time."""
+    """Weights that rank 0 holds whole in main memory; other ranks hold one tensor at a time."""
 
     def __init__(self, config: TrainerModelConfig, world: World) -> None:
-        """Collective.
+        """Load the model on rank 0. Collective.
 
         Raises:
             ConfigError: the files do not hold all of the model.
@@ -97,6 +98,7 @@ class BroadcastWeights:
             self._weights = dict(model.state_dict())
 
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+        """Broadcast the tensor from rank 0 and return the rows. Collective; see `WeightSource`."""
         if self._world.is_main:
             whole = self._weights[name].contiguous()
             _require_shape(name, whole.shape, shape)
@@ -112,16 +114,14 @@ class BroadcastWeights:
 
 
 class RandomWeights:
-    """As the model's own initialisation draws them, from the process's seed and the name of the module alone."""
+    """Weights as the model's own initialisation draws them; they depend only on the run's seed and the module's name."""
 
     def __init__(self, blank: PreTrainedModel) -> None:
-        """
-        Args:
-            blank: a model of the kind on the meta device, which stays there.
-        """
+        """Take a model of the same kind on the meta device; it stays there."""
         self._blank = blank
 
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
+        """Draw the tensor's whole module and return the rows; see `WeightSource`."""
         path, _, last = name.rpartition(".")
         module = self._blank.get_submodule(path)
         buffers = dict(module._buffers)
@@ -136,7 +136,7 @@ class RandomWeights:
 
 
 def draw_adapter(name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
-    """A low-rank factor at the start, as PEFT draws it: the first Kaiming-uniform, the second zero."""
+    """Draw rows of a low-rank factor as PEFT does at the start: the first factor Kaiming-uniform, the second zero."""
     if ".lora_B." in name:
         return torch.zeros(num_rows, *shape[1:])
     with torch.random.fork_rng(devices=[]):
@@ -145,7 +145,7 @@ def draw_adapter(name: str, *, shape: torch.Size, first_row: int, num_rows: int)
 
 
 def seed_of(name: str) -> int:
-    """Another for each name, and for each seed of the run."""
+    """Return a seed that differs for each name and each seed of the run."""
     return (torch.initial_seed() * 1_000_003 + zlib.crc32(name.encode())) % 2**63
 
 

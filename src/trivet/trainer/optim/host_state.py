@@ -1,6 +1,6 @@
-"""An optimizer whose state is in main memory and comes to the GPU for the update, some parameters at a time.
+"""Keeps an optimizer's state in main memory and moves it to the GPU for the update, some parameters at a time.
 
-Called by `trainer.session` for model.optim_cpu_offload. Works on any optimizer that leaves parameters without a gradient alone.
+Called by `trainer.open_session` for model.optim_cpu_offload. Works with any optimizer that skips parameters without a gradient.
 """
 
 import logging
@@ -13,21 +13,21 @@ from torch.distributed.tensor import DTensor
 logger = logging.getLogger(__name__)
 
 _PART_BYTES = 512 << 20
-"""Parameters whose state is on the GPU at one time."""
+"""Bytes of parameters whose state is on the GPU at one time: few enough to fit, enough to keep copies fast."""
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, *, part_bytes: int = _PART_BYTES) -> None:
-    """From now on `optimizer.step()` fetches the state it needs and puts it back.
+    """Make `optimizer.step()` fetch the state it needs and put it back.
 
     Args:
-        device: where parameters are; on the CPU the update is made in parts, and nothing moves.
+        device: the device of the parameters; on the CPU the update is made in parts, and nothing moves.
     """
     if device.type != "cuda":
         logger.info("model.optim_cpu_offload does nothing here: the optimizer's state is in main memory already")
     update = optimizer.step
 
     def step(closure: None = None) -> None:
-        """Like the optimizer's own, which calls `update` for some parameters at a time."""
+        """Take one step by calling `update` for some parameters at a time."""
         assert closure is None, "an update in parts cannot compute its loss again"
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [parameter.grad for parameter in trained]
@@ -42,16 +42,16 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, *
                 parameter.grad = None
                 _move(optimizer.state[parameter], torch.device("cpu"))
             if device.type == "cuda":
-                # The copies' sources are given away next.
+                # The memory that is being copied is freed next.
                 torch.cuda.synchronize(device)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
 
-    optimizer.step = step  # type: ignore[method-assign]  what else calls it (checkpoints do, to make the state) calls ours
+    optimizer.step = step  # type: ignore[method-assign]  checkpoints call it too, to make the state
 
 
 def return_state(optimizer: torch.optim.Optimizer) -> None:
-    """Put back in main memory what loading a checkpoint put beside the parameters."""
+    """Move the state back to main memory, after a checkpoint was loaded beside the parameters."""
     for state in optimizer.state.values():
         _move(state, torch.device("cpu"))
 
@@ -63,7 +63,7 @@ def _parts(pairs: list[Pair], *, max_bytes: int) -> Iterator[list[Pair]]:
     part: list[Pair] = []
     num_bytes = 0
     for parameter, gradient in pairs:
-        # Not of this rank's shard: parts are the same on every rank, because an update may be collective.
+        # An even share, not this rank's: parts must be the same on every rank, because an update may be collective.
         size = parameter.numel() * parameter.element_size()
         if isinstance(parameter, DTensor):
             size //= parameter.device_mesh.size(-1)

@@ -1,4 +1,4 @@
-"""Master weights on a CPU that one process alone trains: narrow copies of them to compute with, wide sums of their gradients.
+"""Casts master weights to the dtype of computation and sums their gradients, on a CPU that one process alone trains on.
 
 Used by `trainer.kernels.cpu` and the head. Where weights are sharded, FSDP does both.
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 _TILE = 1 << 18
-"""Numbers that are widened and added at one time: they stay in the cache of a core."""
+"""Numbers of a gradient that are widened and added at one time: so many stay in the cache of a core."""
 
 
 class MasterWeights:
-    """May be used by several threads.
+    """The narrow copies of the weights. Several threads may use it.
 
     >>> masters = MasterWeights()
     >>> output = input @ masters.of(weight, torch.bfloat16).T
@@ -24,13 +24,13 @@ class MasterWeights:
 
     def __init__(self) -> None:
         self.sums_gradients = False
-        """Gradients are added to the weights' here and not by autograd, which would make a wide copy of each row's first."""
+        """Gradients are added here, not by autograd, which would first make a wide copy of each row's gradient."""
         self._casts: dict[torch.Tensor, _Cast] = {}
         self._lock = threading.Lock()
         self._locks: defaultdict[torch.Tensor, threading.Lock] = defaultdict(threading.Lock)
 
     def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Without a gradient, cast once an update, however many rows there are; `weight` itself where it has the dtype."""
+        """Return `weight` in `dtype`, without gradient. It is cast once an update; `weight` itself if it has the dtype."""
         if weight.dtype == dtype:
             return weight.detach()
         with self._lock:
@@ -40,12 +40,12 @@ class MasterWeights:
             return found.follow(weight)
 
     def renew(self) -> None:
-        """Cast anew what has changed: all cores do it sooner than the first thread that asks."""
+        """Cast anew the weights that changed: all cores do it faster than the first thread that asks."""
         for weight, cast in self._casts.items():
             cast.follow(weight)
 
     def add_gradient(self, weight: torch.Tensor, part: torch.Tensor) -> None:
-        """A part of the gradient of `weight`, in its shape and any dtype; where gradients are summed here."""
+        """Add a part of the gradient of `weight`, in its shape and any dtype; only where gradients are summed here."""
         assert self.sums_gradients
         with self._lock_of(weight):
             if weight.grad is None:
@@ -54,7 +54,11 @@ class MasterWeights:
                 _add(weight.grad, part)
 
     def add_to_rows(self, weight: torch.Tensor, indices_N: torch.Tensor, part_NH: torch.Tensor) -> torch.Tensor | None:
-        """A part of the gradient of `weight[indices]`, a row perhaps several times. Returns what its backward pass returns."""
+        """Add a part of the gradient of `weight[indices]`; a row may occur several times.
+
+        Returns:
+            The gradient that the backward pass returns to autograd; None where gradients are summed here.
+        """
         part_NH = part_NH.to(weight.dtype)
         if not self.sums_gradients:
             return torch.zeros_like(weight).index_add_(0, indices_N, part_NH)
@@ -73,9 +77,10 @@ class MasterWeights:
 class _Cast:
     values: torch.Tensor
     version: int
-    """Of the weight, when they were cast."""
+    """The weight's version at the time of the cast."""
 
     def follow(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the values, cast again if the weight has changed."""
         if self.version != weight._version:
             self.values.copy_(weight.detach())
             self.version = weight._version

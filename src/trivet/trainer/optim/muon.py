@@ -1,7 +1,7 @@
-"""Muon for the matrices of a sharded model, AdamW for the rest, as one optimizer. Made by `trainer.optimizer`.
+"""Optimizes the matrices of a sharded model with Muon and the rest with AdamW, as one optimizer.
 
-torch.optim.Muon is not used: it orthogonalizes each rank's rows on their own terms, and in bfloat16, whose rounding makes weights
-depend on the number of ranks by 1e-4 after six steps.
+Called by `trainer.optim.optimizer`. torch.optim.Muon is not used: it orthogonalizes each rank's rows by themselves, and in
+bfloat16, whose rounding makes weights depend on the number of ranks by 1e-4 after six steps.
 """
 
 import math
@@ -14,12 +14,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trivet.trainer.ranks.world import whole
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of x, x^3 and x^5 in each iteration, from the source: they bring small singular values up fastest."""
 _ITERATIONS = 5
+"""Iterations of the source: singular values are near 1 after so many."""
 _MIN_NORM = 1e-7
+"""Least divisor of a matrix: a gradient of 0 stays 0."""
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Bring singular values near 1 (0.7 to 1.2) and leave those of 0 there, in the matrix' own dtype.
+    """Bring singular values near 1 (0.7 to 1.2), except those of 0, in the dtype of the matrix.
 
     Source: the quintic Newton-Schulz iteration of K. Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
     """
@@ -35,10 +38,10 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class WholeMatrixMuon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum. A matrix is orthogonalized whole, by one of the ranks that it is sharded over.
+    """Muon with Nesterov momentum. Each matrix is orthogonalized whole, by one of the ranks that it is sharded over.
 
-    Momentum stays sharded. Each rank gathers it matrix by matrix and keeps the directions of those that are its own to compute;
-    then each sends the others their rows.
+    Momentum stays sharded. It is gathered matrix by matrix, and each rank keeps the directions of the matrices that are its turn;
+    then each rank sends the others their rows.
 
     Source: arXiv 2502.16982, section 2.2: updates as large as AdamW's, so that one learning rate serves both.
     """
@@ -48,6 +51,7 @@ class WholeMatrixMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here evaluates a loss again
+        """Update all matrices that have a gradient. Collective."""
         assert closure is None, "an update does not compute its loss again"
         for group in self.param_groups:
             matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
@@ -62,7 +66,7 @@ class WholeMatrixMuon(torch.optim.Optimizer):
                 matrix.add_(direction, alpha=-0.2 * math.sqrt(max(matrix.shape)) * group["lr"])
 
     def _follow_gradient(self, matrix: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
-        """Take this step's gradient into the momentum; returns it one step ahead, sharded like the matrix."""
+        """Add this step's gradient to the momentum; return the momentum one step ahead, sharded like the matrix."""
         gradient = matrix.grad
         assert gradient is not None
         state = self.state[matrix]
@@ -73,19 +77,19 @@ class WholeMatrixMuon(torch.optim.Optimizer):
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:
-    """On the device that computes, wherever the shards are kept. Collective."""
+    """Return the whole tensor on the device that computes, wherever the shards are kept. Collective."""
     return whole(tensor.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor)
 
 
 def _is_own_turn(matrix: torch.Tensor, turn: int) -> bool:
-    """Copies of a model compute alike; within a copy ranks take turns."""
+    """Tell whether this rank orthogonalizes the matrix: ranks of one copy of the model take turns, all copies alike."""
     if not isinstance(matrix, DTensor):
         return True
     return matrix.device_mesh.get_local_rank(-1) == turn % matrix.device_mesh.size(-1)
 
 
 def _share(direction: torch.Tensor | None, turn: int, *, like: torch.Tensor) -> torch.Tensor:
-    """Each rank's rows of the direction that the rank whose turn it is computed, sharded like the matrix. Collective."""
+    """Give each rank its rows of the direction that the rank in turn computed, sharded like the matrix. Collective."""
     if not isinstance(like, DTensor):
         assert direction is not None
         return direction
@@ -103,7 +107,7 @@ def _share(direction: torch.Tensor | None, turn: int, *, like: torch.Tensor) -> 
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
-    """Several optimizers, each of parameters of its own, with one state and one list of groups: saved and loaded like one."""
+    """Several optimizers of different parameters, with one state and one list of groups: saved and loaded like one."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = list(parts)
@@ -112,11 +116,13 @@ class JoinedOptimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here evaluates a loss again
+        """Let each optimizer update its parameters."""
         assert closure is None, "an update does not compute its loss again"
         for part in self._parts:
             part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the joint state and share it with each optimizer."""
         super().load_state_dict(state_dict)
         self._share()
 

@@ -1,4 +1,4 @@
-"""The optimizer over sharded parameters, the learning rate of a step, and clipping by the norm over all ranks."""
+"""Makes the optimizer over sharded parameters; computes the learning rate of a step and clips by the norm over all ranks."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from trivet.trainer.ranks.world import World, sum_over_ranks
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[torch.nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """
+    """Make the optimizer that `config` names.
+
     Args:
-        matrices: those of `parameters` that Muon takes.
+        matrices: those of `parameters` that Muon optimizes.
     """
     if isinstance(config, SGDConfig):
         return torch.optim.SGD(
@@ -40,7 +41,7 @@ def make_optimizer(
 def state_bytes(
     parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[torch.nn.Parameter] = ()
 ) -> int:
-    """What the optimizer keeps beside `parameters` from its first update on, over all ranks; single numbers left out."""
+    """Return the bytes of the optimizer's state from its first update on, over all ranks, without single numbers."""
     chosen = {id(matrix) for matrix in matrices} if isinstance(config, MuonConfig) else set()
 
     def num_moments(parameter: torch.nn.Parameter) -> int:
@@ -64,13 +65,13 @@ def _adamw(parameters: Iterable[torch.nn.Parameter], config: AdamWConfig | MuonC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """The schedule as a function of the step: nothing to save but where it began."""
+    """The schedule as a function of the step; the only state to save is the step at which it began."""
 
     peak: float
     schedule: ScheduleConfig
     max_steps: int | None
     start: int = 0
-    """The step after which it began."""
+    """The step after which the schedule began."""
 
     def __post_init__(self) -> None:
         if self.max_steps is None and not isinstance(self.schedule, ConstantSchedule):
@@ -80,7 +81,7 @@ class LearningRate:
             )
 
     def at(self, step: int) -> float:
-        """The rate of the optimizer step `step`, from 1."""
+        """Return the rate of optimizer step `step`, counted from 1."""
         schedule = self.schedule
         if isinstance(schedule, ConstantSchedule) or self.max_steps is None:
             return self.peak * constant_factor(step)
@@ -98,19 +99,23 @@ class LearningRate:
 
 
 def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's shards of the gradients."""
+    """Return this rank's shards of the gradients."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 def gradient_norm(gradients: list[torch.Tensor], world: World) -> float:
-    """The 2-norm over all parameters and ranks. Works on shards directly: a DTensor operation per parameter costs more."""
+    """Compute the 2-norm over all parameters and ranks. Collective.
+
+    It works on shards directly, because a DTensor operation per parameter costs more.
+    """
     norms = torch.stack([gradient.norm() for gradient in gradients])
     squares = sum_over_ranks(world, norms.double().square().sum())
     return float((squares / world.num_replicas).sqrt())
 
 
 def clip_gradients(gradients: list[torch.Tensor], *, norm: float, max_norm: float | None) -> None:
+    """Scale the gradients in place so that their norm is at most `max_norm`."""
     if max_norm is not None and norm > max_norm:
         for gradient in gradients:
             gradient.mul_(max_norm / norm)

@@ -1,7 +1,7 @@
-"""Ranks on this machine: `python -m trivet.trainer.ranks.starter NUM_RANKS MODULE ARGUMENT…`. Started by the launcher.
+"""Starts the ranks of this machine: `python -m trivet.trainer.ranks.starter NUM_RANKS MODULE ARGUMENT…`. Called by the launcher.
 
-Not torchrun, whose store listens on every interface and whose agent unpickles what it finds there: ranks meet at a file in a
-directory of this user's. A rank ends with the process that started it, however that ends; when one fails, the others are ended; the
+Torchrun is not used: its store listens on every interface, and its agent unpickles what it finds there. Ranks meet at a file in a
+directory of this user's. A rank ends with the process that started it, however that ends. When one fails, the others are ended; the
 exit code is that of the rank that failed first. A single rank runs in this process.
 """
 
@@ -21,20 +21,20 @@ from trivet.secret import make_secret
 from trivet.stacks import ignore_until_listening
 
 RENDEZVOUS_FILE = "RANK_RENDEZVOUS_FILE"
-"""The variable that names the file at which ranks of one machine meet (trainer.ranks.world)."""
+"""Environment variable with the path of the file at which ranks of one machine meet (trainer.ranks.world)."""
 RANKS_SECRET = "secret"
-"""A file beside it with what the ranks prove to each other that they have."""
+"""Name of the file beside it with the secret that the ranks prove to each other."""
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", RENDEZVOUS_FILE)
-"""A rank that finds them joins others."""
+"""Environment variables that make a rank join others."""
 _END_TIMEOUT_S = 30.0
-"""How long ranks take to end when they are told to; then they are killed."""
+"""Longest time that ranks may take to end after a signal; then they are killed."""
 _STOPPING = {signal.SIGTERM, signal.SIGINT}
 
 Rank = subprocess.Popen[bytes]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the ranks to their end; 128 + N when signal N ended them."""
+    """Run the ranks to their end; return the exit code, 128 + N when signal N ended them."""
     die_with_parent()
     num_ranks, module, *arguments = argv
     if num_ranks == "1":
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_rank(module: str, arguments: Sequence[str]) -> int:
-    """Run `main` of `module` here, as the only rank; returns its exit code."""
+    """Run `main` of `module` here, as the only rank; return its exit code."""
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)
     ignore_until_listening()
@@ -63,9 +63,9 @@ def run_rank(module: str, arguments: Sequence[str]) -> int:
 
 
 def await_ranks(ranks: Sequence[Rank]) -> int:
-    """Wait for all to end, and end the others when one fails or a signal arrives; returns the exit code.
+    """Wait for all ranks to end, ending the others when one fails or a signal arrives; return the exit code.
 
-    Blocks the signals that it waits for, so the ranks must have been started before.
+    It blocks the signals that it waits for, so the ranks must be started before.
     """
     awaited = {signal.SIGCHLD, *_STOPPING}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -84,14 +84,14 @@ def await_ranks(ranks: Sequence[Rank]) -> int:
 
 
 def _exit_code(ranks: Sequence[Rank]) -> int:
-    """That of the ranks which ended by themselves; one that lost another ends with 1, so any other code says more."""
+    """Return the code of the ranks that ended by themselves. A rank that lost another ends with 1, so any other code says more."""
     failed = [rank.returncode for rank in ranks if rank.returncode]
     code = max(failed, key=lambda code: code != 1, default=0)
     return code if code >= 0 else 128 - code
 
 
 def _end(ranks: Sequence[Rank], number: int) -> float:
-    """Send the signal; returns when, in monotonic seconds, those that are left are killed."""
+    """Send the signal; return the time, in monotonic seconds, at which ranks that are left are killed."""
     for rank in ranks:
         rank.send_signal(number)
     return time.monotonic() + _END_TIMEOUT_S

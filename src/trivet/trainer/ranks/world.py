@@ -1,8 +1,8 @@
-"""The ranks of the trainer: how they find each other and how they agree. Nothing else reads the environment of ranks.
+"""Connects the ranks of the trainer: how they find each other and how they agree. Nothing else reads the environment of ranks.
 
-What this module exchanges is tensors and bytes of msgpack. DCP, which writes checkpoints, pickles its plans, and unpickling runs
-what a stranger may have sent; gloo lets whoever connects first take a rank's place. So the ranks of one machine prove to each
-other, in every group before it is used, that all of them have the secret that `rank_starter` left in its private directory.
+This module exchanges tensors and bytes of msgpack. DCP, which writes checkpoints, pickles its plans, and unpickling runs whatever a
+stranger sent; gloo lets whoever connects first take a rank's place. So the ranks of one machine prove to each other, in every group
+before it is used, that all of them have the secret that `ranks.starter` left in its private directory.
 
 Legend: rank 0 is the main rank: it alone talks to the orchestrator and writes files, except sharded checkpoints.
 """
@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from trivet.config.checks.numbers import replicas_problem
 from trivet.errors import ConfigError, UnknownRank
 from trivet.secret import RunSecret, read_secret
 from trivet.trainer.ranks.starter import RANKS_SECRET, RENDEZVOUS_FILE
 from trivet.wire.codec import decode, encode
 
 _NONCE_BYTES = 32
-"""Long enough that none is ever drawn twice."""
+"""Bytes of a nonce: long enough that none is ever drawn twice."""
 
 
 class _Values(msgspec.Struct, frozen=True):
@@ -38,6 +39,8 @@ class _Values(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
+    """The ranks as one of them sees them."""
+
     rank: int
     size: int
     device: torch.device
@@ -46,7 +49,7 @@ class World:
     control: dist.ProcessGroup
     """Gloo, on host memory; waits longer than a collective may, because rank 0 waits for batches."""
     secret: RunSecret | None
-    """Of the ranks of one machine. None for a rank alone, and for ranks over several machines, whose network is the run's own."""
+    """The secret of the ranks of one machine. None for a single rank, and for several machines, whose network is the run's own."""
 
     @property
     def num_replicas(self) -> int:
@@ -55,12 +58,13 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """True on rank 0."""
         return self.rank == 0
 
 
 @contextmanager
 def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, num_replicas: int = 1) -> Iterator[World]:
-    """Join the other ranks, which `rank_starter` started on this machine or torchrun on several; alone when there is none.
+    """Join the other ranks, started by `ranks.starter` on this machine or by torchrun on several. A single rank joins nobody.
 
     Args:
         device: `auto`, `cpu` or `cuda`.
@@ -70,12 +74,12 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
 
     Raises:
         ConfigError: `cuda` without a CUDA device; or the copies do not divide the ranks.
-        UnknownRank: what connected in the place of a rank is none.
+        UnknownRank: another program connected in the place of a rank.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     require_replicas(num_replicas, num_ranks=size)
     chosen = _choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    # On the CPU too, for what is kept there: parameters and optimizer state that are off-loaded.
+    # On the CPU too, for off-loaded parameters and optimizer state.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -104,7 +108,7 @@ def open_group(world: World, *, timeout_s: float) -> dist.ProcessGroup:
     """Return a further group of all ranks, over gloo. Collective.
 
     Raises:
-        UnknownRank: what connected in the place of a rank is none.
+        UnknownRank: another program connected in the place of a rank.
     """
     return _open_gloo_group(timedelta(seconds=timeout_s), world.secret)
 
@@ -119,7 +123,7 @@ def _open_gloo_group(timeout: timedelta, secret: RunSecret | None) -> dist.Proce
 def prove_ranks(group: dist.ProcessGroup | None, secret: RunSecret | None) -> None:
     """Have every rank of `group` show that it knows `secret`: HMAC-SHA256 over its rank and a nonce of each rank.
 
-    The connections of a group stay what they are once it is made, so one proof is enough. Collective.
+    The connections of a group do not change once it is made, so one proof is enough. Collective.
 
     Args:
         group: None for the group of all ranks.
@@ -146,7 +150,7 @@ def _proof(key: bytes, rank: int, nonces: bytes) -> bytes:
 
 
 def _gather_fixed(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """What every rank passes, by rank; all pass the same number of bytes. Over host memory."""
+    """Return what every rank passes, by rank. All ranks pass the same number of bytes, over host memory."""
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)
@@ -154,27 +158,25 @@ def _gather_fixed(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
 
 
 def _open_store(num_ranks: int) -> "dist.HashStore | dist.FileStore":  # type: ignore[reportPrivateImportUsage]  # as below
-    """Return the store in which the ranks of this machine find each other's addresses. Nothing listens for it."""
+    """Return the store in which the ranks of this machine find each other's addresses. It opens no port."""
     if num_ranks == 1:
         return dist.HashStore()  # type: ignore[reportPrivateImportUsage]  # public, only not declared
     return dist.FileStore(os.environ[RENDEZVOUS_FILE], num_ranks)  # type: ignore[reportPrivateImportUsage]  # as above
 
 
 def require_replicas(num_replicas: int, *, num_ranks: int) -> None:
-    """
+    """Require that the copies of the model divide the ranks.
+
     Raises:
         ConfigError: they do not divide the ranks.
     """
-    if num_ranks % num_replicas:
-        divisors = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
-        raise ConfigError(
-            f"model.dp_replicate ({num_replicas}) must divide the trainer's ranks ({num_ranks}): {num_ranks} % {num_replicas} = "
-            f"{num_ranks % num_replicas}; set it to one of {divisors}"
-        )
+    ranks = "the trainer's ranks"
+    if problem := replicas_problem(num_replicas, num_ranks=num_ranks, key="model.dp_replicate", ranks=ranks):
+        raise ConfigError(problem)
 
 
 def broadcast_bytes(world: World, data: bytes | None) -> bytes:
-    """What rank 0 passes as `data`, on every rank."""
+    """Return on every rank what rank 0 passes as `data`. Collective."""
     if world.size == 1:
         assert data is not None
         return data
@@ -187,7 +189,7 @@ def broadcast_bytes(world: World, data: bytes | None) -> bytes:
 
 
 def gather_bytes(world: World, data: bytes) -> list[bytes]:
-    """Return on every rank what each rank passes as `data`, by rank."""
+    """Return on every rank what each rank passes as `data`, by rank. Collective."""
     if world.size == 1:
         return [data]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
@@ -200,18 +202,19 @@ def gather_bytes(world: World, data: bytes) -> list[bytes]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that ranks share out, on each of them; others as they are. Collective."""
+    """Return all of a sharded tensor on each rank; return other tensors as they are. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over_ranks(world: World, values: torch.Tensor) -> torch.Tensor:
+    """Add up `values` over all ranks, in place, and return them. Collective."""
     if world.size > 1:
         dist.all_reduce(values)
     return values
 
 
 def gather_values(world: World, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Each metric's values of all ranks, one behind the other."""
+    """Return each metric's values of all ranks, one rank after the other. Collective."""
     if world.size == 1:
         return values
     parts = gather_bytes(world, encode(_Values(values)))
@@ -219,12 +222,13 @@ def gather_values(world: World, values: dict[str, np.ndarray]) -> dict[str, np.n
 
 
 def join_values(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Concatenate each metric's values."""
     names = {name: None for part in parts for name in part}
     return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
 
 
 def barrier(world: World) -> None:
-    """Returns once every rank is here."""
+    """Return once every rank is here. Collective."""
     if world.size > 1:
         dist.barrier(group=world.control)
 

@@ -1,6 +1,6 @@
-"""Which sequences each step of supervised fine-tuning trains on, and the rows they are packed into. Called by `trainer.sft`.
+"""Chooses the sequences of each step of supervised fine-tuning and packs them into rows. Called by `trainer.sft.main`.
 
-A batch is a function of configuration, data and step: every rank makes the same, and so does a resumed run.
+A batch depends on configuration, data and step alone: every rank makes the same batch, and so does a resumed run.
 """
 
 from collections.abc import Sequence
@@ -20,31 +20,37 @@ from trivet.wire.batches import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftBatch:
+    """The rows of one step."""
+
     rows: Sequence[MicroBatch]
     num_samples: int
     num_truncated: int
-    """Longer than model.seq_len, of which the beginning is trained on."""
+    """Sequences longer than model.seq_len; their beginning is trained on."""
     num_empty: int
-    """Left out: nothing in them is trained on, or nothing of it within model.seq_len."""
+    """Sequences left out: they have no trained token within model.seq_len."""
 
 
 class Batches(Protocol):
+    """A source of sequences."""
+
     @property
     def num_steps(self) -> int | None:
-        """Of one epoch; None: there is no end."""
+        """Steps of one epoch; None: there is no end."""
         ...
 
     def items(self, step: int) -> list[PackItem]:
-        """The sequences of step `step`, from 1."""
+        """Return the sequences of step `step`, counted from 1."""
         ...
 
     def epoch(self, step: int) -> int:
-        """Of the step's last sequence, from 0."""
+        """Return the epoch, from 0, of the last sequence of step `step`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationBatches:
+    """Sequences made from conversations, in the order that `config` asks for."""
+
     data: Mixture
     config: SftDataConfig
     seed: int
@@ -52,9 +58,11 @@ class ConversationBatches:
 
     @property
     def num_steps(self) -> int | None:
+        """Steps of one epoch, rounded up."""
         return -(-len(self.data) // self.config.batch_size)
 
     def items(self, step: int) -> list[PackItem]:
+        """Render and tokenize the conversations of step `step`."""
         indices = step_indices(
             step,
             batch_size=self.config.batch_size,
@@ -65,11 +73,14 @@ class ConversationBatches:
         return to_items(self.data, indices, self.tokenizer, loss_mask=self.config.loss_mask)
 
     def epoch(self, step: int) -> int:
+        """Return the epoch, from 0, of the last conversation of step `step`."""
         return (step * self.config.batch_size - 1) // len(self.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeBatches:
+    """An endless source of made-up sequences."""
+
     config: FakeDataConfig
     seed: int
     seq_len: int
@@ -77,9 +88,11 @@ class FakeBatches:
 
     @property
     def num_steps(self) -> int | None:
+        """There is no end, so this is None."""
         return None
 
     def items(self, step: int) -> list[PackItem]:
+        """Make up the sequences of step `step`."""
         size = self.config.batch_size
         return [
             fake_item(
@@ -94,11 +107,13 @@ class FakeBatches:
         ]
 
     def epoch(self, step: int) -> int:
+        """Return 0: there is no second epoch."""
         return 0
 
 
 def open_batches(config: SftConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> Batches:
-    """
+    """Open the data that `config.data` names.
+
     Raises:
         ConfigError: the data cannot be read or reached, or its rows hold no conversations.
     """
@@ -112,15 +127,16 @@ def open_batches(config: SftConfig, tokenizer: PreTrainedTokenizerBase, *, vocab
 def to_items(
     data: Mixture, indices: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, loss_mask: LossMaskConfig
 ) -> list[PackItem]:
+    """Turn the conversations at `indices` into samples without advantage."""
     samples = (to_sample(data.conversation(index), tokenizer, loss_mask=loss_mask) for index in indices)
     return [PackItem(sample=sample, advantage=0.0) for sample in samples]
 
 
 def make_batch(items: Sequence[PackItem], config: SftConfig) -> SftBatch:
-    """Rows of one forward each, as `data.pack_function` and `data.micro_batch_size` say.
+    """Pack the sequences into rows of one forward each, as `data.pack_function` and `data.micro_batch_size` say.
 
     Raises:
-        BatchError: nothing in it is trained on.
+        BatchError: no sequence has a trained token.
     """
     seq_len, num_rows = config.model.seq_len, config.data.micro_batch_size
     if config.data.pack_function == "stack":
@@ -141,7 +157,7 @@ def make_batch(items: Sequence[PackItem], config: SftConfig) -> SftBatch:
 
 
 def held_out_items(config: ConversationsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> list[PackItem]:
-    """All of `val.data`.
+    """Return all sequences of `val.data`.
 
     Raises:
         ConfigError: the data cannot be read or reached, or its rows hold no conversations.

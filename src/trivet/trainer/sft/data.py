@@ -1,7 +1,7 @@
-"""Conversations as samples: rendered by the chat template, tokenized, and masked by who speaks. Called by `trainer.sft.batches`.
+"""Turns conversations into samples: rendered by the chat template, tokenized, masked by role. Called by `trainer.sft.batches`.
 
-The loss falls on the messages that `loss_mask` selects. Of what the assistant writes that is the answer with its end of turn;
-the header of its turn is given to the model and never trained on. Of another's message it is all that the template makes of it.
+The loss falls on the messages that `loss_mask` selects. Of the assistant's message that is the answer with its end of turn; the
+header of its turn is given to the model and never trained on. Of another message it is all text that the template makes of it.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from trivet.errors import ConfigError
 from trivet.wire.rollouts import Sample
 
 TokenSpan = tuple[int, int]
-"""Characters, the end not included."""
+"""First and last character of a text, the last not included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Text that is tokenized by itself, as it is when the model is asked: a prompt, or an answer."""
+    """A text that is tokenized by itself, as when the model is asked: a prompt, or an answer."""
 
     text: str
     trained: Sequence[TokenSpan]
@@ -31,10 +31,10 @@ class _Piece:
 def to_sample(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase, *, loss_mask: LossMaskConfig | None = None
 ) -> Sample:
-    """Token ids and loss mask of a conversation. What follows the last message that is answered or trained on is left out.
+    """Make the token ids and loss mask of a conversation, up to the last message that is an answer or trained on.
 
     Args:
-        loss_mask: whose messages are trained on; None: the assistant's.
+        loss_mask: the roles whose messages are trained on; None: the assistant's.
 
     Raises:
         ConfigError: the template renders a message differently once another follows, so that there is no one token sequence;
@@ -58,7 +58,7 @@ def to_sample(
 
 
 def is_trained(message: ChatMessage, loss_mask: LossMaskConfig) -> bool:
-    """By the message's own `weight`, else by who speaks."""
+    """Tell whether the loss falls on `message`: by its own `weight` if it has one, else by its role."""
     if message.get("weight") is not None:
         return bool(message["weight"])
     match message["role"]:
@@ -100,8 +100,10 @@ def _pieces(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, loss
 
 
 def _is_boundary(number: int, flags: Sequence[bool], is_answer: Sequence[bool]) -> bool:
-    """Whether it must be known where message `number` ends. Templates may draw messages together (several tools' answers), so
-    that is asked only where the mask changes."""
+    """Tell whether the end of message `number` must be known.
+
+    Templates may draw messages together (several tools' answers), so the end is asked for only where the mask changes.
+    """
     is_last = number + 1 == len(flags)
     if is_last or is_answer[number + 1]:
         return flags[number]
@@ -110,14 +112,14 @@ def _is_boundary(number: int, flags: Sequence[bool], is_answer: Sequence[bool]) 
 
 @dataclass(slots=True)
 class _GrowingText:
-    """A conversation's text, rendered further and further."""
+    """The text of a conversation, rendered further and further."""
 
     conversation: Conversation
     tokenizer: PreTrainedTokenizerBase
     done: str = field(default="")
 
     def extend(self, num_messages: int, *, with_prompt: bool = False) -> None:
-        """Up to the end of message `num_messages`, counted from 1, `with_prompt` with the header of the answer to it."""
+        """Render up to the end of message `num_messages`, counted from 1; `with_prompt` adds the header of the answer."""
         text = self._render(num_messages, with_prompt=with_prompt)
         if not text.startswith(self.done):
             raise ConfigError(
@@ -153,7 +155,7 @@ class _GrowingText:
 
 
 def _tokenize(piece: _Piece, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Token ids and which of them are trained on: those that begin in a trained span."""
+    """Return the token ids, and for each whether it is trained on: whether it begins in a trained span."""
     if not piece.trained or piece.trained == [(0, len(piece.text))]:
         ids = tokenizer.encode(piece.text, add_special_tokens=False)
         numbers = [*range(len(ids))] if piece.trained else []
@@ -170,7 +172,10 @@ def _tokenize(piece: _Piece, tokenizer: PreTrainedTokenizerBase) -> tuple[list[i
 
 
 def _mask(ids: Sequence[int], spans: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[bool]:
-    """True on each span up to its last end-of-turn token: what templates put behind it is never sampled."""
+    """Return a mask that is true on each span up to its last end-of-turn token.
+
+    Text that templates add after that token is never sampled.
+    """
     mask = [False] * len(ids)
     for numbers in spans:
         ends = [number for number in numbers if ids[number] == tokenizer.eos_token_id]

@@ -1,18 +1,18 @@
-"""Supervised fine-tuning, one rank of it: `python -m trivet.trainer.sft.main @ sft.toml`, alone or with others.
+"""Runs one rank of supervised fine-tuning: `python -m trivet.trainer.sft.main @ sft.toml`, alone or with others.
 
-Shares model, step, optimizer, checkpoints and publishing with the RL loop; data and loss are its own. Waits for nothing but
-the other ranks.
+Shares model, step, optimizer, checkpoints and publishing with the RL loop; data and loss are its own. It waits only for the other
+ranks.
 """
 
 import logging
 import sys
 
-from trivet.checkpoints.halves import TRAINER
+from trivet.checkpoints.parts import TRAINER
 from trivet.config.command import run_command
 from trivet.config.sections.sft import SftConfig
 from trivet.faults import arm, reach
 from trivet.lifetime import die_with_parent
-from trivet.telemetry import progress
+from trivet.telemetry import process_report
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import cross_entropy
 from trivet.trainer.main import set_up_rank
@@ -31,11 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
+    """Run one rank from the command line; return its exit code."""
     die_with_parent()
     return run_command(SftConfig, start)
 
 
 def start(config: SftConfig) -> int:
+    """Join the other ranks and train, or measure with `--bench`; return the exit code."""
     with open_world(
         device=config.device, timeout_s=config.dist_timeout_seconds, num_replicas=config.model.dp_replicate
     ) as world:
@@ -49,8 +51,8 @@ def start(config: SftConfig) -> int:
 
 
 def run(config: SftConfig, world: World) -> None:
-    """Train to max_steps, by default once over the data; publish and commit at the interval and at the end."""
-    progress.doing("reading the data")
+    """Train to max_steps, by default one epoch; publish and commit at the interval and at the end."""
+    process_report.begin("reading the data")
     tokenizer = load_tokenizer(config)
     batches = open_batches(config, tokenizer, vocab_size=len(tokenizer))
     validation = open_validation(config, tokenizer)
@@ -62,7 +64,7 @@ def run(config: SftConfig, world: World) -> None:
             "data loaded steps=%s steps_per_epoch=%s batch_size=%s", config.max_steps, batches.num_steps, config.data.batch_size
         )
         if session.from_step == 0 and validation is not None and validation.is_due(0, is_last=False):
-            progress.doing("measuring the held-out loss")
+            process_report.begin("measuring the held-out loss")
             values = validation.measure(session.learner.model, world, step=Step(0))
             if session.telemetry is not None:
                 session.telemetry.write_step(0, values)
@@ -76,7 +78,7 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
     with session.timed("step"):
         with session.timed("load_data"):
             batch = make_batch(batches.items(data_step), config)
-        progress.doing(f"training step {step}")
+        process_report.begin(f"training step {step}")
         reach("optimizer_step.before", step=step)
         with naming_last_weights(session.layout, await_policy=session.await_policy):
             result = train_step(session.learner, batch.rows, step=step)
@@ -84,13 +86,13 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
         session.progress.step = step
         session.progress.total_tokens += sum(row.num_tokens for row in batch.rows)
         session.progress.total_samples += batch.num_samples
-        progress.note(step=step)
-        session.await_policy()  # the history tells one step after the other
+        process_report.set_numbers(step=step)
+        session.await_policy()  # the history lists the events of one step before those of the next
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=[]))
         if config.ckpt.is_due(step, max_steps=config.max_steps):
             session.publish(step)
-            session.save(step, halves=(TRAINER,))
+            session.save(step, parts=(TRAINER,))
         session.settle()
     extra = {
         "data/epoch": batches.epoch(data_step),
@@ -98,7 +100,7 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
         "data/num_empty": batch.num_empty,
     }
     if validation is not None and validation.is_due(step, is_last=step == config.max_steps):
-        progress.doing(f"measuring the held-out loss after step {step}")
+        process_report.begin(f"measuring the held-out loss after step {step}")
         with session.timed("val"):
             extra |= validation.measure(session.learner.model, session.world, step=step)
     session.report(step, result, batch.rows, extra=extra)

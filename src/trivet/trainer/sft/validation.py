@@ -1,4 +1,4 @@
-"""The loss on conversations that are held out. Used by `trainer.sft`; never changes the model, nor what is random in training."""
+"""Measures the loss on held-out conversations for `trainer.sft.main`, without changing the model or training's random state."""
 
 import logging
 import math
@@ -21,12 +21,13 @@ from trivet.wire.versions import Step
 logger = logging.getLogger(__name__)
 
 ROWS_PER_RANK = 16
-"""Rows on the device at one time. A set may be larger than its memory."""
+"""Rows on the device at one time: all held-out rows may not fit into its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """
+    """The held-out rows and when they are measured.
+
     >>> validation = open_validation(config, tokenizer)
     >>> if validation is not None and validation.is_due(step, is_last=False):
     ...     metrics = validation.measure(model, world, step=step)
@@ -37,11 +38,11 @@ class Validation:
     does_start: bool
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """After `step`; 0 is the start model."""
+        """Tell whether to measure after `step`; 0 means the start model."""
         return self.does_start if step == 0 else is_last or step % self.interval == 0
 
     def measure(self, model: PolicyModel, world: World, *, step: Step) -> dict[str, float]:
-        """Metrics: the mean loss over all loss tokens (`val/loss`, nats) and its exponential. Collective.
+        """Return the mean loss over all loss tokens (`val/loss`, nats) and its exponential as metrics. Collective.
 
         Raises:
             Diverged: the loss is NaN or infinite.
@@ -66,7 +67,7 @@ class Validation:
 
 
 def open_validation(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Validation | None:
-    """None when nothing is held out.
+    """Read the held-out data that `config.val` names; return None when nothing is held out.
 
     Raises:
         ConfigError: val.data cannot be read, or nothing in it is measured.

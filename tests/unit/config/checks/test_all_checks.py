@@ -145,7 +145,7 @@ def test_gpu_lists_must_fit() -> None:
         RLConfig, *GROUPED, "--inference-gpu-ids", "0,0"
     )
     said = refusal(RLConfig, *GROUPED, "--inference-gpu-ids", "0,1,2", "--inference.parallel.tp", "2")
-    assert said.endswith("must be divisible by inference.parallel.tp (2): 3 % 2 = 1")
+    assert said.endswith("must be divisible by inference.parallel.tp (2): 3 % 2 = 1; change either")
     load_config(RLConfig, [*GROUPED, "--inference-gpu-ids", "0", "--trainer-gpu-ids", "0"], environ={})
 
 

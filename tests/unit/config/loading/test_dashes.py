@@ -11,7 +11,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
 
 VF = 'model = "m/n"\n[env]\nid = "e"\n[inference]\ngpus = 1\n[trainer]\ngpus = 1\n[trainer.args]\n'

@@ -8,7 +8,7 @@ from trivet.config.loading.keys import all_keys
 from trivet.config.loading.load import COMMANDS
 from trivet.config.loading.reference import configuration_page, help_text
 from trivet.config.sections.base import Section
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 
 ROOT = Path(__file__).parents[4]
 

@@ -39,12 +39,13 @@ def test_a_load_environment_that_leaves_the_process_does_not(tmp_path: Path, mon
 
 
 def test_an_error_shows_neither_secrets_nor_what_a_terminal_obeys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "def load_environment(api_key):\n    raise ValueError(f'\\x1b[2J {api_key}')\n"
+    source = "def load_environment(api_key, pin_token):\n    raise ValueError(f'\\x1b[2J {api_key}')\n"
     write_module(tmp_path, "spills", source, monkeypatch)
-    args = {"api_key": "planted"}
+    args = {"api_key": "planted", "pin_token": "q7z"}  # the second is too short to be looked for in texts
     with pytest.raises(EnvironmentLoadError, match="raised ValueError") as failed:
         load_environment("spills", name="spills", args=args)
     said = f"{failed.value}{traceback_tail(failed.value, args)}"
     assert "planted" not in said
+    assert "q7z" not in said
     assert said.replace("\n", "").isprintable()
     assert r"\x1b[2J" in said

@@ -91,15 +91,15 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_read():
         ours, theirs = socket.socketpair()
         pool = await Channel.open(ours)
         theirs.sendall((2**62).to_bytes(8, "little"))
+        theirs.close()
         with pytest.raises(MessageRefused, match="larger than what fits"):
             await pool.receive(WorkerOrder)
-        theirs.sendall((2**62).to_bytes(8, "little"))
         await pool.aclose()
-        theirs.close()
 
     asyncio.run(scenario())
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall((2**62).to_bytes(8, "little"))
+        theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(MessageRefused, match="larger than what fits"):
             receive_blocking(ours, WorkerOrder)

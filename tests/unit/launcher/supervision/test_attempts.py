@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trivet.checkpoints.commit import commit
-from trivet.checkpoints.halves import HALVES, ORCHESTRATOR, begin_half, finish_half, staging_directory
+from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, begin_part, finish_part, staging_directory
 from trivet.config.layout import RunLayout
 from trivet.config.loading.load import load_config
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -65,9 +65,9 @@ def attempts(layout: RunLayout) -> Iterator[Attempts]:
 
 
 def write_commit(layout: RunLayout, step: int) -> None:
-    for name in HALVES:
-        (begin_half(layout, Step(step), name) / "state").write_text(name)
-        finish_half(layout, Step(step), name)
+    for name in PARTS:
+        (begin_part(layout, Step(step), name) / "state").write_text(name)
+        finish_part(layout, Step(step), name)
     commit(layout, Step(step))
 
 
@@ -101,7 +101,7 @@ def test_without_a_checkpoint_the_run_starts_again_and_keeps_its_history(
 
 def test_what_the_failed_attempt_did_not_finish_is_cleared_away(attempts: Attempts, layout: RunLayout, log: RunLog) -> None:
     write_commit(layout, 3)
-    (begin_half(layout, Step(6), ORCHESTRATOR) / "state").write_text("x")
+    (begin_part(layout, Step(6), ORCHESTRATOR) / "state").write_text("x")
     with layout.events.open("a") as file:
         file.write('{"event":"train","step":4')
     attempts.go_back(log)

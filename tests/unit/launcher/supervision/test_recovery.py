@@ -7,16 +7,16 @@ import pytest
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.launcher.supervision.recovery import (
     MAX_BACKOFF_S,
-    Announce,
-    AskForCommit,
+    AnnounceRestart,
     FinishRun,
     Outcome,
+    PreemptRun,
     Recovery,
     RecoveryAction,
     RecoveryUnit,
     RecoveryVerdict,
-    RoleSeen,
-    Seen,
+    RoleObservation,
+    RunObservation,
     StartUnit,
     StopRoles,
 )
@@ -36,8 +36,8 @@ class History:
         self.is_hurried = False
         self.is_last_step_committed = False
 
-    def _fresh(self, name: str) -> RoleSeen:
-        return RoleSeen(name=name, does_finish=name != "inference", has_progressed=True)
+    def _fresh(self, name: str) -> RoleObservation:
+        return RoleObservation(name=name, does_finish=name != "inference", has_progressed=True)
 
     def knows(self, name: str, **facts: object) -> "History":
         self.roles[name] = replace(self.roles[name], **facts)  # type: ignore[arg-type]  # of several types
@@ -53,7 +53,7 @@ class History:
 
     def at(self, now: float) -> list[RecoveryAction]:
         return self.recovery.decide(
-            Seen(
+            RunObservation(
                 now=now,
                 roles=self.roles,
                 interrupted_by=self.interrupted_by,
@@ -69,7 +69,7 @@ class History:
 
     def recovers_training(self, *, at: float) -> "History":
         """The trainer is killed, both end and are started again."""
-        assert any(isinstance(action, Announce) for action in self.ends("trainer", -9, at=at).at(at))
+        assert any(isinstance(action, AnnounceRestart) for action in self.ends("trainer", -9, at=at).at(at))
         self.ends("orchestrator", 143, at=at)
         assert self.at(at) == []
         assert self.at(at + MAX_BACKOFF_S) == [StartUnit(unit=RecoveryUnit.TRAINING)]
@@ -91,7 +91,7 @@ def test_a_run_is_done_when_both_finished_in_either_order(order: tuple[str, str]
 def test_inference_is_restarted_alone_after_the_delay() -> None:
     history = History(backoff_s=4).ends("inference", -9, at=10)
     assert history.at(10) == [
-        Announce(unit=RecoveryUnit.INFERENCE, role="inference", cause="inference killed by SIGKILL", delay_s=4)
+        AnnounceRestart(unit=RecoveryUnit.INFERENCE, role="inference", cause="inference killed by SIGKILL", delay_s=4)
     ]
     assert history.at(10.2) == []
     assert history.at(13.9) == []
@@ -101,9 +101,11 @@ def test_inference_is_restarted_alone_after_the_delay() -> None:
 
 def test_a_teacher_is_restarted_alone_too() -> None:
     history = History(backoff_s=4)
-    history.roles["teacher"] = RoleSeen(name="teacher", does_finish=False, has_progressed=True)
+    history.roles["teacher"] = RoleObservation(name="teacher", does_finish=False, has_progressed=True)
     history.ends("teacher", -9, at=10)
-    assert history.at(10) == [Announce(unit=RecoveryUnit.TEACHER, role="teacher", cause="teacher killed by SIGKILL", delay_s=4)]
+    assert history.at(10) == [
+        AnnounceRestart(unit=RecoveryUnit.TEACHER, role="teacher", cause="teacher killed by SIGKILL", delay_s=4)
+    ]
     assert history.at(10.2) == []
     assert history.at(14) == [StartUnit(unit=RecoveryUnit.TEACHER)]
 
@@ -112,7 +114,7 @@ def test_a_teacher_is_restarted_alone_too() -> None:
 def test_trainer_and_orchestrator_go_back_together(dead: str, partner: str) -> None:
     history = History(backoff_s=1).ends(dead, 1, at=10)
     announced, stop = history.at(10)
-    assert isinstance(announced, Announce)
+    assert isinstance(announced, AnnounceRestart)
     assert (announced.unit, announced.cause) == (RecoveryUnit.TRAINING, f"{dead} ended with exit code 1")
     assert stop == StopRoles(roles=(partner,), by_kill=False)
     assert history.at(12) == []  # the partner has not ended
@@ -131,7 +133,7 @@ def test_a_partner_that_ignores_the_request_is_killed_at_the_deadline() -> None:
 
 def test_both_units_recover_at_the_same_time() -> None:
     history = History(backoff_s=0).ends("inference", -9, at=10).ends("trainer", -9, at=10).ends("orchestrator", 1, at=11)
-    units = {action.unit for action in history.at(11) if isinstance(action, Announce)}
+    units = {action.unit for action in history.at(11) if isinstance(action, AnnounceRestart)}
     assert units == {RecoveryUnit.INFERENCE, RecoveryUnit.TRAINING}
     history.at(11.2)
     assert history.at(11.4) == [StartUnit(unit=RecoveryUnit.INFERENCE), StartUnit(unit=RecoveryUnit.TRAINING)]
@@ -139,7 +141,7 @@ def test_both_units_recover_at_the_same_time() -> None:
 
 def test_a_role_that_ends_early_with_0_has_failed() -> None:
     (announced,) = History().ends("inference", 0, at=10).at(10)
-    assert isinstance(announced, Announce)
+    assert isinstance(announced, AnnounceRestart)
     assert announced.cause == "inference ended with exit code 0 before its last step"
 
 
@@ -148,7 +150,7 @@ def test_the_wait_doubles_with_each_restart_in_the_window_up_to_a_minute() -> No
     delays: list[float] = []
     for round_ in range(7):
         announced, *_ = history.ends("inference", -9, at=round_ * 100).at(round_ * 100)
-        assert isinstance(announced, Announce)
+        assert isinstance(announced, AnnounceRestart)
         delays.append(announced.delay_s)
         history.at(round_ * 100 + 1)
         assert history.at(round_ * 100 + MAX_BACKOFF_S) == [StartUnit(unit=RecoveryUnit.INFERENCE)]
@@ -165,7 +167,7 @@ def test_restarts_are_bounded_within_the_window() -> None:
 
 def test_restarts_outside_the_window_do_not_count() -> None:
     history = History(max_restarts=2, restart_window_s=1000).recovers_training(at=100).recovers_training(at=300)
-    assert isinstance(history.ends("trainer", -9, at=1200).at(1200)[0], Announce)
+    assert isinstance(history.ends("trainer", -9, at=1200).at(1200)[0], AnnounceRestart)
 
 
 def test_restarts_of_inference_do_not_use_up_those_of_training() -> None:
@@ -212,7 +214,7 @@ def test_a_server_that_cannot_start_is_not_tried_again() -> None:
 
 def test_a_role_that_was_killed_while_it_started_is_tried_again_once() -> None:
     history = History(max_restarts=9, backoff_s=0).ends("inference", -9, at=5, has_progressed=False)
-    assert isinstance(history.at(5)[0], Announce)
+    assert isinstance(history.at(5)[0], AnnounceRestart)
     history.at(6)
     history.at(7)
     verdict = history.starts("inference").ends("inference", -9, at=9, has_progressed=False).verdict(at=9)
@@ -222,27 +224,27 @@ def test_a_role_that_was_killed_while_it_started_is_tried_again_once() -> None:
 def test_a_restart_that_fails_differently_is_tried_again() -> None:
     history = History(max_restarts=9).recovers_training(at=10)
     history.ends("trainer", 1, at=100, has_progressed=False, last_words="port taken")
-    assert isinstance(history.at(100)[0], Announce)
+    assert isinstance(history.at(100)[0], AnnounceRestart)
     history.ends("orchestrator", 143, at=101).at(101)
     assert history.at(200) == [StartUnit(unit=RecoveryUnit.TRAINING)]
     history.starts("orchestrator", "trainer").ends("trainer", 1, at=210, has_progressed=False, last_words="no memory")
-    assert isinstance(history.at(210)[0], Announce)
+    assert isinstance(history.at(210)[0], AnnounceRestart)
 
 
 def test_progress_between_two_like_failures_makes_them_two() -> None:
     history = History(max_restarts=9).recovers_training(at=10)
     history.ends("trainer", -9, at=100, has_progressed=False)
-    assert isinstance(history.at(100)[0], Announce)
+    assert isinstance(history.at(100)[0], AnnounceRestart)
     history.ends("orchestrator", 143, at=101).at(101)
     history.at(200)
     history.starts("orchestrator", "trainer").recovers_training(at=300)
-    assert isinstance(history.ends("trainer", -9, at=400, has_progressed=False).at(400)[0], Announce)
+    assert isinstance(history.ends("trainer", -9, at=400, has_progressed=False).at(400)[0], AnnounceRestart)
 
 
 def test_a_stuck_role_is_killed_and_its_partner_asked() -> None:
     history = History().knows("trainer", stuck="no report for 120 s")
     announced, *stops = history.at(10)
-    assert isinstance(announced, Announce)
+    assert isinstance(announced, AnnounceRestart)
     assert announced.cause == "trainer stuck: no report for 120 s"
     assert stops == [StopRoles(roles=("orchestrator",), by_kill=False), StopRoles(roles=("trainer",), by_kill=True)]
 
@@ -296,7 +298,7 @@ def test_sigint_ends_the_run_at_once() -> None:
 
 def test_sigterm_asks_once_for_a_commit_and_ends_when_both_have_ended() -> None:
     history = History(preemption_grace_s=60)
-    assert interrupted(history, SIGTERM, at=10) == [AskForCommit(grace_s=60)]
+    assert interrupted(history, SIGTERM, at=10) == [PreemptRun(grace_s=60)]
     assert history.at(11) == []
     assert history.ends("orchestrator", 0, at=12).at(12) == []
     verdict = history.ends("trainer", 0, at=15).verdict(at=15)
@@ -305,7 +307,7 @@ def test_sigterm_asks_once_for_a_commit_and_ends_when_both_have_ended() -> None:
 
 def test_sigterm_leaves_a_trainer_the_time_for_its_last_step_after_the_orchestrator_is_done() -> None:
     history = History(preemption_grace_s=60).ends("orchestrator", 0, at=9, is_complete=True)
-    assert interrupted(history, SIGTERM, at=10) == [AskForCommit(grace_s=60)]
+    assert interrupted(history, SIGTERM, at=10) == [PreemptRun(grace_s=60)]
     assert history.at(30) == []
     verdict = history.ends("trainer", 0, at=31, is_complete=True).verdict(at=31)
     assert (verdict.outcome, verdict.exit_code) == (Outcome.DONE, 0)
@@ -373,7 +375,7 @@ def test_sigterm_asks_for_a_commit_once_a_step_is_under_way(done: str) -> None:
     history = History(preemption_grace_s=60)
     for name in history.roles:
         history.knows(name, has_progressed=name == done)
-    assert interrupted(history, SIGTERM, at=10) == [AskForCommit(grace_s=60)]
+    assert interrupted(history, SIGTERM, at=10) == [PreemptRun(grace_s=60)]
 
 
 def test_an_interrupt_during_a_restart_ends_the_run() -> None:

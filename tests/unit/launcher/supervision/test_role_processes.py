@@ -1,18 +1,15 @@
 """What the launcher reads of its roles: reports, marks and the words of a failure."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 
-from support.processes import wait_until
 from trivet.config.layout import RunLayout
 from trivet.launcher.plan import ProcessSpec
-from trivet.launcher.processes import Child, descendants, read_processes
-from trivet.launcher.supervision.role_processes import Member, forget_reports, read_reports
+from trivet.launcher.processes import Child
+from trivet.launcher.supervision.role_processes import RoleProcess, forget_reports, read_reports
 from trivet.wire.status import ProcessReport
 
 
@@ -22,13 +19,13 @@ def write_report(layout: RunLayout, rank: int = 0, *, step: int = 0, attempt: in
     layout.report_file("trainer", rank).write_bytes(msgspec.json.encode(report))
 
 
-def member(tmp_path: Path, program: str) -> Member:
+def role_process(tmp_path: Path, program: str) -> RoleProcess:
     spec = ProcessSpec(
         name="trainer", argv=(), log=tmp_path / "trainer.stdout", env={}, env_defaults={}, does_finish=True, num_reports=2
     )
     with spec.log.open("wb") as log:
         process = subprocess.Popen([sys.executable, "-c", program], stdout=log)
-    return Member(Child(spec, process, log_offset=0), now=0.0)
+    return RoleProcess(Child(spec, process, log_offset=0), now=0.0)
 
 
 def test_each_rank_has_its_mark_and_a_missing_report_has_none(tmp_path: Path) -> None:
@@ -60,36 +57,16 @@ def test_reports_are_forgotten_before_a_restart(tmp_path: Path) -> None:
 def test_only_steps_of_the_current_attempt_count(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     write_report(layout, 0, step=7, attempt=2)
-    role = member(tmp_path, "")
+    role = role_process(tmp_path, "")
     role.read_reports(layout)
     assert (role.last_step(attempt=2), role.last_step(attempt=3)) == (7, 0)
     role.child.wait(20)
 
 
 def test_the_words_of_a_failure_leave_out_what_differs_between_two_of_one_cause(tmp_path: Path) -> None:
-    role = member(tmp_path, "print('12:00:01 waited 17 s for pid 4711'); raise SystemExit(1)")
+    role = role_process(tmp_path, "print('12:00:01 waited 17 s for pid 4711'); raise SystemExit(1)")
     assert role.child.wait(20)
     role.look(now=5.0, is_complete=lambda _: True)
-    seen = role.seen(has_progressed=False)
+    seen = role.observe(has_progressed=False)
     assert (seen.exit_code, seen.ended_at, seen.is_complete) == (1, 5.0, False)
     assert seen.last_words == "waited # s for pid #"
-
-
-def test_descendants_leave_out_those_that_are_spared_and_their_children(tmp_path: Path) -> None:
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
-    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE) as process:
-        wait_until(lambda: len(descendants(process.pid)) == 1, timeout_s=20, waiting_for="the grandchild")
-        family = descendants(os.getpid())
-        assert process.pid in family
-        spared = descendants(os.getpid(), spared=[process.pid])
-        assert not {process.pid, *descendants(process.pid)} & set(spared)
-        process.communicate(b"\n", timeout=20)
-
-
-def test_a_process_that_a_signal_stopped_is_found(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert not read_processes()[process.pid].is_stopped
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: read_processes()[process.pid].is_stopped, timeout_s=20, waiting_for="the stop")
-        process.send_signal(signal.SIGCONT)
-        process.communicate(b"\n", timeout=20)

@@ -1,4 +1,4 @@
-"""The half is the state of its own step, whatever the learner does while it is written; a failed write is told."""
+"""The part is the state of its own step, whatever the learner does while it is written; a failed write is told."""
 
 import threading
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from trivet.config.sections.losses import GrpoLossConfig
 from trivet.durable import FileRecord, hash_file
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint import part_writer
-from trivet.trainer.checkpoint.part_writer import HalfWriter
-from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.part_writer import PartWriter
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.model.reference import Reference
 from trivet.trainer.ranks.world import whole
 from trivet.trainer.step import Learner, train_step
 
 
 @pytest.fixture
-def writer(world) -> Iterator[HalfWriter]:
-    writer = HalfWriter(world, is_async=True, timeout_s=30)
+def writer(world) -> Iterator[PartWriter]:
+    writer = PartWriter(world, is_async=True, timeout_s=30)
     yield writer
     writer.close()
 
@@ -47,7 +47,7 @@ def parameters_of(learner: Learner) -> list[torch.Tensor]:
 
 
 def test_a_step_taken_during_the_write_is_not_in_it(
-    tiny_model: Path, make_learner, oracle, writer: HalfWriter, gate: threading.Event, tmp_path: Path
+    tiny_model: Path, make_learner, oracle, writer: PartWriter, gate: threading.Event, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_model, lr=1e-2)
     learner.before_update = writer.release
@@ -61,7 +61,7 @@ def test_a_step_taken_during_the_write_is_not_in_it(
     writer.work.wait()
     assert written == ["done"]
     resumed = make_learner(tiny_model, lr=1e-2)
-    assert load_half(tmp_path, resumed).step == 1
+    assert load_part(tmp_path, resumed).step == 1
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters_of(resumed), expected, strict=True))
     train(resumed, oracle, 2)
     both = zip(parameters_of(resumed), parameters_of(learner), strict=True)
@@ -72,7 +72,7 @@ def test_the_reference_that_is_lent_to_the_model_during_the_write_is_not_in_it(
     tiny_model: Path,
     make_learner,
     oracle,
-    writer: HalfWriter,
+    writer: PartWriter,
     gate: threading.Event,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -94,12 +94,12 @@ def test_the_reference_that_is_lent_to_the_model_during_the_write_is_not_in_it(
     train(learner, oracle, 2)
     writer.work.wait()
     resumed = make_learner(tiny_model)
-    load_half(tmp_path, resumed)
+    load_part(tmp_path, resumed)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters_of(resumed), expected, strict=True))
 
 
 def test_writes_that_the_learner_overtakes_are_each_of_their_own_step(
-    tiny_model: Path, make_learner, oracle, writer: HalfWriter, gate: threading.Event, tmp_path: Path
+    tiny_model: Path, make_learner, oracle, writer: PartWriter, gate: threading.Event, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_model, lr=1e-2)
     learner.before_update = writer.release
@@ -115,7 +115,7 @@ def test_writes_that_the_learner_overtakes_are_each_of_their_own_step(
         writer.work.wait()
     for step, parameters in expected.items():
         resumed = make_learner(tiny_model)
-        assert load_half(tmp_path / str(step), resumed).step == step
+        assert load_part(tmp_path / str(step), resumed).step == step
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters_of(resumed), parameters, strict=True))
 
 
@@ -123,7 +123,7 @@ def test_writes_that_the_learner_overtakes_are_each_of_their_own_step(
 def test_the_main_rank_is_told_the_digest_of_what_is_on_disk(
     tiny_model: Path, make_learner, world, tmp_path: Path, is_async: bool
 ) -> None:
-    told, writer = dict[str, FileRecord](), HalfWriter(world, is_async=is_async, timeout_s=30)
+    told, writer = dict[str, FileRecord](), PartWriter(world, is_async=is_async, timeout_s=30)
     writer.start(tmp_path, state_of(make_learner(tiny_model), TrainerProgress()), then=told.update)
     if is_async:
         writer.work.wait()
@@ -139,13 +139,13 @@ def test_a_failed_write_is_raised_between_steps_and_nothing_follows_it(
 
     monkeypatch.setattr(part_writer, "write_state", fail)
     state, followed = state_of(make_learner(tiny_model), TrainerProgress()), list[str]()
-    behind = HalfWriter(world, is_async=True, timeout_s=30)
+    behind = PartWriter(world, is_async=True, timeout_s=30)
     behind.start(tmp_path, state, then=lambda _: followed.append("commit"))
     behind.close()
     with pytest.raises(CheckpointError, match="the disk is gone"):
         behind.work.raise_failure()
     behind.work.raise_failure()  # told once
-    at_once = HalfWriter(world, is_async=False, timeout_s=30)
+    at_once = PartWriter(world, is_async=False, timeout_s=30)
     with pytest.raises(CheckpointError, match="the disk is gone"):
         at_once.start(tmp_path, state, then=lambda _: followed.append("commit"))
     at_once.close()

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, read_metadata
-from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.step import Learner
 
 
@@ -31,28 +31,28 @@ def learner(tiny_model: Path, make_learner) -> Learner:
 
 
 @pytest.fixture
-def half(learner: Learner, tmp_path: Path) -> Path:
+def part(learner: Learner, tmp_path: Path) -> Path:
     directory = tmp_path / "trainer"
     directory.mkdir()
     write_state(directory, state_of(learner, TrainerProgress(step=3)), learner.world.control)
     return directory
 
 
-def test_metadata_that_would_run_code_is_refused_and_named(half: Path, learner: Learner, tmp_path: Path) -> None:
-    (half / METADATA_FILE).write_bytes(pickle.dumps(Payload(tmp_path / "mark")))
+def test_metadata_that_would_run_code_is_refused_and_named(part: Path, learner: Learner, tmp_path: Path) -> None:
+    (part / METADATA_FILE).write_bytes(pickle.dumps(Payload(tmp_path / "mark")))
     with pytest.raises(CheckpointError, match=r"\.metadata is not the metadata of a checkpoint: it names posix\.mkdir"):
-        load_half(half, learner)
+        load_part(part, learner)
     with pytest.raises(CheckpointError, match=r"\.metadata is not the metadata of a checkpoint"):
-        load_half(half, learner, skip_optimizer=True)
+        load_part(part, learner, skip_optimizer=True)
     assert not (tmp_path / "mark").exists()
 
 
-def test_code_inside_otherwise_whole_metadata_is_refused(half: Path, tmp_path: Path) -> None:
-    metadata = FileSystemReader(half).read_metadata()
+def test_code_inside_otherwise_whole_metadata_is_refused(part: Path, tmp_path: Path) -> None:
+    metadata = FileSystemReader(part).read_metadata()
     metadata.planner_data = Payload(tmp_path / "mark")
-    (half / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    (part / METADATA_FILE).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
-        read_metadata(half / METADATA_FILE)
+        read_metadata(part / METADATA_FILE)
     assert not (tmp_path / "mark").exists()
 
 
@@ -71,23 +71,23 @@ def test_what_is_no_metadata_is_refused(tmp_path: Path, content: bytes) -> None:
         read_metadata(tmp_path / METADATA_FILE)
 
 
-def test_a_shard_outside_the_directory_is_refused(half: Path) -> None:
-    metadata = FileSystemReader(half).read_metadata()
+def test_a_shard_outside_the_directory_is_refused(part: Path) -> None:
+    metadata = FileSystemReader(part).read_metadata()
     next(iter(metadata.storage_data.values())).relative_path = "../../secret"
-    (half / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    (part / METADATA_FILE).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"names '\.\./\.\./secret', which lies outside"):
-        read_metadata(half / METADATA_FILE)
+        read_metadata(part / METADATA_FILE)
 
 
-def test_an_object_beside_the_tensors_is_not_unpickled(half: Path, learner: Learner, tmp_path: Path) -> None:
+def test_an_object_beside_the_tensors_is_not_unpickled(part: Path, learner: Learner, tmp_path: Path) -> None:
     state = state_of(learner, TrainerProgress(step=3))
     state["progress"] = {**state["progress"], "step": Payload(tmp_path / "mark")}
-    shutil.rmtree(half)
-    save(state, checkpoint_id=half, process_group=learner.world.control)
+    shutil.rmtree(part)
+    save(state, checkpoint_id=part, process_group=learner.world.control)
     with pytest.raises(CheckpointError, match="is damaged"):
-        load_half(half, learner)
+        load_part(part, learner)
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_checkpoint_of_our_own_is_read(half: Path, learner: Learner) -> None:
-    assert load_half(half, learner) == TrainerProgress(step=3)
+def test_a_checkpoint_of_our_own_is_read(part: Path, learner: Learner) -> None:
+    assert load_part(part, learner) == TrainerProgress(step=3)

@@ -8,12 +8,12 @@ import torch
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.errors import CheckpointError
-from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, begin_anew, load_part, state_of, write_state
 from trivet.trainer.ranks.world import whole
 from trivet.trainer.step import Learner, train_step
 
 
-def save_half(directory: Path, learner: Learner, progress: TrainerProgress) -> None:
+def save_part(directory: Path, learner: Learner, progress: TrainerProgress) -> None:
     write_state(directory, state_of(learner, progress), learner.world.control)
 
 
@@ -27,9 +27,9 @@ def test_three_steps_a_reload_and_three_more_equal_six(any_model: Path, make_lea
     expected = train(unbroken, oracle, range(1, 7))
     first = make_learner(any_model, loss=DefaultLossConfig(), lr=1e-2, max_norm=1.0)
     losses = train(first, oracle, range(1, 4))
-    save_half(tmp_path, first, TrainerProgress(step=3, total_tokens=123, total_samples=12))
+    save_part(tmp_path, first, TrainerProgress(step=3, total_tokens=123, total_samples=12))
     second = make_learner(any_model, loss=DefaultLossConfig(), lr=1e-2, max_norm=1.0)
-    assert load_half(tmp_path, second) == TrainerProgress(step=3, total_tokens=123, total_samples=12)
+    assert load_part(tmp_path, second) == TrainerProgress(step=3, total_tokens=123, total_samples=12)
     losses += train(second, oracle, range(4, 7))
     assert losses == expected
     for ours, theirs in zip(second.model.parameters(), unbroken.model.parameters(), strict=True):
@@ -39,35 +39,35 @@ def test_three_steps_a_reload_and_three_more_equal_six(any_model: Path, make_lea
 def test_saving_changes_nothing(tiny_model: Path, make_learner, oracle, tmp_path: Path) -> None:
     disturbed, undisturbed = (make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2) for _ in range(2))
     losses = train(disturbed, oracle, range(1, 2))
-    save_half(tmp_path, disturbed, TrainerProgress(step=1))
+    save_part(tmp_path, disturbed, TrainerProgress(step=1))
     assert losses + train(disturbed, oracle, range(2, 4)) == train(undisturbed, oracle, range(1, 4))
 
 
 def test_random_state_is_restored(tiny_model: Path, make_learner, tmp_path: Path) -> None:
     learner = make_learner(tiny_model)
-    save_half(tmp_path, learner, TrainerProgress())
+    save_part(tmp_path, learner, TrainerProgress())
     expected = torch.rand(3)
-    load_half(tmp_path, learner)
+    load_part(tmp_path, learner)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_models: dict[str, Path], make_learner, tmp_path: Path) -> None:
-    save_half(tmp_path, make_learner(tiny_models["tied"]), TrainerProgress())
+    save_part(tmp_path, make_learner(tiny_models["tied"]), TrainerProgress())
     with pytest.raises(CheckpointError, match=r"does not fit model\.name"):
-        load_half(tmp_path, make_learner(tiny_models["untied"]))
+        load_part(tmp_path, make_learner(tiny_models["untied"]))
 
 
 def test_a_checkpoint_without_its_files_is_refused(tiny_model: Path, make_learner, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
-        load_half(tmp_path, make_learner(tiny_model))
+        load_part(tmp_path, make_learner(tiny_model))
 
 
 def test_an_optimizer_that_is_skipped_starts_like_a_new_one(tiny_model: Path, make_learner, oracle, tmp_path: Path) -> None:
     first = make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2)
     train(first, oracle, range(1, 4))
-    save_half(tmp_path, first, TrainerProgress(step=3))
+    save_part(tmp_path, first, TrainerProgress(step=3))
     second = make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2)
-    assert load_half(tmp_path, second, skip_optimizer=True).step == 3
+    assert load_part(tmp_path, second, skip_optimizer=True).step == 3
     for ours, theirs in zip(second.model.parameters(), first.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     (before, *_), (now, *_) = first.model.parameters(), second.model.parameters()
@@ -83,9 +83,9 @@ def test_a_parameter_that_never_had_a_gradient_has_no_moments_after_a_reload_eit
     unbroken = make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2)
     train(unbroken, oracle, range(1, 2))
     del unbroken.optimizer.state[list(unbroken.model.parameters())[3]]
-    save_half(tmp_path, unbroken, TrainerProgress(step=1))
+    save_part(tmp_path, unbroken, TrainerProgress(step=1))
     second = make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2)
-    assert load_half(tmp_path, second) == TrainerProgress(step=1)
+    assert load_part(tmp_path, second) == TrainerProgress(step=1)
     assert list(second.model.parameters())[3] not in second.optimizer.state
     assert len(second.optimizer.state) == len(list(second.model.parameters())) - 1
     assert train(second, oracle, range(2, 4)) == train(unbroken, oracle, range(2, 4))
@@ -96,8 +96,8 @@ def test_an_optimizer_without_state_is_reloaded(tiny_model: Path, make_learner, 
     for learner in (first, second):
         learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1e-2)
     train(first, oracle, range(1, 2))
-    save_half(tmp_path, first, TrainerProgress(step=1))
-    load_half(tmp_path, second)
+    save_part(tmp_path, first, TrainerProgress(step=1))
+    load_part(tmp_path, second)
     assert train(first, oracle, range(2, 4)) == train(second, oracle, range(2, 4))
 
 

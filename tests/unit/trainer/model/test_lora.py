@@ -14,7 +14,7 @@ from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.losses import DefaultLossConfig, GrpoLossConfig
 from trivet.config.sections.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
-from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.disk_budget import measure_sizes
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.export import Exporter, load_tokenizer
@@ -161,7 +161,7 @@ def test_a_run_that_is_saved_and_loaded_continues_exactly(any_model: Path, make_
     expected = train_step(unbroken, rows_of(oracle, 3), step=3).loss
     torch.manual_seed(123)
     resumed = make_learner(any_model, lora=LORA, loss=LOSS, lr=1e-2)
-    assert load_half(tmp_path, resumed) == TrainerProgress(step=2)
+    assert load_part(tmp_path, resumed) == TrainerProgress(step=2)
     assert train_step(resumed, rows_of(oracle, 3), step=3).loss == expected
     for ours, theirs in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)

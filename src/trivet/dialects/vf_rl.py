@@ -1,7 +1,7 @@
-"""The command `vf-rl`: a run that is described in the dialect of verifiers' trainer, with its console and its checkpoints.
+"""Runs the command `vf-rl`: a run described in the dialect of verifiers' trainer, with its console and its checkpoints.
 
-The run itself is `rl`, started as a process of its own; this command prints what it does in the dialect's words and leaves
-`checkpoint-N/` beside the run's files. In tmux it shows the inference server's log above that (`launcher.vf_tmux`).
+The run itself is `rl`, started as a process of its own. This command prints what it does in the dialect's words and writes
+`checkpoint-N/` into the run's directory. In tmux it shows the inference server's log above that (`dialects.vf_tmux`).
 """
 
 import os
@@ -20,19 +20,20 @@ from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.loading.load import LoadedConfig
 from trivet.config.sections.rl import RLConfig
-from trivet.config.vf_rl import VfRLConfig
-from trivet.config.vf_translation import load_run
+from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.dialects.vf_checkpoints import VfCheckpoints
+from trivet.dialects.vf_console import VfConsole, follow
+from trivet.dialects.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
+from trivet.dialects.vf_translation import load_run
 from trivet.durable import write_private
 from trivet.errors import ConfigError
 from trivet.launcher.commands import rl
 from trivet.launcher.supervision.interrupts import Interrupts, forward
-from trivet.launcher.vf_checkpoints import VfCheckpoints
-from trivet.launcher.vf_console import VfConsole, follow
-from trivet.launcher.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
 from trivet.lifetime import module_command, tied_command
 from trivet.shown_text import print_error
 
-_LOOK_EVERY_S = 0.5
+_POLL_INTERVAL_S = 0.5
+"""Time between two looks at the run's output and its policies, seconds: a step takes longer."""
 _USAGE = f"""usage: vf-rl @ FILE.toml [-s SESSION] [--no-tmux] [--key VALUE …]
 
 -s, --session NAME   the tmux session; default {DEFAULT_SESSION}
@@ -42,13 +43,14 @@ _USAGE = f"""usage: vf-rl @ FILE.toml [-s SESSION] [--no-tmux] [--key VALUE …]
 
 @dataclass(slots=True, kw_only=True)
 class Options:
-    """What belongs to the command and not to the run."""
+    """Options of the command itself, which are no keys of the run."""
 
     session: str = DEFAULT_SESSION
     in_tmux: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     return run_until_output_closes(lambda: _run_command(words))
 
@@ -67,7 +69,7 @@ def _run_command(words: Sequence[str]) -> int:
 
     def start(config: RLConfig) -> int:
         if options.in_tmux:
-            command = module_command("trivet.launcher.vf_rl", *rest, "--no-tmux")
+            command = module_command("trivet.dialects.vf_rl", *rest, "--no-tmux")
             return run_in_tmux(command, session=options.session, layout=RunLayout(config.output_dir))
         return run(config, dialect[0])
 
@@ -78,12 +80,12 @@ def _run_command(words: Sequence[str]) -> int:
             rl.check(config)
 
     if {"--help", "-h"} & set(rest):
-        print(_USAGE)
+        print(_USAGE)  # noqa: T201
     return run_translated(VfRLConfig, start, rest, translate=translate, check=check)
 
 
 def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """The command's own options, and the words that remain.
+    """Return the command's own options, and the words that remain.
 
     Raises:
         ConfigError: `-s` without a name that tmux can address.
@@ -103,7 +105,7 @@ def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def run(config: RLConfig, dialect: VfRLConfig) -> int:
-    """Run `config` to its end in this terminal; returns the exit code of the training."""
+    """Run `config` to its end in this terminal; return the exit code of the training."""
     layout, args = RunLayout(config.output_dir), dialect.trainer.args
     assert config.max_steps is not None, "the dialect always has max_steps"
     console = VfConsole(
@@ -119,17 +121,17 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="trivet-vf-") as scratch:
         file, output = Path(scratch) / "run.toml", Path(scratch) / "launcher.stdout"
         write_private(file, to_toml(config))
-        look = follow(output, show=show, console=console)
+        show_new_lines = follow(output, show=show, console=console)
         with Interrupts(clock=time.monotonic) as interrupts, output.open("wb") as stdout:
             launcher = _start(file, stdout=stdout.fileno())
             forwarded = 0
             while launcher.poll() is None:
-                look()
+                show_new_lines()
                 for path in checkpoints.write_due():
                     show(f"Saved {path}")
                 forwarded = forward(interrupts, launcher.send_signal, forwarded)
-                time.sleep(_LOOK_EVERY_S)
-        look()
+                time.sleep(_POLL_INTERVAL_S)
+        show_new_lines()
         for path in checkpoints.write_due():
             show(f"Saved {path}")
     code = launcher.returncode
@@ -137,7 +139,7 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
 
 
 def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
-    """`rl` on the resolved configuration, which ends when this process does."""
+    """Start `rl` on the resolved configuration; it ends when this process does."""
     command = module_command("trivet.launcher.commands.rl", "@", str(file))
     return subprocess.Popen(
         tied_command(command),
@@ -149,10 +151,10 @@ def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
 
 
 def show(line: str) -> None:
-    """Print it, unless it was said before."""
+    """Print a line, unless it is a notice, which was printed before the run was started."""
     if not line.startswith("notice: "):
         with suppress(OSError):  # the terminal was closed, or the reader of our pipe has gone: the run goes on
-            print(line, flush=True)
+            print(line, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

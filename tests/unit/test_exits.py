@@ -1,10 +1,8 @@
-"""What the launcher says about exits and restarts."""
-
-from pathlib import Path
+"""Exits and restarts in words."""
 
 import pytest
 
-from trivet.launcher.supervision.describe_exit import describe_exit, describe_restart, quote_log, recount
+from trivet.exits import describe_exit, describe_restart
 from trivet.wire.status import RestartRecord
 from trivet.wire.versions import Step
 
@@ -24,13 +22,6 @@ def test_an_exit_is_described_with_the_name_of_its_signal(code: int | None, text
     assert describe_exit(code) == text
 
 
-def test_a_log_is_quoted_from_this_attempt_on(tmp_path: Path) -> None:
-    log = tmp_path / "trainer.stdout"
-    log.write_text("old\nnew\n")
-    assert quote_log(log, offset=4) == f"last lines of {log}:\n  | new\nfull log: {log}"
-    assert "(it wrote nothing)" in quote_log(log, offset=8)
-
-
 TRAINING = RestartRecord(
     time=0, roles=["orchestrator", "trainer"], cause="trainer killed by SIGKILL", from_step=Step(6), lost_steps=1, down_s=14
 )
@@ -42,11 +33,3 @@ def test_a_restart_is_described_with_its_cause_its_start_and_its_cost() -> None:
         "trainer killed by SIGKILL: orchestrator and trainer restarted from step 6 (1 step again), back after 14 s"
     )
     assert describe_restart(INFERENCE) == "inference killed by SIGKILL: inference restarted, no progress since"
-
-
-def test_restarts_are_recounted_in_order_with_their_sum() -> None:
-    head, first, second = recount([TRAINING, INFERENCE])
-    assert head == "restarts: 2, 14 s without progress, 1 steps taken again"
-    assert first.endswith(describe_restart(TRAINING))
-    assert second.endswith(describe_restart(INFERENCE))
-    assert list(recount([])) == []

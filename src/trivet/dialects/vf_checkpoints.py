@@ -1,6 +1,6 @@
-"""`checkpoint-N/` as verifiers' trainer leaves it, beside our own tree: the published weights of step N and trainer_state.json.
+"""Writes `checkpoint-N/` as verifiers' trainer leaves it: the published weights of step N and trainer_state.json.
 
-Called by `launcher.vf_rl` while the run goes on. What resumes a run is our own checkpoint of the same step.
+Called by `dialects.vf_rl` while the run goes on. A run resumes from our own checkpoint of the same step, not from these.
 """
 
 import json
@@ -9,10 +9,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from trivet.config.layout import MANIFEST, STABLE, RunLayout, parse_step
+from trivet.config.layout import MANIFEST, STABLE, RunLayout
+from trivet.dialects.vf_console import MetricsLine, dictionary_of, read_steps
 from trivet.durable import remove_directory, sync_tree, write_json_atomically
 from trivet.launcher.run_directory import read_run
-from trivet.launcher.vf_console import MetricsLine, dictionary_of, read_steps
+from trivet.step_directories import list_steps
 from trivet.weights.manifest import read_manifest
 
 STATE = "trainer_state.json"
@@ -20,18 +21,18 @@ _OWN = {MANIFEST, STABLE}
 
 
 class VfCheckpoints:
-    """
+    """The `checkpoint-N/` directories of a run.
+
     >>> checkpoints = VfCheckpoints(layout, every=50, max_steps=100)
     >>> checkpoints.write_due()
     [PosixPath('outputs/reverse-text/checkpoint-50')]
     """
 
     def __init__(self, layout: RunLayout, *, every: int | None, max_steps: int, replaces_run: bool = False) -> None:
-        """
-        Made before the run is started: what lies in the directory until then is another start's.
+        """Note what lies in the directory before the run is started: it is an earlier start's.
 
         Args:
-            every: steps between them; None: the last step's alone.
+            every: steps between checkpoints; None: the last step's alone.
             replaces_run: remove the checkpoints of the run before, once this one has taken the directory.
         """
         self._layout = layout
@@ -42,8 +43,8 @@ class VfCheckpoints:
         self._has_begun = False
 
     def write_due(self) -> list[Path]:
-        """Write those whose policy is published and whose step's metrics are there; returns their directories."""
-        if not self._begin():
+        """Write the checkpoints whose policy is published and whose step has metrics; return their directories."""
+        if not self._has_taken_directory():
             return []
         due = [step for step in self._published() if not self._is_written(step)]
         if not due:
@@ -51,8 +52,8 @@ class VfCheckpoints:
         rows = read_steps(self._layout)
         return [self._write(step, rows) for step in due if step in rows]
 
-    def _begin(self) -> bool:
-        """Whether the run has taken the directory: one that was refused leaves everything as it was."""
+    def _has_taken_directory(self) -> bool:
+        """Return whether the run has taken the directory. A run that was refused leaves everything as it was."""
         if not self._has_begun and read_run(self._layout) not in (None, self._before):
             self._has_begun = True
             for path in self._layout.root.glob("checkpoint-*") if self._replaces_run else ():
@@ -60,17 +61,13 @@ class VfCheckpoints:
         return self._has_begun
 
     def _published(self) -> Iterator[int]:
-        weights = self._layout.weights
-        for path in sorted(weights.iterdir()) if weights.is_dir() else []:
-            step = parse_step(path.name)
-            if step and self._is_due(step) and (path / STABLE).exists():
-                yield step
+        return (step for step in list_steps(self._layout.weights, marker=STABLE) if step and self._is_due(step))
 
     def _is_due(self, step: int) -> bool:
         return step == self._max_steps or (self._every is not None and step % self._every == 0)
 
     def _is_written(self, step: int) -> bool:
-        """With this policy: one that was taken back by a restart is replaced."""
+        """Return whether the checkpoint holds the policy published now; a restart may have replaced that."""
         state = self._directory(step) / STATE
         return state.exists() and json.loads(state.read_text()).get("policy_digest") == self._digest(step)
 
@@ -87,7 +84,7 @@ class VfCheckpoints:
         staging.mkdir()
         for path in sorted(self._layout.weights_step(step).iterdir()):
             if path.name not in _OWN:
-                _share(path, staging / path.name)
+                _link_or_copy(path, staging / path.name)
         write_json_atomically(staging / STATE, self._state(step, rows))
         sync_tree(staging)
         remove_directory(final, marker=STATE)
@@ -95,7 +92,7 @@ class VfCheckpoints:
         return final
 
     def _state(self, step: int, rows: dict[int, MetricsLine]) -> dict[str, object]:
-        """In the form of `transformers.TrainerState`."""
+        """Return the checkpoint's state in the form of `transformers.TrainerState`."""
         return {
             "global_step": step,
             "max_steps": self._max_steps,
@@ -114,8 +111,8 @@ def _scores(row: MetricsLine) -> dict[str, float]:
     return {name: row[f"{name}/mean"] for name in ("reward", "entropy", "importance_ratio") if f"{name}/mean" in row}
 
 
-def _share(source: Path, target: Path) -> None:
-    """The same bytes without a second copy where the file system can: a published file is never written to."""
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Link the file, or copy it where the file system cannot: a published file is never written to."""
     try:
         os.link(source, target)
     except OSError:

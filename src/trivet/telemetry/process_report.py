@@ -1,14 +1,14 @@
-"""What this process is doing, for the watchdog and `trivet status`.
+"""Writes the report in which a process says what it is doing, once a second, for the watchdog and `trivet status`.
 
-Like logging: an entry point starts the reports once, and whoever does something says so; without a report nothing is written.
-A report is written each second, and at once when a step is finished, by a thread of its own: a long step, a model that loads or
-a blocked event loop does not silence it. What does is a process that was stopped or hangs as a whole.
+It works like logging: an entry point calls `start_reports` once, and any module says what it begins. Without `start_reports`
+nothing is written. A thread writes the report each second, and at once when a step is finished. A long step, a loading model or
+a blocked event loop does not stop it. A process that is stopped, or hangs as a whole, stops reporting.
 
 >>> start_reports(layout, role="trainer", attempt=1)
 >>> with waiting("batch 12", on="orchestrator"):
 ...     batch = receiver.receive(12)
->>> doing("training step 12")
->>> note(step=12)
+>>> begin("training step 12")
+>>> set_numbers(step=12)
 """
 
 import logging
@@ -29,21 +29,22 @@ from trivet.wire.status import ProcessReport, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 1.0
+REPORT_INTERVAL_S = 1.0
+"""The longest time between two reports. `trivet status` calls a report old after fifteen of them."""
 
 
-class ProcessProgress:
-    """The state that the module's functions change; one per process.
+class ProcessReporter:
+    """Holds the state that the module's functions change. There is one per process.
 
-    >>> progress = ProcessProgress(clock=time.time)
-    >>> progress.begin("loading the model")
-    >>> progress.report(role="trainer").activity
+    >>> reporter = ProcessReporter(clock=time.time)
+    >>> reporter.begin("loading the model")
+    >>> reporter.report(role="trainer").activity
     'loading the model'
     """
 
     def __init__(self, *, clock: Callable[[], float] = lambda: time.time()) -> None:
         self.has_news = threading.Event()
-        """A step was finished: worth a report at once."""
+        """Set when a step was finished: the next report is written at once."""
         self._clock = clock
         self._lock = threading.Lock()
         self._fields: dict[str, Any] = {"activity": "starting", "waits_for": "", "since": clock()}
@@ -51,12 +52,13 @@ class ProcessProgress:
         self._numbers: Callable[[], Mapping[str, int]] | None = None
 
     def begin(self, activity: str, *, waits_for: str = "") -> None:
+        """Replace the current activity; `waits_for` names the role waited for, empty while the process works."""
         with self._lock:
             self._fields |= {"activity": activity, "waits_for": waits_for, "since": self._clock()}
 
     @contextmanager
     def waiting(self, activity: str, *, waits_for: str) -> Iterator[None]:
-        """Within it the process waits; afterwards it does what it did before, unless it has begun something else."""
+        """Report a wait for the block, then the activity before it, unless another has begun since."""
         before = self._now()
         self.begin(activity, waits_for=waits_for)
         mine = self._now()
@@ -71,22 +73,26 @@ class ProcessProgress:
         with self._lock:
             return {name: self._fields[name] for name in ("activity", "waits_for", "since")}
 
-    def note(self, **fields: int) -> None:
+    def set_numbers(self, **fields: int) -> None:
+        """Set fields of `ProcessReport`; a `step` is reported at once."""
         with self._lock:
             self._fields |= fields
         if "step" in fields:
             self.has_news.set()
 
-    def ask_workers(self, source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
+    def set_worker_source(self, source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
+        """Call `source` for the workers of each report; None ends that."""
         self._workers = source
 
-    def ask_numbers(self, source: Callable[[], Mapping[str, int]] | None) -> None:
+    def set_number_source(self, source: Callable[[], Mapping[str, int]] | None) -> None:
+        """Call `source` for the numbers of each report; None ends that."""
         self._numbers = source
 
     def report(self, *, role: str, rank: int = 0, num_ranks: int = 1, attempt: int = 1) -> ProcessReport:
+        """Return the report of this moment."""
         workers = list(self._workers()) if self._workers is not None else []
         if self._numbers is not None:
-            self.note(**self._numbers())
+            self.set_numbers(**self._numbers())
         with self._lock:
             return ProcessReport(
                 role=role,
@@ -100,55 +106,55 @@ class ProcessProgress:
             )
 
 
-_progress = ProcessProgress()
+_reporter = ProcessReporter()
 
 
-def doing(activity: str) -> None:
-    """From now on this process does `activity`: "training step 12"."""
-    _progress.begin(activity)
+def begin(activity: str) -> None:
+    """Report that this process now does `activity`: "training step 12"."""
+    _reporter.begin(activity)
 
 
-def wait_for(what: str, *, on: str) -> None:
-    """From now on this process waits for `what` ("policy 7") from the role `on`."""
-    _progress.begin(what, waits_for=on)
+def begin_waiting(what: str, *, on: str) -> None:
+    """Report that this process now waits for `what` ("policy 7") from the role `on`."""
+    _reporter.begin(what, waits_for=on)
 
 
 @contextmanager
 def waiting(what: str, *, on: str) -> Iterator[None]:
-    """Within it this process waits for `what` ("batch 12") from the role `on`."""
-    with _progress.waiting(what, waits_for=on):
+    """Report a wait for `what` ("batch 12") from the role `on` while the block runs."""
+    with _reporter.waiting(what, waits_for=on):
         yield
 
 
-def note(**fields: int) -> None:
-    """Numbers of a report: step, policy_version, num_ready, num_in_flight."""
-    _progress.note(**fields)
+def set_numbers(**fields: int) -> None:
+    """Set numbers of the report: step, policy_version, num_ready, num_in_flight."""
+    _reporter.set_numbers(**fields)
 
 
-def ask_workers(source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
-    """Have each report carry what `source` says; it is called from the reports' thread. None ends it."""
-    _progress.ask_workers(source)
+def set_worker_source(source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
+    """Have each report carry the workers that `source` returns. The reporting thread calls it. None ends that."""
+    _reporter.set_worker_source(source)
 
 
-def ask_numbers(source: Callable[[], Mapping[str, int]] | None) -> None:
-    """Have each report carry the numbers that `source` says, as `note` takes them; called from the reports' thread."""
-    _progress.ask_numbers(source)
+def set_number_source(source: Callable[[], Mapping[str, int]] | None) -> None:
+    """Have each report carry the numbers that `source` returns, by `set_numbers`' names. The reporting thread calls it."""
+    _reporter.set_number_source(source)
 
 
 def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Write this process's report now, and from then on every second until it ends. Who reports can be asked for its stacks."""
+    """Write this process's report now and every second until the process ends. Also let a signal make it show its stacks."""
     show_stacks_on_signal()
     path = layout.report_file(role, rank)
 
     def write() -> None:
-        report = _progress.report(role=role, rank=rank, num_ranks=num_ranks, attempt=attempt)
+        report = _reporter.report(role=role, rank=rank, num_ranks=num_ranks, attempt=attempt)
         replace_file(path, msgspec.json.encode(report) + b"\n")
 
     def write_for_ever() -> None:
         has_failed = False
         while True:
-            _progress.has_news.wait(INTERVAL_S)
-            _progress.has_news.clear()
+            _reporter.has_news.wait(REPORT_INTERVAL_S)
+            _reporter.has_news.clear()
             try:
                 write()
                 has_failed = False
@@ -159,11 +165,11 @@ def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, 
                 _touch(path)
 
     write()
-    threading.Thread(target=write_for_ever, name="progress-reports", daemon=True).start()
+    threading.Thread(target=write_for_ever, name="process-reports", daemon=True).start()
 
 
 def read_report(path: Path) -> ProcessReport | None:
-    """What a process said last; None before it said anything.
+    """Return the last report of a process, None before its first.
 
     Raises:
         msgspec.DecodeError: the file is no report of this version.
@@ -178,7 +184,7 @@ def read_report(path: Path) -> ProcessReport | None:
 
 
 def _touch(path: Path) -> None:
-    """A sign of life that needs no room on the disk: the watchdog looks for any change of the file."""
+    """Show life without free disk space: the watchdog looks for any change of the file."""
     try:
         os.utime(path)
     except OSError as exc:

@@ -9,8 +9,8 @@ from trivet.config.loading.load import load_config
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
-from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
-from trivet.config.vf_translation import in_dialect, load_run
+from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.dialects.vf_translation import in_dialect, load_run
 from trivet.errors import ConfigError
 
 BASE = """

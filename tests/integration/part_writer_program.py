@@ -1,6 +1,6 @@
-"""One rank of tests/integration/test_half_writer_ranks.py: `half_writer_program.py MODEL_DIR ORACLE DIRECTORY CODE`.
+"""One rank of tests/integration/test_part_writer_ranks.py: `part_writer_program.py MODEL_DIR ORACLE DIRECTORY CODE`.
 
-Writes a half that rank 1 is slow to write, one that rank 1 has no room for, and one that rank 1 does not live to write: it ends
+Writes a part that rank 1 is slow to write, one that rank 1 has no room for, and one that rank 1 does not live to write: it ends
 with exit code CODE.
 """
 
@@ -21,8 +21,8 @@ from trivet.config.sections.optimizer import AdamWConfig
 from trivet.durable import FileRecord, hash_file, list_files
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint import part_writer
-from trivet.trainer.checkpoint.part_writer import HalfWriter
-from trivet.trainer.checkpoint.state import TrainerProgress, load_half, state_of, write_state
+from trivet.trainer.checkpoint.part_writer import PartWriter
+from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state
 from trivet.trainer.ranks.world import World, barrier, open_world
 from trivet.trainer.step import Learner, train_step
 from trivet.wire.versions import Step
@@ -33,7 +33,7 @@ class Case:
         self.model_dir, self.directory, self.world = model_dir, directory, world
         self.oracle = load_oracle(oracle_path)
         self.learner = self.make_learner()
-        self.writer = HalfWriter(world, is_async=True, timeout_s=60)
+        self.writer = PartWriter(world, is_async=True, timeout_s=60)
         self.learner.before_update = self.writer.release
         self.written: list[dict[str, FileRecord]] = []
 
@@ -45,13 +45,13 @@ class Case:
         train_step(self.learner, rows, step=Step(step))
 
     def start(self, name: str, step: int) -> Path:
-        half = self.directory / name
+        part = self.directory / name
         if self.world.is_main:
-            half.mkdir()
+            part.mkdir()
         barrier(self.world)
         state = state_of(self.learner, TrainerProgress(step=step))
-        self.writer.start(half, state, then=lambda known: self.written.append(dict(known)))
-        return half
+        self.writer.start(part, state, then=lambda known: self.written.append(dict(known)))
+        return part
 
 
 def parts_of(learner: Learner) -> list[torch.Tensor]:
@@ -74,7 +74,7 @@ def write_slowly(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         if not case.world.is_main:
             patch.setattr(part_writer, "write_state", slow)
-        half = case.start("slow", 1)
+        part = case.start("slow", 1)
         case.train(2)
         case.train(3)
         case.writer.work.raise_failure()
@@ -82,10 +82,10 @@ def write_slowly(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         may_write.set()
         case.writer.work.wait()
     names = ["__0_0.distcp", "__1_0.distcp"]
-    assert list_files(half) == [".metadata", *names]
-    assert case.written == [{name: hash_file(half / name) for name in names} if case.world.is_main else {}]
+    assert list_files(part) == [".metadata", *names]
+    assert case.written == [{name: hash_file(part / name) for name in names} if case.world.is_main else {}]
     resumed = case.make_learner()
-    assert load_half(half, resumed).step == 1
+    assert load_part(part, resumed).step == 1
     assert all(map(torch.equal, parts_of(resumed), expected))
 
 

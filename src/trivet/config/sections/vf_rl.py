@@ -1,6 +1,7 @@
-"""The dialect of `vf-rl`: one TOML with `model`, `[env]`, `[inference]` and `[trainer]`, whose `.args` are the trainer's.
+"""The keys of `vf-rl`: one TOML with `model`, `[env]`, `[inference]` and `[trainer]`, whose `.args` are the trainer's.
 
-Defaults are the documented ones. `config.vf_translation` turns a configuration of it into one of a run; nothing else reads it.
+Defaults are the documented ones. `dialects.vf_translation` turns a configuration of it into one of a run. Its keys are known in
+this package because the other commands skip variables that set them.
 """
 
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from trivet.config.sections.lora import MAX_RANK
 
 
 class VfEnvConfig(Section):
+    """The environment to train on."""
+
     id: str
     """Package name of the environment; an owner before it, `owner/name`, is left away."""
     args: dict[str, Any] = {}
@@ -19,6 +22,8 @@ class VfEnvConfig(Section):
 
 
 class VfInferenceConfig(Section):
+    """The inference server."""
+
     gpus: int = Field(ge=1)
     """GPUs of the inference server, the first ones. With one GPU, or none, both roles share it."""
     args: dict[str, Any] = {}
@@ -26,6 +31,8 @@ class VfInferenceConfig(Section):
 
 
 class VfWandbConfig(Section):
+    """Logging to Weights & Biases."""
+
     project: str = "trivet"
     """W&B project."""
     name: str | None = None
@@ -35,6 +42,8 @@ class VfWandbConfig(Section):
 
 
 class VfTrainerArgs(Section):
+    """Arguments of the trainer."""
+
     run_name: str | None = Field(default=None, pattern=r"^[^/]+$")
     """The run's directory is outputs/<run_name>; unset: the environment's name."""
     output_dir: str | None = None
@@ -92,7 +101,7 @@ class VfTrainerArgs(Section):
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Tokens per model turn; unset: up to max_seq_len."""
     temperature: float = Field(default=0.7, gt=0)
-    """Of sampling; the trainer's log-probabilities follow it."""
+    """Temperature of sampling; the trainer's log-probabilities follow it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     top_k: int | None = Field(default=None, ge=-1)
@@ -162,6 +171,7 @@ class VfTrainerArgs(Section):
     @field_validator("mask_env_responses")
     @classmethod
     def _masks_what_was_not_sampled(cls, is_masked: bool) -> bool:
+        """Refuse to train on tokens that the policy did not sample."""
         if not is_masked:
             raise ValueError(
                 "what the environment says cannot be trained on: the policy did not sample it, so there is no log-probability to"
@@ -172,6 +182,8 @@ class VfTrainerArgs(Section):
 
 
 class VfTrainerConfig(Section):
+    """The trainer."""
+
     gpus: int = Field(ge=1)
     """GPUs of the trainer, those after the inference server's."""
     args: VfTrainerArgs = VfTrainerArgs()

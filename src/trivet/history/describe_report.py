@@ -17,7 +17,7 @@ _MAX_BREACHES = 10
 """The first is the cause; what comes after it often only follows."""
 
 
-def describe(report: CheckReport, *, events: Path) -> str:
+def describe_report(report: CheckReport, *, events: Path) -> str:
     return "\n".join(_lines(report, events))
 
 

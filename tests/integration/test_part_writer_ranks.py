@@ -4,7 +4,7 @@ from pathlib import Path
 
 from support.ranks import run_ranks
 
-PROGRAM = Path(__file__).with_name("half_writer_program.py")
+PROGRAM = Path(__file__).with_name("part_writer_program.py")
 ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
 LOST = 7
 """Exit code of the rank that is lost."""

@@ -1,4 +1,4 @@
-"""`vf-rl` in a tmux session of two panes, the inference server's log above the trainer; and the program of the lower pane.
+"""Runs `vf-rl` in a tmux session of two panes: the inference server's log above, the trainer below. Also the lower pane's program.
 
 The session is ours: it must not exist before, and it ends with the training, whose exit code the command then has.
 """
@@ -22,17 +22,20 @@ from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.lifetime import module_command
 
 DEFAULT_SESSION = "vf-rl"
-_LOOK_EVERY_S = 0.2
+_POLL_INTERVAL_S = 0.2
+"""Time between two looks at the lower pane, seconds: a user does not notice so short a delay."""
 _LAST_LINES = 30
-_GIVE_ID = ("-P", "-F", "#{pane_id}")
+"""Lines of the lower pane that are shown after the session has ended: about a screen."""
+_PRINT_PANE_ID = ("-P", "-F", "#{pane_id}")
 _CLOSED = 129
-"""As of a process that SIGHUP ended: somebody closed the session."""
+"""Exit code when somebody closed the session: that of a process that SIGHUP ended."""
 _KILLED = 137
-"""As of a process that SIGKILL ended: only so does the lower pane leave no exit code."""
+"""Exit code when the lower pane left none, which only SIGKILL can cause: that of a process that SIGKILL ended."""
 
 
 def require_tmux(session: str) -> None:
-    """
+    """Check that a session of this name can be started.
+
     Raises:
         ConfigError: tmux is not installed, or the session exists.
     """
@@ -60,9 +63,9 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
         order.write_text(json.dumps({"command": command, "environ": dict(os.environ), "result": str(result)}))
         log = layout.log_file("inference.stdout").resolve()
         follow = ("tail", "-n", "200", "-F", "--", str(log))
-        train = module_command("trivet.launcher.vf_tmux", str(order))
-        top = _tmux("new-session", "-d", "-s", session, "-x", "200", "-y", "50", *_GIVE_ID, *follow)
-        pane = _tmux("split-window", "-t", top, "-c", str(Path.cwd()), *_GIVE_ID, *train)
+        train = module_command("trivet.dialects.vf_tmux", str(order))
+        top = _tmux("new-session", "-d", "-s", session, "-x", "200", "-y", "50", *_PRINT_PANE_ID, *follow)
+        pane = _tmux("split-window", "-t", top, "-c", str(Path.cwd()), *_PRINT_PANE_ID, *train)
         for title, each in (("inference", top), ("trainer", pane)):
             _tmux("select-pane", "-t", each, "-T", title)
         _tmux("set-option", "-w", "-t", pane, "pane-border-status", "top")
@@ -74,9 +77,13 @@ def run_in_tmux(command: Sequence[str], *, session: str, layout: RunLayout) -> i
 
 
 def _attach(session: str) -> "subprocess.Popen[bytes] | None":
-    """Who ends when the user leaves the session; nobody where this is no terminal, or one of tmux, which only changes over."""
+    """Show the session in this terminal.
+
+    Returns:
+        The process that ends when the user leaves the session; None without a terminal, or inside tmux, which only switches.
+    """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        _say(f"session '{session}' is running; attach with: tmux attach -t {session}")
+        _print_text(f"session '{session}' is running; attach with: tmux attach -t {session}")
         return None
     if os.environ.get("TMUX"):
         _tmux("switch-client", "-t", f"={session}")
@@ -93,41 +100,42 @@ def _wait(
     viewer: "subprocess.Popen[bytes] | None",
     interrupts: Interrupts,
 ) -> int | None:
-    """
+    """Wait for the end of the command, and pass signals on to it.
+
     Returns:
-        None once the command has ended; the exit code where this is left or closed before.
+        None once the command has ended; an exit code if the session was left or closed before.
     """
     forwarded = 0
     while not result.exists():
-        is_there, is_dead, pid = _look_at(pane)
+        is_there, is_dead, pid = _inspect_pane(pane)
         if not is_there:
-            _say(f"session '{session}' was closed")
+            _print_text(f"session '{session}' was closed")
             return _CLOSED
         if is_dead:
             return None
         if not order.exists():  # the lower pane has taken it
             if interrupts.first == signal.SIGHUP or (viewer is not None and viewer.poll() is not None):
-                _say(f"session '{session}' goes on; attach again with: tmux attach -t {session}")
+                _print_text(f"session '{session}' goes on; attach again with: tmux attach -t {session}")
                 return 0
             forwarded = forward(interrupts, partial(_send, pid), forwarded)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
     return None
 
 
 def _conclude(result: Path, *, session: str, pane: str, viewer: "subprocess.Popen[bytes] | None") -> int:
-    """End the session and show the last lines here; returns the command's exit code."""
+    """End the session and show its last lines here; return the command's exit code."""
     said = ""
     with suppress(ConfigError):  # the session was closed meanwhile
         said = _tmux("capture-pane", "-p", "-t", pane, "-S", f"-{_LAST_LINES}")
         _tmux("kill-session", "-t", f"={session}")
     if viewer is not None:
         viewer.wait()
-    _say("\n".join(line for line in said.splitlines() if line.strip()))
+    _print_text("\n".join(line for line in said.splitlines() if line.strip()))
     return int(result.read_text()) if result.exists() else _KILLED
 
 
-def _look_at(pane: str) -> tuple[bool, bool, int]:
-    """Whether it exists, whether its program has ended, and the program's pid."""
+def _inspect_pane(pane: str) -> tuple[bool, bool, int]:
+    """Return whether the pane exists, whether its program has ended, and the program's pid."""
     shown = ["tmux", "display-message", "-p", "-t", pane, "#{pane_dead} #{pane_pid}"]
     words = subprocess.run(shown, capture_output=True, text=True, check=False).stdout.split()
     return len(words) == 2, words[:1] == ["1"], int(words[1]) if len(words) == 2 else 0
@@ -138,13 +146,14 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _say(text: str) -> None:
+def _print_text(text: str) -> None:
     with suppress(OSError):  # the terminal was closed
-        print(text, flush=True)
+        print(text, flush=True)  # noqa: T201
 
 
 def _tmux(*words: str) -> str:
-    """
+    """Run a command of tmux and return what it prints.
+
     Raises:
         ConfigError: tmux could not do it.
     """
@@ -159,7 +168,7 @@ def _exists(session: str) -> bool:
 
 
 def main(order: Path) -> int:
-    """The lower pane: run the command in the environment of whoever typed it, and leave its exit code."""
+    """Run the lower pane's program: the command in the environment of whoever typed it. It leaves its exit code in a file."""
     said = json.loads(order.read_text())
     process = subprocess.Popen(said["command"], env=said["environ"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,18 +1,17 @@
-"""From the dialect of `vf-rl` to the keys of a run. Pure; called by the command `vf-rl`, whose `--dry-run` prints the result."""
+"""Translates the dialect of `vf-rl` to the keys of a run. Pure; the command `vf-rl --dry-run` prints the result."""
 
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from trivet.config.checks.roles import VLLM_NAMES
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.keys import find_key
 from trivet.config.loading.load import LoadedConfig, environment_entries, load_sources
 from trivet.config.loading.sources import Entry
 from trivet.config.sections.rl import RLConfig
-from trivet.config.vf_rl import VfRLConfig, VfTrainerArgs
-from trivet.errors import ConfigError
+from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.config.vllm_keys import VLLM_KEYS
 
 _ARGS = "trainer.args"
 _CHECKPOINT = re.compile(r"(?:.*/)?checkpoint-(\d+)/?")
@@ -61,7 +60,7 @@ _LORA = {
     "lora_modules_to_save": "modules_to_save",
     "lora_use_rslora": "rslora",
 }
-"""The same below trainer.model.lora."""
+"""Key of [trainer.args] to the key below trainer.model.lora that has its value as it is."""
 _OTHER_WORDS = {
     "--trainer.ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
     "--ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
@@ -77,46 +76,45 @@ _OTHER_WORDS = {
     "inference_gpu_ids": "inference.gpus",
     "trainer_gpu_ids": "trainer.gpus",
 }
-"""What a message about the run says, as the dialect says it, besides the tables above."""
-_SAID_AS_IT_IS = {"seed", "overwrite_output_dir"}
-"""Keys of [trainer.args] whose name in the run is a word of its own."""
+"""Other words in messages about the run, to those of the dialect."""
+_ORDINARY_WORDS = {"seed", "overwrite_output_dir"}
+"""Keys of [trainer.args] whose name in the run is also an ordinary word (`seed`, `clean`): messages keep it."""
 
 
 def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) -> LoadedConfig[RLConfig]:
-    """The run that a `vf-rl` configuration describes, checked like any other.
+    """Return the run that a `vf-rl` configuration describes, checked like any other.
 
     Args:
+        loaded: the configuration in the dialect.
         environ: variables with our prefix set keys of the run; what the user wrote in the dialect wins, its defaults do not.
 
     Raises:
         ConfigError: lists every problem, by the names that the user wrote.
     """
-    findings = Findings()
+    findings = Findings(rename_keys=in_dialect)
     for problem in batch_problems(loaded.config):
         findings.refuse(problem)
     findings.raise_problems()
     for notice in (*loaded.notices, *notices_of(loaded.config)):
         findings.notice(notice)
-    try:
-        translated = list(translate(loaded))
-        by_default, written = ([each.entry for each in translated if each.is_written == wanted] for wanted in (False, True))
-        variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
-        run = load_sources(RLConfig, [by_default, variables, written], findings)
-    except ConfigError as exc:
-        raise ConfigError(in_dialect(str(exc))) from exc
-    return replace(run, notices=tuple(map(in_dialect, run.notices)))
+    translated = list(translate(loaded))
+    by_default, written = ([each.entry for each in translated if each.is_written == wanted] for wanted in (False, True))
+    variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
+    return load_sources(RLConfig, [by_default, variables, written], findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translated:
+    """A value of the dialect as a value of the run."""
+
     entry: Entry
-    """Its origin names the key of the dialect, and where that was written."""
+    """The value at the run's key. Its origin names the key of the dialect, and where that was written."""
     is_written: bool
-    """By the user; else it is the dialect's default."""
+    """True if the user wrote it; else it is the dialect's default."""
 
 
 def translate(loaded: LoadedConfig[VfRLConfig]) -> Iterator[Translated]:
-    """Every value of the dialect as a value of the run."""
+    """Yield every value of the dialect as a value of the run."""
 
     def entry(key: str, value: object, source: str) -> Translated:
         origin = f"{source}, {loaded.origins.get(source, 'its default')}"
@@ -184,8 +182,8 @@ def notices_of(config: VfRLConfig) -> Iterator[str]:
 
 
 def in_dialect(text: str) -> str:
-    """A message about the run, with the names that a user of the dialect knows."""
-    return _SAID_TWICE.sub(r" and \1", _RUN_WORD.sub(lambda found: _DIALECT[found[0]], text))
+    """Return a message about the run with the keys that a user of the dialect knows."""
+    return _REPEATED_KEY.sub(r" and \1", _RUN_KEY.sub(lambda found: _DIALECT[found[0]], text))
 
 
 def _environment(config: VfRLConfig) -> dict[str, object]:
@@ -194,27 +192,29 @@ def _environment(config: VfRLConfig) -> dict[str, object]:
 
 
 def environment_name(config: VfRLConfig) -> str:
+    """Return the name of the environment's package, without its owner."""
     return config.env.id.rpartition("/")[2]
 
 
 def run_name(config: VfRLConfig) -> str:
+    """Return the name that the run's directory and its W&B run have."""
     return config.trainer.args.run_name or environment_name(config)
 
 
 def _inference(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
     for name, value in config.inference.args.items():
         argument = name.removeprefix("--").replace("-", "_")
-        yield VLLM_NAMES.get(argument, f"vllm_args.{argument}"), value, f"inference.args.{name}"
+        yield VLLM_KEYS.get(argument, f"vllm_args.{argument}"), value, f"inference.args.{name}"
 
 
 def _max_model_len(config: VfRLConfig) -> tuple[object, str]:
-    """And the name that says it."""
+    """Return the longest context, and the key of the dialect that sets it."""
     said = ((value, source) for key, value, source in _inference(config) if key == "model.max_model_len")
     return next(said, (config.trainer.args.max_seq_len, f"{_ARGS}.max_seq_len"))
 
 
 def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
-    """Keys whose value here is made of what is said there: key, value, and the name it follows from."""
+    """Yield keys whose value here is made of other values there: key, value, and the name it follows from."""
     args = config.trainer.args
     yield "output_dir", args.output_dir or f"outputs/{run_name(config)}", "output_dir" if args.output_dir else "run_name"
     yield from _schedule(args)
@@ -238,6 +238,12 @@ def _derived(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
         for name, key in _SAME_MEANING.items():  # measured as it is trained
             if key.startswith(_SAMPLING) and (value := getattr(args, name)) is not None:
                 yield f"orchestrator.eval.sampling.{key.removeprefix(_SAMPLING)}", value, name
+    yield from _shown_rollouts(config)
+
+
+def _shown_rollouts(config: VfRLConfig) -> Iterator[tuple[str, object, str]]:
+    """Yield what W&B and the console show; like `_derived`."""
+    args = config.trainer.args
     if args.wandb is not None or not {"wandb", "all"}.isdisjoint(_reports(args)):
         wandb = args.wandb
         yield "wandb.project", wandb.project if wandb else "trivet", "wandb.project"
@@ -276,12 +282,12 @@ def _reports(args: VfTrainerArgs) -> list[str]:
 
 
 _DIALECT = (
-    {key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items() if name not in _SAID_AS_IT_IS}
+    {key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items() if name not in _ORDINARY_WORDS}
     | {f"trainer.model.lora.{key}": f"{_ARGS}.{name}" for name, key in _LORA.items()}
-    | {f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_NAMES.items()}
+    | {f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_KEYS.items()}
     | _OTHER_WORDS
 )
-_RUN_WORD = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(_DIALECT, key=len, reverse=True)))})(?!\w|[.-]\w)")
+_RUN_KEY = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(_DIALECT, key=len, reverse=True)))})(?!\w|[.-]\w)")
 """A whole key of the run, not a part of another."""
-_SAID_TWICE = re.compile(r", (\S+) and \1\b")
+_REPEATED_KEY = re.compile(r", (\S+) and \1\b")
 """Two keys of the run that are one here."""

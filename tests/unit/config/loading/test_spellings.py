@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from trivet.config.dialects import GPU_COUNTS, IGNORED, REFUSED, RENAMED, SINGLE_VALUES
 from trivet.config.loading.keys import find_key
 from trivet.config.loading.load import LoadedConfig, load_config
+from trivet.config.loading.spellings import GPU_COUNTS, IGNORED, REFUSED, RENAMED, SINGLE_VALUES
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.model import ActivationCheckpointConfig, CompileConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.errors import ConfigError
 
 QUIET = ["--orchestrator.rollouts-per-example", "2", "--max-steps", "10", "--max-model-len", "2048"]

@@ -1,6 +1,6 @@
-"""What `vf-rl` prints: the lines of verifiers' trainer, made of what the launcher says and of the metrics that the roles write.
+"""Makes the lines that `vf-rl` prints: those of verifiers' trainer, from the launcher's output and the roles' metrics.
 
-Used by `launcher.vf_rl`, which prints them. Reads files and changes none.
+Used by `dialects.vf_rl`, which prints them. Reads files and changes none.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.config.loading.keys import as_table
-from trivet.config.vf_translation import in_dialect
+from trivet.dialects.vf_translation import in_dialect
 from trivet.launcher.logs import LogFollower
 from trivet.telemetry.logs import text_line
 from trivet.telemetry.metrics import read_metrics
@@ -27,7 +27,8 @@ _DICTIONARY_PARTS = (("loss", "loss/mean"), ("learning_rate", "optim/lr"), ("gra
 
 
 class VfConsole:
-    """
+    """The console of one run.
+
     >>> console = VfConsole(layout, model="models/tiny", env="reverse-text", max_steps=100)
     >>> for line in console.translate("12:00:00 rl inference ready url=…"):
     ...     print(line)
@@ -36,7 +37,8 @@ class VfConsole:
     """
 
     def __init__(self, layout: RunLayout, *, model: str, env: str, max_steps: int, every: int = 1, since: float = 0.0) -> None:
-        """
+        """Print nothing yet.
+
         Args:
             every: steps between lines.
             since: unix seconds; steps that were finished before are another start's, which printed them.
@@ -48,11 +50,11 @@ class VfConsole:
         self._every = every
         self._since = since
         self._shown = 0
-        self._said: set[str] = set()
-        """Damage that was reported."""
+        self._reported_damage: set[str] = set()
+        """Lines about damaged files that were printed; each is printed once."""
 
     def translate(self, line: str) -> Iterator[str]:
-        """What is printed for a line of the launcher: its step lines have another form here, the rest stays."""
+        """Yield what is printed for a line of the launcher. Its step lines have another form here; the rest stays."""
         line = text_line(line)
         if _STARTED.search(line):
             yield line
@@ -68,11 +70,11 @@ class VfConsole:
             yield in_dialect(line)
 
     def step_lines(self) -> Iterator[str]:
-        """The lines of steps that both roles have finished since the last call."""
+        """Yield the lines of steps that both roles have finished since the last call."""
         damaged: list[str] = []
         rows = read_steps(self._layout, on_damaged=lambda path, count: damaged.append(f"{path}: {count} damaged lines skipped"))
-        new = [line for line in damaged if line not in self._said]
-        self._said.update(new)
+        new = [line for line in damaged if line not in self._reported_damage]
+        self._reported_damage.update(new)
         yield from new
         for step in sorted(step for step in rows if step > self._shown and rows[step]["time"] >= self._since):
             self._shown = step
@@ -90,7 +92,7 @@ class VfConsole:
 
 
 def dictionary_of(row: MetricsLine) -> dict[str, float]:
-    """A step as `transformers` logs it: `loss`, `learning_rate`, `grad_norm`, `epoch`."""
+    """Return a step as `transformers` logs it: `loss`, `learning_rate`, `grad_norm`, `epoch`."""
     named = {label: float(f"{row[name]:.4g}") for label, name in _DICTIONARY_PARTS if name in row}
     return named | ({"epoch": round(row["progress/epoch"], 4)} if "progress/epoch" in row else {})
 
@@ -98,7 +100,7 @@ def dictionary_of(row: MetricsLine) -> dict[str, float]:
 def read_steps(
     layout: RunLayout, *, on_damaged: Callable[[Path, int], None] = lambda _path, _count: None
 ) -> dict[int, MetricsLine]:
-    """The metrics of each step that both roles have finished, joined; a step that was taken again counts as it was last.
+    """Return the metrics of each step that both roles have finished, joined. Of a step that was repeated the last counts.
 
     Args:
         on_damaged: is told of a file with damaged lines, which are skipped, and of their number.
@@ -115,14 +117,14 @@ def _read_rows(path: Path, on_damaged: Callable[[Path, int], None]) -> dict[int,
 
 
 def follow(path: Path, *, show: Callable[[str], None], console: VfConsole) -> Callable[[], None]:
-    """A function that shows what was added to the launcher's output since its last call, and the steps that were finished."""
+    """Return a function that shows what the launcher printed, and the steps that were finished, since its last call."""
     follower = LogFollower(path, offset=0)
 
-    def look() -> None:
+    def show_new_lines() -> None:
         for line in follower.read_lines():
-            for said in console.translate(line):
-                show(said)
-        for said in console.step_lines():
-            show(said)
+            for translated in console.translate(line):
+                show(translated)
+        for line in console.step_lines():
+            show(line)
 
-    return look
+    return show_new_lines

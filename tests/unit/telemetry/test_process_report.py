@@ -8,8 +8,8 @@ import pytest
 
 from support.processes import wait_until
 from trivet.config.layout import RunLayout
-from trivet.telemetry import progress
-from trivet.telemetry.progress import ProcessProgress
+from trivet.telemetry import process_report
+from trivet.telemetry.process_report import ProcessReporter
 from trivet.wire.status import ProcessReport, WorkerStatus
 
 
@@ -22,50 +22,50 @@ class Clock:
 
 def test_an_activity_is_reported_with_its_beginning() -> None:
     clock = Clock()
-    told = ProcessProgress(clock=clock)
-    told.begin("training step 3")
+    reporter = ProcessReporter(clock=clock)
+    reporter.begin("training step 3")
     clock.now = 107.0
-    report = told.report(role="trainer")
+    report = reporter.report(role="trainer")
     assert (report.activity, report.waits_for, report.since, report.time) == ("training step 3", "", 100.0, 107.0)
 
 
 def test_after_a_wait_the_process_does_what_it_did_before() -> None:
     clock = Clock()
-    told = ProcessProgress(clock=clock)
-    told.begin("training step 3")
+    reporter = ProcessReporter(clock=clock)
+    reporter.begin("training step 3")
     clock.now = 105.0
-    with told.waiting("batch 4", waits_for="orchestrator"):
-        inside = told.report(role="trainer")
-    after = told.report(role="trainer")
+    with reporter.waiting("batch 4", waits_for="orchestrator"):
+        inside = reporter.report(role="trainer")
+    after = reporter.report(role="trainer")
     assert (inside.activity, inside.waits_for, inside.since) == ("batch 4", "orchestrator", 105.0)
     assert (after.activity, after.waits_for, after.since) == ("training step 3", "", 100.0)
 
 
 def test_a_wait_that_fails_ends_too() -> None:
-    told = ProcessProgress()
-    told.begin("training step 3")
-    with pytest.raises(RuntimeError), told.waiting("batch 4", waits_for="orchestrator"):
+    reporter = ProcessReporter()
+    reporter.begin("training step 3")
+    with pytest.raises(RuntimeError), reporter.waiting("batch 4", waits_for="orchestrator"):
         raise RuntimeError
-    assert told.report(role="trainer").waits_for == ""
+    assert reporter.report(role="trainer").waits_for == ""
 
 
 def test_numbers_and_workers_are_part_of_the_report() -> None:
-    told = ProcessProgress()
-    told.note(step=4, num_ready=2)
-    told.ask_workers(lambda: [WorkerStatus(env="x", pid=1)])
-    report = told.report(role="orchestrator", attempt=3)
+    reporter = ProcessReporter()
+    reporter.set_numbers(step=4, num_ready=2)
+    reporter.set_worker_source(lambda: [WorkerStatus(env="x", pid=1)])
+    report = reporter.report(role="orchestrator", attempt=3)
     assert (report.step, report.num_ready, report.attempt, report.pid) == (4, 2, 3, os.getpid())
     assert [worker.env for worker in report.workers] == ["x"]
 
 
 def test_reports_are_written_at_once_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(process_report, "REPORT_INTERVAL_S", 0.01)
     layout = RunLayout(tmp_path)
     path = layout.report_file("trainer", 1)
-    progress.start_reports(layout, role="trainer", attempt=2, rank=1, num_ranks=2)
+    process_report.start_reports(layout, role="trainer", attempt=2, rank=1, num_ranks=2)
     first = msgspec.json.decode(path.read_bytes(), type=ProcessReport)
     assert (first.rank, first.num_ranks, first.attempt) == (1, 2, 2)
-    progress.doing("training step 9")
+    process_report.begin("training step 9")
     wait_until(
         lambda: msgspec.json.decode(path.read_bytes(), type=ProcessReport).activity == "training step 9",
         timeout_s=5,

@@ -1,8 +1,8 @@
-"""Older and newer spellings of keys, accepted with one line that says what they are called here, or refused with what
-replaced them. Applied to each source before unknown keys are looked for, so a key that exists is never touched.
+"""Accepts older and newer spellings of keys with one line that says the name here, or refuses them with what replaced them.
 
-The tables speak of a whole run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix. Those of
-the commands `eval` and `vf-rl` begin with `eval.` and `vf.` here alone.
+Applied to each source before unknown keys are looked for, so a key that exists is never touched. The tables speak of a whole
+run (`orchestrator.group_size`); a role's own file writes the same keys without its prefix. Those of the commands `eval` and
+`vf-rl` begin with `eval.` and `vf.` here alone.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.config.vf_rl import VfRLConfig
+from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.config.vllm_keys import VLLM_KEYS
 
 ROLE_PREFIXES: dict[type[Section], tuple[str, ...]] = {
     TrainerConfig: ("trainer",),
@@ -56,28 +57,15 @@ RENAMED = {
     "vf.trainer.run_name": "vf.trainer.args.run_name",
     "vf.trainer.args.num_generations": "vf.trainer.args.rollouts_per_example",
     "vf.trainer.args.per_device_train_batch_size": "vf.trainer.args.micro_batch_size",
-    "inference.vllm.model": "inference.model.name",
-    "inference.vllm.dtype": "inference.model.dtype",
-    "inference.vllm.max_model_len": "inference.model.max_model_len",
-    "inference.vllm.enforce_eager": "inference.model.enforce_eager",
-    "inference.vllm.trust_remote_code": "inference.model.trust_remote_code",
-    "inference.vllm.enable_auto_tool_choice": "inference.model.enable_auto_tool_choice",
-    "inference.vllm.tool_call_parser": "inference.model.tool_call_parser",
-    "inference.vllm.reasoning_parser": "inference.model.reasoning_parser",
+    **{
+        f"inference.vllm.{argument}": f"inference.{key}"
+        for argument, key in VLLM_KEYS.items()
+        if argument not in ("host", "port")  # refused by config.checks.roles, which names the key
+    },
     "trainer.model.rope_scaling.type": "trainer.model.rope_scaling.rope_type",
     "inference.model.rope_scaling.type": "inference.model.rope_scaling.rope_type",
     "inference.vllm.hf_overrides.rope_scaling": "inference.model.rope_scaling",
     "inference.vllm.hf_overrides.rope_parameters": "inference.model.rope_scaling",
-    "inference.vllm.chat_template": "inference.model.chat_template",
-    "inference.vllm.tensor_parallel_size": "inference.parallel.tp",
-    "inference.vllm.data_parallel_size": "inference.parallel.dp",
-    "inference.vllm.gpu_memory_utilization": "inference.gpu_memory_utilization",
-    "inference.vllm.max_num_seqs": "inference.max_num_seqs",
-    "inference.vllm.seed": "inference.seed",
-    "inference.vllm.enable_lora": "inference.enable_lora",
-    "inference.vllm.max_loras": "inference.max_loras",
-    "inference.vllm.max_cpu_loras": "inference.max_cpu_loras",
-    "inference.vllm.max_lora_rank": "inference.max_lora_rank",
     "inference.vllm": "inference.vllm_args",
     "eval.save.disk.path": "eval.output_dir",
     "eval.eval_base_model": "eval.eval_base",
@@ -86,7 +74,7 @@ RENAMED = {
 """Old prefix to new; the longest that fits is taken, again and again until none does."""
 
 _ROLES = ("", "trainer.", "orchestrator.", "inference.")
-"""Of sections that a run may write once for all of them."""
+"""Prefixes of sections that a run may write once for all roles: the run's own and each role's."""
 _AS_FILES = "policies go to the servers as safetensors in weights/, which they load while they run; remove the key"
 
 REFUSED = {
@@ -210,8 +198,8 @@ GPU_COUNTS = {
 }
 
 
-def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
-    """`entries` of one source in today's spelling; what is refused is left out and said in `findings`."""
+def use_current_names(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
+    """Return `entries` of one source in today's spelling. What is refused is left out and reported in `findings`."""
     kept: list[Entry] = []
     gpu_counts: dict[str, Entry] = {}
     renamed: list[tuple[Entry, Entry]] = []
@@ -229,7 +217,7 @@ def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings)
                     f'{table} is a table, not "{entry.value}": write [{table}] and below it freq = 1{and_mode} ({entry.origin})'
                 )
             elif find_key(kind, today.path):
-                kept.append(_translate_value(kind, today, findings))
+                kept.append(_current_value(kind, today, findings))
             elif not _dispose(today, name, findings):
                 kept.append(today)
     if gpu_counts:
@@ -239,7 +227,7 @@ def translate(kind: type[Section], entries: Sequence[Entry], findings: Findings)
 
 
 def _refuse_contradictions(entries: Sequence[Entry], renamed: Sequence[tuple[Entry, Entry]], findings: Findings) -> None:
-    """An older and today's spelling of a key, in one source, with two values."""
+    """Refuse an older and today's spelling of a key, in one source, with two values."""
     by_path = {entry.path: entry for entry in entries}
     for old, today in renamed:
         other = by_path.get(today.path)
@@ -251,7 +239,7 @@ def _refuse_contradictions(entries: Sequence[Entry], renamed: Sequence[tuple[Ent
 
 
 def current_path(kind: type[Section], path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what `path` is called today; `path` itself if it exists, or if the table of renamed keys does not lead to a key."""
+    """Return the path of a key by its name here; `path` itself if it exists, or if the tables do not lead to a key."""
     if find_key(kind, path):
         return path
     prefix = ROLE_PREFIXES.get(kind, ())
@@ -273,7 +261,7 @@ def _rename(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
 
 
 def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
-    """Refuse or drop an entry that has no key here; False when the tables do not know it."""
+    """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
     said = f"{'.'.join(entry.path)} ({entry.origin})"
     if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
         findings.notice(f"{said}: {SINGLE_VALUES[name]} is the only choice here; the key can go")
@@ -286,7 +274,7 @@ def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     return True
 
 
-def _translate_value(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
+def _current_value(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
     name = _full_name(kind, entry)
     key = find_key(kind, entry.path)
     if name in SWITCHES and str(entry.value).lower() in ("true", "false"):
@@ -309,7 +297,7 @@ def _longest_prefix(name: str, table: Sequence[str] | dict[str, str]) -> str | N
 
 
 def _gpu_ids(counts: dict[str, Entry], findings: Findings) -> list[Entry]:
-    """`--trainer-gpus 2 --inference-gpus 6` counts; inference gets the first ids. A count not given is 1."""
+    """Return lists of GPU ids for counts of GPUs: inference gets the first ids. A count not given is 1."""
     numbers: dict[str, int] = {}
     for role, entry in counts.items():
         text = str(entry.value)

@@ -1,0 +1,86 @@
+"""Reads the orchestrator's part of a checkpoint: the file, its schema, and the groups in it.
+
+Called by the orchestrator, which resumes from all of it, and by `trivet check`, which compares the groups with the history.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from trivet.checkpoints.parts import ORCHESTRATOR
+from trivet.config.layout import RunLayout
+from trivet.errors import CheckpointError, MessageRefused
+from trivet.wire.codec import decode
+from trivet.wire.rollouts import GroupId
+from trivet.wire.versions import Step
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+STATE_FILE = "state.msgpack"
+SCHEMA = 2
+"""Raised whenever the state, or a struct in it, changes in a way that an older reader would misread."""
+
+
+class OwedGroups(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups that have not ended when a batch is formed: a checkpoint of that step holds them."""
+
+    next_group_id: int
+    ready: frozenset[int]
+    in_flight: frozenset[int]
+
+
+class _SchemaOnly(msgspec.Struct):
+    schema: int = 1
+    """The first schema did not say so."""
+
+
+class _GroupOnly(msgspec.Struct):
+    group_id: GroupId
+
+
+class _Buffer(msgspec.Struct):
+    ready: list[_GroupOnly] = []
+    in_flight: list[_GroupOnly] = []
+
+
+class _Sampler(msgspec.Struct):
+    next_group_id: GroupId = GroupId(0)
+
+
+class _GroupsOnly(msgspec.Struct):
+    sampler: _Sampler
+    buffer: _Buffer
+
+
+def read_state(layout: RunLayout, step: Step, kind: type[StructT]) -> StructT:
+    """Read the state of a committed step as `kind`; fields that `kind` lacks are skipped.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable or of another schema.
+    """
+    path = layout.checkpoint_step(step) / ORCHESTRATOR / STATE_FILE
+    try:
+        data = path.read_bytes()
+        schema = decode(data, _SchemaOnly).schema
+        if schema == SCHEMA:
+            return decode(data, kind)
+    except (OSError, MessageRefused) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}; resume from another checkpoint") from exc
+    raise CheckpointError(
+        f"{path} has schema {schema}, this version reads schema {SCHEMA}; resume with the version that wrote it, or start a "
+        f"new run from {layout.weights_step(step)}"
+    )
+
+
+def read_owed_groups(layout: RunLayout, step: Step) -> OwedGroups:
+    """Read which groups the checkpoint holds.
+
+    Raises:
+        CheckpointError: as `read_state`.
+    """
+    state = read_state(layout, step, _GroupsOnly)
+    return OwedGroups(
+        next_group_id=state.sampler.next_group_id,
+        ready=frozenset(group.group_id for group in state.buffer.ready),
+        in_flight=frozenset(group.group_id for group in state.buffer.in_flight),
+    )

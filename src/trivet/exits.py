@@ -1,0 +1,32 @@
+"""Describes how a process ended and what a restart cost, for errors, logs and the tools that read status.json. Pure."""
+
+import signal
+
+from trivet.wire.status import RestartRecord
+
+
+def describe_exit(code: int | None) -> str:
+    """Return `ended with exit code 3` or `killed by SIGKILL`; a shell's 128 + N is named too.
+
+    Args:
+        code: as `subprocess` counts it: -N when signal N ended the process, None while it runs.
+    """
+    if code is None:
+        return "still running"
+    number = -code if code < 0 else code - 128
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"ended with exit code {code}"
+    return f"killed by {name}" if code < 0 else f"ended with exit code {code} ({name})"
+
+
+def describe_restart(record: RestartRecord) -> str:
+    """Return `trainer killed by SIGKILL: orchestrator and trainer restarted from step 6 (3 steps again), back after 14 s`."""
+    did = f"{' and '.join(record.roles)} restarted"
+    if record.from_step is not None:
+        did += f" from {f'step {record.from_step}' if record.from_step else 'the start'}"
+    if record.lost_steps:
+        did += f" ({record.lost_steps} {'step' if record.lost_steps == 1 else 'steps'} again)"
+    back = f"back after {record.down_s:.0f} s" if record.down_s is not None else "no progress since"
+    return f"{record.cause}: {did}, {back}"

@@ -1,0 +1,59 @@
+"""Ends an asyncio program when a signal comes, in an orderly way. Roles and commands run their main coroutine through it.
+
+The launcher, which is no asyncio program, looks at its signals by `launcher.supervision.interrupts`.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from trivet.errors import first_error
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+async def run_until_signalled(
+    work: Coroutine[Any, Any, int],
+    *,
+    handlers: Mapping[signal.Signals, Callable[[], bool]] = MappingProxyType({}),
+    is_cleanup_protected: bool = False,
+) -> int:
+    """Await `work` in this task and cancel it when SIGINT or SIGTERM comes.
+
+    Args:
+        handlers: further signals, each with a function that returns whether it dealt with the signal; if not, `work` is cancelled.
+        is_cleanup_protected: a second signal does not cancel what `work` does after the first.
+
+    Returns:
+        What `work` returns; 128 + N when signal N cancelled it.
+
+    Raises:
+        BaseException: `first_error` of an exception group that leaves `work`.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) == 1 or not is_cleanup_protected:
+            task.cancel()
+
+    def handle(number: signal.Signals) -> None:
+        if not handlers[number]():
+            stop(number)
+
+    for number in _ENDING:
+        loop.add_signal_handler(number, stop, number)
+    for number in handlers:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return 128 + received[0]
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group

@@ -1,0 +1,53 @@
+"""Decides which published policies nobody needs any more, and removes them. Called by `trainer.session` after each step."""
+
+from dataclasses import dataclass
+
+from trivet.checkpoints.commit import committed_steps
+from trivet.config.layout import RunLayout
+from trivet.telemetry.telemetry import Telemetry
+from trivet.weights.catalog import published_versions
+from trivet.weights.retention import needed_to_resume, reader_versions, reference_version, retirable, retire
+from trivet.wire.events import Retire
+from trivet.wire.versions import PolicyVersion, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRetention:
+    """Knows who needs policies: readers, resumes, the loss's reference, and the user who keeps some for ever."""
+
+    layout: RunLayout
+    from_step: Step
+    """The step resumed from, 0 for a fresh run."""
+    keep_recent: int
+    """Policies that stay besides the newest, for servers that lag by design."""
+    resume_lag: int
+    """Policies before a checkpoint's own that a run resumed from it samples from."""
+    reference_interval: int | None
+    """Steps after which the reference policy is renewed; None: the reference is not a published policy."""
+    keep_interval: int | None
+    """Every multiple of it stays for ever."""
+
+    def retire_unneeded(self, telemetry: Telemetry, *, step: int, newest_checkpoint: Step | None) -> None:
+        """Remove each policy of `find_unneeded` and record it."""
+        for version in self.find_unneeded(step=step, newest_checkpoint=newest_checkpoint):
+            retire(self.layout, version)
+            telemetry.write_event(Retire(version=version))
+
+    def find_unneeded(self, *, step: int, newest_checkpoint: Step | None) -> list[PolicyVersion]:
+        """Return the policies that neither checkpoints nor readers need, oldest first.
+
+        Args:
+            step: the newest step taken; a checkpoint of it, or of a later one, is still to come.
+            newest_checkpoint: the newest step whose checkpoint was begun, which may not be committed yet.
+        """
+        published = published_versions(self.layout)
+        targets = [*committed_steps(self.layout), self.from_step, newest_checkpoint or self.from_step]
+        return retirable(
+            published,
+            latest=max(published, default=PolicyVersion(0)),
+            keep_recent=self.keep_recent,
+            in_use=list(reader_versions(self.layout).values()),
+            kept=needed_to_resume(targets, lag=self.resume_lag)
+            | {reference_version(each, interval=self.reference_interval) for each in (*targets, step)},
+            keep_interval=self.keep_interval,
+        )

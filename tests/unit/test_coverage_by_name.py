@@ -1,0 +1,93 @@
+"""Every module has a unit test of its name, or a line here that says which test covers it instead."""
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE, UNIT = ROOT / "src" / "trivet", Path(__file__).parent
+
+ELSEWHERE = {
+    # module: the test that covers it, below tests/
+    "checkpoints/fork.py": "unit/checkpoints/test_resume.py",
+    "checkpoints/orchestrator_part.py": "unit/orchestrator/test_checkpoint.py",
+    "checkpoints/parts.py": "unit/checkpoints/test_commit.py",
+    "client/names.py": "unit/client/test_server_pool.py",
+    "client/server.py": "unit/client/test_server_pool.py",
+    "config/chat_template.py": "unit/config/checks/test_all_checks.py",
+    "config/checks/*.py": "unit/config/checks/test_all_checks.py",
+    "config/loading/*.py": "unit/config/loading/test_load.py",
+    "config/sections/*.py": "unit/config/loading/test_load.py",  # declarations, read through the loader
+    "config/vllm_keys.py": "unit/inference/test_arguments.py",
+    "dialects/vf_tmux.py": "integration/test_vf_tmux.py",
+    "dialects/*.py": "unit/dialects/test_vf_rl.py",
+    "environments/host.py": "unit/environments/test_kinds.py",
+    "environments/local_pool.py": "unit/environments/test_kinds.py",
+    "environments/model_client.py": "unit/environments/test_runner.py",
+    "environments/packages/import_check.py": "unit/environments/packages/test_discovery.py",
+    "environments/packages/probe.py": "integration/test_env_workers.py",  # a process of its own
+    "environments/port.py": "unit/environments/workers/test_pool.py",
+    "environments/sampling.py": "unit/environments/test_runner.py",
+    "environments/workers/main.py": "integration/test_env_workers.py",  # a process of its own
+    "errors.py": "unit/orchestrator/test_start.py",  # declarations, and `first_error`
+    "evaluation/re*.py": "unit/evaluation/test_offline.py",
+    "evaluation/*.py": "unit/evaluation/test_evaluate.py",
+    "evaluation/main.py": "integration/test_eval_command.py",
+    "evaluation/plan.py": "integration/test_eval_command.py",
+    "examples/*.py": "integration/test_example_environments.py",
+    "history/*.py": "unit/history/test_tampering.py",  # each breaks one kind of statement
+    "inference/answers.py": "integration/test_multi_turn_tokens.py",
+    "inference/continued_chats.py": "integration/test_multi_turn_tokens.py",
+    "inference/*.py": "integration/test_inference_server.py",  # parts that run inside vLLM
+    "launcher/commands/*.py": "integration/test_launcher_command.py",
+    "launcher/commands/sft.py": "integration/test_sft_command.py",
+    "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
+    "launcher/supervision/supervisor.py": "integration/test_launcher_recovery.py",
+    "listening.py": "unit/launcher/test_ports.py",
+    "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
+    "orchestrator/main.py": "integration/test_rl_run.py",
+    "orchestrator/pools.py": "unit/orchestrator/test_sampler.py",
+    "orchestrator/self_check.py": "unit/orchestrator/test_start.py",
+    "orchestrator/change_event.py": "unit/orchestrator/test_dispatcher.py",
+    "shown_text.py": "unit/tools/test_status.py",
+    "telemetry/stats.py": "unit/telemetry/test_metrics.py",
+    "telemetry/*.py": "unit/telemetry/test_telemetry.py",
+    "telemetry/event_key.py": "unit/history/test_tampering.py",
+    "tools/check.py": "unit/history/test_check.py",
+    "tools/claim_commands.py": "integration/test_wheel.py",  # acts when a wheel is installed
+    "tools/merge.py": "unit/trainer/model/test_merge.py",
+    "tools/view.py": "unit/view/test_server.py",
+    "trainer/disk_budget.py": "unit/trainer/model/test_lora.py",
+    "trainer/losses/*.py": "unit/trainer/test_loss_formulas.py",
+    "trainer/main.py": "integration/test_rl_run.py",
+    "trainer/model/*.py": "unit/trainer/test_models.py",
+    "trainer/open_session.py": "unit/trainer/test_loop.py",
+    "trainer/optim/muon.py": "unit/trainer/optim/test_optimizer.py",
+    "trainer/session.py": "unit/trainer/test_loop.py",
+    "trainer/sft/*.py": "unit/trainer/sft/test_main.py",
+    "transport/*.py": "unit/transport/test_contract.py",
+    "transport/repeated.py": "unit/transport/test_strangers.py",
+    "view/*.py": "unit/view/test_server.py",
+    "view/status.py": "unit/tools/test_status.py",
+    "weights/*.py": "unit/weights/test_publish.py",
+    "wire/*.py": "unit/wire/test_codec.py",  # declarations
+    "wire/events.py": "unit/history/test_replay.py",
+    "wire/status.py": "unit/telemetry/test_process_report.py",
+    "wire/workers.py": "unit/environments/workers/test_pool.py",
+}
+"""A pattern, and the test; an exact name goes before a pattern."""
+
+
+def modules_without_a_test() -> list[str]:
+    """Paths below src/trivet of modules for which tests/unit has no file of their name."""
+    modules = [path.relative_to(SOURCE) for path in sorted(SOURCE.rglob("*.py")) if path.name != "__init__.py"]
+    return [path.as_posix() for path in modules if not (UNIT / path.parent / f"test_{path.name}").exists()]
+
+
+def test_every_module_has_a_test_of_its_name_or_one_elsewhere() -> None:
+    assert [name for name in modules_without_a_test() if not any(fnmatch(name, pattern) for pattern in ELSEWHERE)] == []
+
+
+def test_no_line_of_the_table_is_out_of_date() -> None:
+    without = modules_without_a_test()
+    assert [pattern for pattern in ELSEWHERE if not any(fnmatch(name, pattern) for name in without)] == []
+    assert [test for test in ELSEWHERE.values() if not (ROOT / "tests" / test).is_file()] == []

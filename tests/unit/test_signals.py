@@ -1,0 +1,78 @@
+"""A program that ends in an orderly way when a signal comes."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from trivet.signals import run_until_signalled
+
+
+class Work:
+    """Raises the signals that it is told in turn: one while it works, one while it cleans up."""
+
+    def __init__(self, number: signal.Signals, second: signal.Signals | None = None) -> None:
+        self.number, self.second = number, second
+        self.has_cleaned_up = False
+
+    async def run(self) -> int:
+        try:
+            os.kill(os.getpid(), self.number)
+            await asyncio.sleep(60)
+        finally:
+            if self.second is not None:
+                os.kill(os.getpid(), self.second)
+            for _ in range(3):  # a handler is called in a later turn of the loop
+                await asyncio.sleep(0)
+            self.has_cleaned_up = True
+        return 0
+
+
+def test_without_a_signal_the_exit_code_is_that_of_the_work() -> None:
+    async def work() -> int:
+        return 1
+
+    assert asyncio.run(run_until_signalled(work())) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_cancels_the_work_and_names_itself_in_the_exit_code(number: signal.Signals, code: int) -> None:
+    work = Work(number)
+    assert asyncio.run(run_until_signalled(work.run())) == code
+    assert work.has_cleaned_up
+
+
+@pytest.mark.parametrize("is_cleanup_protected", [False, True])
+def test_a_second_signal_interrupts_the_cleanup_unless_it_is_protected(is_cleanup_protected: bool) -> None:
+    work = Work(signal.SIGTERM, second=signal.SIGINT)
+    code = asyncio.run(run_until_signalled(work.run(), is_cleanup_protected=is_cleanup_protected))
+    assert code == 143
+    assert work.has_cleaned_up is is_cleanup_protected
+
+
+@pytest.mark.parametrize(("is_dealt_with", "code"), [(True, 143), (False, 138)])
+def test_a_further_signal_cancels_only_what_its_handler_did_not_deal_with(is_dealt_with: bool, code: int) -> None:
+    def handler() -> bool:
+        if is_dealt_with:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return is_dealt_with
+
+    work = Work(signal.SIGUSR1)
+    assert asyncio.run(run_until_signalled(work.run(), handlers={signal.SIGUSR1: handler})) == code
+
+
+def test_a_cancellation_without_a_signal_passes() -> None:
+    async def work() -> int:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run_until_signalled(work()))
+
+
+def test_of_a_group_of_errors_the_first_leaves() -> None:
+    async def work() -> int:
+        raise ExceptionGroup("tasks", [KeyError("first"), ValueError("second")])
+
+    with pytest.raises(KeyError, match="first"):
+        asyncio.run(run_until_signalled(work()))

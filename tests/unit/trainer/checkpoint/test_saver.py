@@ -1,0 +1,113 @@
+"""A checkpoint is committed once its parts and its policy are on disk, and not before."""
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from trivet.checkpoints.commit import committed_steps, verify_checkpoint
+from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, TRAINER, begin_part, finish_part
+from trivet.config.layout import RunLayout
+from trivet.config.sections.trainer import TrainerConfig
+from trivet.errors import CheckpointError, DiskFull, WeightsError
+from trivet.trainer.checkpoint.part_writer import PartWriter
+from trivet.trainer.checkpoint.saver import CheckpointSaver
+from trivet.trainer.checkpoint.state import TrainerProgress
+from trivet.trainer.step import Learner
+from trivet.wire.events import Commit, Event
+from trivet.wire.versions import Step
+
+
+class FakeTelemetry:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def sync_events(self) -> None:
+        pass
+
+
+@pytest.fixture
+def learner(make_learner, tiny_model: Path) -> Learner:
+    return make_learner(tiny_model)
+
+
+@pytest.fixture
+def saver(world, tiny_model: Path, tmp_path: Path) -> Iterator[CheckpointSaver]:
+    config = TrainerConfig.model_validate(
+        {"output_dir": tmp_path, "model": {"name": str(tiny_model)}, "ckpt": {"keep_last": 2}}
+    )
+    writer = PartWriter(world, is_async=True, timeout_s=30)
+    yield CheckpointSaver(
+        config=config, layout=RunLayout(tmp_path), world=world, writer=writer, num_bytes=1, telemetry=FakeTelemetry()
+    )
+    writer.close()
+
+
+def save(saver: CheckpointSaver, learner: Learner, step: int, *, policy: Future[None] | None = None) -> None:
+    saver.save(Step(step), learner, TrainerProgress(step=step), parts=(TRAINER,), policy=policy)
+
+
+def test_a_checkpoint_is_committed_after_it_is_written_and_recorded(saver: CheckpointSaver, learner: Learner) -> None:
+    save(saver, learner, 1)
+    assert saver.newest_begun == 1
+    saver.wait()
+    verify_checkpoint(saver.layout, Step(1))
+    (event,) = saver.telemetry.events
+    assert isinstance(event, Commit)
+    assert event.step == 1
+
+
+def test_both_parts_are_committed_together(saver: CheckpointSaver, learner: Learner) -> None:
+    (begin_part(saver.layout, Step(1), ORCHESTRATOR) / "state").write_text("x")
+    finish_part(saver.layout, Step(1), ORCHESTRATOR)
+    saver.save(Step(1), learner, TrainerProgress(step=1), parts=PARTS, policy=None)
+    saver.wait()
+    verify_checkpoint(saver.layout, Step(1))
+
+
+def test_without_the_other_part_nothing_is_committed(saver: CheckpointSaver, learner: Learner) -> None:
+    saver.save(Step(1), learner, TrainerProgress(step=1), parts=PARTS, policy=None)
+    with pytest.raises(CheckpointError, match="lacks the part of the orchestrator"):
+        saver.wait()
+    assert committed_steps(saver.layout) == []
+
+
+def test_a_commit_waits_for_the_policy_of_its_step(saver: CheckpointSaver, learner: Learner) -> None:
+    policy: Future[None] = Future()
+    save(saver, learner, 1, policy=policy)
+    saver.raise_failure()  # nothing to tell yet, and it does not wait
+    assert committed_steps(saver.layout) == []
+    policy.set_result(None)
+    saver.wait()
+    assert committed_steps(saver.layout) == [1]
+
+
+def test_a_checkpoint_whose_policy_failed_is_not_committed(saver: CheckpointSaver, learner: Learner) -> None:
+    policy: Future[None] = Future()
+    policy.set_exception(WeightsError("no policy"))
+    save(saver, learner, 1, policy=policy)
+    with pytest.raises(WeightsError, match="no policy"):
+        saver.wait()
+    assert committed_steps(saver.layout) == []
+
+
+def test_old_checkpoints_go_after_a_commit(saver: CheckpointSaver, learner: Learner) -> None:
+    for step in (1, 2, 3):
+        save(saver, learner, step)
+    saver.wait()
+    assert committed_steps(saver.layout) == [2, 3]
+
+
+def test_without_room_on_the_disk_nothing_is_begun(
+    saver: CheckpointSaver, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = shutil.disk_usage(saver.layout.root)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: whole._replace(free=0))
+    with pytest.raises(DiskFull, match="the trainer's part of checkpoint 1"):
+        save(saver, learner, 1)
+    assert saver.newest_begun is None

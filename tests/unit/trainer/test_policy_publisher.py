@@ -1,0 +1,85 @@
+"""A policy is copied at once and written beside the step; what the write met is raised where it is waited for."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trivet.config.layout import RunLayout
+from trivet.errors import DiskFull, WeightsError
+from trivet.trainer.background import Background
+from trivet.trainer.policy_publisher import PolicyPublisher
+from trivet.weights.catalog import published_versions
+from trivet.wire.events import Event, Publish
+from trivet.wire.versions import Step
+
+
+class FakeExporter:
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self.files = ["model.safetensors"]
+
+    def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
+        assert keep
+        return {"weight": torch.ones(1)}
+
+    def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
+        assert self.may_write.wait(30)
+        for name in self.files:
+            (directory / name).write_bytes(weights["weight"].numpy().tobytes())
+
+
+class FakeTelemetry:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write_event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@pytest.fixture
+def publisher(world, tmp_path: Path) -> Iterator[PolicyPublisher]:
+    publisher = PolicyPublisher(
+        layout=RunLayout(tmp_path),
+        world=world,
+        exporter=FakeExporter(),
+        run_id="run",
+        num_bytes=4,
+        telemetry=FakeTelemetry(),
+        work=Background("publisher"),
+    )
+    yield publisher
+    publisher.exporter.may_write.set()
+    publisher.work.close()
+
+
+def test_a_policy_can_be_read_once_it_was_waited_for(publisher: PolicyPublisher) -> None:
+    publisher.publish(Step(3))
+    assert published_versions(publisher.layout) == []
+    publisher.exporter.may_write.set()
+    publisher.wait_on_every_rank()
+    assert published_versions(publisher.layout) == [3]
+    (event,) = publisher.telemetry.events
+    assert isinstance(event, Publish)
+    assert event.version == 3
+
+
+def test_a_policy_that_could_not_be_written_is_raised_by_the_wait_and_not_published(publisher: PolicyPublisher) -> None:
+    publisher.exporter.files = []
+    publisher.exporter.may_write.set()
+    publisher.publish(Step(3))
+    with pytest.raises(WeightsError, match="nothing was written to publish"):
+        publisher.wait_on_every_rank()
+    assert published_versions(publisher.layout) == []
+    assert publisher.telemetry.events == []
+
+
+def test_without_room_on_the_disk_nothing_is_begun(publisher: PolicyPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = shutil.disk_usage(publisher.layout.root)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: whole._replace(free=0))
+    with pytest.raises(DiskFull, match="policy 3"):
+        publisher.publish(Step(3))
+    assert publisher.work.running is None
