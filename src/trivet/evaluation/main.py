@@ -49,7 +49,7 @@ def start(config: EvalConfig) -> int:
 
 async def _run_or_interrupt(plan: EvalPlan, console: Console) -> int:
     """Return the exit code: 0 done, 1 when an evaluation has no score at all, 130 or 143 when a signal ended it."""
-    # A second signal must not interrupt that the servers are given back the policy that they held.
+    # A second signal must not interrupt the restoring of the servers' policies.
     exit_code = await run_until_signalled(run(plan, console), is_cleanup_protected=True)
     if exit_code > 128:
         logger.warning("interrupted; the same command with --resume-path %s continues", plan.layout.root)
