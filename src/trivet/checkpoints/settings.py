@@ -6,7 +6,7 @@ A key that is not listed here may have a part in the results: the same run goes 
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from trivet.config.loading.dump import literal, to_toml
 from trivet.config.masking import mask_table
@@ -133,10 +133,10 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by dotted key; tables in a list get their position as a name."""
     values: dict[str, Any] = {}
     for name, value in table.items():
-        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        if _is_list_of_tables(value):
             value = {str(index): item for index, item in enumerate(value)}
         if isinstance(value, Mapping):
-            values |= flatten(value, f"{prefix}{name}.")
+            values |= flatten(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
         else:
             values[f"{prefix}{name}"] = value
     return values
@@ -144,3 +144,10 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _show(value: Any | None) -> str:
     return "unset" if value is None else literal(value)
+
+
+def _is_list_of_tables(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
+    if not isinstance(value, list):
+        return False
+    items = cast("list[Any]", value)
+    return items != [] and all(isinstance(item, Mapping) for item in items)

@@ -283,7 +283,7 @@ class InferenceClient:
     ) -> httpx.Response:
         response = await self._send(method, path, timeout_s=timeout_s, body=body, token=token)
         if response.is_error:
-            kind = PolicyRefused if response.status_code == httpx.codes.CONFLICT else InferenceError
+            kind = PolicyRefused if response.status_code == int(httpx.codes.CONFLICT) else InferenceError
             raise kind(f"{method} {self.base_url}{path} was answered with {response.status_code}: {_reason(response)}")
         return response
 

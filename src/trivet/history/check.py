@@ -126,8 +126,7 @@ def _max_off_policy_steps(files: Files) -> int:
 
 
 def _must_be_signed(files: Files) -> bool:
-    sections = (files.config(role).get("events") for role in (ORCHESTRATOR, TRAINER, SFT))
-    return any(isinstance(section, dict) and section.get("sign") is True for section in sections)
+    return any(files.section(role, "events").get("sign") is True for role in (ORCHESTRATOR, TRAINER, SFT))
 
 
 def _key(layout: RunLayout) -> bytes | None:

@@ -1,10 +1,10 @@
 """Compares the files of a run with its history: checkpoints, published policies, the rollouts of each step, the run's identity."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -64,6 +64,11 @@ class Files:
             holder_of(lock) is not None
             for lock in (layout.lock, *(layout.role_lock(role) for role in (TRAINER, ORCHESTRATOR, _SFT)))
         )
+
+    def section(self, role: str, name: str) -> dict[str, Any]:
+        """Return a section of the configuration of the role's last attempt; empty when there is none to read."""
+        found = self.config(role).get(name)
+        return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
     def config(self, role: str) -> dict[str, Any]:
         """The configuration of the role's last attempt; empty when there is none to read."""
@@ -209,9 +214,9 @@ class Files:
                 ledger.require(
                     is_removing, _COMMIT, f"step {step} is committed in the history, and {directory} has no {COMMITTED}"
                 )
-        config = self.config(replay.trainer_role).get("ckpt")
+        config = self.section(replay.trainer_role, "ckpt")
         missing = sorted(step for step in replay.steps.commits if not self.layout.checkpoint_step(Step(step)).exists())
-        if not isinstance(config, dict):
+        if "ckpt" not in self.config(replay.trainer_role):
             if missing:
                 ledger.not_examined.append(
                     f"whether {len(missing)} committed checkpoints were rightly removed: no configuration tells what is kept"
@@ -339,7 +344,7 @@ class Files:
             ledger.not_examined.append(f"texts and scores in the rollouts of {num_unsaid:,} steps: the history has no digest")
 
     @contextmanager
-    def _passing_over_what_is_gone(self) -> Iterator[None]:
+    def _passing_over_what_is_gone(self) -> Generator[None, None, None]:
         try:
             yield
         except FileNotFoundError:

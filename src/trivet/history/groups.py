@@ -49,9 +49,9 @@ class GroupCounts:
     """Groups, not tries."""
     tried_again: int = 0
     batched: int = 0
-    filtered: Counter[str] = field(default_factory=Counter)
+    filtered: Counter[str] = field(default_factory=Counter[str])
     """Number by reason."""
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter[str])
     """Number by the reason up to its colon."""
 
     def copy(self) -> "GroupCounts":
@@ -64,7 +64,7 @@ class _State:
     step: int = 0
     """The last batch formed."""
     next_group_id: int = 0
-    live: dict[int, LiveGroup] = field(default_factory=dict)
+    live: dict[int, LiveGroup] = field(default_factory=dict[int, LiveGroup])
     counts: GroupCounts = field(default_factory=GroupCounts)
     ended: set[int] | None = None
     """Groups that ended here, if it is not known which groups another run's checkpoint handed on; else None."""

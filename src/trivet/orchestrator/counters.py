@@ -55,9 +55,9 @@ class LostGroup:
 class GroupCounters:
     """Counts groups by how they ended. The loop takes it when a batch is formed and puts a new one in its place."""
 
-    finished: list[FinishedGroup] = field(default_factory=list)
-    failed: list[LostGroup] = field(default_factory=list)
-    dropped: list[LostGroup] = field(default_factory=list)
+    finished: list[FinishedGroup] = field(default_factory=list[FinishedGroup])
+    failed: list[LostGroup] = field(default_factory=list[LostGroup])
+    dropped: list[LostGroup] = field(default_factory=list[LostGroup])
 
     def add_failed(self, env: str, *, kind: str) -> None:
         """Count a failed group.

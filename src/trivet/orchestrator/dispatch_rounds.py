@@ -26,7 +26,7 @@ class DispatchRounds:
     num_groups: int
     """Groups of a batch."""
     max_async_level: int
-    _ended: dict[GroupId, Callable[[], None]] = field(default_factory=dict)
+    _ended: dict[GroupId, Callable[[], None]] = field(default_factory=dict[GroupId, Callable[[], None]])
 
     @property
     def num_ended(self) -> int:

@@ -7,7 +7,7 @@ clock instead of by the number of objects, and never look at what was there at t
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 _YOUNG_OBJECTS = 50_000
@@ -21,7 +21,7 @@ _FULL_INTERVAL_S = 60.0
 
 
 @contextmanager
-def rare_collections() -> Iterator[None]:
+def rare_collections() -> Generator[None, None, None]:
     """Within it no full collection happens by itself; afterwards all is as before."""
     before = gc.get_threshold()
     gc.collect()

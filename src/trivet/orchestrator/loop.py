@@ -47,6 +47,9 @@ from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
+BackgroundTask = Callable[[], Coroutine[Any, Any, None]]
+"""Runs beside the loop until it is cancelled."""
+
 _MAX_ALIVE_INTERVAL_S = 30.0
 """Longest time between two signs of life to the trainer; a tenth of its deadline where that is shorter."""
 _SLOW_FILL_S = 60.0
@@ -68,7 +71,7 @@ class Loop:
     telemetry: Telemetry
     group_ended: ChangeEvent
     """Notified when a group ended, and when preemption is requested."""
-    background_tasks: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
+    background_tasks: Mapping[str, BackgroundTask] = field(default_factory=dict[str, BackgroundTask])
     """Further tasks by name, each until cancelled: what watches the servers and their load."""
     evals: OnlineEval | None = None
     """Evaluations during the run."""

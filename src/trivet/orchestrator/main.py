@@ -44,7 +44,7 @@ def start(config: OrchestratorConfig) -> int:
     process_report.start_reports(RunLayout(config.output_dir), role="orchestrator", attempt=config.run.attempt)
     process_report.begin("loading environments")
     with without_collections():
-        import trivet.orchestrator.start  # noqa: F401  it imports verifiers, which takes seconds
+        import trivet.orchestrator.start  # noqa: F401  # pyright: ignore[reportUnusedImport]  # imports verifiers, which takes seconds
     with hold_role(RunLayout(config.output_dir).role_lock("orchestrator")):
         return asyncio.run(_run(config))
 

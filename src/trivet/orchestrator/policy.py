@@ -7,7 +7,7 @@ directory, the one channel that works across machines. While somebody pins the p
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -122,7 +122,7 @@ class PolicyWatcher:
             await self._sleep(_POLL_INTERVAL_S)
 
     @asynccontextmanager
-    async def pinned(self) -> AsyncIterator[PolicyVersion]:
+    async def pinned(self) -> AsyncGenerator[PolicyVersion, None]:
         """Keep the served policy for the time of the block, after a load in progress; yield its version.
 
         Blocks may nest and overlap: loading goes on when the last has ended. A server that comes back meanwhile gets the pinned

@@ -240,8 +240,8 @@ class _Row:
 
     @property
     def passes(self) -> float:
-        """Over all examples; a started one counts in part."""
-        return self._epoch + self._position / len(self._order)
+        """Return the passes over all examples; one that is under way counts in part."""
+        return self._epoch + self._position / len(self._order)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
     def snapshot(self) -> RowState:
         """Return the state for a checkpoint."""

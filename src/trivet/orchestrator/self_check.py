@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import verifiers as vf
-from verifiers.legacy.utils.message_utils import normalize_messages
+import verifiers as vf  # pyright: ignore[reportMissingTypeStubs]
+from verifiers.legacy.utils.message_utils import normalize_messages  # pyright: ignore[reportMissingTypeStubs]
 
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.sections.sampling import SamplingConfig

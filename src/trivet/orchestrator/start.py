@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from trivet.algorithms.staleness import required_version
@@ -112,7 +112,7 @@ def _report_numbers(loop: Loop) -> None:
 
 
 @asynccontextmanager
-async def open_environments(config: OrchestratorConfig) -> AsyncIterator[WorkerPool]:
+async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[WorkerPool, None]:
     """Load every environment of the run in worker processes.
 
     Raises:
@@ -161,7 +161,7 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
 
 
 @asynccontextmanager
-async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIterator[ServerPool]:
+async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncGenerator[ServerPool, None]:
     client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
 
     def make_client(url: str) -> InferenceClient:
@@ -177,7 +177,7 @@ async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncIte
 
 
 @asynccontextmanager
-async def open_teacher(config: OrchestratorConfig) -> AsyncIterator[Teacher | None]:
+async def open_teacher(config: OrchestratorConfig) -> AsyncGenerator[Teacher | None, None]:
     """Yield the teacher of the run, None without one."""
     if config.teacher_model is None:
         yield None
@@ -222,7 +222,7 @@ async def _check_teacher(
 
 
 @asynccontextmanager
-async def _sender(config: OrchestratorConfig) -> AsyncIterator[BatchSender]:
+async def _sender(config: OrchestratorConfig) -> AsyncGenerator[BatchSender, None]:
     layout = RunLayout(config.output_dir)
     sender = ZmqSender(
         config.rollout_transport,

@@ -6,7 +6,7 @@ The lines have the form that users of prime-rl search their logs for.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from trivet.wire.rollouts import Rollout
 
@@ -104,9 +104,10 @@ def conversation_text(messages: Sequence[Mapping[str, Any]], *, max_chars: int) 
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
+    content: Any = message.get("content")
     if isinstance(content, list):
-        content = " ".join(str(part.get("text", part.get("type"))) for part in content)
+        parts = cast("list[dict[str, Any]]", content)
+        content = " ".join(str(part.get("text", part.get("type"))) for part in parts)
     calls = [f"{call['name']}({call['arguments']})" for call in map(_call, message.get("tool_calls") or [])]
     return " ".join([*([str(content)] if content else []), *calls])
 

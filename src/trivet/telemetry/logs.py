@@ -5,7 +5,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from trivet.closed_output import discard_output
 from trivet.noisy_loggers import quiet_noisy_loggers
@@ -116,6 +116,6 @@ def _discard_after_reader(self: logging.Handler, record: logging.LogRecord) -> N
     The role goes on without a reader: its results are in files.
     """
     if isinstance(sys.exc_info()[1], BrokenPipeError) and isinstance(self, logging.StreamHandler):
-        discard_output(self.stream)
+        discard_output(cast("TextIO", self.stream))  # pyright: ignore[reportUnknownMemberType]
     else:
         _handle_error(self, record)

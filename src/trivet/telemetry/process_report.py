@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class ProcessReporter:
             self._fields |= {"activity": activity, "waits_for": waits_for, "since": self._clock()}
 
     @contextmanager
-    def waiting(self, activity: str, *, waits_for: str) -> Iterator[None]:
+    def waiting(self, activity: str, *, waits_for: str) -> Generator[None, None, None]:
         """Report a wait for the block, then the activity before it, unless another has begun since."""
         before = self._now()
         self.begin(activity, waits_for=waits_for)
@@ -120,7 +120,7 @@ def begin_waiting(what: str, *, on: str) -> None:
 
 
 @contextmanager
-def waiting(what: str, *, on: str) -> Iterator[None]:
+def waiting(what: str, *, on: str) -> Generator[None, None, None]:
     """Report a wait for `what` ("batch 12") from the role `on` while the block runs."""
     with _reporter.waiting(what, waits_for=on):
         yield
