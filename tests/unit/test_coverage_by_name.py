@@ -11,7 +11,6 @@ ELSEWHERE = {
     "checkpoints/fork.py": "unit/checkpoints/test_resume.py",
     "checkpoints/orchestrator_part.py": "unit/orchestrator/test_checkpoint.py",
     "checkpoints/parts.py": "unit/checkpoints/test_commit.py",
-    "client/names.py": "unit/client/test_server_pool.py",
     "client/server.py": "unit/client/test_server_pool.py",
     "config/chat_template.py": "unit/config/checks/test_all_checks.py",
     "config/checks/*.py": "unit/config/checks/test_all_checks.py",

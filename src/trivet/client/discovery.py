@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 
-from trivet.client.health import PROBE_TIMEOUT_S, HealthMonitor
+from trivet.client.health import PROBE_TIMEOUT_S, ServerHealthMonitor
 from trivet.client.inference_client import InferenceClient
 from trivet.client.server import Server
 from trivet.client.server_set import ServerSet
@@ -69,7 +69,7 @@ class ServerDiscovery:
             await self._sleep(_RETRY_INTERVAL_S)
         return ready
 
-    async def follow(self, tasks: asyncio.TaskGroup, monitor: HealthMonitor) -> None:
+    async def follow(self, tasks: asyncio.TaskGroup, monitor: ServerHealthMonitor) -> None:
         """Look the name up every `sync_interval`, until cancelled. `monitor` watches the servers that came, in `tasks`."""
         while True:
             await self._sleep(self._config.sync_interval)

@@ -31,7 +31,7 @@ _EMPTY_REPORT_INTERVAL_S = 60.0
 """How often a run without servers is reported."""
 
 
-class HealthMonitor:
+class ServerHealthMonitor:
     """Keeps one task per server, which probes it or tries to admit it.
 
     >>> monitor.watch(tasks, server)

@@ -4,9 +4,9 @@ A server takes rollouts once it is admitted: it answers and serves the target po
 marked unhealthy until it serves the target again.
 
     PolicyWatcher --ensure_policy--> ServerPool --update_weights--> inference servers
-                                      |  sets the target             ^            ^
-                                      v                              | probes     | looks up
-    Dispatcher <--pick, on_down-- ServerSet <---admit, mark--- HealthMonitor  ServerDiscovery (with a DNS name)
+                                      |  sets the target             ^                  ^
+                                      v                              | probes           | looks up
+    Dispatcher <--pick, on_down-- ServerSet <---admit, mark--- ServerHealthMonitor  ServerDiscovery (with a DNS name)
                                   unhealthy
 
 | waits for | unblocked by |
@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from trivet.client.discovery import Resolve, ServerDiscovery, resolve
-from trivet.client.health import HealthMonitor
+from trivet.client.health import ServerHealthMonitor
 from trivet.client.inference_client import InferenceClient
 from trivet.client.load import ServerLoad
 from trivet.client.server import Server, TargetPolicy
@@ -69,7 +69,7 @@ class ServerPool:
         self._config = config
         self._make_client = make_client
         self._servers = ServerSet(write_event=write_event, clock=clock)
-        self._monitor = HealthMonitor(self._servers, clock=clock, sleep=sleep)
+        self._monitor = ServerHealthMonitor(self._servers, clock=clock, sleep=sleep)
         self._discovery: ServerDiscovery | None = None
         if config.elastic is not None:
             self._discovery = ServerDiscovery(
@@ -168,7 +168,7 @@ class ServerPool:
         self._servers.release(root, num_rollouts=num_rollouts)
 
     async def is_at_fault(self, root: str) -> bool:
-        """See `HealthMonitor.is_at_fault`."""
+        """See `ServerHealthMonitor.is_at_fault`."""
         return await self._monitor.is_at_fault(root)
 
     async def server_loads(self) -> list[ServerLoad]:

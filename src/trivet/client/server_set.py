@@ -1,6 +1,6 @@
 """Holds the state of a run's servers: which take rollouts, which policy they are to serve, how many rollouts each has in flight.
 
-The one owner of that state. `ServerPool`, `HealthMonitor` and `ServerDiscovery` write to it; it never asks a server anything.
+The one owner of that state. `ServerPool`, `ServerHealthMonitor` and `ServerDiscovery` write to it; it asks no server.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ class ServerSet:
         self._write_event(Load(version=policy.version, digest=policy.digest or "", server=server.root))
 
     async def wait_for_admitted(self) -> None:
-        """Wait until a server is admitted. `HealthMonitor.require_servers` bounds the wait."""
+        """Wait until a server is admitted. `ServerHealthMonitor.require_servers` bounds the wait."""
         await self._has_admitted.wait()
 
     def pick(self, *, num_rollouts: int) -> str | None:

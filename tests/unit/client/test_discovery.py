@@ -8,7 +8,7 @@ import pytest
 from support.simulated_run import SimulatedServer
 from support.virtual_time import run_virtually
 from trivet.client.discovery import ServerDiscovery
-from trivet.client.health import HealthMonitor
+from trivet.client.health import ServerHealthMonitor
 from trivet.client.server import TargetPolicy
 from trivet.client.server_set import ServerSet
 from trivet.config.sections.client import ElasticConfig
@@ -54,7 +54,7 @@ def test_the_start_waits_for_a_server_that_answers():
 def test_servers_follow_the_name_and_stay_while_it_cannot_be_looked_up():
     async def scenario() -> None:
         name = Name("a")
-        monitor = HealthMonitor(name.servers, clock=asyncio.get_running_loop().time)
+        monitor = ServerHealthMonitor(name.servers, clock=asyncio.get_running_loop().time)
         name.servers.target = TargetPolicy(version=PolicyVersion(0), digest=None, directory=None)
         [first] = await name.discovery.wait_ready(5.0)
         async with asyncio.TaskGroup() as tasks:

@@ -7,7 +7,7 @@ import pytest
 
 from support.simulated_run import START_DIGEST, SimulatedServer
 from support.virtual_time import run_virtually
-from trivet.client.health import HealthMonitor
+from trivet.client.health import ServerHealthMonitor
 from trivet.client.server import Server, TargetPolicy
 from trivet.client.server_set import ServerSet
 from trivet.errors import InferenceError
@@ -16,13 +16,13 @@ from trivet.wire.versions import PolicyVersion
 A = "http://a"
 
 
-def make_monitor() -> tuple[HealthMonitor, ServerSet, Server, SimulatedServer]:
+def make_monitor() -> tuple[ServerHealthMonitor, ServerSet, Server, SimulatedServer]:
     clock = asyncio.get_running_loop().time
     servers = ServerSet(write_event=lambda event: None, clock=clock)
     servers.target = TargetPolicy(version=PolicyVersion(0), digest=START_DIGEST, directory=None)
     simulated = SimulatedServer(A, random.Random(0))
     server = servers.add(simulated)  # type: ignore[arg-type]  # acts as one
-    return HealthMonitor(servers, clock=clock), servers, server, simulated
+    return ServerHealthMonitor(servers, clock=clock), servers, server, simulated
 
 
 def test_a_server_is_admitted_asked_and_admitted_again_after_a_crash():

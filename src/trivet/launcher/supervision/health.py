@@ -22,10 +22,10 @@ _SCANS_PER_TIMEOUT = 12
 """Scans of every process of the machine within the watchdog's time: they cost, on a large machine."""
 
 
-class HealthMonitor:
+class RoleHealthMonitor:
     """Keeps `reports` and `stuck` of each role up to date.
 
-    >>> monitor = HealthMonitor(config, layout=layout, host=host, restarts=restarts, log=log, clock=Clock())
+    >>> monitor = RoleHealthMonitor(config, layout=layout, host=host, restarts=restarts, log=log, clock=Clock())
     >>> monitor.begin("trainer")
     >>> monitor.check(roles.values())
     True

@@ -2,12 +2,12 @@
 
 One round of the loop, every `_POLL_INTERVAL_S`:
 
-    exits, log lines --------> RoleProcess ----+
-    reports, /proc ----------> HealthMonitor --+
-    servers, finished steps -> UnitProgress ---+--> RunObservation --> Recovery.decide (pure) --+
-    SIGINT, SIGTERM, SIGHUP -> Interrupts -----+                                                | actions
-                                                                                                v
-    role processes <--start, signal-- ProcessHost <----+---------------------------- Supervisor._carry_out
+    exits, log lines --------> RoleProcess --------+
+    reports, /proc ----------> RoleHealthMonitor --+
+    servers, finished steps -> UnitProgress -------+--> RunObservation --> Recovery.decide (pure) --+
+    SIGINT, SIGTERM, SIGHUP -> Interrupts ---------+                                                | actions
+                                                                                                    v
+    role processes <--start, signal-- ProcessHost <----+-------------------------------- Supervisor._carry_out
     rl.log, events.jsonl <----------- RestartLog <-----+
     status.json, terminal <---------- StatusReporter <-+
 
@@ -26,7 +26,7 @@ from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
 from trivet.launcher.processes import ProcessHost
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.clock import SYSTEM_CLOCK, Clock
-from trivet.launcher.supervision.health import HealthMonitor
+from trivet.launcher.supervision.health import RoleHealthMonitor
 from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.launcher.supervision.readiness import UnitProgress
 from trivet.launcher.supervision.recovery import (
@@ -90,7 +90,9 @@ class Supervisor:
         self._recovery = Recovery(config, stop_timeout_s=shutdown_timeout_s, patience_s=patience_s)
         self._restarts = RestartLog(log=log, clock=clock)
         self._progress = UnitProgress(attempts, self._roles)
-        self._health = HealthMonitor(config, layout=attempts.layout, host=host, restarts=self._restarts, log=log, clock=clock)
+        self._health = RoleHealthMonitor(
+            config, layout=attempts.layout, host=host, restarts=self._restarts, log=log, clock=clock
+        )
         self._status = StatusReporter(
             attempts, roles=self._roles, recovery=self._recovery, restarts=self._restarts, log=log, clock=clock
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 from support.fake_roles import FakeChild, FakeClock, FakeHost, make_log, make_spec, write_report
 from trivet.config.layout import RunLayout
 from trivet.config.sections.supervision import RecoveryConfig
-from trivet.launcher.supervision.health import HealthMonitor
+from trivet.launcher.supervision.health import RoleHealthMonitor
 from trivet.launcher.supervision.restarts import RestartLog
 from trivet.launcher.supervision.role_processes import RoleProcess
 
@@ -19,7 +19,7 @@ class Watched:
         self.clock, self.host = FakeClock(), FakeHost()
         log, self.written = make_log(tmp_path)
         self.restarts = RestartLog(log=log, clock=self.clock)
-        self.monitor = HealthMonitor(
+        self.monitor = RoleHealthMonitor(
             RecoveryConfig.model_validate(recovery),
             layout=self.layout,
             host=self.host,
