@@ -24,7 +24,7 @@ def arrange(
     Args:
         rows: indices of samples, each sample in one row.
         lengths: of all samples, in tokens.
-        max_tokens: pack all samples anew into rows of at most so many tokens; a longer sample gets a row of its own.
+        max_tokens: pack all samples again, into rows of at most this many tokens; a longer sample gets a row of its own.
 
     Returns:
         Of each rank its rows. A rank has one row less than others only when there is no row left to divide.

@@ -1,4 +1,4 @@
-"""Runs one rank of the trainer: `python -m trivet.trainer.main @ trainer.toml`, alone or with others."""
+"""Runs one rank of the trainer: `python -m trivet.trainer.main @ trainer.toml`, as the only rank or as one of several."""
 
 import os
 import sys
@@ -52,7 +52,7 @@ def start(config: TrainerConfig) -> int:
 
 
 def open_receiver(config: TrainerConfig, from_step: Step, world: World) -> BatchReceiver:
-    """Open the source of the batches after `from_step`: a recorded run, made-up batches, or the orchestrator."""
+    """Open the source of the batches after `from_step`: a recorded run, fake batches, or the orchestrator."""
     if config.data.replay is not None:
         return ReplayReceiver(config.data.replay, from_step=from_step)
     if config.data.fake is not None:
@@ -79,7 +79,7 @@ def with_end_of_replay(config: TrainerConfig) -> TrainerConfig:
 
 
 def set_up_rank(config: TrainingConfig, world: World, *, role: str) -> None:
-    """Set up the rank's process: logs without progress bars, reports of its progress, and deterministic algorithms if asked."""
+    """Set up the rank's process: logs without progress bars, status reports, and deterministic algorithms if configured."""
     from transformers.utils.logging import disable_progress_bar
 
     name = role if world.is_main else f"{role}.{world.rank}"

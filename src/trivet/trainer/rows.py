@@ -62,7 +62,7 @@ def rows_of_rank(
 
     Args:
         cost: the cost of a row, by which ranks are balanced; by default its tokens.
-        max_tokens: pack the batch's samples anew, into rows of at most so many tokens.
+        max_tokens: pack the batch's samples again, into rows of at most this many tokens; None: keep the batch's rows.
     """
     samples: list[Place] = []
     packed: list[list[int]] = []

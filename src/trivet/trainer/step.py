@@ -1,6 +1,7 @@
 """Takes one optimizer step on a batch's rows. Called by the RL loop and by supervised fine-tuning, on every rank alike.
 
-Loss and gradient do not depend on packing, row order or the number of ranks: they are divided by a global count.
+Loss and gradient do not depend on packing, row order or the number of ranks: the divisors are counts over
+all rows of the batch.
 """
 
 import time
@@ -34,15 +35,16 @@ class Learner:
     learning_rate: LearningRate
     loss: Loss
     max_norm: float | None
+    """Gradients with a larger norm are scaled down to this one; None: no clipping."""
     world: World
     micro_batch_tokens: int | None = None
-    """Pack batches anew into rows of at most so many tokens; None: keep the rows of the batch."""
+    """Pack the samples of a batch again, into rows of at most this many tokens. None: keep the rows of the batch."""
     key_prefix: str = ""
-    """The start of a trainer key as the user of this command writes it, such as `trainer.`; for messages."""
+    """Prefix of the trainer's configuration keys in messages: `trainer.` in a run of `rl`, else empty."""
     reference: Reference | None = None
-    """The policy whose log-probabilities the loss needs beside the model's; None when it needs none."""
+    """The frozen policy whose log-probabilities the loss compares with the model's. None when the loss needs no such policy."""
     before_update: Callable[[], None] = lambda: None
-    """Called before parameters or optimizer change, even for a moment: their checkpoint may still be being written."""
+    """Called before parameters or optimizer state change, even temporarily. Returns once no checkpoint write reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +53,16 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradients over all ranks, before clipping."""
     lr: float
     values: dict[str, np.ndarray]
-    """Per-token and per-sample values by metric name: of all ranks on rank 0, of the rank itself elsewhere."""
+    """Per-token and per-sample values by metric name. Rank 0 has the values of all ranks, any other rank has its own."""
     forward_backward_s: float
     optimizer_s: float
 
 
 def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> StepResult:
-    """Forward, backward and one update.
+    """Run forward and backward of all rows, then update the parameters once. Collective.
 
     Args:
         rows: the whole batch, the same on every rank.
@@ -90,7 +92,8 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     learner.before_update()
     with explaining_update_memory(key_prefix=learner.key_prefix):
         learner.optimizer.step()
-    # Casts of master weights are renewed by the tensors' version, which fused and foreach updates do not raise.
+    # A cast of a master weight is renewed when the weight's version counter has changed. Fused and foreach optimizers do not
+    # raise that counter.
     increment_version(learner.model.trained_parameters)
     return StepResult(
         loss=loss,
@@ -118,7 +121,7 @@ def _accumulate(
         max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else lane_tokens,
     )
     if learner.reference is not None:
-        learner.before_update()  # the reference takes the parameters' place for the time of a forward
+        learner.before_update()  # scoring puts the reference's weights into the model for a while
         mine = learner.reference.score(model, mine)
 
     def compute(index: int) -> _Computed | None:
@@ -126,7 +129,7 @@ def _accumulate(
         return _compute(learner, mine[index], counts=counts)
 
     model.renew_casts()
-    num_alone = sum(row.num_tokens > lane_tokens for row in mine)  # samples that fill more than a lane; they come first
+    num_alone = sum(row.num_tokens > lane_tokens for row in mine)  # rows too long for a lane; they come first
     computed = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(mine)))
     found = [each for each in computed if each is not None]
     total = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -137,13 +140,15 @@ def _accumulate(
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
+    """The result of forward and backward of one row."""
+
     outcome: RowOutcome
     values: dict[str, np.ndarray]
-    """The values of the row's loss, by metric name."""
+    """Per-token and per-sample values of the row, by metric name."""
 
 
 def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[LossUnit, int]) -> _Computed | None:
-    """Run forward and backward of one row; return None for a dummy."""
+    """Run forward and backward of one row. Return None for a dummy: it takes part in the collectives with gradient 0."""
     with explaining_memory(row, chunk_size=learner.model.chunk_size, key_prefix=learner.key_prefix):
         scores = learner.model(row)
         if row.is_dummy:
@@ -157,6 +162,7 @@ def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[LossUnit, int
 
 
 def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[LossUnit, int]:
+    """Return the number of loss tokens, and of samples that have one, in the whole batch."""
     num_tokens = sum(int(np.count_nonzero(row.loss_mask_T)) for row in rows)
     if num_tokens == 0:
         raise BatchError(
