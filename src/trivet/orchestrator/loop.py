@@ -11,8 +11,8 @@
 | `_hand_over`: the trainer's receipt of batch n | its acknowledgement; `rollout_transport.timeout_s` |
 | `_finish_evals`: the evaluation of the last policy | `OnlineEval.run` returns |
 
-Dispatcher, policy watcher and background tasks are tasks of one group, so a failure of any ends all. Packing, writing and
-sending go on in threads while the next batch is being filled.
+Dispatcher, policy watcher and background tasks run in one asyncio.TaskGroup, so a failure of any of them ends all. Packing and
+writing run in threads and sending is awaited, so the dispatcher collects groups for the next batch meanwhile.
 """
 
 import asyncio
@@ -48,17 +48,17 @@ from trivet.wire.versions import PolicyVersion, Step
 logger = logging.getLogger(__name__)
 
 BackgroundTask = Callable[[], Coroutine[Any, Any, None]]
-"""Runs beside the loop until it is cancelled."""
+"""A coroutine function that runs concurrently with the loop until it is cancelled."""
 
 _MAX_ALIVE_INTERVAL_S = 30.0
-"""Longest time between two signs of life to the trainer; a tenth of its deadline where that is shorter."""
+"""Longest time between two `say_alive` messages to the trainer. A tenth of `rollout_transport.timeout_s` if that is shorter."""
 _SLOW_FILL_S = 60.0
-"""How often a batch that does not fill is reported."""
+"""If no group ends for this long, a warning says that the batch is not filled."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """Runs the orchestrator from `progress.step` on."""
+    """Runs the orchestrator, from batch `progress.step` + 1 on."""
 
     config: OrchestratorConfig
     layout: RunLayout
@@ -70,23 +70,23 @@ class Loop:
     sender: BatchSender
     telemetry: Telemetry
     group_ended: ChangeEvent
-    """Notified when a group ended, and when preemption is requested."""
+    """Notified when a group ended, and when a preemption is requested."""
     background_tasks: Mapping[str, BackgroundTask] = field(default_factory=dict[str, BackgroundTask])
-    """Further tasks by name, each until cancelled: what watches the servers and their load."""
+    """Further tasks by name, such as those that watch the servers and their load. The loop cancels them at its end."""
     evals: OnlineEval | None = None
     """Evaluations during the run."""
     gauges: Callable[[], Mapping[str, float]] = dict
     """Further metrics, read at the end of each step."""
     preempt_requested: bool = False
-    """Asked to commit what was trained and to end."""
+    """Set by `preempt`."""
 
     def preempt(self) -> None:
-        """Fill no further batch: have the trainer commit the last one, and end."""
+        """Request a preemption: fill no further batch, have the trainer commit the last batch sent, and end."""
         self.preempt_requested = True
         self.group_ended.notify()
 
     async def run(self) -> None:
-        """Train until max_steps, or for ever without one."""
+        """Fill and send batches until `max_steps` is reached or the run is preempted."""
         with rare_collections():
             await self._run_tasks()
 
@@ -111,7 +111,8 @@ class Loop:
     async def _say_alive(self) -> None:
         """Tell the trainer at intervals that the orchestrator is alive.
 
-        A batch may take long to fill, behind an evaluation or slow environments; the trainer's deadline is for a dead end.
+        A batch may take long to fill, because of an evaluation or slow environments. The trainer's deadline must expire only
+        when the orchestrator is gone or hangs.
         """
         while True:
             await self.sender.say_alive()
@@ -123,14 +124,15 @@ class Loop:
         if self.preempt_requested:
             evaluating.cancel()
             return
-        self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)  # requires the policy of the last step
+        # The step whose batch requires the policy of the last step: the watcher loads that policy for it.
+        self.watcher.step = Step(self.progress.step + 1 + self.config.max_async_level)
         self.evals.finish(PolicyVersion(self.progress.step))
         with process_report.waiting("the evaluation of the last policy", on="trainer"):
             await evaluating
 
     async def _run_steps(self, dispatching: asyncio.Task[None]) -> None:
         step = Step(self.progress.step + 1)
-        unwritten: OrchestratorPart | None = None  # of the last batch, when it was not due
+        unwritten: OrchestratorPart | None = None  # of the last batch, if it was not due; a preemption writes it
         self._begin(step)
         while self.config.max_steps is None or step <= self.config.max_steps:
             started = time.monotonic()
@@ -138,7 +140,7 @@ class Loop:
             if groups is None:
                 await self._send_preemption(step, unwritten)
                 return
-            # Until the next await this is the moment at which batch and checkpoint were formed.
+            # No await until `_hand_over`: checkpoint part and counters describe the state at the moment the batch was formed.
             part, is_due = self._part(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
             counters, self.buffer.counters = self.buffer.counters, GroupCounters()
             values = flow_metrics(
@@ -170,7 +172,7 @@ class Loop:
             step = Step(step + 1)
 
     async def _hand_over(self, step: Step, groups: list[Group], part: OrchestratorPart, *, is_due: bool) -> dict[str, float]:
-        """Pack and send batch `step`, its checkpoint part first; what is long happens in threads. Returns its metrics."""
+        """Pack batch `step`, write its checkpoint part if due, then send the batch. Return the metrics of the batch."""
         times: dict[str, float] = {}
         with timed(times, "parallel_preprocess"):
             batch = await asyncio.to_thread(_make_batch, step, groups, seq_len=self.config.seq_len, has_part=is_due)
@@ -191,7 +193,11 @@ class Loop:
         return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
 
     async def _send_preemption(self, step: Step, part: OrchestratorPart | None) -> None:
-        """Instead of batch `step`: the trainer commits the step before with `part`, if it is not committed, and ends."""
+        """Send a preemption instead of batch `step`. The trainer then commits the step before, and ends.
+
+        Args:
+            part: orchestrator part of the checkpoint of the step before; None when its checkpoint was due anyway.
+        """
         if part is not None:
             await asyncio.to_thread(write_part, self.layout, part, config=self.config)
         logger.info("preempted after batch=%s commits=%s", step - 1, part is not None)
@@ -220,7 +226,7 @@ class Loop:
         since = time.monotonic()
         if self.preempt_requested:
             return None
-        groups = self.buffer.take_batch(step, num_groups=num_groups)  # also drops what is too old for this step
+        groups = self.buffer.take_batch(step, num_groups=num_groups)  # also drops groups too stale for this step
         while groups is None:
             if self.buffer.fruitless_in_a_row >= limit:
                 raise BatchError(

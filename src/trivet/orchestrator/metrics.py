@@ -1,7 +1,7 @@
-"""The numbers of one step, from the groups of its batch and what happened since the last one.
+"""Computes the metrics of one step from the groups of its batch and from all groups that ended since the last batch.
 
-With several environments each number is given over all of them and, with `/<env>` behind its name, for each. What does not
-exist in a step is absent.
+With several environments, each metric is computed over all of them, and again for each with `/<env>` appended to its name. A
+metric without a value in a step is left out.
 """
 
 from collections import Counter
@@ -26,13 +26,14 @@ _MEASURES: dict[str, Callable[[Rollout], float]] = {
     "generation_ms": lambda rollout: rollout.generation_s * 1e3,
     "scoring_ms": lambda rollout: rollout.scoring_s * 1e3,
 }
+"""Values of one rollout by metric name. Mean, maximum and minimum over the rollouts are reported."""
 
 
 def batch_metrics(groups: Sequence[Group], *, step: Step, num_tokens: int) -> dict[str, float]:
-    """Return the metrics of the batch's groups alone.
+    """Return the metrics that need only the groups of the batch.
 
     Args:
-        num_tokens: packed tokens of the batch.
+        num_tokens: tokens in all packed rows of the batch, prompts included.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_env = _rollouts_by_env(groups)
@@ -62,11 +63,11 @@ def flow_metrics(
     num_in_flight: int,
     num_ready: int,
 ) -> dict[str, float]:
-    """Return the metrics of the groups that ended since the last batch, and of those under way.
+    """Return the metrics of the groups that ended since the last batch, and of those in flight.
 
     Args:
         group_size: rollouts of each group.
-        num_in_flight: groups that are generated or scored.
+        num_in_flight: groups that are being generated or scored.
         num_ready: finished groups that wait for a batch.
     """
     filtered = [group for group in counters.finished if group.filtered is not None]
@@ -91,6 +92,7 @@ def progress_metrics(progress: RunTotals, *, version: PolicyVersion) -> dict[str
         "progress/total_tokens": float(progress.total_tokens),
         "progress/total_samples": float(progress.total_samples),
         "progress/total_problems": float(progress.total_problems),
+        # The version of the served policy, not the step of a checkpoint.
         "progress/ckpt_step": float(version),
     }
 
@@ -108,7 +110,7 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _staleness_metrics(groups: Sequence[Group], *, step: Step) -> dict[str, float]:
-    """Return the staleness of the groups by their oldest token, and the number of tokens at each staleness."""
+    """Return the staleness of each group's oldest token (mean, max, min), and the number of tokens at each staleness."""
     age = np.array([staleness(step=step, oldest=group.oldest_version) for group in groups])
     tokens: Counter[int] = Counter()
     for group in groups:
@@ -124,7 +126,10 @@ def _staleness_metrics(groups: Sequence[Group], *, step: Step) -> dict[str, floa
 
 
 def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Return the metrics of the groups that were weighed for the batch: those in it, and those that a filter kept out of it."""
+    """Return the metrics of the groups in the batch and of those that a filter kept out of it.
+
+    A group is flat when all its rewards are equal: it has no advantage and gives no gradient.
+    """
     if not judged:
         return {}
     solve_all = sum(group.is_flat and group.is_solved for group in judged) / len(judged)
@@ -132,6 +137,7 @@ def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
     values = {
         "batch/solve_none": solve_none,
         "batch/solve_all": solve_all,
+        # A share, not a number of rollouts: the groups whose rewards differ.
         "batch/effective_batch_size": 1.0 - solve_none - solve_all,
         "pass@1": _mean(group.num_passed / group.num_rollouts for group in judged),
     }
@@ -140,7 +146,7 @@ def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
 
 
 def _finished_metrics(finished: Sequence[FinishedGroup]) -> dict[str, float]:
-    """`filtered_rollouts/*`: share of the rollouts that ended since the last batch, by what was wrong with them."""
+    """Return `filtered_rollouts/*`: shares of the rollouts that ended since the last batch, by filter reason."""
     filtered = [group for group in finished if group.filtered is not None]
     values = {"batch/filtered_groups": float(len(filtered))}
     num_rollouts = sum(group.num_rollouts for group in finished)
@@ -156,7 +162,7 @@ def _finished_metrics(finished: Sequence[FinishedGroup]) -> dict[str, float]:
 
 
 def _loss_metrics(counters: GroupCounters) -> dict[str, float]:
-    """`error/*`: share of the groups that ended since the last batch, by type of error and environment."""
+    """Return `error/*`: failed groups as shares of those that ended since the last batch, by error type and environment."""
     values = {"batch/stale_groups": float(sum(group.reason == "stale" for group in counters.dropped))}
     ended = len(counters.finished) + len(counters.failed)
     if not ended:
