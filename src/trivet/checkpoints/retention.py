@@ -1,4 +1,4 @@
-"""Chooses which committed checkpoints may go, and removes them. Called by the trainer after each commit."""
+"""Chooses which committed checkpoints are no longer needed, and removes them. Called by the trainer after each commit."""
 
 from collections.abc import Sequence
 
@@ -19,5 +19,5 @@ def removable_steps(committed: Sequence[Step], *, keep_last: int | None, keep_in
 
 
 def remove_checkpoint(layout: RunLayout, step: Step) -> None:
-    """Remove a committed checkpoint; it stops being one before its first file goes."""
+    """Remove a committed checkpoint. Its commit marker is removed before any other file."""
     remove_directory(layout.checkpoint_step(step), marker=COMMITTED)

@@ -1,9 +1,8 @@
-"""Writes one large file front to back, past the page cache where the file system allows it, and digests it on the way.
+"""Writes one large file from front to back and computes its digest, bypassing the page cache if the file system allows it.
 
-Called by whoever writes the trainer's shards. It exists because of what the ordinary way costs the training beside it: every
-byte is copied into new pages of the cache, which takes more processor time than everything else about a checkpoint, and read
-again for its digest. Here the disk reads the caller's memory. It never makes a file visible under its final name: that is the
-commit's part.
+Called by `trainer.checkpoint.shard_writer`, while training goes on. A buffered write copies every byte into the page cache and
+reads it again for the digest. The copy takes more processor time than the rest of a checkpoint, and slows training down. With
+direct writes (O_DIRECT) the disk reads the caller's memory instead. The commit gives the file its final name, not this module.
 """
 
 import errno
@@ -20,23 +19,23 @@ import xxhash
 from trivet.durable import FileRecord
 
 _ALIGNMENT = 4096
-"""Alignment of offsets and addresses of direct writes, in bytes; no disk asks for more."""
+"""Alignment in bytes that direct writes need for file offsets and memory addresses. No disk needs more."""
 _BUFFER_BYTES = 1 << 20
-"""Memory for data that is copied; it is written when it is full."""
+"""Size of the buffer for data that is copied. The buffer is written when it is full."""
 _DIRECT_BYTES = 64 << 10
-"""Shorter data is copied: that costs less than a write of its own."""
+"""Data of fewer bytes is copied into the buffer: that costs less than a separate part of a write."""
 _WRITE_BYTES = 32 << 20
-"""Limit of one write."""
+"""Largest number of bytes in one write."""
 _MAX_PARTS = 512
-"""Limit of one write's parts: half of what Linux takes."""
+"""Number of parts beyond which they are written. It is half of what Linux accepts in one write (IOV_MAX, 1024)."""
 
 
 class FileStream:
-    """A file that grows at its end.
+    """An append-only file. After `flush` the caller may change the data that it passed to `write`.
 
     >>> with FileStream(path) as stream:
     ...     offset = stream.write(data, before=header)
-    ...     stream.flush()  # `data` may change
+    ...     stream.flush()  # from now on `data` may change
     ...     record = stream.finish()
     """
 
@@ -44,30 +43,31 @@ class FileStream:
         """Create the file.
 
         Args:
-            path: does not exist yet.
+            path: the new file, which must not exist.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: the file exists or cannot be created.
         """
         self._path = path
         self._hash = xxhash.xxh3_128()
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
         self._parts: list[memoryview] = []
-        """The next parts of the file, of the buffer and of callers' memory, each a multiple of the alignment."""
+        """Parts to write next, in order: pieces of the buffer and of callers' memory, each a multiple of `_ALIGNMENT` long."""
         self._begin, self._end = 0, 0
-        """Bounds in the buffer of the bytes after these parts."""
+        """Bounds of the bytes in the buffer that belong after `_parts`."""
         self.num_waiting = 0
-        """Bytes of callers' memory that were not written yet."""
+        """Number of bytes in callers' memory that are not written yet."""
         self._num_whole = 0
-        """Bytes in `_parts` and before them."""
+        """Number of bytes written or in `_parts`."""
         self._num_written = 0
+        """Number of bytes written: the file offset of the next write."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             self._fd = os.open(path, flags | os.O_DIRECT, 0o644)
         except OSError as exc:
             if exc.errno != errno.EINVAL:
                 raise
-            # The file system has no direct writes; some leave the empty file behind when they say so.
+            # The file system has no direct writes. Some create the empty file before they raise the error.
             path.unlink(missing_ok=True)
             self._fd = os.open(path, flags, 0o644)
 
@@ -75,24 +75,25 @@ class FileStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file, whole or not."""
+        """Close the file, even if it is incomplete."""
         os.close(self._fd)
 
     @property
     def position(self) -> int:
-        """Offset of the next byte, or of the zeros before it."""
+        """Offset at which the next `write` begins, with zeros for alignment or with its own data."""
         return self._num_whole + self._end - self._begin
 
     def write(self, data: bytes | memoryview, *, before: bytes = b"", after: bytes = b"") -> int:
-        """Append the three; returns where `before` begins. The memory of `data` is needed until the next `flush`.
+        """Append `before`, `data` and `after`; return the file offset of `before`.
 
-        Zeros come first where they let long data go to the disk without a copy.
+        `data` must not change until the next `flush`. Zeros may precede `before` in the file: they align long data with the
+        disk's blocks, so that it is written without a copy.
 
         Args:
-            data: contiguous.
+            data: must be contiguous in memory.
 
         Raises:
-            OSError: the disk refused.
+            OSError: a write failed.
         """
         rest = memoryview(data).cast("B")
         if len(rest) < _DIRECT_BYTES:
@@ -102,7 +103,7 @@ class FileStream:
         address = np.frombuffer(rest, dtype=np.uint8).__array_interface__["data"][0]
         zeros = bytes((address - self.position - len(before)) % _ALIGNMENT)
         start = self.position + len(zeros)
-        # Up to the next page of the memory and of the file, which are the same from here on.
+        # Bytes before the first aligned address of `data` are copied. The zeros align the file offset at the same byte.
         num_before = -address % _ALIGNMENT
         self._append(b"".join((zeros, before, rest[:num_before])))
         num_direct = (len(rest) - num_before) // _ALIGNMENT * _ALIGNMENT
@@ -115,10 +116,10 @@ class FileStream:
         return start
 
     def flush(self) -> None:
-        """Return once nobody's memory is needed any more.
+        """Write everything except a last partial block. Afterwards callers may change the memory that they passed to `write`.
 
         Raises:
-            OSError: the disk refused.
+            OSError: a write failed.
         """
         num_left = (self._end - self._begin) % _ALIGNMENT
         left = bytes(self._buffer[self._end - num_left : self._end])
@@ -132,10 +133,11 @@ class FileStream:
         self._buffer[:num_left] = left
 
     def finish(self) -> FileRecord:
-        """Write the rest, and return once everything is on disk."""
+        """Write the rest and sync the file to disk; return its size and digest."""
         self.flush()
         num_bytes, num_left = self.position, self._end
         self._hash.update(self._buffer[:num_left])
+        # A direct write needs whole blocks: pad with zeros, then cut them off.
         self._append(bytes(-num_left % _ALIGNMENT))
         self._write_out([self._buffer[: self._end]])
         os.ftruncate(self._fd, num_bytes)
@@ -143,6 +145,7 @@ class FileStream:
         return FileRecord(num_bytes=num_bytes, xxh3_128=self._hash.hexdigest())
 
     def _append(self, data: bytes) -> None:
+        """Copy `data` into the buffer; flush whenever the buffer is full."""
         taken = 0
         while taken < len(data):
             if self._end == _BUFFER_BYTES:
@@ -152,7 +155,7 @@ class FileStream:
             self._end, taken = self._end + num_bytes, taken + num_bytes
 
     def _end_part(self) -> None:
-        """Make a part of what is in the buffer, which is a multiple of the alignment."""
+        """Turn the bytes in the buffer into a part. Their number must be a multiple of `_ALIGNMENT`."""
         self._add_part(self._buffer[self._begin : self._end])
         self._begin = self._end
 
@@ -177,14 +180,14 @@ class FileStream:
                 pending[0] = pending[0][num_bytes:]
 
     def _make_indirect(self) -> bool:
-        """Write through the page cache from here on; false if that is so already."""
+        """Switch to writes through the page cache; return False if the file uses it already."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return bool(flags & os.O_DIRECT)
 
 
 def _first_of(parts: Iterable[memoryview]) -> list[memoryview]:
-    """Return as much of the beginning as one write takes."""
+    """Return the first parts, up to `_WRITE_BYTES` in all; the last one may be cut."""
     taken: list[memoryview] = []
     room = _WRITE_BYTES
     for part in parts:

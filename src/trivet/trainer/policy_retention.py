@@ -19,13 +19,13 @@ class PolicyRetention:
     from_step: Step
     """The step resumed from, 0 for a fresh run."""
     keep_recent: int
-    """Policies that stay besides the newest, for servers that lag by design."""
+    """Number of versions before the newest that stay too, for servers that lag by design (max_async_level)."""
     resume_lag: int
-    """Policies before a checkpoint's own that a run resumed from it samples from."""
+    """By how many versions the policy of a resumed run's first batch may be older than the checkpoint (`needed_to_resume`)."""
     reference_interval: int | None
     """Steps after which the reference policy is renewed; None: the reference is not a published policy."""
     keep_interval: int | None
-    """Every multiple of it stays for ever."""
+    """Versions that are a multiple of it are never removed; None: no such versions."""
 
     def retire_unneeded(self, telemetry: Telemetry, *, step: int, newest_checkpoint: Step | None) -> None:
         """Remove each policy of `find_unneeded` and record it."""

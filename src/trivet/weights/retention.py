@@ -1,4 +1,4 @@
-"""Decides when a published policy may go, from what readers acknowledged, and removes it."""
+"""Decides from the readers' acknowledgements which published policies are no longer needed, and removes them."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -19,9 +19,9 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     """The version that the reader has loaded."""
     time: float
-    """Unix seconds."""
+    """Unix time of the acknowledgement, in seconds."""
     expires: float | None = None
-    """Unix seconds from which on it does not count: of a reader that comes and goes, and may be killed. None: never."""
+    """Unix time in seconds after which the acknowledgement is ignored; None: never. `eval` sets it, since it may be killed."""
 
 
 def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion, *, lifetime_s: float | None = None) -> None:
@@ -30,7 +30,7 @@ def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion, *, lifet
     A reader registers, with the version it already holds, before its first load. Until then nothing is retained for it.
 
     Args:
-        lifetime_s: seconds for which it counts, unless it is repeated; None: until the reader writes another.
+        lifetime_s: seconds after which the acknowledgement expires unless the reader renews it; None: it never expires.
     """
     now = time.time()
     expires = None if lifetime_s is None else now + lifetime_s
@@ -38,12 +38,12 @@ def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion, *, lifet
 
 
 def forget_reader(layout: RunLayout, reader: str) -> None:
-    """Remove the acknowledgement of a reader that needs nothing any more."""
+    """Remove the acknowledgement of a reader that needs no policy any more."""
     _reader_file(layout, reader).unlink(missing_ok=True)
 
 
 def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
-    """Return the version that each reader acknowledged last, by its name; what has expired is left out.
+    """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements are left out.
 
     Raises:
         WeightsError: a file in weights/readers/ is not an acknowledgement.
@@ -52,7 +52,7 @@ def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
     for path in sorted(layout.readers.glob("[!.]*.json")):
         try:
             acknowledgement = msgspec.json.decode(path.read_bytes(), type=Acknowledgement)
-        except FileNotFoundError:  # forgotten between the listing and the reading
+        except FileNotFoundError:  # `forget_reader` removed it after the directory was listed
             continue
         except DECODE_ERRORS as exc:
             raise WeightsError(f"{path} is not an acknowledgement: {exc}; remove it") from exc
@@ -62,14 +62,17 @@ def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
 
 
 def forget_readers_after(layout: RunLayout, version: PolicyVersion) -> None:
-    """Drop what readers said about policies newer than `version`, which no longer exist."""
+    """Remove the acknowledgements of policies newer than `version`, which no longer exist after a resume."""
     for reader, held in reader_versions(layout).items():
         if held > version:
             _reader_file(layout, reader).unlink(missing_ok=True)
 
 
 def reference_version(step: int, *, interval: int | None) -> PolicyVersion:
-    """Return the policy that step `step` + 1 is compared with: the last multiple of `interval`, without one the start model."""
+    """Return the version of the reference policy (`loss.beta`) in step `step` + 1.
+
+    It is the last multiple of `interval` up to `step`. Without an interval it is the start model.
+    """
     return PolicyVersion(step - step % interval if interval else START_VERSION)
 
 
@@ -82,16 +85,16 @@ def retirable(
     kept: Collection[int],
     keep_interval: int | None = None,
 ) -> list[PolicyVersion]:
-    """Return the versions that nobody needs, oldest first.
+    """Return the versions that can be removed, oldest first.
 
-    A reader may load anything newer than what it holds, at any moment, so everything from the oldest reader on stays.
+    A reader may load any version newer than its own at any moment, so every version from the oldest acknowledged one on stays.
 
     Args:
         latest: newest published policy; it always stays.
-        keep_recent: the newest policies that stay besides, for readers that lag by design: max_async_level.
-        in_use: what readers acknowledged last.
-        kept: what resumes start from (`needed_to_resume`).
-        keep_interval: every multiple stays for ever.
+        keep_recent: number of versions before `latest` that stay too, for readers that lag by design (max_async_level).
+        in_use: the version that each reader acknowledged last.
+        kept: versions that a resume or the loss still needs (`needed_to_resume`, `reference_version`).
+        keep_interval: versions that are a multiple of it are never removed; None: no such versions.
     """
     oldest_needed = min([latest - keep_recent, *in_use])
     return [
@@ -102,17 +105,17 @@ def retirable(
 
 
 def needed_to_resume(steps: Sequence[int], *, lag: int) -> set[int]:
-    """Return the policies that a run needs which goes back to one of `steps`.
+    """Return the versions that a run needs if it resumes from one of `steps`.
 
     Args:
-        lag: how many policies behind a resumed run samples its first batch: max_async_level when the run is deterministic,
-            else 0, because it then starts from the newest.
+        lag: by how many versions the policy of a resumed run's first batch may be older than the step resumed from. It is
+            max_async_level when the run is deterministic, and else 0, because the run then samples from the newest policy.
     """
     return {max(step - behind, 0) for step in steps for behind in range(lag + 1)}
 
 
 def retire(layout: RunLayout, version: PolicyVersion) -> None:
-    """Remove a published policy; a reader that looks meanwhile finds it whole or not at all."""
+    """Remove a published policy atomically: a reader that opens it meanwhile sees the whole policy or none."""
     remove_directory(layout.weights_step(version), marker=STABLE)
 
 
