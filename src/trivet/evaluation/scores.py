@@ -1,4 +1,4 @@
-"""Computes the scores of one environment under one policy. Pure."""
+"""Computes the scores of one environment under one policy. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 from math import comb
@@ -7,18 +7,18 @@ import msgspec
 import numpy as np
 
 _Z95 = 1.959964
-"""Two-sided 95 % quantile of the normal distribution."""
+"""95 % of a normal distribution lies within this many standard deviations of its mean."""
 
 _PASSED = 1.0
-"""Reward from which a rollout counts as a success."""
+"""Lowest reward of a rollout that counts as a success in pass@k."""
 
 
 class MeanEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over examples."""
+    """A mean over examples with its confidence interval."""
 
     value: float
     ci95: float | None
-    """Half-width of its 95 % confidence interval; None with fewer than two examples."""
+    """Half-width of the 95 % confidence interval of `value`; None with fewer than two examples."""
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -28,10 +28,11 @@ class Summary(msgspec.Struct, kw_only=True):
     step: int
     """The policy's version; 0 is the base model."""
     digest: str
+    """Digest of the policy's weights."""
     num_examples: int
     rollouts_per_example: int
     num_failed: int
-    """Examples whose rollouts could not be completed; they are in no score."""
+    """Examples whose rollouts could not be completed. No score includes them."""
     first_error: str | None = None
     """The error of the first example that failed."""
     avg: float | None
@@ -41,21 +42,22 @@ class Summary(msgspec.Struct, kw_only=True):
     pass_at_k: float | None
     """Share of examples of which at least one of k rollouts got reward 1 or more."""
     pass_at: dict[str, MeanEstimate] = {}
-    """pass@j for j = 1, 2, 4, … up to k, by j: chance that at least one of j rollouts succeeds."""
+    """pass@j for j = 1, 2, 4, … and k, by j: the probability that at least one of j rollouts succeeds."""
     truncated: float | None
     """Share of rollouts cut at a length limit."""
     completion_tokens: int
     scores: dict[str, float] = {}
     """Mean of each reward function and metric of the rubric, by name."""
     seconds: float
+    """Wall-clock time of the evaluation of this environment."""
 
 
 def mean_over_examples(values: Sequence[float]) -> MeanEstimate:
     """Return the mean of `values` with its confidence interval.
 
     Args:
-        values: one per example, at least one. Examples are independent, rollouts of one are not: the interval is over example
-            means.
+        values: one mean per example, for at least one example. The interval is computed from these means because examples are
+            independent of each other, while rollouts of the same example are not.
 
     Source: Miller 2024, arXiv 2411.00640, section 2.2.
     """
@@ -65,7 +67,7 @@ def mean_over_examples(values: Sequence[float]) -> MeanEstimate:
 
 
 def pass_probability(num_rollouts: int, num_passed: int, *, j: int) -> float:
-    """Return an unbiased estimate of the chance that at least one of `j` rollouts succeeds, from a larger number of rollouts.
+    """Return an unbiased estimate of pass@j from `num_rollouts` >= `j` rollouts, of which `num_passed` succeeded.
 
     Source: Chen et al. 2021, arXiv 2107.03374, equation 1.
     """
@@ -85,7 +87,7 @@ def pass_at(rewards: Sequence[Sequence[float]]) -> dict[str, MeanEstimate]:
 
 
 def eval_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """Return the metrics `eval/<env>/…` of each environment, without scores that do not exist."""
+    """Return the metrics `eval/<env>/…` of each environment. A score that is None is left out."""
     values: dict[str, float] = {}
     for name, summary in summaries.items():
         prefix, k = f"eval/{name}", summary.rollouts_per_example

@@ -7,7 +7,7 @@ from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.wire.rollouts import Group
 
 _PASSED = 1.0
-"""Reward from which a rollout counts as a success."""
+"""Lowest reward of a rollout that counts as a success in pass@k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Defines what the orchestrator asks of an environment, and what it learns about one. Crosses to environment workers."""
+"""Defines the messages between orchestrator and environment workers: requests for groups, facts about environments."""
 
 from enum import StrEnum
 from typing import Any
@@ -16,28 +16,28 @@ class Split(StrEnum):
 
 
 class SamplingArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """Fixes how the tokens of a group are sampled, when the group starts."""
+    """The sampling parameters of a group. They are fixed when the group starts."""
 
     temperature: float | None
-    """Temperature; None: the server's default, only where nothing is trained."""
+    """Sampling temperature. None: the server's default, allowed only in evaluations, which train nothing."""
     seed: int | None = None
-    """Each request's own seed is derived from it, the group id and the rollout's index; None: not reproducible."""
+    """Base of the requests' seeds. The group id and the rollout's index are mixed in. None: sampling is not reproducible."""
     fields: dict[str, Any] = {}
-    """Further fields of a chat-completions request."""
+    """Further fields of each chat-completions request, by name."""
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Run `num_rollouts` rollouts of one example on one server and score them together."""
+    """A request to run `num_rollouts` rollouts of one example on one server and to score them together."""
 
     group_id: GroupId
     env: str
     """The environment's `name` in the configuration."""
     split: Split = Split.TRAIN
     example_id: int
-    """Row in the data set of `split`."""
+    """Index of the example in the data set of `split`, from 0."""
     num_rollouts: int
     base_url: str
-    """The inference server that all its model requests go to."""
+    """The inference server that gets all model requests of the group."""
     sampling: SamplingArguments
 
 
@@ -45,8 +45,9 @@ class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a loaded environment."""
 
     num_examples: int
-    """Rows of the data set that is trained on."""
+    """Number of examples in the data set that is trained on."""
     num_eval_examples: int = 0
-    """Rows of its own evaluation data set; 0 when it has none."""
+    """Number of examples in the environment's evaluation data set; 0 when it has none."""
     example_hashes: list[str] = []
-    """SHA-256 of each training example over `buffer.hash_keys`, by row: names an example when the data set changes."""
+    """SHA-256 of the fields `buffer.hash_keys` of each training example, by index. With it a resume finds an example again in a
+    data set that has changed."""

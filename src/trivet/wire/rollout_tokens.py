@@ -1,7 +1,7 @@
-"""The tokens of a step's rollouts on disk, compact: written by the orchestrator beside `rollouts.jsonl`, read by `trivet view`.
+"""Encodes the tokens of a step's rollouts for one compact file. `trivet view` reads it; a resumed run does not need it.
 
-The file is one MessagePack array with an entry for each line of `rollouts.jsonl`, in its order, compressed by zlib. Nothing reads
-it back into a run. Legend: T tokens of one sample, S those of them that the model sampled.
+The orchestrator writes the file next to `rollouts.jsonl`. It is one MessagePack array compressed with zlib: entry i has the
+samples of the rollout in line i of `rollouts.jsonl`. Legend: T tokens of one sample, S those of them in its loss mask.
 """
 
 import zlib
@@ -16,26 +16,26 @@ from trivet.wire.versions import VersionRun
 
 TOKENS_FILE = "tokens.msgpack.z"
 _LEVEL = 1
-"""Compression level of zlib: higher ones save another tenth and cost several times the time."""
+"""Compression level of zlib. Higher levels make the file a tenth smaller and take several times as long."""
 MAX_UNPACKED_BYTES = 1 << 30
-"""A step of a hundred million tokens; a damaged or hostile file does not fill the memory of who reads it."""
+"""Limit in bytes, enough for a step of 10^8 tokens. It keeps a damaged or hostile file from filling the reader's memory."""
 
 
 class SampleTokens(msgspec.Struct, kw_only=True, array_like=True):
-    """One sample as four byte strings, each in the order of the tokens."""
+    """One sample as it is encoded in the file; every array is in the order of the tokens."""
 
     token_ids: bytes
     """int32 [T], little-endian."""
     is_sampled: bytes
-    """bool [T]: one bit each, the first token in the highest bit of the first byte."""
+    """bool [T], the sample's loss mask: one bit per token, the first token in the highest bit of the first byte."""
     logprobs: bytes
-    """float16 [S], little-endian: exact to three digits, which is what a colour can show."""
+    """float16 [S], little-endian. Its three digits are enough for the colours of tokens in `trivet view`."""
     versions: list[VersionRun]
-    """Policy of each sampled token."""
+    """Policy version of each sampled token, encoded by run length."""
 
 
 class Tokens(msgspec.Struct, kw_only=True):
-    """The arrays that a `SampleTokens` holds."""
+    """One sample, decoded from `SampleTokens`."""
 
     token_ids_T: np.ndarray
     is_sampled_T: np.ndarray
@@ -44,14 +44,14 @@ class Tokens(msgspec.Struct, kw_only=True):
 
 
 def pack_tokens(rollouts: Iterable[Rollout]) -> bytes:
-    """Return the content of the file."""
+    """Return the content of the file for `rollouts`, which are in the order of `rollouts.jsonl`."""
     return zlib.compress(
         msgspec.msgpack.encode([[_pack(sample) for sample in rollout.samples] for rollout in rollouts]), _LEVEL
     )
 
 
 def unpack_tokens(data: bytes) -> list[list[Tokens]]:
-    """Return the samples of each rollout.
+    """Decode the content of the file; return the samples of each rollout.
 
     Raises:
         MessageRefused: `data` is not what `pack_tokens` wrote.

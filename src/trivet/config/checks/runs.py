@@ -1,4 +1,7 @@
-"""Checks of a whole run: where its roles must agree, and the notices that they have in common."""
+"""Checks the configuration of a whole run: values on which its roles must agree, and notices that concern several roles.
+
+A problem stops the command, a notice does not. Each is one message to the user.
+"""
 
 from collections.abc import Iterator
 
@@ -13,7 +16,7 @@ from trivet.config.sections.rl import RLConfig
 
 
 def run_problems(config: RLConfig) -> Iterator[str]:
-    """Yield the problems of a run and of its roles."""
+    """Yield the problems of a run: those of each role, and those between roles."""
     yield from training_problems(config.trainer, "trainer.")
     if config.trainer.bench is not None:
         return  # the trainer alone is started
@@ -47,7 +50,7 @@ def run_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _layout_problems(config: RLConfig) -> Iterator[str]:
-    """Check over which ranks the trainer's model lies, and that it is the model that is served."""
+    """Check how the trainer's model is distributed over its ranks, and that servers can load the same model."""
     model = config.trainer.model
     if problem := replicas_problem(
         model.dp_replicate,
@@ -64,6 +67,7 @@ def _layout_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _port_problems(config: RLConfig) -> Iterator[str]:
+    """Check that no other port of the run equals that of the trainer's metrics server."""
     if config.trainer.metrics_server is None:
         return
     port = config.trainer.metrics_server.port
@@ -115,6 +119,7 @@ def _teacher_notices(config: RLConfig) -> Iterator[str]:
 
 
 def _length_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[str]:
+    """Check that a prompt fits into the server's context next to a completion of `max_tokens`."""
     max_tokens, max_model_len = config.orchestrator.sampling.max_tokens, inference.model.max_model_len
     if max_tokens is not None and max_model_len is not None and max_tokens >= max_model_len:
         yield (
@@ -124,6 +129,7 @@ def _length_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[s
 
 
 def _adapter_problems(lora: LoRAConfig | None, inference: InferenceConfig) -> Iterator[str]:
+    """Check that the servers can serve the LoRA adapters that the trainer publishes."""
     if lora is None:
         return
     if not inference.enable_lora:
@@ -141,7 +147,7 @@ def _adapter_problems(lora: LoRAConfig | None, inference: InferenceConfig) -> It
 
 
 def run_notices(config: RLConfig) -> Iterator[str]:
-    """Yield the notices of a run and of its roles."""
+    """Yield the notices of a run: those of each role, and those between roles."""
     if config.trainer.bench is not None:
         return
     if config.max_steps is None:
@@ -165,6 +171,7 @@ def run_notices(config: RLConfig) -> Iterator[str]:
 
 
 def _length_notices(seq_len: int, max_model_len: int | None) -> Iterator[str]:
+    """Say what happens to samples when the server's context and the trained length differ."""
     if max_model_len is None:
         yield (
             f"inference.model.max_model_len is the model's own limit: of longer samples the first orchestrator.seq_len ({seq_len}) "
