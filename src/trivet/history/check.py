@@ -23,7 +23,10 @@ from trivet.telemetry.event_key import PURPOSE
 from trivet.wire.events import Stop
 from trivet.wire.versions import Step
 
-_NEVER_EXAMINED = "what lies in logs/, metrics/, evals/ and configs/ beyond the values that were used"
+_NEVER_EXAMINED = (
+    "what lies in logs/, metrics/, evals/ and configs/ beyond the values that were used; and of what the orchestrator's part of a "
+    "checkpoint means, all but the groups that it holds"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,7 +216,7 @@ class Files:
                 )
         config = self.section(replay.trainer_role, "ckpt")
         missing = sorted(step for step in replay.steps.commits if not self.layout.checkpoint_step(Step(step)).exists())
-        if "ckpt" not in self.config(replay.trainer_role):
+        if not isinstance(self.config(replay.trainer_role).get("ckpt"), dict):
             if missing:
                 ledger.not_examined.append(
                     f"whether {len(missing)} committed checkpoints were rightly removed: no configuration tells what is kept"

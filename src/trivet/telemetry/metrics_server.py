@@ -7,12 +7,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 
 from trivet.config.sections.shared import MetricsServerConfig
 from trivet.errors import ConfigError
@@ -33,6 +35,16 @@ GAUGES: dict[str, tuple[str, str]] = {
 
 _POLL_INTERVAL_S = 0.05
 """Seconds between two looks whether the server should end: `close` waits that long at most."""
+
+
+class _LastStep(Collector):
+    """Hands over finished numbers. A `Gauge` would keep its own, in files where PROMETHEUS_MULTIPROC_DIR is set for vLLM."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
 class MetricsServer:
@@ -94,10 +106,9 @@ class MetricsServer:
             "trainer_last_step_timestamp_seconds": ("When the last step was finished, Unix seconds", self._clock()),
             **{name: (said, values[metric]) for metric, (name, said) in GAUGES.items() if metric in values},
         }
+        finite = [GaugeMetricFamily(name, said, value) for name, (said, value) in shown.items() if math.isfinite(value)]
         registry = CollectorRegistry()
-        for name, (said, value) in shown.items():
-            if math.isfinite(value):
-                Gauge(name, said, registry=registry).set(value)
+        registry.register(_LastStep(finite))
         self._text = generate_latest(registry)
 
     def close(self) -> None:

@@ -1,6 +1,9 @@
 """Prometheus gets the last step's numbers over a real socket, in a form that its own parser reads."""
 
+import os
 import socket
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -72,3 +75,18 @@ def test_the_port_is_free_again_once_telemetry_is_closed(tmp_path):
         assert f"trainer_step {step}.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text
         telemetry.close()
         telemetry.close()
+
+
+def test_a_variable_that_is_meant_for_vllm_does_not_end_the_training(tmp_path):
+    program = (
+        "from trivet.config.sections.shared import MetricsServerConfig\n"
+        "from trivet.telemetry.metrics_server import MetricsServer\n"
+        "server = MetricsServer(MetricsServerConfig(port=0))\n"
+        "server.update(1, {'loss/mean': 0.5})\n"
+        "server.close()\n"
+    )
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "missing")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
