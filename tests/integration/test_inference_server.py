@@ -118,7 +118,7 @@ def test_weights_from_elsewhere_are_not_read(inference_server: str) -> None:
             publish_tiny_model(layout, version=1)
             with pytest.raises(InferenceError, match=r"409: .*is not below .*inference\.server\.weight_dirs"):
                 await client.update_weights(layout.weights_step(1))
-            assert (await client.policy()).version == 0
+            assert (await client.served_policy()).version == 0
 
     with TemporaryDirectory() as elsewhere:  # pytest's own directories are among the server's weight_dirs
         asyncio.run(scenario(Path(elsewhere)))

@@ -3,7 +3,7 @@
 import io
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -72,8 +72,12 @@ class SimulatedRun:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> SimulatedRun:
-    return SimulatedRun(tmp_path)
+def run(tmp_path: Path) -> Iterator[SimulatedRun]:
+    """A run whose launcher heeds signals, whatever started the tests: a shell's background job ignores SIGINT."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield SimulatedRun(tmp_path)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_run_is_done_when_trainer_and_orchestrator_are(run: SimulatedRun) -> None:
