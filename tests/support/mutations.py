@@ -137,7 +137,7 @@ def _mutate_events(layout: RunLayout, rng: random.Random, kind: str) -> str | No
 
 def _mutate_files(layout: RunLayout, rng: random.Random, kind: str) -> str | None:
     files = [path for name in EXAMINED for path in sorted((layout.root / name).rglob("*")) if path.is_file()]
-    files = [path for path in files if path.parent != layout.readers]
+    files = [path for path in files if path.parent != layout.readers and not _is_unpublished(layout, path)]
     files += [layout.run_file] if layout.run_file.exists() else []
     path, other = rng.choice(files), rng.choice(files)
     content, name = path.read_bytes(), path.relative_to(layout.root).as_posix()
@@ -179,6 +179,11 @@ def _mutate_files(layout: RunLayout, rng: random.Random, kind: str) -> str | Non
                 return None
             _rewrite(path, flipped)
     return name
+
+
+def _is_unpublished(layout: RunLayout, path: Path) -> bool:
+    """Whether `path` is of a policy that a kill left without STABLE: nobody may read it, and a resume removes it."""
+    return path.parent.parent == layout.weights and not (path.parent / STABLE).exists()
 
 
 def _copy(path: Path, rng: random.Random) -> None:
