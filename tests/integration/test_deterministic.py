@@ -82,7 +82,7 @@ def make_run(server: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
 
 @dataclass(frozen=True)
 class Kill:
-    """Of a process with SIGKILL, when a role comes to a point of step `step`."""
+    """One SIGKILL of a process, sent when a role comes to a point of step `step`."""
 
     victim: str
     point: str

@@ -39,7 +39,7 @@ def status_of(layout: RunLayout) -> RunStatus:
 
 
 def wait_for_restart(run: Run, number: int) -> RunStatus:
-    """Until the run has made progress after its restart `number`."""
+    """Wait until the run has made progress after its restart `number`."""
     process = run.process
     assert process is not None
 

@@ -69,7 +69,7 @@ def test_a_run_learns_is_interrupted_and_resumes_without_losing_or_repeating_a_g
 
 
 def assert_nobody_else_may_write(layout: RunLayout) -> None:
-    """With the umask that `Run` sets. The secret may not even be read by others."""
+    """Check the files' modes under the umask that `Run` sets; others may not even read the secret."""
     modes = {path: path.stat().st_mode & 0o777 for path in (layout.root, *layout.root.rglob("*")) if not path.is_symlink()}
     assert not {path: oct(mode) for path, mode in modes.items() if mode & 0o022}
     assert modes[layout.secret] == 0o600

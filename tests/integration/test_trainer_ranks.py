@@ -64,7 +64,7 @@ def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
 
 @pytest.fixture(scope="module")
 def continued_by_four(model: Path, outputs: Outputs) -> Path:
-    """What two ranks saved."""
+    """Return the outputs of four ranks that continued what two ranks saved."""
     saved = outputs.saved_by_two
     run_ranks(4, PROGRAM, [str(model), str(ORACLE), *(f"{name}-resume:{saved}" for name in OTHERS)], logs=saved)
     return saved

@@ -123,7 +123,7 @@ def toml_texts(draw: st.DrawFn, kind: type[Section]) -> str:
 
 @dataclass(kw_only=True)
 class Tried:
-    """What one kind of input came to."""
+    """The result of one kind of input."""
 
     cases: int = 0
     worst_s: float = 0.0

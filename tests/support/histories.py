@@ -247,7 +247,7 @@ class RunMaker:
 
 
 def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] = (), first_step: int = 0) -> Replay:
-    """What the checker makes of events alone, without files.
+    """Replay events alone, as the checker does, without files.
 
     Args:
         with_rollouts: steps whose groups are kept.

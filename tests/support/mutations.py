@@ -220,7 +220,7 @@ def _change_json(path: Path, content: bytes, rng: random.Random) -> str | None:
 
 
 def _meaning(path: Path, content: bytes) -> object:
-    """What the file says: its values for JSON, else its bytes."""
+    """Return what the file says: its values for JSON, else its bytes."""
     try:
         values = json.loads(content)
     except ValueError:

@@ -80,7 +80,7 @@ def run_server(model: Path, *, log: Path, **overrides: str) -> Iterator[ServerPr
 
 
 def secret_file(base_url: str) -> Path:
-    """Of the run that the server belongs to."""
+    """Return the secret file of the run that the server belongs to."""
     return _secret_files[server_root(base_url)]
 
 

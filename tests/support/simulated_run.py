@@ -41,7 +41,7 @@ START_DIGEST = "start"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What happens in one simulated run."""
+    """The events of one simulated run, planned before it starts."""
 
     seed: int
     num_servers: int = 1
@@ -135,7 +135,7 @@ class SimulatedServer:
             self.num_running -= 1
 
     async def crash(self, down_s: float) -> None:
-        """What it was doing is gone; it comes back with the start model."""
+        """Lose all work in progress; after `down_s` the server is back with the start model."""
         self.is_down, self.life = True, self.life + 1
         self.status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
         await asyncio.sleep(down_s)
@@ -158,7 +158,7 @@ class SimulatedServer:
 
 
 class Recorder:
-    """What Telemetry is to the loop; keeps the events."""
+    """Stands in for the loop's Telemetry and keeps the events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -26,7 +26,7 @@ DEEP_JSON = "[" * DEEP + "]" * DEEP
 def refusal(
     capsys: pytest.CaptureFixture[str], *argv: str, kind: type[Section] = TrainerConfig, environ: dict[str, str] | None = None
 ) -> str:
-    """What a dry run of `kind` says of `argv`, which must be one line with exit code 2."""
+    """Return what a dry run of `kind` says of `argv`, which must be one line with exit code 2."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environ or {}).items():
             patch.setenv(name, value)

@@ -40,7 +40,7 @@ class Machine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=self.place / "work",
+            cwd=self.place / "run",
             env={
                 "PATH": os.defpath,
                 "HOME": str(self.place / "home"),
@@ -101,7 +101,7 @@ def place() -> Iterator[Path]:
 def make_place() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="trivet-test-"))
     directory.chmod(0o755)
-    for name in ("home", "work", "tmp"):
+    for name in ("home", "run", "tmp"):
         (directory / name).mkdir()
         (directory / name / "notes").write_text(SECRET)
     (directory / "tmp").chmod(0o1777)
@@ -289,7 +289,7 @@ for change in (os.setuid, os.setgid):
 
 def read_files(place: Path) -> str:
     return f"""
-for path in ("{place}/home/notes", "{place}/work/notes", "/proc/1/environ", "/etc/passwd"):
+for path in ("{place}/home/notes", "{place}/run/notes", "/proc/1/environ", "/etc/passwd"):
     try:
         print(open(path, "rb").read() != b"")
     except OSError as exc:
