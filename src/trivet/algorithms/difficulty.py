@@ -1,7 +1,11 @@
-"""Rates how hard an example is for the policy, by the rewards of its last group; and keeps proportions without chance."""
+"""Rates rollouts and examples by their rewards, and takes turns in given proportions without chance."""
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+
+PASSING_REWARD = 1.0
+"""Lowest reward of a rollout that counts as a success in pass@k, in training and in evaluation. Rubrics give 1.0 for a right answer
+and less for a part of it. A rubric whose rewards all stay below 1.0 has pass@k 0."""
 
 
 class Difficulty(StrEnum):

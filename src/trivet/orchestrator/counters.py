@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trivet.algorithms.difficulty import PASSING_REWARD
 from trivet.algorithms.filters import FilterReason, RolloutFilter
 from trivet.wire.rollouts import Group
-
-_PASSED = 1.0
-"""Lowest reward of a rollout that counts as a success in pass@k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +15,7 @@ class FinishedGroup:
     env: str
     num_rollouts: int
     num_passed: int
-    """Rollouts of reward 1 or more."""
+    """Rollouts whose reward is at least `PASSING_REWARD`."""
     is_flat: bool
     """All rewards are equal."""
     is_solved: bool
@@ -34,7 +32,7 @@ class FinishedGroup:
         return cls(
             env=group.env,
             num_rollouts=len(rewards),
-            num_passed=int((rewards >= _PASSED).sum()),
+            num_passed=int((rewards >= PASSING_REWARD).sum()),
             is_flat=bool(rewards.min() == rewards.max()),
             is_solved=bool(rewards.min() > 0),
             found=tuple(found),
