@@ -182,7 +182,7 @@ def _rollout(run: ViewedRun, query: Query) -> object:
 def _token_table(run: ViewedRun, tokens: Tokens) -> dict[str, Any]:
     """Columns over the tokens of a sample; null where the model did not sample."""
     token_ids = tokens.token_ids_T.tolist()
-    logprobs = iter(float(f"{value:.4g}") for value in tokens.logprobs_S.tolist())
+    logprobs = iter(float(f"{value:.4g}") for value in tokens.logprobs_N.tolist())
     versions = iter([version.version for version in tokens.versions for _ in range(version.length)])
     is_sampled = tokens.is_sampled_T.tolist()
     return {

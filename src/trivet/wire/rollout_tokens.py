@@ -1,7 +1,8 @@
 """Encodes the tokens of a step's rollouts for one compact file. `trivet view` reads it; a resumed run does not need it.
 
 The orchestrator writes the file next to `rollouts.jsonl`. It is one MessagePack array compressed with zlib: entry i has the
-samples of the rollout in line i of `rollouts.jsonl`. Legend: T tokens of one sample, S those of them in its loss mask.
+samples of the rollout in line i of `rollouts.jsonl`. Legend: T tokens of one sample, N its loss tokens: those that the
+policy sampled.
 """
 
 import zlib
@@ -29,7 +30,7 @@ class SampleTokens(msgspec.Struct, kw_only=True, array_like=True):
     is_sampled: bytes
     """bool [T], the sample's loss mask: one bit per token, the first token in the highest bit of the first byte."""
     logprobs: bytes
-    """float16 [S], little-endian. Its three digits are enough for the colours of tokens in `trivet view`."""
+    """float16 [N], little-endian. Its three digits are enough for the colours of tokens in `trivet view`."""
     versions: list[VersionRun]
     """Policy version of each sampled token, encoded by run length."""
 
@@ -39,7 +40,7 @@ class Tokens(msgspec.Struct, kw_only=True):
 
     token_ids_T: np.ndarray
     is_sampled_T: np.ndarray
-    logprobs_S: np.ndarray
+    logprobs_N: np.ndarray
     versions: list[VersionRun]
 
 
@@ -79,7 +80,7 @@ def _pack(sample: Sample) -> SampleTokens:
 def _unpack(sample: SampleTokens) -> Tokens:
     token_ids_T = np.frombuffer(sample.token_ids, dtype="<i4")
     is_sampled_T = np.unpackbits(np.frombuffer(sample.is_sampled, dtype=np.uint8), count=len(token_ids_T)).astype(bool)
-    logprobs_S = np.frombuffer(sample.logprobs, dtype="<f2").astype(np.float32)
-    if np.count_nonzero(is_sampled_T) != len(logprobs_S):
-        raise ValueError(f"{np.count_nonzero(is_sampled_T)} sampled tokens, {len(logprobs_S)} log-probabilities")
-    return Tokens(token_ids_T=token_ids_T, is_sampled_T=is_sampled_T, logprobs_S=logprobs_S, versions=sample.versions)
+    logprobs_N = np.frombuffer(sample.logprobs, dtype="<f2").astype(np.float32)
+    if np.count_nonzero(is_sampled_T) != len(logprobs_N):
+        raise ValueError(f"{np.count_nonzero(is_sampled_T)} sampled tokens, {len(logprobs_N)} log-probabilities")
+    return Tokens(token_ids_T=token_ids_T, is_sampled_T=is_sampled_T, logprobs_N=logprobs_N, versions=sample.versions)

@@ -36,7 +36,7 @@ def test_log_probabilities_keep_three_digits():
     )
     [[tokens]] = unpack_tokens(pack_tokens([Rollout(index=0, reward=0.0, samples=[sample])]))
     # Half precision rounds to 11 significant bits: a relative error of at most 2**-11.
-    np.testing.assert_allclose(tokens.logprobs_S, logprobs_T, rtol=2**-11)
+    np.testing.assert_allclose(tokens.logprobs_N, logprobs_T, rtol=2**-11)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 20, -1])
