@@ -27,7 +27,7 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def require_room(path: Path, num_bytes: int, *, what: str) -> None:
+def require_free_space(path: Path, num_bytes: int, *, what: str) -> None:
     """Check that there is enough free disk space.
 
     Args:
@@ -79,7 +79,7 @@ def format_bytes(num_bytes: int) -> str:
 def _explain(path: Path, *, what: str, needed: int | None, free: int) -> str:
     amount = "" if needed is None else f"{format_bytes(needed)} needed, "
     return (
-        f"no room to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is whole. "
-        "Free disk space, or keep less: ckpt.keep_last, a larger ckpt.interval or ckpt.weights.interval; then go on with "
+        f"not enough free disk space to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is "
+        "whole. Free disk space, or keep less: ckpt.keep_last, a larger ckpt.interval or ckpt.weights.interval; then go on with "
         "ckpt.resume_step = -1"
     )

@@ -50,7 +50,7 @@ class Case:
             part.mkdir()
         barrier(self.world)
         state = state_of(self.learner, TrainerProgress(step=step))
-        self.writer.start(part, state, then=lambda known: self.written.append(dict(known)))
+        self.writer.start(part, state, on_written=lambda known: self.written.append(dict(known)))
         return part
 
 

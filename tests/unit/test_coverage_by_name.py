@@ -55,7 +55,6 @@ ELSEWHERE = {
     "tools/claim_commands.py": "integration/test_wheel.py",  # acts when a wheel is installed
     "tools/merge.py": "unit/trainer/model/test_merge.py",
     "tools/view.py": "unit/view/test_server.py",
-    "trainer/disk_budget.py": "unit/trainer/model/test_lora.py",
     "trainer/losses/*.py": "unit/trainer/test_loss_formulas.py",
     "trainer/main.py": "integration/test_rl_run.py",
     "trainer/model/*.py": "unit/trainer/test_models.py",

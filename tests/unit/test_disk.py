@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from trivet.disk import describe_full_disk, explaining_full_disk, free_bytes, is_full_disk, require_room
+from trivet.disk import describe_full_disk, explaining_full_disk, free_bytes, is_full_disk, require_free_space
 from trivet.errors import DiskFull
 
 
 def test_room_is_asked_for_before_anything_is_written(tmp_path: Path) -> None:
     later = tmp_path / "not" / "there" / "yet"
-    require_room(later, 1000, what="a checkpoint")
-    with pytest.raises(DiskFull, match=r"no room to write checkpoint 7 in .*yet: 1048576\.00 GiB needed, [\d.]+ GiB free\."):
-        require_room(later, 2**50, what="checkpoint 7")
+    require_free_space(later, 1000, what="a checkpoint")
+    with pytest.raises(
+        DiskFull, match=r"not enough free disk space to write checkpoint 7 in .*yet: 1048576\.00 GiB needed, [\d.]+ GiB free\."
+    ):
+        require_free_space(later, 2**50, what="checkpoint 7")
     assert free_bytes(later) > 0
 
 
@@ -38,7 +40,7 @@ def test_a_full_disk_is_recognised_in_any_dress(error: Exception, tmp_path: Path
             raise ValueError("could not save") from exc
 
     with (
-        pytest.raises(DiskFull, match=r"no room to write weights in .*: 1\.0 MiB needed.*ckpt\.keep_last"),
+        pytest.raises(DiskFull, match=r"not enough free disk space to write weights in .*: 1\.0 MiB needed.*ckpt\.keep_last"),
         explaining_full_disk(tmp_path, what="weights", num_bytes=2**20),
     ):
         fail()
@@ -71,5 +73,5 @@ def test_the_kernels_own_refusal_is_recognised(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, preexec_fn=limit)
     assert done.returncode == 1
-    assert f"DiskFull: no room to write state in {tmp_path}" in done.stderr
+    assert f"DiskFull: not enough free disk space to write state in {tmp_path}" in done.stderr
     assert not (tmp_path / "state").exists()

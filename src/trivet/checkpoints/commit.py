@@ -132,7 +132,7 @@ def discard_checkpoints_after(layout: RunLayout, step: Step) -> None:
 def discard_staging(layout: RunLayout) -> None:
     """Remove parts that were never committed.
 
-    Only before a role writes one. A part that stays takes room, and is emptied before it is written again.
+    Call it only before a role writes a part. A part that stays only takes disk space: it is emptied before it is written again.
     """
     discard_unfinished(layout.checkpoints)
 

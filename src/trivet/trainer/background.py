@@ -1,4 +1,4 @@
-"""Runs writes beside the steps: one piece of work at a time on a thread of its own. The loop learns of its failure.
+"""Runs writes on a thread of their own while training continues, one at a time. The loop is told when a write fails.
 
 Used by `trainer.policy_publisher` for policies and by `trainer.checkpoint.part_writer` for checkpoints.
 """
@@ -36,7 +36,7 @@ class Background:
 
         Args:
             name: names the thread, and the work in the log.
-            is_async: `start` returns while the work goes on; otherwise it returns once the work is done.
+            is_async: `start` returns while the work is running; otherwise it returns once the work is done.
         """
         self._name = name
         self._is_async = is_async
@@ -47,24 +47,24 @@ class Background:
 
     @property
     def running(self) -> Future[None] | None:
-        """The work begun last, until `wait` or `raise_failure` took its end; another thread may wait for it."""
+        """The work begun last, until `wait` or `raise_failure` has seen it end; another thread may wait for it."""
         return self._running
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin `work` once the work before it has ended. Raises what that met or, if not asynchronous, what this meets."""
+        """Begin `work` once the work before it has ended. Raise the error of that work or, if not asynchronous, of this one."""
         self.wait()
         self._running = self._thread.submit(self._do, work)
         if not self._is_async:
             self.wait()
 
     def wait(self) -> None:
-        """Return once no work goes on; raise what it met."""
+        """Wait until no work is running; raise its error if it failed."""
         if self._running is not None:
             running, self._running = self._running, None
             running.result()
 
     def raise_failure(self) -> None:
-        """Raise what failed work met, without waiting for work that goes on."""
+        """Raise the error of work that failed, without waiting for work that is still running."""
         if self._running is not None and self._running.done():
             self.wait()
 
@@ -74,7 +74,7 @@ class Background:
         return newest
 
     def close(self) -> None:
-        """Let work that goes on end, and log what it met if nobody has asked. May be called again."""
+        """Wait for running work to end, and log its error if no caller has seen it. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,17 +1,61 @@
 """Estimates what a run will write and compares it with the free disk space. Called by `trainer.open_session`."""
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
-from trivet.checkpoints.budget import Sizes, estimate
+from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import RunLayout
+from trivet.config.sections.shared import CkptConfig
 from trivet.config.sections.trainer import TrainingConfig
-from trivet.disk import format_bytes, free_bytes, require_room
+from trivet.disk import format_bytes, free_bytes, require_free_space
 from trivet.trainer.model.policy_model import PolicyModel, torch_dtype
 from trivet.trainer.optim.optimizer import state_bytes
+from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes of one checkpoint and of one policy, sidecar files aside."""
+
+    checkpoint: int
+    weights: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskEstimate:
+    """Bytes that a run will take."""
+
+    minimum: int
+    """Bytes without which not even the first checkpoint can be committed."""
+    total: int | None
+    """Bytes at the end of the run; None when it has no end."""
+
+
+def estimate(ckpt: CkptConfig, sizes: Sizes, *, from_step: int, max_steps: int | None, keep_recent: int) -> DiskEstimate:
+    """Estimate from the sizes of one checkpoint and one policy.
+
+    Args:
+        from_step: the last step done.
+        keep_recent: policies that stay besides the newest, for servers that lag.
+    """
+    # One more while the next is being written, which makes one superfluous only when it is there.
+    policies = keep_recent + 3
+    minimum = sizes.checkpoint + policies * sizes.weights
+    if max_steps is None:
+        return DiskEstimate(minimum=minimum, total=None)
+    steps = range(from_step + 1, max_steps + 1)
+    committed = [Step(step) for step in steps if ckpt.is_due(step, max_steps=max_steps)]
+    removed = set(removable_steps(committed, keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval))
+    kept = [step for step in committed if step not in removed]
+    num_being_written = int(len(removed) > 0)
+    interval = ckpt.weights.interval
+    with_weights = {*kept, *(step for step in steps if interval and step % interval == 0)}
+    total = (len(kept) + num_being_written) * sizes.checkpoint + (len(with_weights) + policies) * sizes.weights
+    return DiskEstimate(minimum=min(minimum, total), total=total)
 
 
 def measure_sizes(model: PolicyModel, config: TrainingConfig) -> Sizes:
@@ -32,10 +76,10 @@ def require_budget(config: TrainingConfig, layout: RunLayout, sizes: Sizes, *, f
     """Warn if the disk will not hold all that the run is to write.
 
     Raises:
-        DiskFull: it does not even hold the first checkpoint and the weights beside it.
+        DiskFull: it does not even hold the first checkpoint and its weights.
     """
     needed = estimate(config.ckpt, sizes, from_step=from_step, max_steps=config.max_steps, keep_recent=keep_recent)
-    require_room(layout.root, needed.minimum, what="the first checkpoint and the weights beside it")
+    require_free_space(layout.root, needed.minimum, what="the first checkpoint and its weights")
     free = free_bytes(layout.root)
     if needed.total is None or needed.total <= free:
         return

@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 
-from trivet.checkpoints.budget import Sizes
 from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
 from trivet.checkpoints.parts import TRAINER
 from trivet.checkpoints.resume import choose_start
@@ -21,7 +20,7 @@ from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.saver import CheckpointSaver
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume
-from trivet.trainer.disk_budget import measure_sizes, require_budget
+from trivet.trainer.disk_budget import Sizes, measure_sizes, require_budget
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.measurement.profiling import Profiler
@@ -86,7 +85,7 @@ def open_session(
     Raises:
         ConfigError: no such model; or a fresh start over committed checkpoints.
         CheckpointError: the step to resume from is not there, or damaged; or a checkpoint could not be written.
-        DiskFull: there is no room for what the run must write.
+        DiskFull: the disk is too full for what the run must write.
     """
     layout = RunLayout(config.output_dir)
     from_step = choose_start(config, is_whole_verified=True)
@@ -142,7 +141,7 @@ def _ending_in_order(session: Session) -> Iterator[None]:
 
 
 def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: Step) -> TrainerProgress:
-    """Give `learner` the state of checkpoint `step`, if that is not 0, and return the progress to go on from. Collective."""
+    """Give `learner` the state of checkpoint `step`, if that is not 0, and return the progress to continue from. Collective."""
     if config.model.optim_cpu_offload:
         keep_state_on_host(learner.optimizer, learner.world.device)
     if not step:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from trivet.config.layout import RunLayout
-from trivet.disk import explaining_full_disk, require_room
+from trivet.disk import explaining_full_disk, require_free_space
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.background import Background
 from trivet.trainer.model.export import Exporter
@@ -45,18 +45,18 @@ class PolicyPublisher:
         """Copy the weights and begin to publish them as the policy of `step`. Collective.
 
         Raises:
-            DiskFull: there is no room for them, or was none for the policy before.
+            DiskFull: the disk is too full for them, or was for the policy before.
         """
         self.work.wait()
         weights = self.exporter.gather(keep=self.world.is_main)
         if self.world.is_main:
-            require_room(self.layout.weights, self.num_bytes, what=f"policy {step}")
+            require_free_space(self.layout.weights, self.num_bytes, what=f"policy {step}")
             self.work.start(lambda: self._write(step, weights))
 
     def wait_on_every_rank(self) -> None:
-        """Return once the policy that is being published can be read; raise what its publication met. Collective.
+        """Wait until the policy that is being published can be read; raise the error of its publication. Collective.
 
-        Ranks that went on alone would wait for rank 0 where less time is allowed, or end before it has written the last good
+        Ranks that continued alone would wait for rank 0 where less time is allowed, or end before it has written the last good
         weights.
         """
         try:

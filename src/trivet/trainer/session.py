@@ -60,13 +60,13 @@ class Session:
         Returns once they are copied, unless ckpt.async_write is off; the files are written while the next step runs.
 
         Raises:
-            DiskFull: there is no room for them, or was none for the policy before.
+            DiskFull: the disk is too full for them, or was for the policy before.
         """
         with self.timed("broadcast_weights"):
             self.publisher.publish(step)
 
     def await_policy(self) -> None:
-        """Return once the policy that is being published can be read; raise what its publication met. Collective."""
+        """Wait until the policy that is being published can be read; raise the error of its publication. Collective."""
         with self.timed("wait_for_policy"), waiting("the policy's files", on="disk"):
             self.publisher.wait_on_every_rank()
 
@@ -76,7 +76,7 @@ class Session:
         Returns at once, unless ckpt.async_write is off; the commit follows while the next step runs.
 
         Raises:
-            DiskFull: there is no room for it.
+            DiskFull: the disk is too full for it.
             CheckpointError: the write before this one failed.
         """
         with self.timed("save_ckpt"):
@@ -88,13 +88,13 @@ class Session:
             self.saver.writer.release()
 
     def settle(self, *, does_wait: bool = False) -> None:
-        """Raise what the writes beside the steps met by now, and remove the policies that nobody needs any more.
+        """Raise the error of a write that has failed by now, and remove the policies that are no longer needed.
 
         Args:
-            does_wait: wait for all of the writes first.
+            does_wait: wait for all writes first.
 
         Raises:
-            DiskFull: there was no room for one.
+            DiskFull: the disk was too full for one.
             CheckpointError: the checkpoint could not be written.
         """
         if does_wait:
@@ -109,7 +109,7 @@ class Session:
             reach("clean_up.after", step=step)
 
     def raise_failure(self) -> None:
-        """Raise what was met beside the steps, as `settle` does, without waiting for anything."""
+        """Raise the error of a write that has failed, as `settle` does, without waiting for any."""
         self.publisher.work.raise_failure()
         self.saver.raise_failure()
 
@@ -134,7 +134,7 @@ class Session:
         self.reporter.report(step, result, rows, progress=self.progress, extra=extra or {})
 
     def close(self) -> None:
-        """Let the writes that go on end, without raising what they met. May be called again."""
+        """Wait for running writes to end, without raising their errors. May be called again."""
         self.publisher.work.close()
         self.saver.writer.close()
         self.reporter.profiler.close()

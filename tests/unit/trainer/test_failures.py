@@ -66,11 +66,12 @@ def test_the_last_good_weights_are_named(tmp_path: Path) -> None:
 
 def test_a_policy_that_cannot_be_written_does_not_hide_the_divergence(tmp_path: Path) -> None:
     def fail() -> None:
-        raise DiskFull("no room to write policy 3")
+        raise DiskFull("not enough free disk space to write policy 3")
 
     with (
         pytest.raises(
-            Diverged, match=r"^lost\. .* started from, and the policy .* not be written \(no room to write policy 3\)"
+            Diverged,
+            match=r"^lost\. .* started from, and the policy .* not be written \(not enough free disk space to write policy 3\)",
         ),
         naming_last_weights(RunLayout(tmp_path), await_policy=fail),
     ):

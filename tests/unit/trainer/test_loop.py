@@ -264,7 +264,8 @@ def test_a_disk_that_fills_up_ends_the_run_with_the_last_commit_whole(
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with pytest.raises(
-        DiskFull, match=r"no room to write the trainer's part of checkpoint 3 in .*checkpoints: .* 0\.0 MiB free"
+        DiskFull,
+        match=r"not enough free disk space to write the trainer's part of checkpoint 3 in .*checkpoints: .* 0\.0 MiB free",
     ):
         run_loop(make_config(tiny_model, tmp_path), world, lambda: make_batches(layout, parts=(1, 3)))
     assert committed_steps(layout) == [1]
@@ -366,7 +367,7 @@ def test_a_run_that_has_no_room_for_its_first_checkpoint_does_not_start(
 ) -> None:
     whole = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: whole._replace(free=2**20))
-    with pytest.raises(DiskFull, match="the first checkpoint and the weights beside it"):
+    with pytest.raises(DiskFull, match="the first checkpoint and its weights"):
         run_loop(make_config(tiny_model, tmp_path), world, dict)
 
 

@@ -3,7 +3,7 @@
 Called by `trainer.checkpoint.saver`.
 
 consumes: the learner's state of one step; in host memory it is read in place until `release`
-produces: the part's files, then what `then` produces (on the main rank: mark, commit)
+produces: the part's files, then what `on_written` produces (on the main rank: mark, commit)
 waits for: the write before it, in `start` and `work.wait`; its thread waits for the other ranks' threads
 unblocked by: the disk; the ranks' group gives up after `timeout_s`
 """
@@ -21,7 +21,7 @@ from trivet.trainer.checkpoint.snapshot import Snapshot, TensorKey
 from trivet.trainer.checkpoint.state import State, write_state
 from trivet.trainer.ranks.world import World, open_group
 
-Then = Callable[[Mapping[str, FileRecord]], None]
+OnWritten = Callable[[Mapping[str, FileRecord]], None]
 """Receives the records of every rank's shards on the main rank, nothing on the others."""
 
 
@@ -29,7 +29,7 @@ class PartWriter:
     """A thread that writes at most one part at a time.
 
     >>> writer = PartWriter(world, is_async=True, timeout_s=1800)
-    >>> writer.start(directory, state_of(learner, progress), then=commit_it)
+    >>> writer.start(directory, state_of(learner, progress), on_written=commit_it)
     >>> writer.release()  # before the learner changes
     >>> writer.work.wait()
     >>> writer.close()
@@ -50,13 +50,13 @@ class PartWriter:
         self._snapshot: Snapshot | None = None
         self._buffers: dict[TensorKey, torch.Tensor] = {}
 
-    def start(self, directory: Path, state: State, *, then: Then) -> None:
+    def start(self, directory: Path, state: State, *, on_written: OnWritten) -> None:
         """Begin to write `state` once the write before it has ended. Collective.
 
         Args:
             directory: exists and is empty.
             state: must not change before `release` returns.
-            then: runs on the writing thread once every rank's shards are written.
+            on_written: runs on the writing thread once every rank's shards are written.
 
         Raises:
             CheckpointError: the write before this one failed, or, unless asynchronous, this one.
@@ -70,7 +70,7 @@ class PartWriter:
         elif self._is_async:
             self._snapshot = Snapshot(state, buffers=self._buffers)
         hold = nullcontext if self._snapshot is None else self._snapshot.hold
-        self.work.start(lambda: then(write_state(directory, state, self._group, hold=hold)))
+        self.work.start(lambda: on_written(write_state(directory, state, self._group, hold=hold)))
 
     def release(self) -> None:
         """Return once the learner may change: tensors that are not being written by now are copied."""
@@ -79,7 +79,7 @@ class PartWriter:
             self._snapshot.detach()
 
     def close(self) -> None:
-        """Let a write that is under way end, without raising what it met. May be called again."""
+        """Wait for a running write to end, without raising its error. May be called again."""
         self.work.close()
         if self._stager is not None:
             self._stager.close()

@@ -15,7 +15,7 @@ from trivet.checkpoints.retention import removable_steps, remove_checkpoint
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.sections.trainer import TrainingConfig
-from trivet.disk import explaining_full_disk, require_room
+from trivet.disk import explaining_full_disk, require_free_space
 from trivet.durable import FileRecord
 from trivet.faults import reach
 from trivet.telemetry.process_report import waiting
@@ -62,17 +62,17 @@ class CheckpointSaver:
         """Write the trainer part of checkpoint `step` and commit it together with the other `parts`. Collective.
 
         Args:
-            policy: the publication of the same step, if it goes on; a checkpoint is not committed without its policy.
+            policy: the publication of the same step, if it is still running; a checkpoint is not committed without its policy.
 
         Raises:
-            DiskFull: there is no room for it.
+            DiskFull: the disk is too full for it.
             CheckpointError: the write before this one failed.
         """
         with waiting("the checkpoint before", on="disk"):
             self.wait()
         reach("trainer_half.before", step=step)
         if self.world.is_main:
-            require_room(self.layout.checkpoints, self.num_bytes, what=f"the trainer's part of checkpoint {step}")
+            require_free_space(self.layout.checkpoints, self.num_bytes, what=f"the trainer's part of checkpoint {step}")
             write_settings(begin_part(self.layout, step, TRAINER), self.config)
         barrier(self.world)
         self.newest_begun = step
@@ -80,17 +80,17 @@ class CheckpointSaver:
             self.writer.start(
                 staging_directory(self.layout, step) / TRAINER,
                 state_of(learner, progress),
-                then=lambda known: self._commit(step, parts, known, policy),
+                on_written=lambda known: self._commit(step, parts, known, policy),
             )
         reach("trainer_half.during", step=step)
 
     def wait(self) -> None:
-        """Return once the checkpoint that is being saved is committed; raise what it met."""
+        """Wait until the checkpoint that is being saved is committed; raise its error if it failed."""
         with self._explaining_full_disk():
             self.writer.work.wait()
 
     def raise_failure(self) -> None:
-        """Raise what a failed save met, without waiting for one that goes on."""
+        """Raise the error of a save that failed, without waiting for one that is still running."""
         with self._explaining_full_disk():
             self.writer.work.raise_failure()
 

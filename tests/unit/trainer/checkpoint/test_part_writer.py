@@ -53,7 +53,7 @@ def test_a_step_taken_during_the_write_is_not_in_it(
     learner.before_update = writer.release
     train(learner, oracle, 1)
     expected, written = parameters_of(learner), list[str]()
-    writer.start(tmp_path, state_of(learner, TrainerProgress(step=1)), then=lambda _: written.append("done"))
+    writer.start(tmp_path, state_of(learner, TrainerProgress(step=1)), on_written=lambda _: written.append("done"))
     train(learner, oracle, 2)
     writer.work.raise_failure()
     assert written == []
@@ -90,7 +90,7 @@ def test_the_reference_that_is_lent_to_the_model_during_the_write_is_not_in_it(
         return score(model, rows)
 
     monkeypatch.setattr(reference, "score", score_while_it_is_written)
-    writer.start(tmp_path, state_of(learner, TrainerProgress(step=1)), then=lambda _: written.set())
+    writer.start(tmp_path, state_of(learner, TrainerProgress(step=1)), on_written=lambda _: written.set())
     train(learner, oracle, 2)
     writer.work.wait()
     resumed = make_learner(tiny_model)
@@ -109,7 +109,7 @@ def test_writes_that_the_learner_overtakes_are_each_of_their_own_step(
         gate.clear()
         (tmp_path / str(step)).mkdir()
         expected[step] = parameters_of(learner)
-        writer.start(tmp_path / str(step), state_of(learner, TrainerProgress(step=step)), then=lambda _: None)
+        writer.start(tmp_path / str(step), state_of(learner, TrainerProgress(step=step)), on_written=lambda _: None)
         train(learner, oracle, step)
         gate.set()
         writer.work.wait()
@@ -124,7 +124,7 @@ def test_the_main_rank_is_told_the_digest_of_what_is_on_disk(
     tiny_model: Path, make_learner, world, tmp_path: Path, is_async: bool
 ) -> None:
     told, writer = dict[str, FileRecord](), PartWriter(world, is_async=is_async, timeout_s=30)
-    writer.start(tmp_path, state_of(make_learner(tiny_model), TrainerProgress()), then=told.update)
+    writer.start(tmp_path, state_of(make_learner(tiny_model), TrainerProgress()), on_written=told.update)
     if is_async:
         writer.work.wait()
     writer.close()
@@ -140,14 +140,14 @@ def test_a_failed_write_is_raised_between_steps_and_nothing_follows_it(
     monkeypatch.setattr(part_writer, "write_state", fail)
     state, followed = state_of(make_learner(tiny_model), TrainerProgress()), list[str]()
     behind = PartWriter(world, is_async=True, timeout_s=30)
-    behind.start(tmp_path, state, then=lambda _: followed.append("commit"))
+    behind.start(tmp_path, state, on_written=lambda _: followed.append("commit"))
     behind.close()
     with pytest.raises(CheckpointError, match="the disk is gone"):
         behind.work.raise_failure()
     behind.work.raise_failure()  # told once
     at_once = PartWriter(world, is_async=False, timeout_s=30)
     with pytest.raises(CheckpointError, match="the disk is gone"):
-        at_once.start(tmp_path, state, then=lambda _: followed.append("commit"))
+        at_once.start(tmp_path, state, on_written=lambda _: followed.append("commit"))
     at_once.close()
     assert followed == []
 
