@@ -8,11 +8,6 @@ def warmup_factor(step: int, *, warmup_steps: int) -> float:
     return min(step / warmup_steps, 1.0) if warmup_steps else 1.0
 
 
-def constant_factor(step: int) -> float:
-    """Return 1 at every step."""
-    return 1.0
-
-
 def linear_factor(step: int, *, max_steps: int, warmup_steps: int, decay_steps: int, min_factor: float) -> float:
     """Warm up, stay at 1, then fall linearly to `min_factor` over the last `decay_steps` of `max_steps`.
 

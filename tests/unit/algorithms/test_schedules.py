@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 
 from trivet.algorithms.schedules import (
-    constant_factor,
     cosine_factor,
     cosine_value,
     linear_factor,
@@ -15,10 +14,6 @@ from trivet.algorithms.schedules import (
 
 LINEAR = partial(linear_factor, max_steps=20, warmup_steps=4, decay_steps=10, min_factor=0.1)
 COSINE = partial(cosine_factor, max_steps=20, warmup_steps=4, min_factor=0.1)
-
-
-def test_constant_is_one():
-    assert constant_factor(1) == constant_factor(10**6) == 1.0
 
 
 def test_warmup_reaches_the_peak_at_its_last_step_and_the_first_step_is_not_zero():

@@ -3,12 +3,16 @@
 Called by `trainer.model.policy_model` before sharding. A part is replaced only if a probe shows that it computes what the
 replacement does; every other model, and every other part, runs as transformers wrote it.
 
+docs/benchmarks/cpu_mechanisms_*.json have a step's time with and without each replacement in float32. In bfloat16
+docs/benchmarks/training.json compares all of them together with a plain loop.
+
 Legend: T tokens, I features in, O features out.
 """
 
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,13 +44,13 @@ def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Master
         if module is head:
             continue
         if type(module) is torch.nn.Linear:
-            setattr(module, "forward", _LinearForward(module, masters))  # noqa: B010  # on this module alone
+            setattr(module, "forward", partial(apply_linear, module, masters))  # noqa: B010  # on this module alone
             num_linears += 1
         elif _is_rms_norm(module):
-            setattr(module, "forward", _NormForward(module))  # noqa: B010
+            setattr(module, "forward", partial(apply_norm, module, _epsilon(module)))  # noqa: B010
             num_norms += 1
         elif type(module) is torch.nn.Embedding and module is causal_lm.get_input_embeddings():
-            setattr(module, "forward", _EmbeddingForward(module, masters, dtype))  # noqa: B010
+            setattr(module, "forward", partial(embed, module, masters, dtype))  # noqa: B010
         elif any(True for _ in module.parameters(recurse=False)):
             others.append(name)
     has_rotary = _replace_rotary(causal_lm)
@@ -54,16 +58,11 @@ def speed_up_on_cpu(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Master
     return None if others else masters
 
 
-class _EmbeddingForward:
-    def __init__(self, module: torch.nn.Embedding, masters: MasterWeights, dtype: torch.dtype) -> None:
-        self._module = module
-        self._masters = masters
-        self._dtype = dtype
-
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        weight = self._module.weight
-        dtype = weight.dtype if weight.dtype == torch.float64 else self._dtype
-        return _Embedding.apply(token_ids, weight, self._masters, self._module.padding_idx, dtype)  # type: ignore[no-any-return]
+def embed(module: torch.nn.Embedding, masters: MasterWeights, dtype: torch.dtype, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings of tokens in `dtype`, or in float64 for an embedding in float64."""
+    weight = module.weight
+    dtype = weight.dtype if weight.dtype == torch.float64 else dtype
+    return _Embedding.apply(token_ids, weight, masters, module.padding_idx, dtype)  # type: ignore[no-any-return]
 
 
 class _Embedding(torch.autograd.Function):
@@ -92,21 +91,17 @@ class _Embedding(torch.autograd.Function):
         return None, ctx.masters.add_to_rows(ctx.master, ids_N, grad_NH), None, None, None
 
 
-class _LinearForward:
-    def __init__(self, module: torch.nn.Linear, masters: MasterWeights) -> None:
-        self._module = module
-        self._masters = masters
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = _Linear.apply(inputs, self._module.weight, self._masters)
-        return outputs if self._module.bias is None else outputs + self._module.bias.to(outputs.dtype)
+def apply_linear(module: torch.nn.Linear, masters: MasterWeights, inputs: torch.Tensor) -> torch.Tensor:
+    """Apply a linear layer with the narrow copy of its weight."""
+    outputs = _Linear.apply(inputs, module.weight, masters)
+    return outputs if module.bias is None else outputs + module.bias.to(outputs.dtype)
 
 
 class _Linear(torch.autograd.Function):
     """A linear layer with a faster gradient of its weight.
 
     That gradient is a product over tokens, and oneDNN takes twice as long if its first factor is a transposed view. So the narrower
-    of the two factors is copied, and a product that comes out transposed is turned.
+    of the two factors is copied, and a product that comes out transposed is transposed back.
     """
 
     @staticmethod
@@ -131,21 +126,17 @@ def weight_gradient(inputs_TI: torch.Tensor, grad_TO: torch.Tensor, *, dtype: to
         return (grad_TO.t() @ inputs_TI).to(dtype)
     if grad_TO.shape[1] <= inputs_TI.shape[1]:
         return (grad_TO.t().contiguous() @ inputs_TI).to(dtype)
-    turned_IO = inputs_TI.t().contiguous() @ grad_TO
-    return torch.empty(turned_IO.shape[::-1], dtype=dtype, device=turned_IO.device).copy_(turned_IO.t())
+    product_IO = inputs_TI.t().contiguous() @ grad_TO
+    return torch.empty(product_IO.shape[::-1], dtype=dtype, device=product_IO.device).copy_(product_IO.t())
 
 
-class _NormForward:
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._epsilon = _epsilon(module)
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        weight = self._module.weight
-        assert isinstance(weight, torch.Tensor)
-        if inputs.dtype == torch.float64:
-            return type(self._module).forward(self._module, inputs)
-        return rms_norm(inputs, weight, epsilon=self._epsilon)
+def apply_norm(module: torch.nn.Module, epsilon: float, inputs: torch.Tensor) -> torch.Tensor:
+    """Apply an RMS norm; in float64 as transformers does, because `rms_norm` computes in float32."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if inputs.dtype == torch.float64:
+        return type(module).forward(module, inputs)
+    return rms_norm(inputs, weight, epsilon=epsilon)
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, *, epsilon: float) -> torch.Tensor:
@@ -210,19 +201,19 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(values, cos, sin, sign=1)
+        return _rotate_halves(values, cos, sin, sign=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _turn(grads[0], *ctx.saved_tensors, sign=-1), None, None
+        return _rotate_halves(grads[0], *ctx.saved_tensors, sign=-1), None, None
 
 
-def _turn(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sign: int) -> torch.Tensor:
+def _rotate_halves(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sign: int) -> torch.Tensor:
     half = values.shape[-1] // 2
-    turned = values * cos
-    turned[..., :half].addcmul_(values[..., half:], sin[..., :half], value=-sign)
-    turned[..., half:].addcmul_(values[..., :half], sin[..., half:], value=sign)
-    return turned
+    rotated = values * cos
+    rotated[..., :half].addcmul_(values[..., half:], sin[..., :half], value=-sign)
+    rotated[..., half:].addcmul_(values[..., :half], sin[..., half:], value=sign)
+    return rotated
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
@@ -254,7 +245,7 @@ def _is_plain_rotary(theirs: Rotary) -> bool:
     try:
         found = theirs(query, query[:, :1], cos, sin)
     except (TypeError, ValueError, RuntimeError):
-        # It takes something else, so it is something else.
+        # It takes other arguments, so it is another function.
         return False
     return all(
         torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, rotate(query, query[:, :1], cos, sin), strict=True)

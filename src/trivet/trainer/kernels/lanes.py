@@ -1,8 +1,9 @@
 """Computes rows side by side on a CPU: each lane is a thread that computes whole rows with its share of the cores.
 
-Used by `trainer.step`. The threads of one operator wait for each other thousands of times in a step, and a wait costs more than
-many an operator's work. Rows share only the sum of their gradients, added under a lock of each parameter. The order of these
-additions is not fixed, so deterministic runs have one lane.
+Used by `trainer.step`. The threads of one operator wait for each other thousands of times in a step, and a wait often takes longer
+than the operator itself. Rows share only the sum of their gradients, added under a lock of each parameter. The order of these
+additions is not fixed, so deterministic runs have one lane. docs/benchmarks/cpu_mechanisms_grouped_lanes.json has
+a step's time with and without.
 """
 
 import threading
@@ -34,12 +35,12 @@ class Lanes:
         return cls(max(1, min(torch.get_num_threads(), seq_len // _ROW_TOKENS)))
 
     def max_tokens(self, longest: int) -> int:
-        """Return the most tokens of a row beside others, so that all lanes together take the memory of one row of `longest`."""
+        """Return the most tokens that a lane's row may have: all lanes together then take the memory of one row of `longest`."""
         return -(-longest // self.count)
 
     def map(self, function: Callable[[LaneRow], Result], rows: Sequence[LaneRow]) -> list[Result]:
         """Return the results in the order of `rows`; raise what the first row that failed raised."""
-        if self.count == 1 or len(rows) < 2:  # a single row has nothing beside it
+        if self.count == 1 or len(rows) < 2:  # a single row is computed with all cores
             return [function(row) for row in rows]
         return list(_threads(self.count, torch.get_num_threads()).map(function, rows))
 
@@ -58,5 +59,5 @@ def _threads(count: int, whole: int) -> ThreadPoolExecutor:
     for _ in range(count):
         pool.submit(int)
     have_started.wait()
-    torch.set_num_threads(whole)  # for later threads, which would otherwise get the lanes' number
+    torch.set_num_threads(whole)  # later threads would otherwise get the number of a lane
     return pool

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +26,11 @@ from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.fake_data import fake_rows
 from trivet.trainer.measurement.performance import (
     ModelCost,
-    Stopwatch,
     measured_flops,
     model_cost,
     peak_flops,
     peak_memory_gib,
+    seconds_of,
     total_memory_gib,
 )
 from trivet.trainer.measurement.profiling import Profiler
@@ -177,11 +178,9 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
             row.teacher_logprobs_T = row.logprobs_T if has_teacher else None
         num_tokens = sum(row.num_tokens for row in rows)
         barrier(world)
-        with Stopwatch(world.device) as watch:
-            train_step(learner, rows, step=Step(step))
-        seconds.append(watch.seconds)
+        seconds.append(seconds_of(partial(train_step, learner, rows, step=Step(step)), world.device))
         profiler.finish_step(step)
-        logger.info("step=%s seconds=%.3f tokens=%s", step, watch.seconds, num_tokens)
+        logger.info("step=%s seconds=%.3f tokens=%s", step, seconds[-1], num_tokens)
     profiler.close()
     return Measured(
         seconds=seconds,

@@ -1,10 +1,8 @@
 """Makes up batches for a run of the trainer by itself (`trainer.data.fake`). A `BatchReceiver`."""
 
-from transformers import AutoConfig
-
 from trivet.config.sections.trainer import TrainerConfig
-from trivet.errors import ConfigError
 from trivet.trainer.measurement.fake_data import fake_rows
+from trivet.trainer.model.initial_weights import read_config
 from trivet.trainer.model.policy_model import require_model
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.versions import Step
@@ -29,7 +27,8 @@ class FakeReceiver:
         self._seq_len = config.model.seq_len
         self._seed = config.seed
         self._from_step = from_step
-        self._vocab_size = _vocab_size(config)
+        require_model(config.model.name)
+        self._vocab_size = int(read_config(config.model).get_text_config().vocab_size)
 
     def receive(self, step: Step) -> Batch:
         """Return batch `step`, the same each time; for the step that the run starts from, an empty self-check."""
@@ -48,13 +47,3 @@ class FakeReceiver:
 
     def close(self) -> None:
         """Do nothing: the receiver holds no resource."""
-
-
-def _vocab_size(config: TrainerConfig) -> int:
-    name = config.model.name
-    require_model(name)
-    try:
-        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"model.name = {name!r} cannot be read: {exc}") from exc
-    return int(hf_config.get_text_config().vocab_size)

@@ -3,7 +3,7 @@
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,40 +88,21 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the operations per second of square matrix products: the peak of a device that the table does not have."""
     size = _MATMUL_SIZE if device.type == "cpu" else 4 * _MATMUL_SIZE
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = 0.0
-    for _ in range(_MATMUL_TRIES):
-        with Stopwatch(device) as watch:
-            torch.matmul(left, right)
-        best = max(best, 2.0 * size**3 / watch.seconds)
-    return best
+    return 2.0 * size**3 / min(seconds_of(lambda: torch.matmul(left, right), device) for _ in range(_MATMUL_TRIES))
 
 
-class Stopwatch:
-    """Times a block, up to the moment at which the device has done the block's work.
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that `device` takes for `work`, which it starts with nothing else to do."""
+    _await_device(device)
+    started = time.perf_counter()
+    work()
+    _await_device(device)
+    return time.perf_counter() - started
 
-    >>> with Stopwatch(device) as watch:
-    ...     torch.matmul(left, right)
-    >>> watch.seconds
-    0.0123
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._started = 0.0
-        self.seconds = 0.0
-
-    def __enter__(self) -> "Stopwatch":
-        self._wait()
-        self._started = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._wait()
-        self.seconds = time.perf_counter() - self._started
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+def _await_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def total_memory_gib(device: torch.device) -> float:

@@ -64,7 +64,7 @@ class Profiler:
         self._has_traced = False
 
     def finish_step(self, step: int) -> None:
-        """Write the snapshot of `step` and let the trace go on to the next step. Called after each optimizer step."""
+        """Write the snapshot of `step` and let the trace continue with the next step. Called after each optimizer step."""
         if self._snapshots is not None:
             torch.cuda.memory._dump_snapshot(str(self._snapshots / f"step_{step}.rank_{self._rank}.pickle"))
         if self._trace is not None and not self._has_traced:

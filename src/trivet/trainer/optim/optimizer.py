@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from trivet.algorithms.schedules import constant_factor, cosine_factor, linear_factor
+from trivet.algorithms.schedules import cosine_factor, linear_factor
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.sections.trainer import ConstantSchedule, LinearSchedule, ScheduleConfig
 from trivet.errors import ConfigError
@@ -84,7 +84,7 @@ class LearningRate:
         """Return the rate of optimizer step `step`, counted from 1."""
         schedule = self.schedule
         if isinstance(schedule, ConstantSchedule) or self.max_steps is None:
-            return self.peak * constant_factor(step)
+            return self.peak
         step, max_steps = step - self.start, self.max_steps - self.start
         min_factor = min(schedule.min_lr / self.peak, 1.0) if self.peak else 0.0
         if isinstance(schedule, LinearSchedule):

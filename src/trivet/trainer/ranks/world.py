@@ -77,7 +77,8 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
         UnknownRank: another program connected in the place of a rank.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    require_replicas(num_replicas, num_ranks=size)
+    if problem := replicas_problem(num_replicas, num_ranks=size, key="model.dp_replicate", ranks="the trainer's ranks"):
+        raise ConfigError(problem)
     chosen = _choose_device(device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     # On the CPU too, for off-loaded parameters and optimizer state.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
@@ -162,17 +163,6 @@ def _open_store(num_ranks: int) -> "dist.HashStore | dist.FileStore":  # type: i
     if num_ranks == 1:
         return dist.HashStore()  # type: ignore[reportPrivateImportUsage]  # public, only not declared
     return dist.FileStore(os.environ[RENDEZVOUS_FILE], num_ranks)  # type: ignore[reportPrivateImportUsage]  # as above
-
-
-def require_replicas(num_replicas: int, *, num_ranks: int) -> None:
-    """Require that the copies of the model divide the ranks.
-
-    Raises:
-        ConfigError: they do not divide the ranks.
-    """
-    ranks = "the trainer's ranks"
-    if problem := replicas_problem(num_replicas, num_ranks=num_ranks, key="model.dp_replicate", ranks=ranks):
-        raise ConfigError(problem)
 
 
 def broadcast_bytes(world: World, data: bytes | None) -> bytes:

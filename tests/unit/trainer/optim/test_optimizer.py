@@ -21,7 +21,8 @@ def test_cosine_schedule_ends_at_the_minimum() -> None:
 
 
 def test_constant_schedule_needs_no_end() -> None:
-    assert LearningRate(peak=2e-6, schedule=ConstantSchedule(), max_steps=None).at(10**6) == 2e-6
+    constant = LearningRate(peak=2e-6, schedule=ConstantSchedule(), max_steps=None)
+    assert constant.at(1) == constant.at(10**6) == 2e-6
 
 
 def test_a_schedule_with_an_end_needs_max_steps() -> None:
