@@ -1,4 +1,4 @@
-"""Advantages of a group's rollouts from their rewards.
+"""Computes the advantages of a group's rollouts from their rewards.
 
 Computed on the complete group, before any filter, so that what is filtered never moves a baseline. Each function takes the
 group's `AdvantageInputs` and returns one float64 per rollout. Legend: G rollouts of the group.
@@ -33,7 +33,7 @@ AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]
 
 
 def mean_baseline(inputs: AdvantageInputs) -> np.ndarray:
-    """A_i = R_i - mean(R), without division by the standard deviation.
+    """Compute A_i = R_i - mean(R), without division by the standard deviation.
 
     Source: Dr. GRPO (arXiv 2503.20783), section 3; the default of prime-rl.
     """
@@ -41,7 +41,7 @@ def mean_baseline(inputs: AdvantageInputs) -> np.ndarray:
 
 
 def length_weighted_mean(inputs: AdvantageInputs) -> np.ndarray:
-    """A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), with l the completion lengths; the plain mean when all are empty.
+    """Compute A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), with l the completion lengths; the plain mean when all are empty.
 
     The baseline of least variance when the gradient's squared norm grows with the length.
     Source: OPO (arXiv 2505.23585), equation 7.
@@ -53,7 +53,7 @@ def length_weighted_mean(inputs: AdvantageInputs) -> np.ndarray:
 
 
 def leave_one_out(inputs: AdvantageInputs) -> np.ndarray:
-    """A_i = R_i - mean_{j != i}(R_j), which is G / (G - 1) times the default.
+    """Compute A_i = R_i - mean_{j != i}(R_j), which is G / (G - 1) times the default.
 
     Source: RLOO (arXiv 2402.14740), equation 7. G is at least 2.
     """
@@ -62,7 +62,7 @@ def leave_one_out(inputs: AdvantageInputs) -> np.ndarray:
 
 
 def standardised(inputs: AdvantageInputs, *, eps: float) -> np.ndarray:
-    """A_i = (R_i - mean(R)) / (std(R) + eps), with the sample standard deviation (G - 1 in the denominator).
+    """Compute A_i = (R_i - mean(R)) / (std(R) + eps), with the sample standard deviation (G - 1 in the denominator).
 
     Zero throughout when all rewards are equal, whatever their rounding.
     Source: GRPO (arXiv 2402.03300), section 4.1.2. G is at least 2.
@@ -74,8 +74,9 @@ def standardised(inputs: AdvantageInputs, *, eps: float) -> np.ndarray:
 
 
 def mean_normalised(inputs: AdvantageInputs) -> np.ndarray:
-    """A_i = (R_i - mean(R)) / mean(R): the rarer a success, the more it counts. Zero throughout when no rollout has a reward.
+    """Compute A_i = (R_i - mean(R)) / mean(R): the rarer a success, the more it counts.
 
+    It is zero throughout when no rollout has a reward.
     Source: MaxRL, as prime-rl has it under `max_rl`.
 
     Raises:
@@ -89,5 +90,5 @@ def mean_normalised(inputs: AdvantageInputs) -> np.ndarray:
 
 
 def raw_rewards(inputs: AdvantageInputs) -> np.ndarray:
-    """A_i = R_i: no baseline. For rewards that are already centred, or groups of one."""
+    """Compute A_i = R_i: no baseline. For rewards that are already centred, or groups of one."""
     return inputs.rewards.copy()

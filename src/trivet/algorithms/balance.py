@@ -2,8 +2,8 @@
 
 Called by `trainer.rows`, on every rank with the same result.
 
-Ranks compute row by row in lock step, so a good deal has equally many rows on every rank, rows of like cost at the same place,
-and like sums.
+Ranks compute row by row in lock step, so a good deal has equally many rows on every rank, rows of similar cost at the same place,
+and similar sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from trivet.algorithms.packing import first_fit_decreasing
 
 Cost = Callable[[Sequence[int]], float]
-"""Of a row whose samples have these lengths."""
+"""A function that returns the cost of a row whose samples have these lengths."""
 
 
 def arrange(
@@ -23,11 +23,11 @@ def arrange(
 
     Args:
         rows: indices of samples, each sample in one row.
-        lengths: of all samples, in tokens.
+        lengths: tokens of each sample.
         max_tokens: pack all samples again, into rows of at most this many tokens; a longer sample gets a row of its own.
 
     Returns:
-        Of each rank its rows. A rank has one row less than others only when there is no row left to divide.
+        The rows of each rank. A rank has one row less than others only when there is no row left to divide.
     """
     packed = [list(row) for row in rows] if max_tokens is None else repack(lengths, max_tokens=max_tokens)
 
@@ -43,7 +43,7 @@ def arrange(
 
 
 def repack(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """All samples in rows of at most `max_tokens`; a longer sample is alone."""
+    """Pack all samples into rows of at most `max_tokens`; a longer sample gets a row of its own."""
     long = [[index] for index, length in enumerate(lengths) if length > max_tokens]
     short = [index for index, length in enumerate(lengths) if length <= max_tokens]
     bins = first_fit_decreasing([lengths[index] for index in short], capacity=max_tokens)
@@ -63,7 +63,7 @@ def divide(rows: Sequence[list[int]], lengths: Sequence[int], *, multiple_of: in
 
 
 def _halve(row: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Two rows of like tokens: the longest sample first, each to the row with fewer."""
+    """Split a row into two of about equally many tokens: the longest sample first, each to the row with fewer."""
     halves: list[list[int]] = [[], []]
     sums = [0, 0]
     for index in sorted(row, key=lambda each: -lengths[each]):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 _CUT_ON_PREEMPTION = 0.8
 """Share of the limit that is left after a preemption, which wastes work: the cut is twice as deep as the one for a queue. A
-judgement, not a measurement; at 1.0 preemptions would go on."""
+judgement, not a measurement; at 1.0 preemptions would continue."""
 _CUT_ON_QUEUE = 0.9
 """Share of the limit that is left while a queue is too long, which wastes nothing. A judgement, not a measurement; at 1.0 the queue
 would stay, at 0.8 it would cost as much as a preemption."""
@@ -38,8 +38,8 @@ def next_limit(limit: int, load: LoadSince, *, in_flight: int, floor: int, ceili
     is short and the limit is what holds rollouts back, it grows.
 
     Args:
-        limit: so far.
-        in_flight: rollouts; some of them are in a tool or being scored, and no server knows of those.
+        limit: the limit so far.
+        in_flight: rollouts in flight; some of them are in a tool or being scored, and no server knows of those.
         floor: at most `ceiling`.
     """
     kept_queue = int(load.num_running * _QUEUE_KEPT)
@@ -78,7 +78,7 @@ class TokenBucket:
         self._at = now
 
     def wait_s(self, num_rollouts: int, *, now: float) -> float:
-        """Seconds until `num_rollouts` may start; 0 when they may now."""
+        """Return the seconds until `num_rollouts` may start; 0 when they may start now."""
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
         self._at = now
         return max(0.0, (num_rollouts - self._tokens) / self._per_s)

@@ -40,7 +40,7 @@ class Finding:
 
 
 Condition = Callable[[Metrics], str | None]
-"""What is wrong in this step, None when nothing is. May remember earlier steps."""
+"""A function that returns what is wrong in a step, or None. It may remember earlier steps."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class RolloutFilter(StrEnum):
     REPETITION = "repetition"
     """A long run of tokens that the model was nearly certain of."""
     GIBBERISH = "gibberish"
-    """A rare token that the model held for next to impossible."""
+    """A rare token to which the model gave next to no probability."""
     ZERO_ADVANTAGE = "zero_advantage"
 
 

@@ -95,7 +95,7 @@ def read_listing(part: Path) -> Listing:
 
 
 def _require_sizes(part: Path, known: Mapping[str, FileRecord]) -> None:
-    """Ranks on other machines say what they wrote; it must have arrived where this one looks."""
+    """Require that files which other ranks wrote have arrived here in the sizes that those ranks report."""
     for name, record in known.items():
         path = part / name
         found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"

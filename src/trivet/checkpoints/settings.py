@@ -75,14 +75,14 @@ MAY_CHANGE = (
 and what says by itself that it is about a resume."""
 
 EVERY_KEY = "*"
-"""In ckpt.allow_changes; what a fork's roles are started with."""
+"""Entry of ckpt.allow_changes that allows every key. The roles of a fork are started with it."""
 
 Values = Mapping[str, Any]
 """Values by dotted key."""
 
 
 def write_settings(part: Path, config: Section) -> None:
-    """Put `config` beside the state in a part that was begun and is not finished, without its secrets: they may change."""
+    """Write `config` next to the state in a part that was begun and is not finished, without its secrets: they may change."""
     (part / CONFIG_FILE).write_text(to_toml(config, is_masked=True))
 
 

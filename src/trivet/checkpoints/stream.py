@@ -2,7 +2,8 @@
 
 Called by `trainer.checkpoint.shard_writer`, while training goes on. A buffered write copies every byte into the page cache and
 reads it again for the digest. The copy takes more processor time than the rest of a checkpoint, and slows training down. With
-direct writes (O_DIRECT) the disk reads the caller's memory instead. The commit gives the file its final name, not this module.
+direct writes (O_DIRECT) the disk reads the caller's memory instead. docs/benchmarks/checkpoint_stream.json compares both while all
+cores compute. The commit gives the file its final name, not this module.
 """
 
 import errno
@@ -21,11 +22,14 @@ from trivet.durable import FileRecord
 _ALIGNMENT = 4096
 """Alignment in bytes that direct writes need for file offsets and memory addresses. No disk needs more."""
 _BUFFER_BYTES = 1 << 20
-"""Size of the buffer for data that is copied. The buffer is written when it is full."""
+"""Size of the buffer for data that is copied. The buffer is written when it is full. 1 MiB holds the archive headers and small
+tensors of many layers, so that they do not cause writes of their own, and it still fits the cache of a core."""
 _DIRECT_BYTES = 64 << 10
-"""Data of fewer bytes is copied into the buffer: that costs less than a separate part of a write."""
+"""Data of fewer bytes is copied into the buffer. A copy of 64 KiB takes some microseconds. A part of its own costs about as much:
+up to a block of zeros for its alignment, and an entry in the list of parts."""
 _WRITE_BYTES = 32 << 20
-"""Largest number of bytes in one write."""
+"""Largest number of bytes in one write. While a direct write runs, the kernel pins its pages in memory: 32 MiB bounds them. It is a
+judgement, not a measurement; a disk reaches its full rate with much smaller writes."""
 _MAX_PARTS = 512
 """Number of parts beyond which they are written. It is half of what Linux accepts in one write (IOV_MAX, 1024)."""
 
@@ -34,7 +38,7 @@ class FileStream:
     """An append-only file. After `flush` the caller may change the data that it passed to `write`.
 
     >>> with FileStream(path) as stream:
-    ...     offset = stream.write(data, before=header)
+    ...     offset = stream.write(data, prefix=header)
     ...     stream.flush()  # from now on `data` may change
     ...     record = stream.finish()
     """
@@ -55,7 +59,7 @@ class FileStream:
         """Parts to write next, in order: pieces of the buffer and of callers' memory, each a multiple of `_ALIGNMENT` long."""
         self._begin, self._end = 0, 0
         """Bounds of the bytes in the buffer that belong after `_parts`."""
-        self.num_waiting = 0
+        self.num_unwritten_bytes = 0
         """Number of bytes in callers' memory that are not written yet."""
         self._num_whole = 0
         """Number of bytes written or in `_parts`."""
@@ -83,10 +87,10 @@ class FileStream:
         """Offset at which the next `write` begins, with zeros for alignment or with its own data."""
         return self._num_whole + self._end - self._begin
 
-    def write(self, data: bytes | memoryview, *, before: bytes = b"", after: bytes = b"") -> int:
-        """Append `before`, `data` and `after`; return the file offset of `before`.
+    def write(self, data: bytes | memoryview, *, prefix: bytes = b"", suffix: bytes = b"") -> int:
+        """Append `prefix`, `data` and `suffix`; return the file offset of `prefix`.
 
-        `data` must not change until the next `flush`. Zeros may precede `before` in the file: they align long data with the
+        `data` must not change until the next `flush`. Zeros may precede `prefix` in the file: they align long data with the
         disk's blocks, so that it is written without a copy.
 
         Args:
@@ -98,19 +102,19 @@ class FileStream:
         rest = memoryview(data).cast("B")
         if len(rest) < _DIRECT_BYTES:
             start = self.position
-            self._append(b"".join((before, rest, after)))
+            self._append(b"".join((prefix, rest, suffix)))
             return start
         address = np.frombuffer(rest, dtype=np.uint8).__array_interface__["data"][0]
-        zeros = bytes((address - self.position - len(before)) % _ALIGNMENT)
+        zeros = bytes((address - self.position - len(prefix)) % _ALIGNMENT)
         start = self.position + len(zeros)
         # Bytes before the first aligned address of `data` are copied. The zeros align the file offset at the same byte.
-        num_before = -address % _ALIGNMENT
-        self._append(b"".join((zeros, before, rest[:num_before])))
-        num_direct = (len(rest) - num_before) // _ALIGNMENT * _ALIGNMENT
+        num_unaligned = -address % _ALIGNMENT
+        self._append(b"".join((zeros, prefix, rest[:num_unaligned])))
+        num_direct = (len(rest) - num_unaligned) // _ALIGNMENT * _ALIGNMENT
         self._end_part()
-        self._add_part(rest[num_before : num_before + num_direct])
-        self.num_waiting += num_direct
-        self._append(b"".join((rest[num_before + num_direct :], after)))
+        self._add_part(rest[num_unaligned : num_unaligned + num_direct])
+        self.num_unwritten_bytes += num_direct
+        self._append(b"".join((rest[num_unaligned + num_direct :], suffix)))
         if len(self._parts) > _MAX_PARTS:
             self.flush()
         return start
@@ -128,7 +132,7 @@ class FileStream:
         for part in self._parts:
             self._hash.update(part)
         self._write_out(self._parts)
-        self._parts, self.num_waiting = [], 0
+        self._parts, self.num_unwritten_bytes = [], 0
         self._begin, self._end = 0, num_left
         self._buffer[:num_left] = left
 
@@ -189,10 +193,10 @@ class FileStream:
 def _first_of(parts: Iterable[memoryview]) -> list[memoryview]:
     """Return the first parts, up to `_WRITE_BYTES` in all; the last one may be cut."""
     taken: list[memoryview] = []
-    room = _WRITE_BYTES
+    num_left = _WRITE_BYTES
     for part in parts:
-        taken.append(part[:room])
-        room -= len(taken[-1])
-        if not room:
+        taken.append(part[:num_left])
+        num_left -= len(taken[-1])
+        if not num_left:
             break
     return taken

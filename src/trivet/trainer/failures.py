@@ -38,8 +38,8 @@ class RowOutcome:
 
 def describe_rows(outcomes: Sequence[RowOutcome], world: World) -> str:
     """List the samples, over all ranks, that made the loss infinite or NaN. Collective."""
-    mine = [text for outcome in outcomes if not bool(outcome.share.isfinite()) for text in _describe_row(outcome)]
-    return _list(_gather(mine, world)) or "no row's own share is infinite, but their sum is"
+    own = [text for outcome in outcomes if not bool(outcome.share.isfinite()) for text in _describe_row(outcome)]
+    return _list(_gather(own, world)) or "no row's own share is infinite, but their sum is"
 
 
 def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], world: World) -> str:
@@ -138,7 +138,7 @@ def _describe_row(outcome: RowOutcome) -> list[str]:
             texts.append(f"{_name_sample(row, number)}: {', '.join(found)}")
     if not texts:
         ratio = float((outcome.logprobs_N - row.sampler_logprobs_N).max())
-        texts = [f"{_name_sample(row, 0)} or one beside it: the largest log-ratio is {ratio:.4g}"]
+        texts = [f"{_name_sample(row, 0)} or another of the row: the largest log-ratio is {ratio:.4g}"]
     return texts
 
 

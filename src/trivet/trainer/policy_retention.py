@@ -1,4 +1,4 @@
-"""Decides which published policies nobody needs any more, and removes them. Called by `trainer.session` after each step."""
+"""Decides which published policies are no longer needed, and removes them. Called by `trainer.session` after each step."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.telemetry.telemetry import Telemetry
 from trivet.weights.catalog import published_versions
-from trivet.weights.retention import needed_to_resume, reader_versions, reference_version, retirable, retire
+from trivet.weights.retention import needed_to_resume, reader_versions, reference_version_after, retirable, retire
 from trivet.wire.events import Retire
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -48,6 +48,6 @@ class PolicyRetention:
             keep_recent=self.keep_recent,
             in_use=list(reader_versions(self.layout).values()),
             kept=needed_to_resume(targets, lag=self.resume_lag)
-            | {reference_version(each, interval=self.reference_interval) for each in (*targets, step)},
+            | {reference_version_after(each, interval=self.reference_interval) for each in (*targets, step)},
             keep_interval=self.keep_interval,
         )

@@ -75,9 +75,9 @@ def rows_of_rank(
             samples += [(index, number) for number in kept]
     lengths = [int(rows[index].sequence_lengths_S[number]) for index, number in samples]
     rows_by_rank = arrange(packed, lengths, num_ranks=num_ranks, cost=cost, max_tokens=max_tokens)
-    mine = [_take(rows, [samples[each] for each in row], device=device) for row in rows_by_rank[rank]]
-    return [row for row in mine if row.num_samples] + [_dummy(device)] * (
-        max(map(len, rows_by_rank)) - sum(row.num_samples > 0 for row in mine)
+    own_rows = [_take(rows, [samples[each] for each in row], device=device) for row in rows_by_rank[rank]]
+    return [row for row in own_rows if row.num_samples] + [_dummy(device)] * (
+        max(map(len, rows_by_rank)) - sum(row.num_samples > 0 for row in own_rows)
     )
 
 

@@ -88,7 +88,7 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     lr = learner.learning_rate.at(step)
     for group in learner.optimizer.param_groups:
         group["lr"] = lr
-    reach("optimizer_step.during", step=step)
+    reach("optimizer_step.during", step=step)  # a fault point: tests may stop or kill the process here
     learner.before_update()
     with explaining_update_memory(key_prefix=learner.key_prefix):
         learner.optimizer.step()
@@ -112,7 +112,7 @@ def _accumulate(
     world, model = learner.world, learner.model
     longest = learner.micro_batch_tokens or max(len(row.token_ids_T) for row in rows)
     lane_tokens = model.lanes.max_tokens(longest)
-    mine = rows_of_rank(
+    own_rows = rows_of_rank(
         rows,
         rank=world.rank,
         num_ranks=world.size,
@@ -122,20 +122,21 @@ def _accumulate(
     )
     if learner.reference is not None:
         learner.before_update()  # scoring puts the reference's weights into the model for a while
-        mine = learner.reference.score(model, mine)
+        own_rows = learner.reference.score(model, own_rows)
 
     def compute(index: int) -> _Computed | None:
-        set_last_row(model, is_last=index == len(mine) - 1, world=world)
-        return _compute(learner, mine[index], counts=counts)
+        set_last_row(model, is_last=index == len(own_rows) - 1, world=world)
+        return _compute(learner, own_rows[index], counts=counts)
 
     model.renew_casts()
-    num_alone = sum(row.num_tokens > lane_tokens for row in mine)  # rows too long for a lane; they come first
-    computed = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(mine)))
-    found = [each for each in computed if each is not None]
+    num_alone = sum(row.num_tokens > lane_tokens for row in own_rows)  # rows too long for a lane; they come first
+    results = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(own_rows)))
+    computed_rows = [result for result in results if result is not None]  # without dummies
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for each in found:
-        total += each.outcome.share
-    return float(sum_over_ranks(world, total)), [each.values for each in found], [each.outcome for each in found]
+    for computed in computed_rows:
+        total += computed.outcome.share
+    loss = float(sum_over_ranks(world, total))
+    return loss, [computed.values for computed in computed_rows], [computed.outcome for computed in computed_rows]
 
 
 @dataclass(frozen=True, slots=True)

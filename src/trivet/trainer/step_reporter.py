@@ -32,7 +32,7 @@ class StepReporter:
     """Set on rank 0 only."""
     profiler: Profiler
     background: Mapping[str, Background]
-    """Work that goes on beside the steps, by the name of its metric under `time/`."""
+    """Writes that run while steps are taken, by the name of its metric under `time/`."""
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of the current step, by metric name."""
 

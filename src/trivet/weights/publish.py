@@ -25,7 +25,7 @@ def publish(
     `STABLE` is there, after every byte of it is on disk.
 
     Args:
-        announce: called when all is written and nobody can read it yet: no load comes before it.
+        announce: called when everything is written and no reader can see it yet, so no load precedes it.
 
     Raises:
         WeightsError: `write` left no file, or a directory inside, which the manifest would not cover.

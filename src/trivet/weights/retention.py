@@ -68,8 +68,8 @@ def forget_readers_after(layout: RunLayout, version: PolicyVersion) -> None:
             _reader_file(layout, reader).unlink(missing_ok=True)
 
 
-def reference_version(step: int, *, interval: int | None) -> PolicyVersion:
-    """Return the version of the reference policy (`loss.beta`) in step `step` + 1.
+def reference_version_after(step: int, *, interval: int | None) -> PolicyVersion:
+    """Return the version that is the reference policy (`loss.beta`) once `step` has been taken: the next step uses it.
 
     It is the last multiple of `interval` up to `step`. Without an interval it is the start model.
     """
@@ -93,7 +93,7 @@ def retirable(
         latest: newest published policy; it always stays.
         keep_recent: number of versions before `latest` that stay too, for readers that lag by design (max_async_level).
         in_use: the version that each reader acknowledged last.
-        kept: versions that a resume or the loss still needs (`needed_to_resume`, `reference_version`).
+        kept: versions that a resume or the loss still needs (`needed_to_resume`, `reference_version_after`).
         keep_interval: versions that are a multiple of it are never removed; None: no such versions.
     """
     oldest_needed = min([latest - keep_recent, *in_use])

@@ -24,7 +24,7 @@ def write(path: Path, parts: list[memoryview]) -> bytes:
     expected = bytearray()
     with FileStream(path) as file:
         for part in parts:
-            start = file.write(part, before=b"before", after=b"after")
+            start = file.write(part, prefix=b"before", suffix=b"after")
             expected += bytes(start - len(expected)) + b"before" + bytes(part) + b"after"
             assert file.position == len(expected)
         record = file.finish()

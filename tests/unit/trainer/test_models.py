@@ -154,9 +154,9 @@ def test_layers_that_carry_a_state_are_refused(world, tmp_path: Path, config: Pr
     assert "a state along the row, which would leak from one packed sample" in refuse(save_config(config, tmp_path), world)
 
 
-def test_attention_that_cannot_be_told_where_samples_end_is_refused(world, tmp_path: Path) -> None:
+def test_attention_that_does_not_know_where_samples_end_is_refused(world, tmp_path: Path) -> None:
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
-    assert "cannot be told where the samples of a packed row end" in refuse(save_config(config, tmp_path), world)
+    assert "does not know where the samples of a packed row end" in refuse(save_config(config, tmp_path), world)
 
 
 def test_attention_with_sinks_is_refused(world, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trivet.launcher.scratch import Scratch
 from trivet.machine import Machine
 from trivet.telemetry.event_key import event_key
 from trivet.telemetry.events import EventWriter, read_events
-from trivet.weights.retention import needed_to_resume, reference_version
+from trivet.weights.retention import needed_to_resume, reference_version_after
 from trivet.wire.events import Event, Stop
 from trivet.wire.versions import START_VERSION, Step
 
@@ -168,7 +168,7 @@ def _needed_by_fork(config: RLConfig, step: Step) -> set[int]:
     loss, lag = config.trainer.loss, config.trainer.max_async_level if config.deterministic else 0
     needed = needed_to_resume([step], lag=lag)
     if loss.beta:
-        needed.add(reference_version(step, interval=loss.reference_update_interval))
+        needed.add(reference_version_after(step, interval=loss.reference_update_interval))
     return needed - {step, START_VERSION}
 
 

@@ -2,6 +2,7 @@
 
 Called by `trainer.attention.packed`. A CPU has fast matrix products for bf16, but a slow backward pass of its attention kernel, and
 one kernel call per short sample costs more than its arithmetic. No sample sees another, and no mask of T x T exists.
+docs/benchmarks/cpu_mechanisms_grouped_lanes.json compares a step with one that calls torch's kernel sample by sample.
 
 Legend: T tokens of a row, B samples of a group, L its longest, K key-value heads, G query heads of each, D head dimension;
 M = B * K matrices, Q = query tokens of a block, E = key tokens up to the end of the block.
@@ -64,7 +65,7 @@ class Groups:
 
 
 def _group(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of the samples of each group, the longest first."""
+    """Yield the indices of each group's samples, the longest sample first."""
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[members[0]] if members else 0
@@ -112,15 +113,15 @@ class _GroupedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         query, key, value, *saved = ctx.saved_tensors
-        found: tuple[list[torch.Tensor], ...] = ([], [], [])
+        by_group: tuple[list[torch.Tensor], ...] = ([], [], [])
         for group in ctx.groups.parts:
             tensors = _gather(group, query, key, value)
             grad_MGLD = _per_key_head(_pick(grads[0], group), group, num_kv_heads=key.shape[1])
             probabilities = saved.pop(0) if group.length <= _BLOCK_TOKENS else None
-            for parts, part in zip(found, _backward(group, tensors, grad_MGLD, probabilities, ctx.scale), strict=True):
+            for parts, part in zip(by_group, _backward(group, tensors, grad_MGLD, probabilities, ctx.scale), strict=True):
                 parts.append(part)
         shapes = (query.shape, key.shape, value.shape)
-        grad_q, grad_k, grad_v = (_in_row_order(p, ctx.groups).view(s) for p, s in zip(found, shapes, strict=True))
+        grad_q, grad_k, grad_v = (_in_row_order(p, ctx.groups).view(s) for p, s in zip(by_group, shapes, strict=True))
         return grad_q, grad_k, grad_v, None, None
 
 

@@ -210,7 +210,7 @@ def grouped_packed(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the same by matrix products over samples of similar length; shapes as in `sdpa_packed`."""
+    """Compute what `sdpa_packed` computes, by matrix products over samples of similar length; the shapes are the same."""
     assert segments.groups is not None, "attention by groups is for the CPU"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -228,7 +228,7 @@ def flash_varlen_packed(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the same in one kernel; shapes as in `sdpa_packed`, float16 and bfloat16 only."""
+    """Compute what `sdpa_packed` computes in one kernel, for float16 and bfloat16; the shapes are the same."""
     from torch.nn.attention.varlen import varlen_attn
 
     longest = max(segments.lengths)
@@ -260,7 +260,7 @@ def package_packed(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the same with the package that `attn` names: flash-attn, or its sibling for Hopper GPUs.
+    """Compute what `sdpa_packed` computes with the package that `attn` names: flash-attn, or its version for Hopper GPUs.
 
     Shapes are as in `sdpa_packed`, dtypes as in `flash_varlen_packed`.
     """

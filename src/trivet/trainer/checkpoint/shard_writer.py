@@ -65,9 +65,9 @@ class ShardWriter(FileSystemWriter):
                 if data.numel() == 0 or key not in written:
                     held = held_until_written.enter_context(self._hold(data))
                     written[key] = _put_tensor(stream, name, held.detach())
-                    if stream.num_waiting > _MAX_HELD_BYTES:
+                    if stream.num_unwritten_bytes > _MAX_HELD_BYTES:
                         stream.flush()
-                    if not stream.num_waiting:
+                    if not stream.num_unwritten_bytes:
                         held_until_written.close()
                 places.append(written[key])
             stream.flush()
@@ -90,15 +90,15 @@ class ShardWriter(FileSystemWriter):
             self.records[result.file] = result.record
 
 
-def _put(stream: FileStream, name: str, data: memoryview, *, before: bytes = b"", after: bytes = b"") -> _StorageInfo:
-    start = stream.write(data, before=before, after=after)
-    return _StorageInfo(name, start, len(before) + data.nbytes + len(after))
+def _put(stream: FileStream, name: str, data: memoryview, *, prefix: bytes = b"", suffix: bytes = b"") -> _StorageInfo:
+    start = stream.write(data, prefix=prefix, suffix=suffix)
+    return _StorageInfo(name, start, len(prefix) + data.nbytes + len(suffix))
 
 
 def _put_tensor(stream: FileStream, name: str, tensor: torch.Tensor) -> _StorageInfo:
-    before, after = _archive(tensor.dtype, tensor.size())
+    prefix, suffix = _archive(tensor.dtype, tensor.size())
     data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return _put(stream, name, data, before=before, after=after)
+    return _put(stream, name, data, prefix=prefix, suffix=suffix)
 
 
 @lru_cache(maxsize=1024)

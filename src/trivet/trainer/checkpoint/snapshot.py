@@ -1,4 +1,4 @@
-"""Keeps the tensors of one moment readable for a writing thread while the learner that owns them goes on.
+"""Keeps the tensors of one moment readable for a writing thread while the learner that owns them computes the next step.
 
 Used by `trainer.checkpoint.part_writer`. Between two updates nothing that a checkpoint holds changes, so for that long it needs no
 copy. Before the next update the learner has everything copied that is not written yet. Only for tensors in host memory.
@@ -20,7 +20,7 @@ class Snapshot:
     """The tensors of one moment. Two threads share it: one calls `hold` once for each tensor, the other may call `detach`.
 
     >>> snapshot = Snapshot(state, buffers={})
-    >>> with snapshot.hold(tensor) as unchanging:  # and other tensors beside it
+    >>> with snapshot.hold(tensor) as unchanging:  # and other tensors at the same time
     ...     write(unchanging)
     """
 

@@ -56,7 +56,7 @@ class TrainerProgress(msgspec.Struct, kw_only=True):
 def state_of(learner: Learner, progress: TrainerProgress) -> State:
     """Return the state to save at this moment. Its tensors are the learner's own, not copies. Collective."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
-    return {"model": _own(learner.model, model), "optimizer": optimizer} | _state_beside(progress)
+    return {"model": _own(learner.model, model), "optimizer": optimizer} | _progress_state(progress)
 
 
 def _state_without_optimizer(learner: Learner, progress: TrainerProgress) -> State:
@@ -64,10 +64,10 @@ def _state_without_optimizer(learner: Learner, progress: TrainerProgress) -> Sta
 
     Asking a fresh optimizer for its state makes one, which would count a step that was never taken.
     """
-    return {"model": _own(learner.model, get_model_state_dict(learner.model))} | _state_beside(progress)
+    return {"model": _own(learner.model, get_model_state_dict(learner.model))} | _progress_state(progress)
 
 
-def _state_beside(progress: TrainerProgress) -> State:
+def _progress_state(progress: TrainerProgress) -> State:
     # One random state for all ranks: they are seeded alike, and a resume may have another number of them.
     return {"random": torch.get_rng_state(), "progress": msgspec.to_builtins(progress)}
 
@@ -82,7 +82,7 @@ def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold
         On the group's first rank the record of each rank's file, by name; elsewhere nothing.
 
     Raises:
-        CheckpointError: a rank could not write; says what each rank met.
+        CheckpointError: a rank could not write; names the error of each rank.
     """
     writer = ShardWriter(directory, hold)
     # The ranks' shares are the same at every step; agreeing on them anew takes as long as the digests.

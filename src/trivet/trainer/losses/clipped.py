@@ -1,4 +1,4 @@
-"""PPO's clipped objective: per token (GRPO, DAPO, Dr. GRPO) and per sample (GSPO)."""
+"""Defines PPO's clipped objective: per token (GRPO, DAPO, Dr. GRPO) and per sample (GSPO)."""
 
 import torch
 

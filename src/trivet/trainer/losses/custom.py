@@ -84,13 +84,13 @@ def _by_sample(scores: TokenScores, row: RowTensors) -> list[SampleInputs]:
     teachers = [None] * len(lengths) if row.teacher_logprobs_N is None else row.teacher_logprobs_N.split(lengths)
     return [
         SampleInputs(
-            trainer_logprobs_L=mine,
-            sampler_logprobs_L=theirs,
+            trainer_logprobs_L=trainer,
+            sampler_logprobs_L=sampler,
             entropies_L=entropies,
             advantages_L=advantages,
             teacher_logprobs_L=teacher,
         )
-        for mine, theirs, entropies, advantages, teacher in zip(
+        for trainer, sampler, entropies, advantages, teacher in zip(
             *(column.split(lengths) for column in columns), teachers, strict=True
         )
     ]

@@ -1,4 +1,4 @@
-"""The default loss: masked, detached importance sampling."""
+"""Defines the default loss: masked, detached importance sampling."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Tokens whose probability has moved too far are masked: DPPO and IPO. Distances are in probability, p = exp(logprob)."""
+"""Defines DPPO and IPO, which mask tokens whose probability has moved too far. Distances are in probability, p = exp(logprob)."""
 
 import torch
 

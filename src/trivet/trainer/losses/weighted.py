@@ -1,4 +1,4 @@
-"""Policy gradients with detached importance weights, clipped but never masked: CISPO and AIPO."""
+"""Defines CISPO and AIPO: policy gradients with detached importance weights, which are clipped and never mask a token."""
 
 import torch
 

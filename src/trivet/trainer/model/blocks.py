@@ -118,7 +118,7 @@ def require_compiler(device: torch.device) -> None:
     """Compile something small, to see that a C++ compiler is there, and on a GPU triton.
 
     Raises:
-        ConfigError: it does not work; says what was met.
+        ConfigError: it does not work; gives the compiler's message.
     """
     try:
         torch.compile(_small)(torch.ones(8, device=device))

@@ -20,7 +20,7 @@ from trivet.trainer.model.policy_model import PolicyModel, free_gathered, load_p
 from trivet.trainer.ranks.world import World
 from trivet.trainer.rows import RowTensors
 from trivet.weights.manifest import verify
-from trivet.weights.retention import reference_version
+from trivet.weights.retention import reference_version_after
 from trivet.wire.versions import START_VERSION, Step
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def open_reference(
     """
     if not loss.beta:
         return None
-    version = reference_version(from_step, interval=loss.reference_update_interval)
+    version = reference_version_after(from_step, interval=loss.reference_update_interval)
     logger.info("reference policy version=%s beta=%s", version, loss.beta)
     if version == from_step:
         return Reference(model)

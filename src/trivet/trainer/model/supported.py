@@ -73,8 +73,8 @@ def require_packable(causal_lm: PreTrainedModel, *, name: str) -> None:
         )
     if not causal_lm._supports_attention_backend:
         raise ConfigError(
-            f"{refusal}its attention is its own and cannot be told where the samples of a packed row end; give a model whose "
-            "attention transformers can exchange, such as Llama, Qwen or Gemma"
+            f"{refusal}it has an attention of its own, which does not know where the samples of a packed row end; give a model "
+            "whose attention transformers can exchange, such as Llama, Qwen or Gemma"
         )
     if any(parameter.endswith(".sinks") for parameter, _ in causal_lm.named_parameters()):
         raise ConfigError(f"{refusal}its attention has sinks, which packed attention has not; give a model without")

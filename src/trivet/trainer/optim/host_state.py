@@ -51,7 +51,7 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, *
 
 
 def return_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move the state back to main memory, after a checkpoint was loaded beside the parameters."""
+    """Move the state back to main memory, after a checkpoint was loaded to where the parameters are."""
     for state in optimizer.state.values():
         _move(state, torch.device("cpu"))
 

@@ -55,13 +55,13 @@ class WholeMatrixMuon(torch.optim.Optimizer):
         assert closure is None, "an update does not compute its loss again"
         for group in self.param_groups:
             matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
-            mine: dict[int, torch.Tensor] = {}
+            own_directions: dict[int, torch.Tensor] = {}
             for turn, matrix in enumerate(matrices):
                 ahead = _gather(self._follow_gradient(matrix, group))
                 if _is_own_turn(matrix, turn):
-                    mine[turn] = orthogonalize(ahead)
+                    own_directions[turn] = orthogonalize(ahead)
             for turn, matrix in enumerate(matrices):
-                direction = _share(mine.pop(turn, None), turn, like=matrix)
+                direction = _share(own_directions.pop(turn, None), turn, like=matrix)
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(direction, alpha=-0.2 * math.sqrt(max(matrix.shape)) * group["lr"])
 

@@ -12,7 +12,7 @@ from trivet.trainer.model.reference import Reference, open_reference
 from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
-from trivet.weights.retention import reference_version
+from trivet.weights.retention import reference_version_after
 
 CPU = torch.device("cpu")
 BETA = GrpoLossConfig(beta=0.5, reference_update_interval=2)
@@ -33,7 +33,7 @@ def logprobs_of(model, row):
 
 @pytest.mark.parametrize(("step", "interval", "expected"), [(0, 5, 0), (4, 5, 0), (5, 5, 5), (11, 5, 10), (11, None, 0)])
 def test_the_reference_is_the_policy_of_the_last_multiple(step, interval, expected):
-    assert reference_version(step, interval=interval) == expected
+    assert reference_version_after(step, interval=interval) == expected
 
 
 def test_the_reference_scores_as_the_model_did_when_it_was_taken_and_leaves_it_alone(tiny_model: Path, make_learner, oracle):
