@@ -5,18 +5,21 @@ of the writing thread, where training uses every core; the ceiling is the disk, 
 parameter.
 
     uv run python scripts/bench/checkpoint.py [--model tiny|DIRECTORY] [--tokens 2048 8192] [--steps 23] [--rounds 2]
+        [--pairs 5]
 
 Trains recorded batches with `uv run trainer` and `data.replay`, the real loop, which publishes its weights after every step, with
 `ckpt.interval = 2`: one step has the write of a checkpoint beside it, the next has none, so that whatever else the machine does
 falls on both. The write has to be over before that step is (`write_s` below `step_s`), or the two would not be apart. `step_s` is
 a step with a write beside it and its beginning (`save_s`, which is paid at the end of the step before); `plain_step_s` one with
-neither. Medians over all steps but the first three. `stream_s` is writing as many bytes from memory, alone. The last line is one
-JSON object; its `overhead` is the larger of the sizes'.
+neither. Medians over all steps but the first three. `stream` is writing as many bytes from memory, directly and through the page
+cache in turns (`--pairs`), while matrices are multiplied on all cores: what the direct writes of `trivet.checkpoints.stream` gain.
+`--tokens` without a number measures nothing else. The last line is one JSON object; its `overhead` is the larger of the sizes'.
 """
 
 import argparse
 import json
 import math
+import mmap
 import os
 import platform
 import shutil
@@ -25,6 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +39,7 @@ from safetensors import safe_open
 
 from trivet.checkpoints.stream import FileStream
 from trivet.config.layout import RunLayout
+from trivet.durable import FileRecord
 from trivet.transport.recording import record_batch
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.rollouts import GroupId
@@ -43,6 +49,11 @@ _ROW_TOKENS = 2048
 _SAMPLE_TOKENS = 128
 _WARM_UP = 3
 """Steps that are left out; after an odd number of them the first step is one that ends with a checkpoint."""
+_PIECE_BYTES = 1 << 20
+"""Bytes that the buffered writer digests and writes at one time: they stay in the cache of a core in between."""
+_MATRIX_SIZE = 1024
+_COMPUTE_S = 4.0
+"""Seconds of products that a write has beside it: longer than the write of SmolLM2's checkpoint to an ordinary disk."""
 _VOCABULARY = 64
 """Tokens that any model knows."""
 
@@ -123,26 +134,93 @@ def measure(model: Path, scratch: Path, *, steps: int, tokens: int, rounds: int)
     }
 
 
-def measure_stream(path: Path, *, num_bytes: int) -> dict[str, float]:
-    """Measure the seconds that the disk and the digest need for `num_bytes`, with nothing else running."""
-    data = np.ones(num_bytes, dtype=np.uint8).data
-    started = time.monotonic()
-    xxhash.xxh3_128(data).hexdigest()
-    hashed, started_cpu = time.monotonic(), time.thread_time()
+def write_direct(path: Path, data: memoryview) -> FileRecord:
+    """Write `data` as a checkpoint does; return its record."""
     with FileStream(path) as stream:
         stream.write(data)
-        stream.flush()
-        written = time.monotonic()
-        stream.finish()
-    ended = time.monotonic()
-    hash_s = hashed - started
-    return {
-        "hash": round(hash_s, 3),
-        "write": round(written - hashed - hash_s, 3),
-        "fsync": round(ended - written, 3),
-        "cpu": round(time.thread_time() - started_cpu, 3),
-        "gb_per_s": round(num_bytes / (ended - hashed) / 1e9, 2),
+        return stream.finish()
+
+
+def write_buffered(path: Path, data: memoryview) -> FileRecord:
+    """Write `data` through the page cache, with its digest: what takes the place of `FileStream` without direct writes."""
+    digest = xxhash.xxh3_128()
+    with path.open("xb", buffering=0) as file:
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = data[start : start + _PIECE_BYTES]
+            digest.update(piece)
+            assert file.write(piece) == len(piece)
+        os.fsync(file.fileno())
+    return FileRecord(num_bytes=len(data), xxh3_128=digest.hexdigest())
+
+
+def compute(products: int) -> float:
+    """Return the seconds that so many products of large matrices take, on all cores: they stand for a step."""
+    matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
+    started = time.monotonic()
+    for _ in range(products):
+        torch.mm(matrix, matrix)
+    return time.monotonic() - started
+
+
+def measure_stream(directory: Path, *, num_bytes: int, pairs: int) -> dict[str, object]:
+    """Measure a direct and a buffered write of `num_bytes` in turns, alone and with products computed meanwhile."""
+    data = memoryview(mmap.mmap(-1, num_bytes))  # begins with a page, so the direct writer needs no zeros for alignment
+    data[:] = np.random.default_rng(0).bytes(num_bytes)
+    products = math.ceil(_COMPUTE_S / (compute(20) / 20))
+    writers: dict[str, Callable[[Path, memoryview], FileRecord]] = {"direct": write_direct, "buffered": write_buffered}
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"write_s": [], "write_cpu_s": [], "compute_s": [], "compute_alone_s": []} for name in writers
     }
+    records: set[FileRecord] = set()
+
+    def write_once(name: str) -> None:
+        """Write and remove one file."""
+        path = directory / name
+        started, started_cpu = time.monotonic(), time.thread_time()
+        records.add(writers[name](path, data))
+        found[name]["write_s"].append(time.monotonic() - started)
+        found[name]["write_cpu_s"].append(time.thread_time() - started_cpu)
+        path.unlink()
+        os.sync()
+
+    for _ in range(pairs):
+        for name in writers:
+            found[name]["compute_alone_s"].append(compute(products))
+            with ThreadPoolExecutor(1) as thread:
+                writing = thread.submit(write_once, name)
+                found[name]["compute_s"].append(compute(products))
+                writing.result()
+    assert len(records) == 1, "both write the same bytes"
+    medians = {name: {key: round(statistics.median(values), 3) for key, values in each.items()} for name, each in found.items()}
+    slowdown = {
+        name: [with_ / alone for with_, alone in zip(each["compute_s"], each["compute_alone_s"], strict=True)]
+        for name, each in found.items()
+    }
+    ratio = statistics.median(b / d for b, d in zip(found["buffered"]["compute_s"], found["direct"]["compute_s"], strict=True))
+    cpu = statistics.median(
+        b / d for b, d in zip(found["buffered"]["write_cpu_s"], found["direct"]["write_cpu_s"], strict=True)
+    )
+    return {
+        **medians,
+        "slowdown": {name: round(statistics.median(values), 4) for name, values in slowdown.items()},
+        "ratio_of_compute_s": round(ratio, 4),
+        "ratio_of_write_cpu_s": round(cpu, 4),
+        "bytes": len(data),
+        "pairs": pairs,
+        "can_write_directly": can_write_directly(directory),
+    }
+
+
+def can_write_directly(directory: Path) -> bool:
+    """Tell whether the file system of `directory` has direct writes; without them both writers are the same."""
+    path = directory / "probe"
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
 
 
 def num_checkpoint_bytes(model: Path) -> int:
@@ -158,9 +236,10 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--steps", type=int, default=23)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trivet-bench-") as name:
         scratch = Path(name)
@@ -168,7 +247,8 @@ def main() -> None:
         if args.model == "tiny":
             subprocess.run([sys.executable, "-m", "trivet.examples.tiny_model", model], check=True)
         num_bytes = num_checkpoint_bytes(model)
-        stream_s = measure_stream(scratch / "stream", num_bytes=num_bytes)
+        stream = measure_stream(scratch, num_bytes=num_bytes, pairs=args.pairs)
+        print(json.dumps(stream), file=sys.stderr, flush=True)
         sizes = []
         for tokens in args.tokens:
             (scratch / str(tokens)).mkdir()
@@ -176,9 +256,9 @@ def main() -> None:
             print(json.dumps(sizes[-1]), file=sys.stderr, flush=True)
     result = {
         "bench": "checkpoint",
-        "overhead": max(size["overhead"] for size in sizes),
+        "overhead": max((size["overhead"] for size in sizes), default=None),
         "sizes": sizes,
-        "stream_s": stream_s,
+        "stream": stream,
         "bytes": num_bytes,
         "model": model.name,
         "steps": args.steps,

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.compute_dtype import choose_dtype
 from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.model import TrainerModelConfig
+from trivet.config.sections.model import ComputeDtype, TrainerModelConfig
 from trivet.config.sections.optimizer import AdamWConfig
 from trivet.config.sections.trainer import ConstantSchedule
 from trivet.launcher.plan import rank_environment
@@ -51,7 +51,7 @@ from trivet.trainer.step import Learner, train_step
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import Step
 
-_ROW_TOKENS = 2048
+ROW_TOKENS = 2048
 """Tokens of a packed row, and of what the plain loop computes at one time."""
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Variables by which torch, oneDNN and MKL leave instruction sets of the processor unused."""
@@ -98,10 +98,10 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, *, size: int = 2048) 
     return 2 * size**3 / min(time_steps(lambda: a @ b, repeats=10))
 
 
-def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World) -> tuple[Callable[[], object], dict[str, Any]]:
-    """Return the trainer's own step, and the cost of its model."""
-    model = load_policy(TrainerModelConfig(name=args.model, seq_len=_ROW_TOKENS, compute_dtype=args.dtype), world)
-    learner = Learner(
+def make_our_learner(model_name: str, dtype: ComputeDtype, world: World) -> Learner:
+    """Load the model as the trainer does, with the trainer's optimizer and its default loss."""
+    model = load_policy(TrainerModelConfig(name=model_name, seq_len=ROW_TOKENS, compute_dtype=dtype), world)
+    return Learner(
         model=model,
         optimizer=make_optimizer(model.trained_parameters, AdamWConfig()),
         learning_rate=LearningRate(peak=1e-6, schedule=ConstantSchedule(), max_steps=None),
@@ -109,7 +109,12 @@ def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World)
         max_norm=1.0,
         world=world,
     )
-    rows = pack(items, seq_len=_ROW_TOKENS)
+
+
+def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World) -> tuple[Callable[[], object], dict[str, Any]]:
+    """Return the trainer's own step, and the cost of its model."""
+    learner = make_our_learner(args.model, args.dtype, world)
+    model, rows = learner.model, pack(items, seq_len=ROW_TOKENS)
     flops = model_cost(model).flops([item.sample.num_tokens for item in items])
     cost = {"model_flops": flops, "parameters": model.num_parameters, "lanes": model.lanes.count}
     return lambda: train_step(learner, rows, step=Step(1)), cost
@@ -125,7 +130,7 @@ def make_plain_step(args: argparse.Namespace, items: list[PackItem], world: Worl
     fully_shard(model, mesh=world.mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
     num_loss_tokens = sum(item.sample.num_loss_tokens for item in items)
-    at_once = max(1, _ROW_TOKENS // args.length)
+    at_once = max(1, ROW_TOKENS // args.length)
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     for start in range(0, len(items), at_once):
         samples = [item.sample for item in items[start : start + at_once]]
