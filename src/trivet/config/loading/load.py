@@ -21,7 +21,7 @@ from trivet.config.loading.findings import Findings, Key
 from trivet.config.loading.keys import KeyPath, Shape, as_list, dotted, find_key, nearest_key
 from trivet.config.loading.origins import Draft, Node, Sourced, Tree, leaves, plain
 from trivet.config.loading.resolve import resolve
-from trivet.config.loading.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
+from trivet.config.loading.sources import Entry, build_layer, flatten, merge_layers, read_environment, read_flags, read_toml
 from trivet.config.loading.spellings import use_current_names
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.loading.user_values import MAX_INTEGER, describe_integer
@@ -108,7 +108,8 @@ def load_arguments(
     is_whole = not findings.problems
     for file in arguments.files:
         try:
-            sources.extend(read_toml(file.path, under=file.under))
+            for entry in read_toml(file.path, under=file.under):
+                sources.append(list(flatten(replace_dashes(kind, entry, findings))))
         except ConfigError as exc:
             is_whole = False
             findings.refuse(str(exc))
@@ -127,7 +128,7 @@ def load_sources(
     """
     layers: list[Tree] = []
     for entries in sources:
-        layers.append(build_layer(kind, _spell_as_today(kind, entries, findings), findings, below=layers))
+        layers.append(build_layer(kind, use_current_names(kind, entries, findings), findings, below=layers))
     draft = Draft(merge_layers(layers))
     _refuse_unknown(kind, draft.tree, findings)
     if kind is RLConfig:
@@ -140,10 +141,6 @@ def load_sources(
     findings.raise_problems()
     assert config is not None
     return LoadedConfig(config=config, origins=draft.origins(), notices=findings.show_notices(), name_of=findings.name_of)
-
-
-def _spell_as_today(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
-    return use_current_names(kind, replace_dashes(kind, entries, findings), findings)
 
 
 def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:
