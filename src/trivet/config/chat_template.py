@@ -5,8 +5,11 @@ from pathlib import Path
 from trivet.errors import ConfigError
 
 
-def read_chat_template(value: str) -> str:
+def read_chat_template(value: str, *, key: str = "chat_template") -> str:
     """Return the Jinja template that `value` names as a file, or is itself.
+
+    Args:
+        key: the key of `value`, for the error.
 
     Raises:
         ConfigError: there is no such file, and the text cannot be a template.
@@ -18,6 +21,6 @@ def read_chat_template(value: str) -> str:
             return value
         reason = exc.strerror if isinstance(exc, OSError) else str(exc)
         raise ConfigError(
-            f"chat_template ({value}) is neither a template nor a file that can be read ({reason}); give the path of a Jinja"
+            f"{key} ({value}) is neither a template nor a file that can be read ({reason}); give the path of a Jinja"
             " file, or the template itself"
         ) from exc

@@ -52,42 +52,43 @@ def run_translated(
         The process's exit code: `main`'s, that of the TrivetError that ended it (2 for a bad configuration), or 141 when the
         reader of the output had closed the pipe.
     """
-    words = sys.argv[1:] if argv is None else argv
-    return run_until_output_closes(lambda: _run(kind, main, words, translate=translate, check=check))
 
-
-def _run(
-    kind: type[SectionT],
-    main: Callable[[TargetT], int],
-    argv: Sequence[str],
-    *,
-    translate: Callable[[LoadedConfig[SectionT]], LoadedConfig[TargetT]],
-    check: Callable[[TargetT], None] | None,
-) -> int:
-    findings = Findings()
-    arguments = parse_arguments(kind, argv, findings)
-    if arguments.wants_help:
-        print(help_text(kind))
-        return 0
-    try:
-        loaded = translate(load_arguments(kind, arguments, findings, environ=os.environ))
-        for problem in file_problems(loaded.config):
-            findings.refuse(problem)
-        findings.raise_problems()
-        loaded = settle_compute_dtype(loaded, machine=inspect_machine(), does_record=not arguments.is_dry_run)
-        if check is not None:
-            check(loaded.config)
-        for notice in loaded.notices:
-            print(f"notice: {printable(notice)}", file=sys.stderr)
-        if arguments.is_dry_run:
-            print(to_toml(loaded.config, origins=loaded.origins, is_masked=True), end="")
+    def run() -> int:
+        findings = Findings()
+        arguments = parse_arguments(kind, sys.argv[1:] if argv is None else argv, findings)
+        if arguments.wants_help:
+            print(help_text(kind))
             return 0
-        return main(loaded.config)
-    except TrivetError as exc:
-        print_error(exc)
-        return exc.exit_code
-    except OSError as exc:
-        if not is_full_disk(exc):
-            raise
-        print_error(describe_full_disk(exc))
-        return DiskFull.exit_code
+        try:
+            loaded = translate(load_arguments(kind, arguments, findings, environ=os.environ))
+            loaded = _check_here(loaded, check=check, does_record=not arguments.is_dry_run)
+            for notice in loaded.notices:
+                print(f"notice: {printable(notice)}", file=sys.stderr)
+            if arguments.is_dry_run:
+                print(to_toml(loaded.config, origins=loaded.origins, is_masked=True), end="")
+                return 0
+            return main(loaded.config)
+        except TrivetError as exc:
+            print_error(exc)
+            return exc.exit_code
+        except OSError as exc:
+            if not is_full_disk(exc):
+                raise
+            print_error(describe_full_disk(exc))
+            return DiskFull.exit_code
+
+    return run_until_output_closes(run)
+
+
+def _check_here(
+    loaded: LoadedConfig[SectionT], *, check: Callable[[SectionT], None] | None, does_record: bool
+) -> LoadedConfig[SectionT]:
+    """Check what depends on this machine, its files and processors, and settle the dtype that it computes in."""
+    findings = Findings(name_of=loaded.name_of)
+    for problem in file_problems(loaded.config):
+        findings.refuse(problem)
+    findings.raise_problems()
+    settled = settle_compute_dtype(loaded, machine=inspect_machine(), does_record=does_record)
+    if check is not None:
+        check(settled.config)
+    return settled

@@ -45,7 +45,7 @@ class ChosenDtype(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: Dtype
     reason: str
-    """A clause for the user: what of the machine decided."""
+    """Why this dtype was chosen, as a clause for the user."""
 
 
 def choose_dtype(machine: Machine, *, is_on_gpu: bool) -> ChosenDtype:
@@ -64,7 +64,7 @@ def choose_dtype(machine: Machine, *, is_on_gpu: bool) -> ChosenDtype:
 
 
 def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, does_record: bool) -> LoadedConfig[SectionT]:
-    """Replace every `auto` in `loaded`, and tell the user of a dtype that this machine computes slowly.
+    """Replace every `auto` in `loaded`, and add a notice about a dtype in which this machine computes slowly.
 
     Args:
         does_record: a role that was started by hand writes its choice for the others to follow.
@@ -72,7 +72,7 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
     Raises:
         ConfigError: the recorded choice cannot be read or written.
     """
-    config, notices = loaded.config, list(loaded.notices)
+    config, notices, name_of = loaded.config, list(loaded.notices), loaded.name_of
     dtypes = {
         key: value for key in _KEYS.get(type(config), ()) if (value := value_at(config, tuple(key.split(".")))) is not None
     }
@@ -89,10 +89,10 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
         if computed == AUTO:
             chosen = recorded
         elif recorded.dtype != computed:
-            notices.append(_describe_difference(key, computed, f"the run in {file.parent}", recorded.dtype))
+            notices.append(_describe_difference(name_of(key), computed, f"the run in {file.parent}", recorded.dtype))
     served = dtypes.get(_SERVED)
     if served not in (None, AUTO, chosen.dtype):
-        notices.append(_describe_difference(_SERVED, served, key, chosen.dtype))
+        notices.append(_describe_difference(name_of(_SERVED), served, name_of(key), chosen.dtype))
     if (chosen.dtype, own.dtype) == ("bfloat16", "float32"):
         notices.append(f"computing in bfloat16 is slow on this machine: {own.reason}; float32 is faster")
     automatic = [key for key, dtype in dtypes.items() if dtype == AUTO and not (is_on_gpu and key.startswith(_TEACHER))]

@@ -40,12 +40,13 @@ def find_linear_modules(name: str) -> list[str] | None:
     return sorted(module for module in matrices if "embed" not in module and not module.endswith("lm_head"))
 
 
-def choose_targets(targets: Sequence[str], *, names: Sequence[str]) -> list[str]:
+def choose_targets(targets: Sequence[str], *, names: Sequence[str], key: str = "model.lora.target_modules") -> list[str]:
     """Return `targets` of an adapter as PEFT takes them: names stay, an expression becomes the names that it matches.
 
     Args:
         targets: names of modules, last parts of names, or regular expressions.
         names: the names of all modules that can have an adapter.
+        key: the key of `targets`, for the error.
 
     Raises:
         ConfigError: one matches nothing.
@@ -57,10 +58,7 @@ def choose_targets(targets: Sequence[str], *, names: Sequence[str]) -> list[str]
         elif matching := [name for name in names if re.fullmatch(target, name)]:
             chosen.extend(matching)
         else:
-            raise ConfigError(
-                f"model.lora.target_modules: {target!r} is no linear module of this model; there are "
-                f"{', '.join(last_parts(names))}"
-            )
+            raise ConfigError(f"{key}: {target!r} is no linear module of this model; there are {', '.join(last_parts(names))}")
     return sorted(set(chosen))
 
 

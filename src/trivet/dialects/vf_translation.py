@@ -61,24 +61,21 @@ _LORA = {
     "lora_use_rslora": "rslora",
 }
 """Key of [trainer.args] to the key below trainer.model.lora that has its value as it is."""
-_OTHER_WORDS = {
-    "--trainer.ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
-    "--ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
-    "--clean": f"--{_ARGS}.overwrite-output-dir true",
+RUN_KEYS = {
+    **{key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items()},
+    **{f"trainer.model.lora.{key}": f"{_ARGS}.{name}" for name, key in _LORA.items()},
+    **{f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_KEYS.items()},
+    **dict.fromkeys(
+        ("max_model_len", "inference.model.max_model_len", "trainer.model.seq_len", "orchestrator.seq_len"),
+        f"{_ARGS}.max_seq_len",
+    ),
+    **dict.fromkeys(("ckpt.interval", "ckpt.weights.interval"), f"{_ARGS}.save_steps"),
     "ckpt.resume_step": f"{_ARGS}.resume_from_checkpoint",
-    "ckpt.allow_changes = ": "the variable TRIVET_CKPT__ALLOW_CHANGES=",
-    "ckpt.interval": f"{_ARGS}.save_steps",
-    "ckpt.weights.interval": f"{_ARGS}.save_steps",
-    "inference.model.max_model_len": f"{_ARGS}.max_seq_len",
-    "max_model_len": f"{_ARGS}.max_seq_len",
-    "trainer.model.seq_len": f"{_ARGS}.max_seq_len",
-    "orchestrator.seq_len": f"{_ARGS}.max_seq_len",
     "inference_gpu_ids": "inference.gpus",
     "trainer_gpu_ids": "trainer.gpus",
 }
-"""Other words in messages about the run, to those of the dialect."""
-_ORDINARY_WORDS = {"seed", "overwrite_output_dir"}
-"""Keys of [trainer.args] whose name in the run is also an ordinary word (`seed`, `clean`): messages keep it."""
+"""Key of the run to the key of the dialect that sets it."""
+_VLLM_ARGS = "inference.vllm_args."
 
 
 def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) -> LoadedConfig[RLConfig]:
@@ -91,7 +88,7 @@ def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) ->
     Raises:
         ConfigError: lists every problem, by the names that the user wrote.
     """
-    findings = Findings(rename_keys=in_dialect)
+    findings = Findings(name_of=name_in_dialect)
     for problem in batch_problems(loaded.config):
         findings.refuse(problem)
     findings.raise_problems()
@@ -181,9 +178,11 @@ def notices_of(config: VfRLConfig) -> Iterator[str]:
         yield f'env.id "{config.env.id}": the package {environment_name(config)} of this machine is used; nothing is downloaded'
 
 
-def in_dialect(text: str) -> str:
-    """Return a message about the run with the keys that a user of the dialect knows."""
-    return _REPEATED_KEY.sub(r" and \1", _RUN_KEY.sub(lambda found: _DIALECT[found[0]], text))
+def name_in_dialect(key: str) -> str:
+    """Return the key of the dialect that sets `key` of the run, or `key` itself if none does."""
+    if key.startswith(_VLLM_ARGS):
+        return f"inference.args.{key.removeprefix(_VLLM_ARGS)}"
+    return RUN_KEYS.get(key, key)
 
 
 def _environment(config: VfRLConfig) -> dict[str, object]:
@@ -279,15 +278,3 @@ def _schedule(args: VfTrainerArgs) -> Iterator[tuple[str, object, str]]:
 
 def _reports(args: VfTrainerArgs) -> list[str]:
     return [args.report_to] if isinstance(args.report_to, str) else args.report_to
-
-
-_DIALECT = (
-    {key: f"{_ARGS}.{name}" for name, key in _SAME_MEANING.items() if name not in _ORDINARY_WORDS}
-    | {f"trainer.model.lora.{key}": f"{_ARGS}.{name}" for name, key in _LORA.items()}
-    | {f"inference.{key}": f"inference.args.{name}" for name, key in VLLM_KEYS.items()}
-    | _OTHER_WORDS
-)
-_RUN_KEY = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(_DIALECT, key=len, reverse=True)))})(?!\w|[.-]\w)")
-"""A whole key of the run, not a part of another."""
-_REPEATED_KEY = re.compile(r", (\S+) and \1\b")
-"""Two keys of the run that are one here."""

@@ -263,7 +263,7 @@ def _replicas(inference: InferenceConfig, num_gpus: int, *, name: str) -> int:
     tp, dp = inference.parallel.tp, inference.parallel.dp
     if num_gpus == 0:
         return dp
-    if problem := tensor_parallel_problem(tp, num_gpus=num_gpus, section=section, gpu_ids=f"{name}_gpu_ids"):
+    if problem := tensor_parallel_problem(tp, num_gpus=num_gpus, key=f"{section}.parallel.tp", gpu_ids=f"{name}_gpu_ids"):
         raise ConfigError(problem)
     if dp not in (1, num_gpus // tp):
         raise ConfigError(

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from trivet.config.checks.files import file_problems
+from trivet.config.loading.findings import ConfigFinding
 from trivet.config.loading.load import load_config
 from trivet.config.model_files import find_linear_modules
 from trivet.config.sections.rl import RLConfig
@@ -41,7 +42,7 @@ def test_files_that_are_not_here_or_cannot_be_read_tell_nothing(tmp_path: Path) 
 
 def test_a_target_that_the_model_does_not_have_is_refused_before_anything_starts(model: Path) -> None:
     argv = ["--model.name", str(model), "--model.lora.rank", "4", "--model.lora.target-modules", '["wqkv", "v_proj"]']
-    (problem,) = file_problems(load_config(TrainerConfig, argv, environ={}).config)
+    (problem,) = [ConfigFinding(text).show() for text in file_problems(load_config(TrainerConfig, argv, environ={}).config)]
     assert "model.lora.target_modules: 'v_proj' is no linear module of this model; there are up_proj, wqkv" in problem
 
 

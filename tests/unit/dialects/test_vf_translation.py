@@ -10,7 +10,8 @@ from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
 from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
-from trivet.dialects.vf_translation import in_dialect, load_run
+from trivet.dialects.vf_console import in_dialect
+from trivet.dialects.vf_translation import load_run
 from trivet.errors import ConfigError
 
 BASE = """
@@ -262,6 +263,19 @@ def test_the_flag_that_resumes_takes_a_name_or_stands_alone(tmp_path: Path, word
 def test_what_cannot_be_is_refused_with_the_remedy(tmp_path: Path, lines: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         translated(tmp_path, BASE + lines)
+
+
+def test_a_problem_with_a_variable_of_the_run_names_the_keys_of_the_dialect(tmp_path: Path) -> None:
+    (tmp_path / "vf.toml").write_text(BASE.replace("enforce_eager = true", "max_loras = 4"))
+    loaded = load_config(VfRLConfig, ["@", str(tmp_path / "vf.toml")], environ={})
+    with pytest.raises(ConfigError) as caught:
+        load_run(loaded, environ={"TRIVET_INFERENCE__MAX_CPU_LORAS": "2"})
+    assert str(caught.value).startswith("inference.args.max_cpu_loras (2) must be >= inference.args.max_loras (4)")
+
+
+def test_a_value_that_is_spelled_like_a_key_of_the_run_stays(tmp_path: Path) -> None:
+    _, said = translated(tmp_path, BASE.replace("kalomaze/alphabet-sort", "orchestrator.batch_size/seq_len"))
+    assert 'env.id "orchestrator.batch_size/seq_len": the package seq_len of this machine is used' in said
 
 
 def test_the_keys_that_every_file_needs_are_named(tmp_path: Path) -> None:

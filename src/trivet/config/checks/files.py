@@ -9,7 +9,8 @@ from pathlib import Path
 from trivet.config.chat_template import read_chat_template
 from trivet.config.checks.sft import data_problems
 from trivet.config.layout import RunLayout
-from trivet.config.loading.keys import Shape, all_keys, dotted, value_at
+from trivet.config.loading.findings import ROOT, Key
+from trivet.config.loading.keys import Shape, all_keys, value_at
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.model_files import choose_targets, find_linear_modules
 from trivet.config.sections.base import Section
@@ -35,7 +36,10 @@ def file_problems(config: Section) -> Iterator[str]:
     """Yield a problem for each file that `config` names and this machine does not have."""
     if isinstance(config, EvalConfig):
         if config.weights_dir is not None and not config.weights_dir.is_dir() and not config.watcher:
-            yield f"weights_dir ({config.weights_dir}) is not a directory"
+            yield (
+                f"{ROOT.weights_dir} ({config.weights_dir}) is not a directory; give the weights/ of a run, or set"
+                f" {ROOT.watcher} to wait for it"
+            )
         return
     if isinstance(config, TrainerConfig) and config.data.replay is not None:
         yield from _replay_problems(config.data.replay, output_dir=config.output_dir)
@@ -43,7 +47,7 @@ def file_problems(config: Section) -> Iterator[str]:
         yield from data_problems(config)
     trainer = config.trainer if isinstance(config, RLConfig) else config
     if isinstance(trainer, TrainingConfig):
-        yield from _target_problems(trainer.model, "trainer." if trainer is not config else "")
+        yield from _target_problems(trainer.model, ROOT if trainer is config else ROOT.trainer)
     yield from _template_problems(config)
     seen: set[str] = set()
     for path, key in all_keys(type(config)):
@@ -51,26 +55,26 @@ def file_problems(config: Section) -> Iterator[str]:
             name = value_at(config, path)
             if isinstance(name, str) and name not in seen:
                 seen.add(name)
-                yield from _model_problems(name, ".".join(str(part) for part in path), is_model=path[-2] == "model")
+                yield from _model_problems(name, Key(*path), is_model=path[-2] == "model")
 
 
 def _replay_problems(replay: Path, *, output_dir: Path) -> Iterator[str]:
     if not RunLayout(replay).batches.is_dir():
-        yield f"data.replay ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
+        yield f"{ROOT.data.replay} ({replay}) holds no batches/: give the output_dir of a run with trainer.data.record = true"
     elif replay.resolve() == output_dir.resolve():
-        yield f"data.replay ({replay}) is output_dir: a replay is a run of its own, choose another output_dir"
+        yield f"{ROOT.data.replay} ({replay}) is output_dir: a replay is a run of its own; choose another {ROOT.output_dir}"
 
 
-def _target_problems(model: TrainerModelConfig, prefix: str) -> Iterator[str]:
+def _target_problems(model: TrainerModelConfig, at: Key) -> Iterator[str]:
     """Check the modules of an adapter against the model's files, if they are here; else building the model does."""
     if model.lora is None:
         return
     names = find_linear_modules(model.name)
     if names:
         try:
-            choose_targets(model.lora.target_modules, names=names)
+            choose_targets(model.lora.target_modules, names=names, key=str(at.model.lora.target_modules))
         except ConfigError as exc:
-            yield f"{prefix}{exc}"
+            yield str(exc)
 
 
 def _template_problems(config: Section) -> Iterator[str]:
@@ -80,14 +84,14 @@ def _template_problems(config: Section) -> Iterator[str]:
         if isinstance(template, str) and template not in seen:
             seen.add(template)
             try:
-                read_chat_template(template)
+                read_chat_template(template, key=str(Key(*path)))
             except ConfigError as exc:
-                yield f"{dotted(path[:-1])}.{exc}"
+                yield str(exc)
 
 
-def _model_problems(name: str, key: str, *, is_model: bool) -> Iterator[str]:
+def _model_problems(name: str, key: Key, *, is_model: bool) -> Iterator[str]:
     try:
-        path = usable_path(name, key=key)
+        path = usable_path(name, key=str(key))
     except ConfigError as exc:
         yield str(exc)
         return
@@ -100,4 +104,4 @@ def _model_problems(name: str, key: str, *, is_model: bool) -> Iterator[str]:
         remedy = f"it is made by {maker}" if maker else "give a model directory, or a Hugging Face name such as Qwen/Qwen3-0.6B"
         yield f"{key} ({name}) is not a directory; {remedy}"
     elif is_model and not (path / "config.json").is_file():
-        yield f"{key} ({name}) has no config.json: it is not a model directory"
+        yield f"{key} ({name}) has no config.json: it is not a model directory; give another"

@@ -11,17 +11,17 @@ def steps_problem(max_steps: int | None, *, resume_step: int) -> str | None:
     return f"max_steps ({max_steps}) must be above the step resumed from ({resume_step}): nothing is left to do; raise it"
 
 
-def tensor_parallel_problem(tp: int, *, num_gpus: int, section: str, gpu_ids: str) -> str | None:
+def tensor_parallel_problem(tp: int, *, num_gpus: int, key: str, gpu_ids: str) -> str | None:
     """Check that whole replicas of a server fit its GPUs.
 
     Args:
-        section: the server's section, for the name of the key.
+        key: the key that `tp` is the value of.
         gpu_ids: the key that lists the GPUs.
     """
     if num_gpus % tp == 0:
         return None
     return (
-        f"{gpu_ids} names {num_gpus} GPU(s), which must be divisible by {section}.parallel.tp ({tp}):"
+        f"{gpu_ids} names {num_gpus} GPU(s), which must be divisible by {key} ({tp}):"
         f" {num_gpus} % {tp} = {num_gpus % tp}; change either"
     )
 

@@ -8,6 +8,7 @@ from math import isclose
 from pathlib import Path
 
 from trivet.config.loading.dump import literal
+from trivet.config.loading.findings import ROOT, Key
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.sections.sft import ConversationsConfig, FakeDataConfig, SftConfig
 from trivet.errors import ConfigError
@@ -19,11 +20,11 @@ def sft_problems(config: SftConfig) -> Iterator[str]:
     """Yield the problems of supervised fine-tuning that a trainer cannot have."""
     if isinstance(config.data, FakeDataConfig):
         if config.max_steps is None:
-            yield 'data.type "fake" has no end: set max_steps'
+            yield f'{ROOT.data.type} "fake" has no end: set {ROOT.max_steps}'
     else:
-        yield from _mixture_problems(config.data, "data")
+        yield from _mixture_problems(config.data, ROOT.data)
     if config.val is not None:
-        yield from _mixture_problems(config.val.data, "val.data")
+        yield from _mixture_problems(config.val.data, ROOT.val.data)
 
 
 def data_problems(config: SftConfig) -> Iterator[str]:
@@ -31,9 +32,9 @@ def data_problems(config: SftConfig) -> Iterator[str]:
     if config.bench is not None:
         return  # made-up rows
     if not isinstance(config.data, FakeDataConfig):
-        yield from _place_problems(config.data, "data")
+        yield from _place_problems(config.data, ROOT.data)
     if config.val is not None:
-        yield from _place_problems(config.val.data, "val.data")
+        yield from _place_problems(config.val.data, ROOT.val.data)
 
 
 def looks_local(name: str) -> bool:
@@ -48,15 +49,15 @@ def _exists(name: str) -> bool:
         return False
 
 
-def _mixture_problems(config: ConversationsConfig, prefix: str) -> Iterator[str]:
+def _mixture_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
     subsets, splits = config.subsets, config.splits
     for key, names in (("subsets", subsets), ("splits", splits)):
         if names is not None and (not names or "" in names):
-            yield f"{prefix}.{key} must name at least one, and each by a name, got {literal(names)}; remove it for all in one"
+            yield f"{at[key]} must name at least one, and no name may be empty, got {literal(names)}; remove the key for all in one"
             return
     if subsets is not None and splits is not None and len(subsets) != len(splits):
         yield (
-            f"{prefix}.splits has {len(splits)} names for {len(subsets)} {prefix}.subsets: {len(splits)} != {len(subsets)};"
+            f"{at.splits} has {len(splits)} names for {len(subsets)} {at.subsets}: {len(splits)} != {len(subsets)};"
             f" give one split for each subset, in their order"
         )
         return
@@ -66,28 +67,31 @@ def _mixture_problems(config: ConversationsConfig, prefix: str) -> Iterator[str]
         return
     if len(chances) != num_sources:
         yield (
-            f"{prefix}.probabilities has {len(chances)} numbers for {num_sources} sources: {len(chances)} != {num_sources};"
-            f" give one for each of {prefix}.subsets or {prefix}.splits, in their order"
+            f"{at.probabilities} has {len(chances)} numbers for {num_sources} sources: {len(chances)} != {num_sources};"
+            f" give one for each of {at.subsets} or {at.splits}, in their order"
         )
     elif min(chances) <= 0:
-        yield f"{prefix}.probabilities must be > 0, got {literal(chances)}; leave out a source that is not wanted"
+        yield f"{at.probabilities} must be > 0, got {literal(chances)}; remove a source that is not wanted"
     elif not isclose(sum(chances), 1.0, abs_tol=1e-6):
         scaled = ", ".join(f"{chance / sum(chances):.4g}" for chance in chances)
-        yield f"{prefix}.probabilities must sum to 1, got {' + '.join(map(str, chances))} = {sum(chances):g}; try [{scaled}]"
+        yield f"{at.probabilities} must sum to 1, got {' + '.join(map(str, chances))} = {sum(chances):g}; try [{scaled}]"
 
 
-def _place_problems(config: ConversationsConfig, prefix: str) -> Iterator[str]:
+def _place_problems(config: ConversationsConfig, at: Key) -> Iterator[str]:
     if not looks_local(config.name):
         return
     try:
-        path = usable_path(config.name, key=f"{prefix}.name")
+        path = usable_path(config.name, key=str(at.name))
     except ConfigError as exc:
         yield str(exc)
         return
     if not path.exists():
         yield (
-            f"{prefix}.name ({config.name}) does not exist: give a file (JSONL, parquet, arrow or CSV), a data set directory or a"
+            f"{at.name} ({config.name}) does not exist: give a file (JSONL, parquet, arrow or CSV), a data set directory or a"
             f" name of the hub"
         )
     elif path.is_file() and config.subsets is not None:
-        yield f"{prefix}.subsets ({literal(config.subsets)}) are of a directory or of the hub, and {prefix}.name is a file"
+        yield (
+            f"{at.subsets} ({literal(config.subsets)}) exist in a directory or on the hub, and {at.name} is a file; remove"
+            f" {at.subsets}"
+        )

@@ -1,11 +1,11 @@
 """Accepts keys of TOML files that are written like flags, `micro-batch-size = 8`.
 
-Called by `config.loading.load` for each source, before `config.loading.spellings`.
+Called by `config.loading.load` for each file, before `config.loading.spellings`.
 
 Names that are the user's own, such as an environment's arguments, stay as they are.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.keys import Shape, as_list, as_table, find_key
@@ -16,60 +16,34 @@ from trivet.config.sections.base import Section
 _Path = tuple[str, ...]
 
 
-def replace_dashes(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
-    """Return `entries` of one source with underscores in their keys; a key in both spellings is refused, naming both."""
-    seen: dict[_Path, str] = {}
-    return [
-        Entry(
-            path=(path := _spell_path(kind, entry.path, entry.origin, seen, findings)),
-            value=_spell_value(kind, entry.value, path, entry.origin, findings),
-            origin=entry.origin,
-        )
-        for entry in entries
-    ]
+def replace_dashes(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
+    """Return a file's entry with underscores in its keys; a key in both spellings is refused, naming both."""
+    return replace(entry, value=_spell(kind, entry.value, entry.path, entry.origin, findings))
 
 
-def _spell_path(kind: type[Section], typed: _Path, origin: str, seen: dict[_Path, str], findings: Findings) -> _Path:
-    """Return `typed` with underscores.
-
-    Args:
-        seen: how the last part of each path was typed so far in this source, by the path with underscores. Gets new ones.
-    """
-    path: _Path = ()
-    for name in typed:
-        parent, path = path, (*path, _spell_name(kind, path, name))
-        _note_spelling(path, name, parent, origin, seen, findings)
-    return path
-
-
-def _note_spelling(path: _Path, name: str, parent: _Path, origin: str, seen: dict[_Path, str], findings: Findings) -> None:
-    """Refuse `name` if the same key was typed in another spelling before."""
-    other = seen.get(path, name)
-    if other != name:
-        names = " and ".join(".".join((*parent, each)) for each in sorted((other, name)))
-        findings.refuse(f"{names} are two spellings of one key ({origin}); remove one")
-    seen[path] = name
-
-
-def _spell_value(kind: type[Section], value: object, path: _Path, origin: str, findings: Findings) -> object:
-    """Return `value` with underscores in the keys of the tables that it holds, if it is a list of sections."""
-    current = find_key(kind, current_path(kind, path))
+def _spell(kind: type[Section], value: object, path: _Path, origin: str, findings: Findings) -> object:
+    """Return `value` with underscores in the keys of the tables in it."""
+    if (table := as_table(value)) is not None:
+        return _spell_table(kind, table, path, origin, findings)
+    key = find_key(kind, current_path(kind, path))
     items = as_list(value)
-    if items is None or current is None or current.shape is not Shape.SECTION_LIST:
+    if items is None or key is None or key.shape is not Shape.SECTION_LIST:
         return value
-    return [_spell_table(kind, item, (*path, str(index)), origin, findings) for index, item in enumerate(items)]
+    return [_spell(kind, item, (*path, str(index)), origin, findings) for index, item in enumerate(items)]
 
 
-def _spell_table(kind: type[Section], value: object, path: _Path, origin: str, findings: Findings) -> object:
-    table = as_table(value)
-    if table is None:
-        return _spell_value(kind, value, path, origin, findings)
-    seen: dict[_Path, str] = {}
+def _spell_table(
+    kind: type[Section], table: dict[str, object], path: _Path, origin: str, findings: Findings
+) -> dict[str, object]:
+    typed: dict[str, str] = {}
     spelled: dict[str, object] = {}
     for name, item in table.items():
-        (*_, key) = here = (*path, _spell_name(kind, path, name))
-        _note_spelling(here, name, path, origin, seen, findings)
-        spelled[key] = _spell_table(kind, item, here, origin, findings)
+        key = _spell_name(kind, path, name)
+        other = typed.setdefault(key, name)
+        if other != name:
+            names = " and ".join(".".join((*path, each)) for each in sorted((other, name)))
+            findings.refuse(f"{names} are two spellings of one key ({origin}); remove one")
+        spelled[key] = _spell(kind, item, (*path, key), origin, findings)
     return spelled
 
 

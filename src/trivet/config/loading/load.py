@@ -6,7 +6,7 @@ whole is validated and checked (checks).
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,11 +17,11 @@ from pydantic_core import ErrorDetails
 from trivet.config.checks.all_checks import check
 from trivet.config.loading.arguments import Arguments, parse_arguments
 from trivet.config.loading.dashes import replace_dashes
-from trivet.config.loading.findings import Findings
+from trivet.config.loading.findings import Findings, Key
 from trivet.config.loading.keys import KeyPath, Shape, as_list, dotted, find_key, nearest_key
 from trivet.config.loading.origins import Draft, Node, Sourced, Tree, leaves, plain
 from trivet.config.loading.resolve import resolve
-from trivet.config.loading.sources import Entry, build_layer, merge_layers, read_environment, read_flags, read_toml
+from trivet.config.loading.sources import Entry, build_layer, flatten, merge_layers, read_environment, read_flags, read_toml
 from trivet.config.loading.spellings import use_current_names
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.loading.user_values import MAX_INTEGER, describe_integer
@@ -80,6 +80,8 @@ class LoadedConfig(Generic[SectionT]):
     origins: Mapping[str, str]
     """Origin of each value by dotted key; a key that is not here has its default."""
     notices: Sequence[str]
+    name_of: Callable[[str], str] = str
+    """Returns the name by which the user knows a key of `config`."""
 
 
 def load_config(
@@ -106,7 +108,8 @@ def load_arguments(
     is_whole = not findings.problems
     for file in arguments.files:
         try:
-            sources.extend(read_toml(file.path, under=file.under))
+            for entry in read_toml(file.path, under=file.under):
+                sources.append(list(flatten(replace_dashes(kind, entry, findings))))
         except ConfigError as exc:
             is_whole = False
             findings.refuse(str(exc))
@@ -125,7 +128,7 @@ def load_sources(
     """
     layers: list[Tree] = []
     for entries in sources:
-        layers.append(build_layer(kind, _spell_as_today(kind, entries, findings), findings, below=layers))
+        layers.append(build_layer(kind, use_current_names(kind, entries, findings), findings, below=layers))
     draft = Draft(merge_layers(layers))
     _refuse_unknown(kind, draft.tree, findings)
     if kind is RLConfig:
@@ -137,11 +140,7 @@ def load_sources(
         check(config, findings)
     findings.raise_problems()
     assert config is not None
-    return LoadedConfig(config=config, origins=draft.origins(), notices=tuple(findings.notices))
-
-
-def _spell_as_today(kind: type[Section], entries: Sequence[Entry], findings: Findings) -> list[Entry]:
-    return use_current_names(kind, replace_dashes(kind, entries, findings), findings)
+    return LoadedConfig(config=config, origins=draft.origins(), notices=findings.show_notices(), name_of=findings.name_of)
 
 
 def environment_entries(kind: type[Section], environ: Mapping[str, str]) -> list[Entry]:
@@ -204,16 +203,17 @@ def _refuse_unusable(config: Section, findings: Findings, path: KeyPath = ()) ->
     for name, value in config:
         items = as_list(value) or [value]
         for index, item in enumerate(items):
-            key = (*path, name, index) if len(items) > 1 else (*path, name)
+            here = (*path, name, index) if len(items) > 1 else (*path, name)
+            key = Key(*here)
             if isinstance(item, Section):
-                _refuse_unusable(item, findings, key)
+                _refuse_unusable(item, findings, here)
             elif isinstance(item, Path):
                 try:
-                    usable_path(item, key=dotted(key))
+                    usable_path(item, key=str(key))
                 except ConfigError as exc:
                     findings.refuse(str(exc))
             elif isinstance(item, int) and abs(item) > MAX_INTEGER:
-                findings.refuse(f"{dotted(key)} must be a whole number of at most 64 bits, got {describe_integer(item)}")
+                findings.refuse(f"{key} must be a whole number of at most 64 bits, got {describe_integer(item)}")
 
 
 def _is_derived(kind: type[Section], error: ErrorDetails, draft: Draft) -> bool:
@@ -223,27 +223,23 @@ def _is_derived(kind: type[Section], error: ErrorDetails, draft: Draft) -> bool:
 
 def _describe(kind: type[Section], error: ErrorDetails, draft: Draft) -> str:
     path = _without_tags(kind, error["loc"])
-    key = dotted(path)
-    node = draft.find(key)
+    key = Key(*path)
+    node = draft.find(dotted(path))
     origin = f" ({_first_origin(node)})" if node is not None else ""
     if error["type"] == "extra_forbidden":
-        parent = dotted(path[:-1])
-        return f'{key} does not apply to {parent}.type "{_tag(draft, parent)}"; remove it or change the type{origin}'
+        chooser = (*path[:-1], "type")
+        tag = draft.leaf(dotted(chooser))
+        return f'{key} does not apply to {Key(*chooser)} "{tag.value if tag else None}"; remove it or change the type{origin}'
     if error["type"] == "missing":
-        return f"{key} is missing: it has no default"
+        return f"{key} is missing: it has no default; set it"
     if error["type"] == "union_tag_not_found":
-        return f"{key}.type is missing; {key} has keys that depend on it{origin}"
+        return f"{key.type} is missing; {key} has keys that depend on it{origin}"
     context: dict[str, Any] = error.get("ctx", {})
     if error["type"] == "union_tag_invalid":
-        return f'{key}.type must be one of {context["expected_tags"]}, got "{context["tag"]}"{origin}'
+        return f'{key.type} must be one of {context["expected_tags"]}, got "{context["tag"]}"{origin}'
     expected = _EXPECTED.get(error["type"])
     problem = f"must be {expected.format(**context)}" if expected else f"is not valid: {error['msg']}"
     return f"{key} {problem}, got {_shown(mask(path, error['input']))}{origin}"
-
-
-def _tag(draft: Draft, section: str) -> object:
-    leaf = draft.leaf(f"{section}.type")
-    return leaf.value if leaf else None
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic.fields import FieldInfo
 
 from trivet.config.loading.dump import literal
-from trivet.config.loading.findings import Findings
+from trivet.config.loading.findings import ROOT, Findings, Key
 from trivet.config.loading.keys import as_list
 from trivet.config.loading.origins import Draft, Sourced
 from trivet.config.sections.bench import BenchConfig
@@ -106,8 +106,8 @@ def _make_deterministic(draft: Draft, findings: Findings) -> None:
         elif leaf is not None and _normal(leaf.value).lower() not in (str(value).lower(), f"{value:g}" if value == 1 else ""):
             found = literal(leaf.value) if isinstance(leaf.value, bool) else leaf.value
             findings.refuse(
-                f"deterministic = true ({wanted.origin}) needs {key} = {literal(value)}, got {found} ({leaf.origin});"
-                f" remove {key}"
+                f"{ROOT.deterministic} = true ({wanted.origin}) needs {Key(key)} = {literal(value)}, got {found} ({leaf.origin});"
+                f" remove {Key(key)}"
             )
     _derive_default(draft, "orchestrator.sampling.seed", "seed", OrchestratorConfig.model_fields["seed"])
 
@@ -150,8 +150,8 @@ def _agree(draft: Draft, findings: Findings, keys: Sequence[str]) -> None:
     for key, leaf in explicit.items():
         if _normal(leaf.value) != _normal(chosen.value):
             findings.refuse(
-                f"{first} ({chosen.value}, {chosen.origin}) and {key} ({leaf.value}, {leaf.origin}) must be equal;"
-                f" set {keys[0]} alone"
+                f"{Key(first)} ({chosen.value}, {chosen.origin}) and {Key(key)} ({leaf.value}, {leaf.origin}) must be equal;"
+                f" set {Key(keys[0])} alone"
             )
     for key in keys:
         if key not in explicit and not draft.is_null(key):
@@ -177,7 +177,8 @@ def _place_teacher(draft: Draft, findings: Findings) -> None:
     names = ("orchestrator.teacher_model.model.name", "teacher_inference.model.name")
     if not any(draft.leaf(name) for name in names):
         findings.refuse(
-            f"{names[0]} is not set: name the teacher that [teacher_inference] or teacher_gpu_ids starts a server for"
+            f"{Key(names[0])} is not set: name the teacher that [{ROOT.teacher_inference}] or {ROOT.teacher_gpu_ids} starts a"
+            " server for"
         )
     _agree(draft, findings, names)
     _agree(draft, findings, ("output_dir", "teacher_inference.output_dir"))
@@ -209,8 +210,8 @@ def _point_client_at_server(draft: Draft, findings: Findings, *, server: str, cl
         is_same_host = parts.hostname == host or (parts.hostname in LOCAL_HOSTS and host in LOCAL_HOSTS)
         if not is_same_host or _port_of(str(url)) != port:
             findings.refuse(
-                f"{client}.base_url ({url}, {urls.origin}) is not the server of this run, {server}.server"
-                f' ({host}:{port}); remove base_url, or set {server} = "None" when someone else starts the servers'
+                f"{Key(client).base_url} ({url}, {urls.origin}) is not the server of this run, {Key(server).server}"
+                f' ({host}:{port}); remove base_url, or set {Key(server)} = "None" when someone else starts the servers'
             )
 
 

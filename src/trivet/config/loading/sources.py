@@ -6,13 +6,12 @@ validates nothing: that is one step for all layers together, in config.loading.l
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from trivet.config.layout import SECRET_FILE
 from trivet.config.loading.arguments import FlagArgument
@@ -40,8 +39,11 @@ class Entry:
     origin: str
 
 
-def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, ...] = ()) -> list[list[Entry]]:
-    """Return entries of `path` and of the files that it inherits from, one list per file, in order of rising precedence.
+def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, ...] = ()) -> list[Entry]:
+    """Return the tables of `path` and of the files that it inherits from, in order of rising precedence.
+
+    Args:
+        under: the section that the files fill.
 
     Raises:
         ConfigError: a file is missing, is not TOML, or inherits from itself; names file and line.
@@ -66,9 +68,9 @@ def read_toml(path: Path, *, under: tuple[str, ...] = (), _readers: tuple[Path, 
     if names != bases:
         raise ConfigError(f'{INHERIT_KEY} in {path} must be a list of file names, e.g. {INHERIT_KEY} = ["base.toml"]')
     inherited = [
-        layer for base in names for layer in read_toml(path.parent / base, under=under, _readers=(*_readers, resolved))
+        entry for base in names for entry in read_toml(path.parent / base, under=under, _readers=(*_readers, resolved))
     ]
-    return [*inherited, list(_flatten(content, under, origin=str(path)))]
+    return [*inherited, Entry(path=under, value=content, origin=str(path))]
 
 
 def read_environment(environ: Mapping[str, str]) -> list[Entry]:
@@ -116,7 +118,7 @@ def build_layer(kind: type[Section], entries: Sequence[Entry], findings: Finding
         try:
             key = find_key(kind, entry.path)
             value = decode(key, entry.value) if isinstance(entry.value, Text) and key else entry.value
-            for part in _flatten(value, entry.path, origin=entry.origin):
+            for part in flatten(replace(entry, value=value)):
                 _insert(kind, tree, part, below=below)
         except ValueError as exc:
             findings.refuse(f"{shorten('.'.join(entry.path))}: {exc} ({entry.origin})")
@@ -133,31 +135,23 @@ def _path_problem(path: Sequence[str]) -> str | None:
     return None
 
 
+class _Layers(BaseSettings):
+    """The layers laid over each other by pydantic-settings: the values that it was made with, later over earlier."""
+
+    model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **_others: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        layers: list[Tree] = init_settings()["layers"]
+        return tuple(InitSettingsSource(settings_cls, init_kwargs=dict(layer)) for layer in reversed(layers))
+
+
 def merge_layers(layers: Sequence[Tree]) -> Tree:
     """Lay each layer over those before it: tables are merged key by key, anything else is replaced."""
-
-    class Layers(BaseSettings):
-        model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
-
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_args: Any, **_sources: Any
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return tuple(_LayerSource(settings_cls, layer) for layer in reversed(layers))
-
-    return dict(Layers().model_extra or {})
-
-
-class _LayerSource(PydanticBaseSettingsSource):
-    def __init__(self, settings_cls: type[BaseSettings], layer: Tree) -> None:
-        super().__init__(settings_cls)
-        self._layer = layer
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self._layer.get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return dict(self._layer)
+    make = cast("Callable[..., _Layers]", _Layers)  # it has no field `layers`, which would hide a key of that name
+    return dict(make(layers=list(layers)).model_extra or {})
 
 
 def decode(key: ConfigKey, text: str) -> object:
@@ -193,12 +187,13 @@ def _read_limited(text: str) -> object:
     return value
 
 
-def _flatten(value: object, path: tuple[str, ...], *, origin: str) -> Iterator[Entry]:
-    if table := as_table(value):
+def flatten(entry: Entry) -> Iterator[Entry]:
+    """Yield an entry for each value in the tables of `entry`, with its whole path."""
+    if table := as_table(entry.value):
         for name, item in table.items():
-            yield from _flatten(item, (*path, name), origin=origin)
-    elif path:
-        yield Entry(path=path, value=value, origin=origin)
+            yield from flatten(Entry(path=(*entry.path, name), value=item, origin=entry.origin))
+    elif entry.path:
+        yield entry
 
 
 def _insert(kind: type[Section], tree: Tree, entry: Entry, *, below: Sequence[Tree]) -> None:

@@ -93,7 +93,7 @@ REFUSED = {
     "orchestrator.token_batch_size": "batches are counted in rollouts: set orchestrator.batch_size",
     "orchestrator.algo": "set orchestrator.advantage",
     "orchestrator.mask_env_responses": "what the environment says is always masked: the policy did not sample it, so there is no"
-    " log-probability to weigh it by; remove the key, and to learn such texts too train on conversations with `uv run sft` and"
+    " log-probability to weigh it by; remove the key, and to learn such texts too, train on conversations with `uv run sft` and"
     " data.loss_mask.tool = true or data.loss_mask.user = true",
     **_at(
         _TRAINING,
@@ -119,7 +119,7 @@ REFUSED = {
     " and for memory use more ranks, or trainer.model.fsdp_cpu_offload on a GPU",
     "trainer.model.tp": "FSDP shards parameters, and no matrix product is split over ranks; remove the key, and for memory use"
     " more ranks, or trainer.model.fsdp_cpu_offload on a GPU",
-    "trainer.model.cp": "a row is not split over ranks: torch's ring attention knows one causal sequence, and would let the"
+    "trainer.model.cp": "a row is not split over ranks: torch's ring attention handles one causal sequence, and would let the"
     " samples of a packed row see each other; lower trainer.model.seq_len, or set trainer.model.ac to have memory for long rows",
 }
 """Old prefix to what replaced it."""
@@ -129,7 +129,7 @@ IGNORED = {
     **_at(_ROLES, ["log.vf_level", "log.env_worker_logs"], "what environments log is in logs/env_workers/"),
     **_at(_ROLES, ["log.log_data"], "trainer.data.record keeps batches, rollouts/ has the texts"),
     **_at(_TRAINING, ["wandb.id"], "a run that is resumed goes on as the run that it was"),
-    **_at(["", "trainer."], ["weight_broadcast.save_sharded"], "ckpt.weights.save_sharded says it for every policy"),
+    **_at(["", "trainer."], ["weight_broadcast.save_sharded"], "ckpt.weights.save_sharded decides it for every policy"),
     **_at(_TRAINING, ["rollout_transport.hwm"], "two batches wait in the trainer at most"),
     "trainer.model.impl": "models are those of transformers",
     "trainer.model.moe_use_grouped_mm": "transformers chooses how experts are multiplied",
@@ -178,7 +178,7 @@ SINGLE_VALUES = {
 }
 """The one value of a prime-rl key whose other values do not exist here. Setting it is right and changes nothing."""
 
-SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile")
+SWITCHES = ("trainer.model.ac", "trainer.model.ac_offloading", "trainer.model.compile", "bench", "trainer.bench")
 """Tables that `true` turns on as they are, and `false` off."""
 
 GPU_COUNTS = {
@@ -256,7 +256,7 @@ def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
     named = f"{'.'.join(entry.path)} ({entry.origin})"
     if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
-        findings.notice(f"{named}: {SINGLE_VALUES[name]} is the only choice here; the key can go")
+        findings.notice(f"{named}: {SINGLE_VALUES[name]} is the only choice here; remove the key")
     elif old := _longest_prefix(name, IGNORED):
         findings.notice(f"{named} has no effect: {IGNORED[old]}")
     elif old := _longest_prefix(name, REFUSED):
@@ -273,8 +273,6 @@ def _current_value(kind: type[Section], entry: Entry, findings: Findings) -> Ent
         return Entry(path=entry.path, value={} if str(entry.value).lower() == "true" else None, origin=entry.origin)
     if name == "orchestrator.advantage" and entry.value in (None, "None"):
         return Entry(path=(*entry.path, "type"), value="none", origin=entry.origin)
-    if name in ("bench", "trainer.bench") and isinstance(entry.value, bool):
-        return Entry(path=entry.path, value={} if entry.value else None, origin=entry.origin)
     if key and key.shape is Shape.LIST and type(entry.value) is str and entry.value != "None":
         return Entry(path=entry.path, value=Text(entry.value), origin=entry.origin)
     return entry

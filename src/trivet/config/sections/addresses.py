@@ -13,7 +13,7 @@ def _require_web_address(url: str) -> str:
         parts = urlsplit(url)
         port = parts.port  # raises for one that is no port
     except ValueError as exc:
-        raise ValueError(f"is no address that can be asked ({exc}); write it like {_EXAMPLE}") from exc
+        raise ValueError(f"is no web address ({exc}); write it like {_EXAMPLE}") from exc
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or any(char.isspace() for char in url):
         raise ValueError(f"must start with http:// or https:// and name a host, like {_EXAMPLE}")
     _require_host(parts.hostname)

@@ -14,7 +14,7 @@ class BenchConfig(Section):
     """
 
     output_json: Path | None = None
-    """File that gets the figures, with the configuration, versions and hardware they are of."""
+    """File that gets the figures, with the configuration, versions and hardware that they belong to."""
     num_steps: int = Field(default=4, ge=2)
     """Optimizer steps. The first warms up and does not count."""
     rows_per_rank: int = Field(default=2, ge=1)

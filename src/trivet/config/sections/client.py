@@ -12,11 +12,11 @@ class ElasticConfig(Section):
     """Servers found by name: every address that `hostname` resolves to is a server."""
 
     hostname: Host
-    """DNS name, asked again and again; a new address joins once it holds the current policy, one that is gone is let go."""
+    """DNS name, looked up every `sync_interval`. A new address joins once it serves the current policy; a gone one is removed."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of every server."""
     sync_interval: float = Field(default=5.0, gt=0, le=MAX_WAIT_S)
-    """Time between two look-ups, seconds."""
+    """Time between two look-ups of `hostname`, seconds."""
 
 
 class ClientConfig(Section):
@@ -29,7 +29,7 @@ class ClientConfig(Section):
     api_key_var: list[str] = Field(default=["OPENAI_API_KEY"], min_length=1)
     """Environment variable that holds the key: one for all servers, or one per `base_url`. A local server needs none."""
     headers: dict[str, str] = {}
-    """Sent with every request, to every server."""
+    """HTTP headers of every request to every server."""
     timeout: float = Field(default=1200.0, gt=0, le=MAX_WAIT_S)
     """Longest time for one request, seconds."""
     admin_timeout: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
@@ -49,7 +49,7 @@ class ClientConfig(Section):
         return self
 
     def api_key(self, base_url: str, environ: Mapping[str, str]) -> str | None:
-        """The key for the server at `base_url`, None when its variable is not set."""
+        """Return the key for the server at `base_url`, or None if its variable is not set."""
         roots = [server_root(url) for url in self.base_url]
         root = server_root(base_url)
         index = roots.index(root) if root in roots and len(self.api_key_var) > 1 else 0
@@ -57,23 +57,23 @@ class ClientConfig(Section):
 
 
 class ConcurrencyConfig(Section):
-    """Rollouts in flight, adapted to the servers' load as their `/metrics` tell it.
+    """Rollouts in flight, adapted to the servers' load as their `/metrics` report it.
 
-    The limit starts at everything that `oversampling_factor` and `max_concurrent` allow and comes down only when it costs
-    something: sequences evicted from the cache and computed again, or a queue longer than what is running. It never comes
-    below what the servers are running, so a run that fits is never slowed.
+    The limit starts at what `oversampling_factor` and `max_concurrent` allow. It falls only when the servers evict sequences from
+    their cache and compute them again, or when more requests wait than run. It never falls below the number of requests that
+    run, so that a run that fits is never slowed.
     """
 
     adaptive: bool = True
-    """Adapt; false keeps the limit where it starts. Servers without `/metrics` are left alone."""
+    """Adapt the limit; false keeps the first one. Servers without `/metrics` are not considered."""
     initial_inflight: int | None = Field(default=None, ge=1)
     """Rollouts in flight at the start; unset: as many as allowed."""
     min_inflight: int = Field(default=16, ge=1)
     """The limit never falls below this."""
     interval: float = Field(default=5.0, gt=0)
-    """Time between two looks at the servers' load, seconds."""
+    """Time between two readings of the servers' load, seconds."""
 
 
 def server_root(base_url: str) -> str:
-    """A server's address without `/v1`, which names it in events and logs."""
+    """Return a server's address without `/v1`, which names it in events and logs."""
     return base_url.rstrip("/").removesuffix("/v1")

@@ -22,11 +22,11 @@ class BufferConfig(Section):
     hard_threshold: float | None = None
     """An example whose group has at most this mean reward moves to the hard pool; unset: none does."""
     easy_fraction: float = Field(default=0.0, ge=0, le=1)
-    """On resume, this share of each easy pool returns to the normal pool, longest parked first."""
+    """On resume, this share of each easy pool returns to the normal pool; the examples that left it first return first."""
     hard_fraction: float = Field(default=0.0, ge=0, le=1)
-    """On resume, this share of each hard pool returns to the normal pool, longest parked first."""
+    """On resume, this share of each hard pool returns to the normal pool; the examples that left it first return first."""
     recheck_interval: int | None = Field(default=None, ge=1)
-    """An easy or hard example returns to the normal pool after this many steps, for one more try; unset: only on resume."""
+    """An easy or hard example returns to the normal pool after this many steps, to be tried again; unset: only on resume."""
     hash_keys: list[str] = Field(default=["task", "prompt"], min_length=1)
     """Columns of the data set that name an example when a run is resumed on data that has grown or changed."""
 
@@ -88,18 +88,18 @@ class ZeroAdvantageFilterConfig(Section):
 
 
 class RepetitionFilterConfig(Section):
-    """Rollouts that repeat themselves: a long run of tokens of which the model was nearly certain."""
+    """Rollouts that repeat themselves: many tokens in a row of which the model was nearly certain."""
 
     window: int = Field(default=3000, ge=2)
-    """Length of the run, tokens."""
+    """Length of the repetition, tokens."""
     prob_threshold: float = Field(default=0.99, gt=0, lt=1)
-    """Each token of the run was sampled with a probability above this."""
+    """Each of these tokens was sampled with a probability above this."""
     enforce: bool = False
     """Train on none of their tokens. False: only measure."""
 
 
 class GibberishFilterConfig(Section):
-    """Rollouts with a rare token that the model itself held for next to impossible."""
+    """Rollouts with a rare token to which the model itself gave almost no probability."""
 
     token_id_threshold: int = Field(default=100_000, ge=0)
     """Rare tokens are those with a greater id: tokenizers number them by frequency. Lower it for small vocabularies."""
@@ -110,7 +110,7 @@ class GibberishFilterConfig(Section):
 
 
 class FiltersConfig(Section):
-    """Rollouts that are looked for; the first filter that fits names the reason. They stay in their group's baseline."""
+    """Filters that find broken rollouts. The first one that fits a rollout names the reason. It stays in its group's baseline."""
 
     repetition: RepetitionFilterConfig | None = RepetitionFilterConfig()
     gibberish: GibberishFilterConfig | None = GibberishFilterConfig()

@@ -25,22 +25,23 @@ class DetectorsConfig(Section):
     mismatch_drift: Reaction = "warn"
     """The mismatch KL between trainer and server exceeds mismatch_kl."""
     gradient_spike: Reaction = "warn"
-    """The gradient norm is gradient_factor times its median of the last 20 steps. Speaks at once."""
+    """The gradient norm is gradient_factor times its median of the last 20 steps. Reports at once."""
     stuck_policy: Reaction = "warn"
     """The servers held one policy over stuck_policy_steps batches."""
     no_loss_tokens: Reaction = "warn"
-    """A batch has nothing to train on. Speaks at once."""
+    """A batch has nothing to train on. Reports at once."""
     patience: int = Field(default=3, ge=1)
-    """Steps in a row before a detector speaks, unless it speaks at once: one bad batch may be chance."""
+    """Steps in a row before a detector reports, unless it reports at once: one bad batch may be chance."""
     failed_share: float = Field(default=0.5, gt=0, le=1)
-    """Half of the groups failing points to the environment, not to bad luck."""
+    """Share of failed groups at which `failed_rollouts` reports. When half of them fail, the environment is the likely cause."""
     truncated_share: float = Field(default=0.5, gt=0, le=1)
-    """Rollouts that never end are rewarded for how they begin."""
+    """Share of rollouts that were cut at which `truncated` reports. Such a rollout is rewarded for its beginning alone."""
     entropy_share: float = Field(default=0.02, gt=0, lt=1)
-    """A policy that learns grows more certain; fifty times more certain explores nothing."""
+    """Share of the first entropy below which `entropy_collapse` reports. Learning lowers it; a fiftieth explores nothing."""
     mismatch_kl: float = Field(default=0.1, gt=0)
-    """Nats per token. Healthy runs stay below 0.01 with full fine-tuning, one or two policies behind."""
+    """KL divergence above which `mismatch_drift` reports, nats per token. Healthy runs stay below 0.01
+    with full fine-tuning, one or two policies behind."""
     gradient_factor: float = Field(default=20.0, gt=1)
-    """Small batches vary by a factor of a few."""
+    """Multiple of the median at which `gradient_spike` reports. With small batches the norm varies by a factor of a few."""
     stuck_policy_steps: int = Field(default=10, ge=2)
-    """Longer than any usual max_async_level."""
+    """Batches with one policy at which `stuck_policy` reports: more than any usual max_async_level."""

@@ -1,10 +1,10 @@
-"""Section of one environment: `[[orchestrator.env]]`, `[[env]]` of `eval`."""
+"""Section of one environment, `[[orchestrator.env]]` and `[[env]]` of `eval`, and the keys of the processes that run them."""
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
-from trivet.config.sections.base import Section
+from trivet.config.sections.base import MAX_PROCESSES, MAX_WAIT_S, Section
 from trivet.config.sections.sampling import EnvSamplingConfig
 
 Credential = Literal["WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
@@ -24,6 +24,22 @@ def _require_name(name: str) -> str:
 
 
 EnvName = Annotated[str, AfterValidator(_require_name)]
+
+
+class EnvWorkersConfig(Section):
+    """Keys of the processes that run environments. The orchestrator and the command `eval` have them."""
+
+    workers_per_env: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Processes that run each environment. One runs many rollouts at a time; more help where its own Python is slow."""
+    max_env_worker_restarts: int = Field(default=5, ge=-1)
+    """A worker that ended this often in a row, without finishing a group in between, ends the run or the evaluation; -1: never."""
+    env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
+    """Longest time for load_environment, downloads of data included, seconds."""
+    env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
+    """A worker whose event loop is blocked for longer, by synchronous code of its environment, is ended and started again,
+    seconds."""
+    rollout_timeout_s: float | None = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
+    """Longest time for the rollouts of one example and their scores, seconds; a group that needs longer fails. None: any."""
 
 
 class EnvConfig(Section):

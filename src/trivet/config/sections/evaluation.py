@@ -5,8 +5,9 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from trivet.backoff import backoff_s
-from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_WAIT_S, Section
+from trivet.config.sections.base import MAX_ROLLOUTS, MAX_WAIT_S, Section
 from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.environment import EnvWorkersConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.config.sections.sampling import EvalSamplingConfig
 from trivet.config.sections.shared import LogConfig, WandbConfig
@@ -55,7 +56,7 @@ class EvalRetryConfig(Section):
         return backoff_s(attempt, first_s=self.wait_multiplier, min_s=self.wait_min, max_s=self.wait_max)
 
 
-class EvalConfig(Section):
+class EvalConfig(EnvWorkersConfig):
     """`uv run eval --client.base-url URL --weights-dir outputs/weights --env.id ID`."""
 
     client: EvalClientConfig = EvalClientConfig()
@@ -91,16 +92,6 @@ class EvalConfig(Section):
     finished is kept, what failed is tried again."""
     use_tqdm: bool = True
     """Progress bars on a terminal; elsewhere, or when false, a line now and then."""
-    workers_per_env: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Processes that run each environment."""
-    max_env_worker_restarts: int = Field(default=5, ge=-1)
-    """A worker that ended this often in a row, without finishing a group in between, ends the evaluation; -1: never."""
-    env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
-    """Longest time for load_environment, downloads of data included, seconds."""
-    env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
-    """A worker whose event loop is blocked for longer is ended and started again, seconds."""
-    rollout_timeout_s: float | None = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
-    """Longest time for the rollouts of one example and their scores, seconds. None: any."""
     wandb: WandbConfig | None = None
     """Log the scores as `eval/<env>/…` at the step of each policy, to a W&B run of their own."""
     log: LogConfig = LogConfig()

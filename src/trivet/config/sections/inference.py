@@ -7,14 +7,13 @@ from pydantic import Field
 
 from trivet.config.sections.addresses import Host
 from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, Section
-from trivet.config.sections.faults import FaultsConfig
 from trivet.config.sections.lora import MAX_RANK
 from trivet.config.sections.rope import RopeScalingConfig
-from trivet.config.sections.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, LogConfig, RunIdentity
+from trivet.config.sections.shared import DEFAULT_MODEL, RoleConfig
 
 
 class ServerConfig(Section):
-    """The address of the server, and what it lets in."""
+    """The address of the server, and who may use it."""
 
     host: Host = "127.0.0.1"
     """Interface to listen on."""
@@ -43,7 +42,7 @@ class InferenceModelConfig(Section):
     enable_auto_tool_choice: bool = False
     """Let the model decide to call tools."""
     tool_call_parser: str | None = "hermes"
-    """How tool calls are written by this model; counts with enable_auto_tool_choice."""
+    """How tool calls are written by this model; used with enable_auto_tool_choice."""
     reasoning_parser: str | None = None
     """How thinking is marked by this model, e.g. `qwen3`."""
     rope_scaling: RopeScalingConfig | None = None
@@ -62,21 +61,18 @@ class ParallelConfig(Section):
     """Replicas; the launcher sets GPUs / tp."""
 
 
-class InferenceConfig(Section):
+class InferenceConfig(RoleConfig):
     """`uv run inference @ inference.toml`."""
 
-    run: RunIdentity = RunIdentity()
     is_teacher: bool = False
     """Set by the launcher: it serves the teacher, and reports as that."""
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """Root of everything the run writes."""
     server: ServerConfig = ServerConfig()
     model: InferenceModelConfig = InferenceModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of GPU memory for weights and KV cache."""
     cpu_kv_cache_gib: float = Field(default=1.0, gt=0, le=65536)
-    """KV cache on a machine without a GPU, GiB."""
+    """Size of the KV cache on a machine without a GPU, GiB."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)
     """Sequences generated at one time; unset: vLLM's default."""
     enable_lora: bool = False
@@ -92,7 +88,5 @@ class InferenceConfig(Section):
     """Seeds sampling of requests that carry no seed."""
     deterministic: bool = False
     """One sequence at a time, and nothing computed for another request is reused: equal requests get equal bytes."""
-    faults: FaultsConfig = FaultsConfig()
     vllm_args: dict[str, Any] = {}
     """Further vLLM engine arguments by name, e.g. `{ swap_space = 4 }`; one that has a key above is refused."""
-    log: LogConfig = LogConfig()

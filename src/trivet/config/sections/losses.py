@@ -50,7 +50,7 @@ class DefaultLossConfig(PolicyLossConfig):
     """Weight of the advantage."""
     teacher_tau: float = Field(default=0.0, ge=0)
     """Weight of the pull towards a teacher, which orchestrator.teacher_model names: on-policy distillation. With adv_tau = 0 the
-    teacher alone is learnt from."""
+    policy learns from the teacher alone."""
     kl_tau: float = Field(default=0.0, ge=0)
     """Weight of the log-ratio penalty against the sampling policy."""
 

@@ -19,7 +19,7 @@ class ActivationCheckpointConfig(Section):
     mode: Literal["full", "selective"] = "full"
     """Parts of a block that are computed again: all, or those that `targets` names."""
     freq: int = Field(default=1, ge=1)
-    """Every so many blocks one is checkpointed; 1: all of them."""
+    """One of this many blocks is checkpointed; 1: every block."""
     targets: list[str] = ["norm"]
     """Parts for mode `selective`: `norm`, `attn`, `mlp`, or names of a block's modules. Norms keep the most for the least work."""
 
@@ -62,10 +62,10 @@ class CompileConfig(Section):
 
 
 class DebugModelConfig(Section):
-    """A model that is not the one of that name: for tests and measurements, with `sft` or a replay."""
+    """Changes to the model, for tests and measurements with `sft` or a replay."""
 
     num_layers: int | None = Field(default=None, ge=1)
-    """Keep only the first so many layers."""
+    """Keep only this many layers, from the first."""
     random_init: bool = False
     """Draw the weights from the seed instead of reading them."""
 

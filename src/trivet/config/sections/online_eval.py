@@ -34,7 +34,7 @@ class OnlineEvalConfig(Section):
     max_concurrent: int = Field(default=64, ge=1, le=MAX_ROLLOUTS)
     """Evaluation rollouts in flight, beside those that are trained on."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
-    """How evaluation rollouts are sampled; training's `sampling` does not count here."""
+    """How evaluation rollouts are sampled; training's `sampling` does not apply."""
     eval_base_model: bool = True
     """Evaluate the start model before the first step."""
     skip_eval_on_resume: bool = True
@@ -42,7 +42,7 @@ class OnlineEvalConfig(Section):
 
 
 class ValConfig(Section):
-    """A small look at held-out examples of the environments that are trained on, sampled as in training: `val_reward/mean`."""
+    """Validation on a few held-out examples of the environments that are trained on, sampled as in training: `val_reward/mean`."""
 
     num_examples: int = Field(default=16, ge=1)
     """Examples per environment."""

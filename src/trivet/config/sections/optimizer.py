@@ -13,7 +13,7 @@ class CommonOptimizerConfig(Section):
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Share of a parameter that goes at each step, times the learning rate. With `sgd` it is part of the gradient instead."""
+    """Share of a parameter that each step removes, times the learning rate. With `sgd` it is part of the gradient instead."""
     max_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this; None: do not clip."""
 
@@ -35,7 +35,7 @@ class SGDConfig(CommonOptimizerConfig):
 
     type: Literal["sgd"] = "sgd"
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the sum of gradients that is followed; 0: the gradient itself."""
+    """Decay of the momentum; 0: none, an update follows the gradient itself."""
     nesterov: bool = True
     """Look one update ahead. Needs momentum."""
 

@@ -1,29 +1,16 @@
 """Sections of the orchestrator."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section
+from trivet.config.sections.base import MAX_ROLLOUTS, MAX_TOKENS, Section
 from trivet.config.sections.client import ClientConfig, ConcurrencyConfig
 from trivet.config.sections.curriculum import AdvantageConfig, BufferConfig, FiltersConfig
-from trivet.config.sections.detectors import DetectorsConfig
-from trivet.config.sections.environment import EnvConfig
-from trivet.config.sections.faults import FaultsConfig
+from trivet.config.sections.environment import EnvConfig, EnvWorkersConfig
 from trivet.config.sections.online_eval import OnlineEvalConfig, ValConfig
 from trivet.config.sections.sampling import SamplingConfig
-from trivet.config.sections.shared import (
-    DEFAULT_MODEL,
-    DEFAULT_OUTPUT_DIR,
-    CkptConfig,
-    EventsConfig,
-    HeartbeatConfig,
-    LogConfig,
-    RunIdentity,
-    TransportConfig,
-    WandbConfig,
-)
+from trivet.config.sections.shared import DEFAULT_MODEL, SteppingRoleConfig, TransportConfig
 from trivet.config.sections.teacher import TeacherModelConfig
 
 
@@ -35,24 +22,19 @@ class PolicyModelConfig(Section):
 
 
 class ShownSamplesConfig(Section):
-    """Rollouts on the console, to see what the model really writes."""
+    """Rollouts that the console shows, so that you see what the model writes."""
 
     interval: int = Field(default=10, ge=1)
-    """Steps between them."""
+    """Steps from one showing to the next."""
     count: int = Field(default=1, ge=1)
-    """Rollouts each time."""
+    """Rollouts that are shown each time."""
     max_chars: int = Field(default=400, ge=20)
     """Prompt and completion are each cut to this many characters; whole ones are in rollouts/step_N/."""
 
 
-class OrchestratorConfig(Section):
+class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
     """`uv run orchestrator @ orchestrator.toml`."""
 
-    run: RunIdentity = RunIdentity()
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """Root of everything the run writes."""
-    max_steps: int | None = Field(default=None, ge=1)
-    """Stop after this many batches."""
     seed: int = Field(default=42, ge=0)
     """Seeds the order of examples, unless buffer.seed does."""
     seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
@@ -72,15 +54,15 @@ class OrchestratorConfig(Section):
     """Form batches in the order of group ids, whatever the timing. Needs strict_async_level, a seed for sampling and no
     oversampling. The run's own key sets all of it for every role."""
     max_off_policy_steps: int = Field(default=8, ge=0)
-    """A group whose oldest token is older than this many steps is dropped, time in queues counted."""
+    """A group whose oldest token is older than this many steps is dropped; steps that it waited in queues count."""
     max_concurrent: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)
     """Rollouts in flight at most, whatever the oversampling."""
     tasks_per_minute: int | None = Field(default=None, ge=1)
     """Rollouts started per minute at most, for environments that ask a service with a limit; unset: as fast as they go."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
-    """Turns of one rollout as one sample while each continues the last token for token, or as a sample per turn. For
-    `interleaved` the server keeps the tokens of earlier turns wherever the chat template still says what they say."""
+    """`interleaved`: the turns of a rollout are one sample as long as each turn continues the tokens of the last; the server keeps
+    the tokens of earlier turns wherever the chat template leaves their text as it was. `branching`: each turn is a sample."""
     mask_truncated_completions: bool = False
     """Train on no token of a rollout that was cut at a length limit; its reward stays in its group's baseline."""
     zero_truncated_completions: bool = False
@@ -97,34 +79,16 @@ class OrchestratorConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     env: list[EnvConfig] = Field(default=[EnvConfig()], min_length=1)
     """Environments to train on."""
-    workers_per_env: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Processes that run each environment. One runs many rollouts at a time; more help where its own Python is slow."""
-    max_env_worker_restarts: int = Field(default=5, ge=-1)
-    """A worker that ended this often in a row, without finishing a group in between, ends the run; -1: never."""
-    env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
-    """Longest time for load_environment, downloads of data included, seconds."""
-    env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
-    """A worker whose event loop is blocked for longer, by synchronous code of its environment, is ended and started again,
-    seconds."""
-    rollout_timeout_s: float | None = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
-    """Longest time for the rollouts of one example and their scores, seconds; a group that needs longer fails. None: any."""
     buffer: BufferConfig = BufferConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     filters: FiltersConfig = FiltersConfig()
-    faults: FaultsConfig = FaultsConfig()
     rollout_transport: TransportConfig = TransportConfig()
-    ckpt: CkptConfig = CkptConfig()
-    log: LogConfig = LogConfig()
-    wandb: WandbConfig | None = None
-    events: EventsConfig = EventsConfig()
-    heartbeat: HeartbeatConfig | None = None
-    detectors: DetectorsConfig = DetectorsConfig()
     shown_samples: ShownSamplesConfig | None = ShownSamplesConfig()
     """None: no rollouts on the console."""
     eval: OnlineEvalConfig | None = None
-    """Measure policies during the run; unset: no."""
+    """Evaluate policies during the run; unset: no."""
     val: ValConfig | None = None
-    """Look at held-out examples during the run; unset: no."""
+    """Validate on held-out examples during the run; unset: no."""
 
     @property
     def environments(self) -> dict[str, EnvConfig]:
@@ -135,7 +99,7 @@ class OrchestratorConfig(Section):
         return loaded
 
     def pool_name(self, env: EnvConfig) -> str:
-        """Name of the workers that evaluate on `env`: those that train on it anyway, or others."""
+        """Return the name of the workers that evaluate on `env`: those that train on it, or their own."""
         for trained in self.env:
             if trained.program == env.program:
                 return trained.label

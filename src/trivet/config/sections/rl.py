@@ -7,10 +7,17 @@ from pydantic import Field
 from trivet.config.sections.base import MAX_PROCESSES, MAX_TOKENS, MAX_WAIT_S, Section
 from trivet.config.sections.bench import BenchConfig
 from trivet.config.sections.detectors import DetectorsConfig
-from trivet.config.sections.faults import FaultsConfig
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.config.sections.shared import DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, CkptConfig, EventsConfig, LogConfig, WandbConfig
+from trivet.config.sections.shared import (
+    DEFAULT_MODEL,
+    DEFAULT_OUTPUT_DIR,
+    CkptConfig,
+    EventsConfig,
+    FaultsConfig,
+    LogConfig,
+    WandbConfig,
+)
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.config.sections.trainer import TrainerConfig
 

@@ -54,6 +54,6 @@ class RopeScalingConfig(Section):
         parameters = as_table(own)
         if parameters is None or "rope_theta" not in parameters:
             raise ConfigError(
-                f"model.rope_scaling cannot be: {model} has no rotary positions that all its layers share; remove it"
+                f"model.rope_scaling does not apply: {model} has no rotary positions that all its layers share; remove it"
             )
         return {**parameters, **self.model_dump(exclude_none=True)}

@@ -40,14 +40,11 @@ class ConversationsConfig(Section):
     loss_mask: LossMaskConfig = LossMaskConfig()
 
 
-class SftDataConfig(ConversationsConfig):
-    """Conversations to train on."""
+class BatchingConfig(Section):
+    """Keys that say how conversations, or made-up sequences, are put into batches."""
 
-    type: Literal["sft"] = "sft"
     batch_size: int = Field(default=128, ge=1, le=MAX_ROLLOUTS)
     """Conversations per optimizer step."""
-    shuffle: bool = True
-    """Another order in each epoch, from seed and epoch."""
     micro_batch_size: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     """Rows of seq_len tokens (`cat`), or conversations (`stack`), that one forward takes. Memory and speed, never the result."""
     pack_function: Literal["cat", "stack"] = "cat"
@@ -55,18 +52,20 @@ class SftDataConfig(ConversationsConfig):
     Neither pads, and conversations do not see each other."""
 
 
-class FakeDataConfig(Section):
-    """Made-up sequences, for measuring."""
+class SftDataConfig(ConversationsConfig, BatchingConfig):
+    """Conversations to train on."""
+
+    type: Literal["sft"] = "sft"
+    shuffle: bool = True
+    """Another order in each epoch, from seed and epoch."""
+
+
+class FakeDataConfig(BatchingConfig):
+    """Made-up sequences, for measuring. Each stands for a conversation."""
 
     type: Literal["fake"] = "fake"
-    batch_size: int = Field(default=128, ge=1, le=MAX_ROLLOUTS)
-    """Sequences per optimizer step."""
     seed: int | None = Field(default=None, ge=0)
-    """Unset: the run's seed."""
-    micro_batch_size: int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
-    """As with conversations."""
-    pack_function: Literal["cat", "stack"] = "cat"
-    """As with conversations."""
+    """Seeds the sequences; unset: the run's seed."""
     length: Literal["fixed", "variable"] = "fixed"
     """Sequences of model.seq_len tokens, or of 2 to model.seq_len."""
     input_ids: Literal["increasing", "random"] = "increasing"

@@ -1,4 +1,4 @@
-"""Sections that more than one role has."""
+"""Sections, and keys, that more than one role has."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,10 +7,11 @@ from pydantic import Field, field_validator
 
 from trivet.config.sections.addresses import Host, WebAddress
 from trivet.config.sections.base import MAX_WAIT_S, Section
+from trivet.config.sections.detectors import DetectorsConfig
 
 
 class LogConfig(Section):
-    """Log lines, and which of them are written."""
+    """Which log lines are written, and in which form."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is written."""
@@ -46,10 +47,10 @@ class WandbConfig(Section):
 
 
 class HeartbeatConfig(Section):
-    """A sign of life for a monitoring service."""
+    """Requests that tell a monitoring service that the run goes on."""
 
     url: WebAddress
-    """Gets a GET request after every step, for a monitoring service that raises the alarm when they stop."""
+    """Address that gets a GET request after every step. The service raises an alarm when the requests stop."""
 
 
 class EventsConfig(Section):
@@ -109,7 +110,7 @@ class CkptConfig(Section):
     """Keep the checkpoints of every multiple of this for ever, besides keep_last."""
     async_write: bool = True
     """Write policies and checkpoints while the next step runs. For a policy the weights are copied; for a checkpoint a GPU's state,
-    and on a CPU what the disk has not taken when the parameters change; false: the step waits for the disk."""
+    and on a CPU what is not written yet when the parameters change; false: the step waits for the disk."""
     weights: CkptWeightsConfig = CkptWeightsConfig()
     skip_progress: bool = False
     """On resume: totals of tokens, samples and problems start at 0 again. Steps go on."""
@@ -151,5 +152,34 @@ class RunIdentity(Section):
     """Counts the starts of this run, resumes included."""
 
 
+class FaultsConfig(Section):
+    """Faults that are injected on purpose, for tests."""
+
+    schedule: Path | None = None
+    """For tests of endurance: JSON file of faults that happen to this run, each once; scripts/chaos.py writes such files."""
+
+
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 DEFAULT_OUTPUT_DIR = Path("outputs")
+
+
+class RoleConfig(Section):
+    """Keys that every role has."""
+
+    run: RunIdentity = RunIdentity()
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """Root of everything the run writes."""
+    faults: FaultsConfig = FaultsConfig()
+    log: LogConfig = LogConfig()
+
+
+class SteppingRoleConfig(RoleConfig):
+    """Keys of the roles that count steps: the trainer, supervised fine-tuning and the orchestrator."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many optimizer steps, each of one batch."""
+    ckpt: CkptConfig = CkptConfig()
+    wandb: WandbConfig | None = None
+    events: EventsConfig = EventsConfig()
+    heartbeat: HeartbeatConfig | None = None
+    detectors: DetectorsConfig = DetectorsConfig()

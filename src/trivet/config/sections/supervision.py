@@ -21,7 +21,7 @@ class RecoveryConfig(Section):
     watchdog_timeout_s: float = Field(default=120.0, gt=2, le=MAX_WAIT_S)
     """A process that has not reported for this many seconds is named as stuck. Each reports every second, whatever it does."""
     stall_warn_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
-    """When for this many seconds nothing that the roles say about themselves has changed, the run says who waits for whom, and each
-    process writes its stacks into its log; it says so again after twice the time. Nothing is ended for it."""
+    """When no role's report has changed for this many seconds, the run logs which role waits for which, and each process writes its
+    stacks into its log. It repeats this after twice the time. No process is ended for it."""
     on_stuck: Literal["warn", "restart", "stop"] = "restart"
-    """What follows for a stuck role: a warning alone, a restart as if it had died, or the end of the run."""
+    """Reaction to a stuck role: only a warning, a restart as if it had died, or the end of the run."""

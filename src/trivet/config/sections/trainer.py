@@ -7,22 +7,10 @@ from pydantic import Field
 
 from trivet.config.sections.base import MAX_ROLLOUTS, MAX_TOKENS, MAX_WAIT_S, Section
 from trivet.config.sections.bench import BenchConfig
-from trivet.config.sections.detectors import DetectorsConfig
-from trivet.config.sections.faults import FaultsConfig
 from trivet.config.sections.losses import DefaultLossConfig, LossConfig
 from trivet.config.sections.model import TrainerModelConfig
 from trivet.config.sections.optimizer import AdamWConfig, OptimizerConfig
-from trivet.config.sections.shared import (
-    DEFAULT_OUTPUT_DIR,
-    CkptConfig,
-    EventsConfig,
-    HeartbeatConfig,
-    LogConfig,
-    MetricsServerConfig,
-    RunIdentity,
-    TransportConfig,
-    WandbConfig,
-)
+from trivet.config.sections.shared import MetricsServerConfig, SteppingRoleConfig, TransportConfig
 
 
 class TokenizerConfig(Section):
@@ -66,14 +54,9 @@ class CosineSchedule(Section):
 ScheduleConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="type")]
 
 
-class TrainingConfig(Section):
+class TrainingConfig(SteppingRoleConfig):
     """Keys that the trainer and `sft` share."""
 
-    run: RunIdentity = RunIdentity()
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """Root of everything the run writes."""
-    max_steps: int | None = Field(default=None, ge=1)
-    """Stop after this many optimizer steps."""
     seed: int = Field(default=42, ge=0)
     """Seeds data order and initialisation."""
     model: TrainerModelConfig = TrainerModelConfig()
@@ -83,11 +66,6 @@ class TrainingConfig(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     optim: OptimizerConfig = AdamWConfig()
     scheduler: ScheduleConfig = ConstantSchedule()
-    ckpt: CkptConfig = CkptConfig()
-    log: LogConfig = LogConfig()
-    wandb: WandbConfig | None = None
-    events: EventsConfig = EventsConfig()
-    heartbeat: HeartbeatConfig | None = None
     metrics_server: MetricsServerConfig | None = None
     memory_profiler_path: Path | None = None
     """Directory that gets a snapshot of the GPU's memory after every step, a file per rank, for pytorch.org/memory_viz. CUDA
@@ -96,8 +74,6 @@ class TrainingConfig(Section):
     """Directory that gets a trace of the third and fourth step of this start, a file per rank, for chrome://tracing or
     ui.perfetto.dev. The steps before warm up; at least 4 steps are needed."""
     bench: BenchConfig | None = None
-    detectors: DetectorsConfig = DetectorsConfig()
-    faults: FaultsConfig = FaultsConfig()
     dist_timeout_seconds: int = Field(default=600, ge=1, le=MAX_WAIT_S)
     """Longest wait in a collective operation before the rank gives up."""
     deterministic: bool = False

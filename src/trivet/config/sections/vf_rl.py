@@ -16,7 +16,7 @@ class VfEnvConfig(Section):
     """The environment to train on."""
 
     id: str
-    """Package name of the environment; an owner before it, `owner/name`, is left away."""
+    """Package name of the environment; an owner before it, as in `owner/name`, is ignored."""
     args: dict[str, Any] = {}
     """Passed to load_environment."""
 
@@ -47,7 +47,7 @@ class VfTrainerArgs(Section):
     run_name: str | None = Field(default=None, pattern=r"^[^/]+$")
     """The run's directory is outputs/<run_name>; unset: the environment's name."""
     output_dir: str | None = None
-    """The run's directory, if it is to be another."""
+    """The run's directory, instead of outputs/<run_name>."""
     overwrite_output_dir: bool = False
     """Remove what an earlier run left in the run's directory."""
     use_lora: bool = True
@@ -67,7 +67,7 @@ class VfTrainerArgs(Section):
     learning_rate: float = Field(default=1e-5, ge=0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
-    """Course of the learning rate; linear and cosine fall to 0 at max_steps."""
+    """How the learning rate changes; linear and cosine fall to 0 at max_steps."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps from 0 to the peak."""
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -127,9 +127,9 @@ class VfTrainerArgs(Section):
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy."""
     sync_ref_model: bool = False
-    """Renew the reference policy every ref_model_sync_steps."""
+    """Replace the reference policy by the current one every ref_model_sync_steps."""
     ref_model_sync_steps: int = Field(default=100, ge=1)
-    """Steps after which it is renewed."""
+    """Steps between two replacements of the reference policy."""
     num_iterations: int = Field(default=1, ge=1)
     """Optimizer updates on each batch."""
     num_batches_ahead: int = Field(default=1, ge=0)
@@ -141,9 +141,9 @@ class VfTrainerArgs(Section):
     seed: int = Field(default=42, ge=0)
     """Seeds every role."""
     eval_strategy: Literal["no", "steps"] = "no"
-    """Whether policies are measured on the environment's evaluation data during the run."""
+    """Whether policies are evaluated on the environment's evaluation data during the run."""
     eval_steps: int = Field(default=50, ge=1)
-    """Policies between measurements."""
+    """Policy versions between evaluations."""
     save_strategy: Literal["no", "steps"] = "steps"
     """Whether checkpoints are written before the last step."""
     save_steps: int = Field(default=50, ge=1)
@@ -159,10 +159,10 @@ class VfTrainerArgs(Section):
     num_completions_to_print: int = Field(default=1, ge=1)
     """Rollouts shown each time."""
     report_to: str | list[str] = "none"
-    """`wandb`, or `none`. A table [trainer.args.wandb] says it too."""
+    """`wandb`, or `none`. A table [trainer.args.wandb] turns W&B on too."""
     wandb: VfWandbConfig | None = None
     vllm_server_host: str = "127.0.0.1"
-    """Where the inference server listens."""
+    """Interface on which the inference server listens."""
     vllm_server_port: int = Field(default=8000, ge=1, le=65535)
     """TCP port; the launcher takes a free one if it is taken."""
     vllm_server_timeout: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
@@ -175,7 +175,7 @@ class VfTrainerArgs(Section):
         if not is_masked:
             raise ValueError(
                 "what the environment says cannot be trained on: the policy did not sample it, so there is no log-probability to"
-                " weigh it by; remove the key, and to learn such texts too train on conversations with `uv run sft` and"
+                " weigh it by; remove the key, and to learn such texts too, train on conversations with `uv run sft` and"
                 " data.loss_mask.tool = true or data.loss_mask.user = true"
             )
         return is_masked

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from trivet.config.checks.files import file_problems
+from trivet.config.loading.findings import ConfigFinding
 from trivet.config.loading.load import load_config
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.inference import InferenceConfig, InferenceModelConfig
@@ -175,7 +176,8 @@ def test_a_name_that_means_a_directory_must_be_one_with_a_model(tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
 
     def problems(name: str) -> list[str]:
-        return list(file_problems(TrainerConfig(model=TrainerModelConfig(name=name))))
+        config = TrainerConfig(model=TrainerModelConfig(name=name))
+        return [ConfigFinding(text).show() for text in file_problems(config)]
 
     for name in ("./nope", "/nope", "~/nope", "outputs/sft/weights/step_3", "models/nope"):
         (problem,) = problems(name)
@@ -272,7 +274,8 @@ def test_keys_of_eval_that_say_what_is_so_anyway_are_accepted_with_a_notice() ->
 
 def test_a_chat_template_is_text_or_a_file_that_is_there(tmp_path: Path) -> None:
     def problems(template: str) -> list[str]:
-        return list(file_problems(TrainerConfig(tokenizer=TokenizerConfig(chat_template=template))))
+        config = TrainerConfig(tokenizer=TokenizerConfig(chat_template=template))
+        return [ConfigFinding(text).show() for text in file_problems(config)]
 
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages }}")

@@ -12,8 +12,8 @@ def test_a_resumed_run_needs_a_step_left_to_do() -> None:
 
 
 def test_whole_replicas_fill_the_gpus_of_a_server() -> None:
-    assert tensor_parallel_problem(2, num_gpus=4, section="inference", gpu_ids="inference_gpu_ids") is None
-    assert tensor_parallel_problem(2, num_gpus=3, section="teacher_inference", gpu_ids="teacher_gpu_ids") == (
+    assert tensor_parallel_problem(2, num_gpus=4, key="inference.parallel.tp", gpu_ids="inference_gpu_ids") is None
+    assert tensor_parallel_problem(2, num_gpus=3, key="teacher_inference.parallel.tp", gpu_ids="teacher_gpu_ids") == (
         "teacher_gpu_ids names 3 GPU(s), which must be divisible by teacher_inference.parallel.tp (2): 3 % 2 = 1; change either"
     )
 

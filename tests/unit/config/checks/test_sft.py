@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from trivet.config.checks.sft import data_problems, looks_local
+from trivet.config.loading.findings import ConfigFinding
 from trivet.config.loading.load import load_config
 from trivet.config.sections.sft import FakeDataConfig, SftConfig, SftDataConfig
 from trivet.errors import ConfigError
@@ -53,4 +54,4 @@ def test_a_name_of_the_hub_is_not_looked_for_on_this_machine(tmp_path: Path) -> 
     sft = SftConfig.model_validate({"data": {"name": "org/set"}, "val": {"data": {"name": str(tmp_path / "val.jsonl")}}})
     assert list(data_problems(sft)) == []
     sft = SftConfig.model_validate({"data": {"name": str(tmp_path / "val.jsonl"), "subsets": ["a"]}, "val": {}})
-    assert [problem.split(" ")[0] for problem in data_problems(sft)] == ["data.subsets", "val.data.name"]
+    assert [ConfigFinding(problem).keys[0] for problem in data_problems(sft)] == ["data.subsets", "val.data.name"]

@@ -74,9 +74,12 @@ def test_servers_found_by_name_are_for_the_policy():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("--trainer.loss.teacher-tau", "0"), "nothing is learnt from it"),
+        (("--trainer.loss.teacher-tau", "0"), "the loss does not use its log-probabilities"),
         (("--orchestrator.sampling.temperature", "0.7"), "log-probabilities are of temperature 1"),
-        (("--orchestrator.buffer.online-difficulty-filtering",), "which the teacher could still teach"),
+        (
+            ("--orchestrator.buffer.online-difficulty-filtering",),
+            "although the teacher's log-probabilities give them a gradient",
+        ),
         (("--teacher-inference.model.max-model-len", "2048"), "refuses samples of that length"),
     ],
 )
