@@ -132,7 +132,7 @@ def require_continuable(directory: Path, task: TaskRecord, *, unknown: Collectio
         _require_same(directory / _TASK, task, unknown=unknown)
         return True
     if (directory / _RESULTS).exists():
-        raise ConfigError(f"{directory / _RESULTS} was not written by `uv run eval`: there is no {_TASK} beside it")
+        raise ConfigError(f"{directory / _RESULTS} was not written by `uv run eval`: there is no {_TASK} next to it")
     return False
 
 
