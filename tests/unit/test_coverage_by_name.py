@@ -40,6 +40,7 @@ ELSEWHERE = {
     "launcher/commands/*.py": "integration/test_launcher_command.py",
     "launcher/commands/sft.py": "integration/test_sft_command.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
+    "launcher/role_configs.py": "unit/launcher/test_plan.py",
     "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
     "listening.py": "unit/launcher/test_ports.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
