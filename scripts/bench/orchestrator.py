@@ -42,7 +42,6 @@ from trivet.environments.local_pool import LocalPool
 from trivet.environments.runner import GroupRunner
 from trivet.environments.sampling import request_arguments
 from trivet.environments.trajectories import Turn, to_samples
-from trivet.lifetime import die_with_parent
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
@@ -52,6 +51,7 @@ from trivet.orchestrator.group_runner import RunDrawnGroup, group_runner
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
+from trivet.process.lifetime import die_with_parent
 from trivet.secret import RunSecret
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender

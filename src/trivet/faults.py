@@ -27,8 +27,8 @@ from pathlib import Path
 
 import msgspec
 
-from trivet.durable import DECODE_ERRORS
 from trivet.errors import ConfigError
+from trivet.storage.durable import DECODE_ERRORS
 
 POINTS = frozenset(
     f"{name}.{moment}"

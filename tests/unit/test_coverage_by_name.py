@@ -42,7 +42,8 @@ ELSEWHERE = {
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
     "launcher/role_configs.py": "unit/launcher/test_plan.py",
     "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
-    "listening.py": "unit/launcher/test_ports.py",
+    "process/imports.py": "unit/test_quick_imports.py",
+    "process/listening.py": "unit/launcher/test_ports.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
     "orchestrator/main.py": "integration/test_rl_run.py",
     "orchestrator/pools.py": "unit/orchestrator/test_sampler.py",

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from trivet.config.masking import mask_table
-from trivet.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.errors import ConfigError
 from trivet.evaluation.scores import Summary
+from trivet.storage.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.groups import SamplingArguments, Split
 from trivet.wire.rollouts import Rollout

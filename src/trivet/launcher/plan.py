@@ -15,8 +15,8 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError
 from trivet.launcher.role_configs import SERVER_KEY, TEACHER_KEY, Ports, orchestrator_config, server_config, trainer_config
-from trivet.lifetime import module_command
 from trivet.machine import Machine
+from trivet.process.lifetime import module_command
 
 INFERENCE, TEACHER, ORCHESTRATOR, TRAINER = "inference", "teacher", "orchestrator", "trainer"
 SHARED_GPU_MEMORY = 0.5

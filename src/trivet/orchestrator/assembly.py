@@ -10,7 +10,6 @@ from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
-from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
@@ -25,6 +24,7 @@ from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
+from trivet.process.loop_lag import LoopLag, lag_metrics
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.wire.events import Drop

@@ -10,12 +10,12 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.packages.installed import require_installed
 from trivet.faults import arm
-from trivet.imports import without_collections
-from trivet.lifetime import die_with_parent
-from trivet.lock import hold_role
 from trivet.orchestrator.advantage import make_advantage
-from trivet.signals import run_until_signalled
-from trivet.stacks import show_tasks_on_signal
+from trivet.process.imports import without_collections
+from trivet.process.lifetime import die_with_parent
+from trivet.process.lock import hold_role
+from trivet.process.signals import run_until_signalled
+from trivet.process.stacks import show_tasks_on_signal
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 

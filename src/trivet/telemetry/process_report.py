@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.durable import DECODE_ERRORS, open_regular, replace_file
-from trivet.stacks import show_stacks_on_signal
+from trivet.process.stacks import show_stacks_on_signal
+from trivet.storage.durable import DECODE_ERRORS, open_regular, replace_file
 from trivet.wire.status import ProcessReport, WorkerStatus
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import torch
 from trivet.checkpoints.budget import Sizes, estimate
 from trivet.config.layout import RunLayout
 from trivet.config.sections.trainer import TrainingConfig
-from trivet.disk import format_bytes, free_bytes, require_room
+from trivet.storage.disk import format_bytes, free_bytes, require_room
 from trivet.trainer.model.policy_model import PolicyModel, torch_dtype
 from trivet.trainer.optim.optimizer import state_bytes
 

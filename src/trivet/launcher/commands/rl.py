@@ -23,8 +23,8 @@ from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts, role_environment
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import inspect_machine
+from trivet.process.stacks import show_stacks_on_signal
 from trivet.secret import share_secret
-from trivet.stacks import show_stacks_on_signal
 
 
 def main() -> int:
