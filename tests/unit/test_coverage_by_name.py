@@ -44,6 +44,7 @@ ELSEWHERE = {
     "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
     "process/imports.py": "unit/test_quick_imports.py",
     "process/listening.py": "unit/launcher/test_ports.py",
+    "orchestrator/connections.py": "unit/orchestrator/test_start.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
     "orchestrator/main.py": "integration/test_rl_run.py",
     "orchestrator/pools.py": "unit/orchestrator/test_sampler.py",
