@@ -42,14 +42,16 @@ from trivet.environments.local_pool import LocalPool
 from trivet.environments.runner import GroupRunner
 from trivet.environments.sampling import request_arguments
 from trivet.environments.trajectories import Turn, to_samples
-from trivet.lifetime import die_with_parent
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
-from trivet.orchestrator.dispatcher import Dispatcher, Limits, RunDrawnGroup, group_runner
+from trivet.orchestrator.dispatch_limits import Limits
+from trivet.orchestrator.dispatcher import Dispatcher
+from trivet.orchestrator.group_runner import RunDrawnGroup, group_runner
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
+from trivet.process.lifetime import die_with_parent
 from trivet.secret import RunSecret
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
@@ -207,7 +209,7 @@ def make_loop(
     config: OrchestratorConfig, run_group: RunDrawnGroup, sender: ZmqSender, telemetry: Telemetry, examples: list[str]
 ) -> Loop:
     """Put a loop together as the orchestrator does."""
-    group_ended = ChangeEvent()
+    fill_changed = ChangeEvent()
     buffer = GroupBuffer(
         write_event=telemetry.write_event,
         online_difficulty_filtering=False,
@@ -221,7 +223,7 @@ def make_loop(
         servers=OneServer(),
         advantage=mean_baseline,
         limits=Limits.of(config),
-        on_group_end=group_ended.notify,
+        on_group_end=fill_changed.notify,
     )
     POLICIES.version, POLICIES.step = PolicyVersion(0), Step(1)
     watcher: PolicyWatcher = POLICIES  # type: ignore[assignment]  # acts as one
@@ -235,7 +237,7 @@ def make_loop(
         watcher=watcher,
         sender=sender,
         telemetry=telemetry,
-        group_ended=group_ended,
+        fill_changed=fill_changed,
     )
 
 

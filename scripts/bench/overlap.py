@@ -27,9 +27,9 @@ from orchestrator import EXAMPLES, POLICIES, free_port, make_loop
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import TransportConfig
-from trivet.lifetime import die_with_parent
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw
+from trivet.process.lifetime import die_with_parent
 from trivet.secret import RunSecret
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender

@@ -34,7 +34,8 @@ from trivet.config.sections.shared import CkptConfig, TransportConfig
 from trivet.environments.model_client import make_model_client
 from trivet.environments.packages.load import load_environment
 from trivet.environments.sampling import request_arguments, sampling_arguments
-from trivet.orchestrator.start import open_environments, run
+from trivet.orchestrator.connections import open_environments
+from trivet.orchestrator.start import run
 from trivet.secret import find_secret
 from trivet.transport.zeromq import ZmqReceiver
 from trivet.wire.versions import Step

@@ -33,7 +33,7 @@ import zmq
 
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.sections.shared import TransportConfig
-from trivet.lifetime import die_with_parent
+from trivet.process.lifetime import die_with_parent
 from trivet.secret import RunSecret
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch

@@ -1,7 +1,7 @@
 """Faults at named points of the program, to prove that a run survives them. Does nothing unless a schedule is armed.
 
 A role calls `arm` at its start with the schedule that its configuration names; modules call `reach` where something may go
-wrong. Each fault of a schedule happens once per run: what has happened is in a directory beside the schedule, so that a
+wrong. Each fault of a schedule happens once per run: what has happened is in a directory next to the schedule, so that a
 restarted role does not meet it again. The points, in the order of a step:
 
 dispatch            .before .after            orchestrator: a group is drawn, its event is written
@@ -27,8 +27,8 @@ from pathlib import Path
 
 import msgspec
 
-from trivet.durable import DECODE_ERRORS
 from trivet.errors import ConfigError
+from trivet.storage.durable import DECODE_ERRORS
 
 POINTS = frozenset(
     f"{name}.{moment}"

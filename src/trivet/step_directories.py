@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trivet.config.layout import parse_step
-from trivet.durable import remove_directory
+from trivet.storage.durable import remove_directory
 
 
 def list_steps(directory: Path, *, marker: str | None = None, suffix: str = "") -> dict[int, Path]:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from trainer_rank_program import LOSSES, load_oracle, make_learner
 
 from trivet.config.sections.optimizer import AdamWConfig
-from trivet.durable import FileRecord, hash_file, list_files
 from trivet.errors import CheckpointError
+from trivet.storage.durable import FileRecord, hash_file, list_files
 from trivet.trainer.checkpoint import part_writer
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state

@@ -12,7 +12,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ProcessSpec
-from trivet.process_table import ProcessEntry, ProcessTable
+from trivet.process.process_table import ProcessEntry, ProcessTable
 from trivet.wire.events import Event
 from trivet.wire.status import ProcessReport
 from trivet.wire.versions import Step

@@ -11,12 +11,12 @@ from support.histories import MAX_OFF_POLICY_STEPS, RunMaker, replay_events, wri
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
-from trivet.durable import write_json_atomically
 from trivet.launcher.run_directory import RunRecord
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import SamplerState
+from trivet.storage.durable import write_json_atomically
 from trivet.weights.publish import publish
 from trivet.wire.codec import encode
 from trivet.wire.events import AnyEvent, BatchFormed, Commit, Load, Publish, Retire, RolloutsWritten, ServerUp

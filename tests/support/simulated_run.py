@@ -23,7 +23,8 @@ from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, Worke
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
-from trivet.orchestrator.dispatcher import Dispatcher, Limits
+from trivet.orchestrator.dispatch_limits import Limits
+from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
@@ -284,7 +285,7 @@ class SimulatedRun:
         ]
 
     def _make_loop(self) -> Loop:
-        config, recorder, group_ended = self.config, self.recorder, ChangeEvent()
+        config, recorder, fill_changed = self.config, self.recorder, ChangeEvent()
         clock = asyncio.get_running_loop().time
         self.pool = ServerPool(
             config.client,
@@ -305,7 +306,7 @@ class SimulatedRun:
             servers=self.pool,
             advantage=mean_baseline,
             limits=Limits.of(config),
-            on_group_end=group_ended.notify,
+            on_group_end=fill_changed.notify,
             clock=clock,
         )
 
@@ -330,7 +331,7 @@ class SimulatedRun:
             watcher=watcher,
             sender=self._trainer,  # type: ignore[arg-type]  # closed with the loop
             telemetry=recorder,  # type: ignore[arg-type]  # acts as one
-            group_ended=group_ended,
+            fill_changed=fill_changed,
             background_tasks={"servers": self.pool.run, "load-watcher": load_watcher.run},
         )
 

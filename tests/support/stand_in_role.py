@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
-from trivet.lifetime import tied_command
-from trivet.listening import listen
+from trivet.process.lifetime import tied_command
+from trivet.process.listening import listen
 from trivet.telemetry import process_report
 
 _SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]

@@ -40,8 +40,11 @@ ELSEWHERE = {
     "launcher/commands/*.py": "integration/test_launcher_command.py",
     "launcher/commands/sft.py": "integration/test_sft_command.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
+    "launcher/role_configs.py": "unit/launcher/test_plan.py",
     "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
-    "listening.py": "unit/launcher/test_ports.py",
+    "process/imports.py": "unit/test_quick_imports.py",
+    "process/listening.py": "unit/launcher/test_ports.py",
+    "orchestrator/connections.py": "unit/orchestrator/test_start.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
     "orchestrator/main.py": "integration/test_rl_run.py",
     "orchestrator/pools.py": "unit/orchestrator/test_sampler.py",

@@ -11,11 +11,11 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
-    {"shown_text", "errors", "process_table", "noisy_loggers"},
-    {"backoff", "stacks", "loop_lag", "durable", "closed_output", "machine", "imports", "listening", "signals"},
-    {"lifetime", "faults", "lock", "dependencies"},
+    {"shown_text", "errors"},
+    {"backoff", "machine", "process", "storage"},
+    {"faults", "dependencies"},
     {"startup"},
-    {"wire", "disk"},
+    {"wire"},
     {"algorithms", "exits"},
     {"config"},
     {"secret", "step_directories"},

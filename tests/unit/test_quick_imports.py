@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from trivet.imports import import_by_path, without_collections
+from trivet.process.imports import import_by_path, without_collections
 
 
 def test_collections_pause_for_the_imports_alone() -> None:

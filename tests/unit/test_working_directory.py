@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.lifetime import module_command, tied_command
+from trivet.process.lifetime import module_command, tied_command
 
 SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 SHADOW = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\nraise SystemExit('the shadow was imported')\n"
@@ -75,5 +75,7 @@ def test_one_place_says_how_a_module_is_run() -> None:
 
 def test_one_place_says_how_a_process_is_tied_to_its_parent() -> None:
     """Whoever starts a tied process without `tied_command` spells its arguments a second time."""
-    spelled = [str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if '"trivet.lifetime"' in path.read_text()]
-    assert spelled == ["lifetime.py"]
+    spelled = [
+        str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if '"trivet.process.lifetime"' in path.read_text()
+    ]
+    assert spelled == ["process/lifetime.py"]

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from trivet.wire.rollouts import Group, Rollout, Sample
+from trivet.wire.rollouts import Group, MaskedTokens, Rollout, Sample
 
 
 class FilterReason(StrEnum):
@@ -84,7 +84,7 @@ def filter_reason(group: Group, *, num_sampled: int, online_difficulty_filtering
 
 
 def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:
-    """Clear the loss mask of rollouts in which an enforced filter finds something.
+    """Clear the loss mask of rollouts in which an enforced filter finds something; what it was stays in `Sample.masked`.
 
     Returns one entry for each rollout in which any filter finds something. Enforced filters come first.
     """
@@ -97,6 +97,7 @@ def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:
         found.append(matches[0])
         if matches[0] in filters.enforced:
             for sample in rollout.samples:
+                sample.masked = MaskedTokens(loss_mask_T=sample.loss_mask_T, logprobs_T=sample.logprobs_T)
                 sample.loss_mask_T = np.zeros_like(sample.loss_mask_T)
                 sample.logprobs_T = np.zeros_like(sample.logprobs_T)
     return found

@@ -12,7 +12,10 @@ import msgspec
 
 from trivet.checkpoints.parts import PARTS, TRAINER, is_part_done, read_listing, staging_directory
 from trivet.config.layout import COMMITTED, RunLayout
-from trivet.durable import (
+from trivet.errors import CheckpointError, ResumeError
+from trivet.faults import reach
+from trivet.step_directories import discard_after, discard_unfinished, list_steps
+from trivet.storage.durable import (
     DECODE_ERRORS,
     digest_of,
     explain_difference,
@@ -21,9 +24,6 @@ from trivet.durable import (
     sync_directory,
     write_json_atomically,
 )
-from trivet.errors import CheckpointError, ResumeError
-from trivet.faults import reach
-from trivet.step_directories import discard_after, discard_unfinished, list_steps
 from trivet.wire.versions import Step
 
 CHECKPOINT_SCHEMA = 3

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from trivet.checkpoints.commit import committed_steps, resolve_resume_step, verify_checkpoint
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
-from trivet.durable import list_files, remove_directory, sync_directory, sync_tree
 from trivet.errors import ResumeError
+from trivet.storage.durable import list_files, remove_directory, sync_directory, sync_tree
 from trivet.wire.versions import Step
 
 

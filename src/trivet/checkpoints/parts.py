@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.durable import (
+from trivet.errors import CheckpointError
+from trivet.storage.durable import (
     DECODE_ERRORS,
     FileRecord,
     digest_of,
@@ -20,7 +21,6 @@ from trivet.durable import (
     sync_tree,
     write_json_atomically,
 )
-from trivet.errors import CheckpointError
 from trivet.wire.versions import Step
 
 TRAINER, ORCHESTRATOR = "trainer", "orchestrator"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from trivet.config.layout import COMMITTED, RunLayout
-from trivet.durable import remove_directory
+from trivet.storage.durable import remove_directory
 from trivet.wire.versions import Step
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from trivet.durable import FileRecord
+from trivet.storage.durable import FileRecord
 
 _ALIGNMENT = 4096
 """Alignment in bytes that direct writes need for file offsets and memory addresses. No disk needs more."""

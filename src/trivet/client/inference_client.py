@@ -15,8 +15,8 @@ import msgspec
 
 from trivet.client.load import ServerLoad, read_load
 from trivet.config.sections.client import server_root
-from trivet.durable import DECODE_ERRORS
 from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused
+from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.versions import PolicyVersion, VersionRun
 
 _POLL_INTERVAL_S = 0.5

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from trivet.closed_output import run_until_output_closes
 from trivet.config.checks.files import file_problems
 from trivet.config.compute_dtype import settle_compute_dtype
 from trivet.config.loading.arguments import parse_arguments
@@ -14,10 +13,11 @@ from trivet.config.loading.findings import Findings
 from trivet.config.loading.load import LoadedConfig, SectionT, load_arguments
 from trivet.config.loading.reference import help_text
 from trivet.config.sections.base import Section
-from trivet.disk import describe_full_disk, is_full_disk
 from trivet.errors import DiskFull, TrivetError
 from trivet.machine import inspect_machine
+from trivet.process.closed_output import run_until_output_closes
 from trivet.shown_text import print_error, printable
+from trivet.storage.disk import describe_full_disk, is_full_disk
 
 TargetT = TypeVar("TargetT", bound=Section)
 

@@ -21,9 +21,9 @@ from trivet.config.sections.model import Dtype
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
-from trivet.durable import DECODE_ERRORS, write_json_atomically
 from trivet.errors import ConfigError
 from trivet.machine import Machine
+from trivet.storage.durable import DECODE_ERRORS, write_json_atomically
 
 AUTO = "auto"
 _FIRST_BF16_CAPABILITY = (8, 0)

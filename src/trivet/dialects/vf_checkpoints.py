@@ -11,9 +11,9 @@ from pathlib import Path
 
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
 from trivet.dialects.vf_console import MetricsLine, dictionary_of, read_steps
-from trivet.durable import remove_directory, sync_tree, write_json_atomically
 from trivet.launcher.run_directory import read_run
 from trivet.step_directories import list_steps
+from trivet.storage.durable import remove_directory, sync_tree, write_json_atomically
 from trivet.weights.manifest import read_manifest
 
 STATE = "trainer_state.json"

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trivet.closed_output import run_until_output_closes
 from trivet.config.command import run_translated
 from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
@@ -25,12 +24,13 @@ from trivet.dialects.vf_checkpoints import VfCheckpoints
 from trivet.dialects.vf_console import VfConsole, follow
 from trivet.dialects.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
 from trivet.dialects.vf_translation import load_run
-from trivet.durable import write_private
 from trivet.errors import ConfigError
 from trivet.launcher.commands import rl
 from trivet.launcher.supervision.interrupts import Interrupts, forward
-from trivet.lifetime import module_command, tied_command
+from trivet.process.closed_output import run_until_output_closes
+from trivet.process.lifetime import module_command, tied_command
 from trivet.shown_text import print_error
+from trivet.storage.durable import write_private
 
 _POLL_INTERVAL_S = 0.5
 """Time between two looks at the run's output and its policies, seconds: a step takes longer."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.launcher.supervision.interrupts import Interrupts, forward
-from trivet.lifetime import module_command
+from trivet.process.lifetime import module_command
 
 DEFAULT_SESSION = "vf-rl"
 _POLL_INTERVAL_S = 0.2

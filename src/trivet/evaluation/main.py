@@ -21,7 +21,7 @@ from trivet.evaluation.scores import Summary
 from trivet.evaluation.servers import EvalServers, connect
 from trivet.evaluation.targets import follow_targets
 from trivet.evaluation.weights_reader import WeightsReader
-from trivet.signals import run_until_signalled
+from trivet.process.signals import run_until_signalled
 from trivet.telemetry.logs import setup_logging
 from trivet.wire.workers import HostSettings
 

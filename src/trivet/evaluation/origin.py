@@ -20,7 +20,7 @@ from trivet.config.sections.client import ClientConfig, server_root
 from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import ConfigError
-from trivet.lock import holder_of
+from trivet.process.lock import holder_of
 
 logger = logging.getLogger(__name__)
 

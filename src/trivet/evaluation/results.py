@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from trivet.config.masking import mask_table
-from trivet.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.errors import ConfigError
 from trivet.evaluation.scores import Summary
+from trivet.storage.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.groups import SamplingArguments, Split
 from trivet.wire.rollouts import Rollout
@@ -132,7 +132,7 @@ def require_continuable(directory: Path, task: TaskRecord, *, unknown: Collectio
         _require_same(directory / _TASK, task, unknown=unknown)
         return True
     if (directory / _RESULTS).exists():
-        raise ConfigError(f"{directory / _RESULTS} was not written by `uv run eval`: there is no {_TASK} beside it")
+        raise ConfigError(f"{directory / _RESULTS} was not written by `uv run eval`: there is no {_TASK} next to it")
     return False
 
 

@@ -61,8 +61,8 @@ def mean_over_examples(values: Sequence[float]) -> MeanEstimate:
     Source: Miller 2024, arXiv 2411.00640, section 2.2.
     """
     column = np.asarray(values, dtype=np.float64)
-    half = float(_Z95 * column.std(ddof=1) / np.sqrt(len(column))) if len(column) > 1 else None
-    return MeanEstimate(value=float(column.mean()), ci95=half)
+    margin = float(_Z95 * column.std(ddof=1) / np.sqrt(len(column))) if len(column) > 1 else None
+    return MeanEstimate(value=float(column.mean()), ci95=margin)
 
 
 def pass_probability(num_rollouts: int, num_passed: int, *, j: int) -> float:

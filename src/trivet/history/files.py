@@ -13,14 +13,14 @@ from trivet.checkpoints.orchestrator_part import read_owed_groups
 from trivet.checkpoints.parts import DONE, ORCHESTRATOR, PARTS, TRAINER, read_listing
 from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
-from trivet.durable import DECODE_ERRORS, list_files
 from trivet.errors import CheckpointError, WeightsError
 from trivet.history import rollouts
 from trivet.history.breaches import Invariant
 from trivet.history.outline import Extent, read_lines
 from trivet.history.replay import Replay
-from trivet.lock import holder_of
+from trivet.process.lock import holder_of
 from trivet.step_directories import list_steps
+from trivet.storage.durable import DECODE_ERRORS, list_files
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
 from trivet.wire.events import Retire

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import ROLLOUTS_FILE, RunLayout
-from trivet.durable import DECODE_ERRORS, digest_of, hash_files, list_files
 from trivet.history.breaches import Invariant, Ledger
 from trivet.history.groups import LiveGroup
+from trivet.storage.durable import DECODE_ERRORS, digest_of, hash_files, list_files
 from trivet.wire.events import RolloutsWritten
 from trivet.wire.versions import VersionRun
 

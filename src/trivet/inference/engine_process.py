@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from trivet.lifetime import die_with_parent
-from trivet.stacks import ignore_until_listening, show_stacks_on_signal
+from trivet.process.lifetime import die_with_parent
+from trivet.process.stacks import ignore_until_listening, show_stacks_on_signal
 
 _END_TIMEOUT_S = 5.0
 """For each child, which has been ended already and only has to exit."""

@@ -21,7 +21,6 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.inference import InferenceConfig
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
-from trivet.imports import without_collections
 from trivet.inference.arguments import (
     ADAPTER_ENVIRONMENT,
     COMMON_ENVIRONMENT,
@@ -34,12 +33,13 @@ from trivet.inference.arguments import (
 )
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.inference.positions import position_overrides
-from trivet.lifetime import die_with_parent
-from trivet.listening import is_held
-from trivet.lock import holder_of
 from trivet.machine import compile_cache_directory
+from trivet.process.imports import without_collections
+from trivet.process.lifetime import die_with_parent
+from trivet.process.listening import is_held
+from trivet.process.lock import holder_of
+from trivet.process.stacks import show_tasks_on_signal
 from trivet.secret import RunSecret, find_secret
-from trivet.stacks import show_tasks_on_signal
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 

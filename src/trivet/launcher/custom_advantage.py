@@ -4,7 +4,7 @@ import subprocess
 
 from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import ConfigError
-from trivet.lifetime import module_command, tied_command
+from trivet.process.lifetime import module_command, tied_command
 
 _TIMEOUT_S = 120.0
 """Importing what the user's module imports may take a while."""

@@ -6,26 +6,19 @@ Pure: the machine, the ports and the run's identity are given. `launcher.command
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from trivet.checkpoints.settings import EVERY_KEY
-from trivet.config.checks.numbers import steps_problem, tensor_parallel_problem
+from trivet.config.checks.numbers import steps_problem
 from trivet.config.layout import RunLayout
-from trivet.config.loading.resolve import LOCAL_HOSTS
 from trivet.config.sections.base import Section
-from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.inference import InferenceConfig, ServerConfig
-from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.rl import RLConfig
-from trivet.config.sections.shared import CkptConfig, RunIdentity
-from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError
-from trivet.lifetime import module_command
+from trivet.launcher.role_configs import SERVER_KEY, TEACHER_KEY, Ports, orchestrator_config, server_config, trainer_config
 from trivet.machine import Machine
+from trivet.process.lifetime import module_command
 
 INFERENCE, TEACHER, ORCHESTRATOR, TRAINER = "inference", "teacher", "orchestrator", "trainer"
-SERVER_KEY, TEACHER_KEY = "INFERENCE_SERVER_KEY", "TEACHER_SERVER_KEY"
-"""Variables by which the orchestrator gets `server.api_key` of the servers that the run starts."""
 SHARED_GPU_MEMORY = 0.5
 """Share of a GPU that the inference server takes when the trainer or a teacher needs the same one."""
 SHARED_TEACHER_MEMORY = 0.25
@@ -63,16 +56,6 @@ class ProcessSpec:
     """Number of its processes that report what they do: the trainer's ranks."""
     are_children_watched: bool = False
     """True for a role that cannot do without any of its processes: one that is stopped makes the role stuck."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """The ports on which the processes of a run listen."""
-
-    inference: int
-    transport: int
-    teacher: int = 0
-    """0 when the run starts no teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +117,24 @@ def plan(
         raise ConfigError(problem)
     shares = share_gpus(config, machine.gpus)
     configs = RunLayout(config.output_dir).configs
-    inference = _inference_config(config, shares, run, ports)
-    teacher = _teacher_config(config, shares, run, ports)
-    orchestrator = _orchestrator_config(config, run, ports, resume_step)
-    trainer = _trainer_config(config, run, ports, resume_step)
+    inference = server_config(
+        config.inference,
+        run,
+        name="inference",
+        port=ports.inference,
+        num_gpus=len(shares.inference),
+        share=SHARED_GPU_MEMORY if shares.is_shared else 1.0,
+    )
+    teacher = server_config(
+        config.teacher_inference,
+        run,
+        name="teacher",
+        port=ports.teacher,
+        num_gpus=len(shares.teacher),
+        share=SHARED_TEACHER_MEMORY if shares.is_teacher_shared else 1.0,
+    )
+    orchestrator = orchestrator_config(config, run, ports, resume_step)
+    trainer = trainer_config(config, run, ports, resume_step)
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes = [
         _orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
@@ -229,102 +226,6 @@ def _check_ids(key: str, ids: Sequence[int], num_gpus: int) -> None:
             f"{key} = {list(ids)}: {problem}; this machine shows {num_gpus} GPU(s), ids 0 to {num_gpus - 1} "
             "(CUDA_VISIBLE_DEVICES counts); change the ids"
         )
-
-
-def _inference_config(config: RLConfig, shares: GpuShares, run: RunIdentity, ports: Ports) -> InferenceConfig | None:
-    inference = config.inference
-    if inference is None:
-        return None
-    share = SHARED_GPU_MEMORY if shares.is_shared else 1.0
-    return _served(inference, run, port=ports.inference, num_gpus=len(shares.inference), share=share, name="inference")
-
-
-def _teacher_config(config: RLConfig, shares: GpuShares, run: RunIdentity, ports: Ports) -> InferenceConfig | None:
-    teacher = config.teacher_inference
-    if teacher is None:
-        return None
-    share = SHARED_TEACHER_MEMORY if shares.is_teacher_shared else 1.0
-    return _served(teacher, run, port=ports.teacher, num_gpus=len(shares.teacher), share=share, name="teacher")
-
-
-def _served(server: InferenceConfig, run: RunIdentity, *, port: int, num_gpus: int, share: float, name: str) -> InferenceConfig:
-    return server.model_copy(
-        update={
-            "run": run,
-            "server": server.server.model_copy(update={"port": port}),
-            "parallel": server.parallel.model_copy(update={"dp": _replicas(server, num_gpus, name=name)}),
-            "gpu_memory_utilization": min(server.gpu_memory_utilization, share),
-        }
-    )
-
-
-def _replicas(inference: InferenceConfig, num_gpus: int, *, name: str) -> int:
-    section = "inference" if name == "inference" else f"{name}_inference"
-    tp, dp = inference.parallel.tp, inference.parallel.dp
-    if num_gpus == 0:
-        return dp
-    if problem := tensor_parallel_problem(tp, num_gpus=num_gpus, key=f"{section}.parallel.tp", gpu_ids=f"{name}_gpu_ids"):
-        raise ConfigError(problem)
-    if dp not in (1, num_gpus // tp):
-        raise ConfigError(
-            f"{section}.parallel.dp ({dp}) must be GPUs / tp = {num_gpus} / {tp} = {num_gpus // tp}; leave it out"
-        )
-    return num_gpus // tp
-
-
-def _orchestrator_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step: int | None) -> OrchestratorConfig:
-    orchestrator = config.orchestrator
-    client = orchestrator.client
-    if config.inference is not None:
-        client = _of_own_server(client, config.inference.server, port=ports.inference, key_variable=SERVER_KEY)
-    teacher = orchestrator.teacher_model
-    if config.teacher_inference is not None and teacher is not None:
-        asked = _of_own_server(teacher.client, config.teacher_inference.server, port=ports.teacher, key_variable=TEACHER_KEY)
-        teacher = teacher.model_copy(update={"client": asked})
-    return orchestrator.model_copy(
-        update={
-            "run": run,
-            "teacher_model": teacher,
-            "client": client,
-            "rollout_transport": orchestrator.rollout_transport.model_copy(update={"port": ports.transport}),
-            "ckpt": _resumed(orchestrator.ckpt, resume_step),
-        }
-    )
-
-
-def _trainer_config(config: RLConfig, run: RunIdentity, ports: Ports, resume_step: int | None) -> TrainerConfig:
-    trainer = config.trainer
-    return trainer.model_copy(
-        update={
-            "run": run,
-            "rollout_transport": trainer.rollout_transport.model_copy(update={"port": ports.transport}),
-            "ckpt": _resumed(trainer.ckpt, resume_step),
-        }
-    )
-
-
-def _resumed(ckpt: CkptConfig, resume_step: int | None) -> CkptConfig:
-    """Return what a role is told: a fork resumes the checkpoint that it was given, under settings of its own."""
-    update: dict[str, object] = {"resume_step": resume_step}
-    if ckpt.resume_from is not None:
-        update |= {"resume_from": None, "allow_changes": [EVERY_KEY]}
-    return ckpt.model_copy(update=update)
-
-
-def _of_own_server(client: ClientConfig, server: ServerConfig, *, port: int, key_variable: str) -> ClientConfig:
-    """Return `client` for a server that this run starts on `port`."""
-    update: dict[str, object] = {"base_url": [_with_port(url, configured=server.port, actual=port) for url in client.base_url]}
-    if server.api_key is not None:
-        update["api_key_var"] = [key_variable]
-    return client.model_copy(update=update)
-
-
-def _with_port(url: str, *, configured: int, actual: int) -> str:
-    parts = urlsplit(url)
-    if parts.hostname not in LOCAL_HOSTS or parts.port != configured:
-        return url
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return parts._replace(netloc=f"{host}:{actual}").geturl()
 
 
 def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:

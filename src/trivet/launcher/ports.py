@@ -11,7 +11,7 @@ class ReservedPorts:
     """Keeps ports free for this run until it ends.
 
     A reserved port is bound, not listened on, with SO_REUSEPORT set afterwards: the kernel gives it to no other user and to nobody
-    who asks for any port, and a role, which sets the same option, can still listen on it (`trivet.listening`).
+    who asks for any port, and a role, which sets the same option, can still listen on it (`trivet.process.listening`).
 
     >>> with ReservedPorts() as ports:
     ...     port = ports.reserve("127.0.0.1", preferred=8000)

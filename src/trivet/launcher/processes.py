@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trivet.launcher.plan import ProcessSpec
-from trivet.lifetime import adopt_orphans, tied_command
-from trivet.process_table import ProcessTable, descendants, read_processes
-from trivet.stacks import STACKS_SIGNAL
+from trivet.process.lifetime import adopt_orphans, tied_command
+from trivet.process.process_table import ProcessTable, descendants, read_processes
+from trivet.process.stacks import STACKS_SIGNAL
 
 _POLL_INTERVAL_S = 0.05
 _KILL_TIMEOUT_S = 5.0

@@ -16,9 +16,9 @@ from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.base import Section
 from trivet.config.sections.shared import RunIdentity
-from trivet.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.errors import CheckpointError, ConfigError
-from trivet.lock import FileLock, holder_of
+from trivet.process.lock import FileLock, holder_of
+from trivet.storage.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 
 from trivet.config.layout import RunLayout
-from trivet.durable import write_atomically
 from trivet.errors import ConfigError
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
 from trivet.machine import compile_cache_directory
+from trivet.storage.durable import write_atomically
 
 _PREFIX = "trivet-"
 _MAX_LENGTH = 70

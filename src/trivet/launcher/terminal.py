@@ -1,6 +1,5 @@
 """Prints for the launcher: plain lines, and on a terminal a bar below them that says how far the run is and what it waits for."""
 
-from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -69,11 +68,7 @@ def describe_activity(status: RunStatus) -> str:
 
 def finished_step(status: RunStatus) -> int:
     """Return the last step that a trainer rank of this attempt has finished."""
-    return max(_trainer_steps(status), default=0)
-
-
-def _trainer_steps(status: RunStatus) -> Sequence[int]:
-    return [report.step for role in status.roles if role.name == "trainer" for report in role.reports]
+    return max((report.step for role in status.roles if role.name == "trainer" for report in role.reports), default=0)
 
 
 def _make_progress(file: TextIO) -> Progress:

@@ -23,7 +23,7 @@ from trivet.algorithms.advantages import (
 )
 from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import BatchError, ConfigError
-from trivet.imports import import_by_path
+from trivet.process.imports import import_by_path
 
 _PROBES = (
     AdvantageInputs(rewards=np.array([0.0, 0.25, 1.0, 1.0]), completion_lengths=np.array([3, 1, 40, 7])),

@@ -10,12 +10,13 @@ from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.port import EnvironmentPool
-from trivet.loop_lag import LoopLag, lag_metrics
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import OrchestratorPart
-from trivet.orchestrator.dispatcher import Dispatcher, Limits, group_runner
+from trivet.orchestrator.dispatch_limits import Limits
+from trivet.orchestrator.dispatcher import Dispatcher
+from trivet.orchestrator.group_runner import group_runner
 from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, make_series
@@ -23,6 +24,7 @@ from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
+from trivet.process.loop_lag import LoopLag, lag_metrics
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
 from trivet.wire.events import Drop
@@ -51,7 +53,7 @@ def make_loop(context: RunContext) -> Loop:
     Raises:
         ConfigError: a custom advantage or an evaluation cannot be used.
     """
-    group_ended = ChangeEvent()
+    fill_changed = ChangeEvent()
     sampler = _make_sampler(context)
     waiting, left_out = usable_groups(
         context.part.buffer, skip=context.config.ckpt.skip_buffer, has_teacher=context.teacher is not None
@@ -61,7 +63,7 @@ def make_loop(context: RunContext) -> Loop:
         context.telemetry.write_event(Drop(group_id=group_id, reason=reason))
     resumed_draws, gone = sampler.locate_draws(waiting.in_flight)
     buffer.gone(gone)
-    dispatcher = _make_dispatcher(context, sampler, buffer, group_ended)
+    dispatcher = _make_dispatcher(context, sampler, buffer, fill_changed)
     dispatcher.resume(resumed_draws)
     watcher = _make_watcher(context, dispatcher)
     load_watcher = LoadWatcher(context.config.concurrency, servers=context.servers, dispatcher=dispatcher)
@@ -76,7 +78,7 @@ def make_loop(context: RunContext) -> Loop:
         watcher=watcher,
         sender=context.sender,
         telemetry=context.telemetry,
-        group_ended=group_ended,
+        fill_changed=fill_changed,
         evals=_make_evals(context, watcher),
         background_tasks={
             "servers": context.servers.run,
@@ -120,7 +122,9 @@ def _make_buffer(context: RunContext, waiting: BufferState) -> GroupBuffer:
     )
 
 
-def _make_dispatcher(context: RunContext, sampler: ExampleSampler, buffer: GroupBuffer, group_ended: ChangeEvent) -> Dispatcher:
+def _make_dispatcher(
+    context: RunContext, sampler: ExampleSampler, buffer: GroupBuffer, fill_changed: ChangeEvent
+) -> Dispatcher:
     config, teacher = context.config, context.teacher
     run_group = group_runner(
         context.environments, sampling_of=sampling_plan(config), rollouts_per_example=config.rollouts_per_example
@@ -132,7 +136,7 @@ def _make_dispatcher(context: RunContext, sampler: ExampleSampler, buffer: Group
         servers=context.servers,
         advantage=make_advantage(config.advantage),
         limits=Limits.of(config),
-        on_group_end=group_ended.notify,
+        on_group_end=fill_changed.notify,
     )
 
 

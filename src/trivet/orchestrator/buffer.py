@@ -85,7 +85,7 @@ class GroupBuffer:
 
     @property
     def first_failure(self) -> str:
-        """The first error of the present row of fruitless groups; without an error its first filtered group."""
+        """The first error of the fruitless groups in a row; without an error its first filtered group."""
         return self._first_failure or self._first_filtered
 
     def dispatched(self, draw: Draw, *, version: PolicyVersion, server: str = "") -> None:

@@ -4,7 +4,7 @@
     ServerPool ----server--->  |    ^                        |
                                |    +------- rollouts -------+
                                v
-                          GroupBuffer --group_ended--> Loop
+                          GroupBuffer --ended groups--> Loop
 
 | waits for | unblocked by |
 |---|---|
@@ -24,21 +24,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from trivet.algorithms.advantages import AdvantageFunction, AdvantageInputs
-from trivet.algorithms.concurrency import TokenBucket
-from trivet.algorithms.packing import truncate
-from trivet.algorithms.staleness import may_dispatch
-from trivet.backoff import backoff_s
-from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.environments.port import EnvironmentPool
+from trivet.algorithms.advantages import AdvantageFunction
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.faults import reach
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.dispatch_limits import Limits
 from trivet.orchestrator.dispatch_rounds import DispatchRounds
+from trivet.orchestrator.group_runner import RunDrawnGroup, has_older_tokens, make_group
+from trivet.orchestrator.retry_queue import RetryQueue
 from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.wire.groups import GroupRequest, SamplingArguments
-from trivet.wire.rollouts import Group, GroupId, Rollout
+from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
@@ -47,20 +43,6 @@ _IDLE_WAIT_S = 5.0
 """The dispatcher looks again at least this often, so that a missed notification costs seconds and not the run."""
 _STARTS_AT_ONCE = 64
 """Groups started before the event loop runs other tasks. With all at once, sockets would wait for thousands of starts."""
-_MAX_TRIES = 5
-"""Tries of a group. Their pauses add up to 7 s: more than the 5 s between two probes that notice the loss of a server."""
-_RETRY_PAUSE_S = 1.0
-"""Before the third try; doubles with each. The second follows at once, most likely on another server."""
-_BURST_S = 5.0
-"""Seconds' worth of `tasks_per_minute` that may start at once: a limit of few per minute still fills whole groups."""
-
-
-class RunDrawnGroup(Protocol):
-    """Runs groups."""
-
-    async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]:
-        """Run the group of `draw` on one server and return its scored rollouts."""
-        ...
 
 
 class DispatchServers(Protocol):
@@ -83,40 +65,6 @@ class DispatchServers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The numbers that bound what the dispatcher starts."""
-
-    rollouts_per_example: int
-    rollouts_per_step: int
-    """floor(batch_size * oversampling_factor)."""
-    max_rollouts_in_flight: int
-    max_async_level: int
-    seq_len: int
-    """Longer samples are cut."""
-    is_truncated_worth_nothing: bool = False
-    """A rollout that was cut gets reward 0."""
-    tasks_per_minute: int | None = None
-    """Rollouts started per minute."""
-    groups_per_round: int | None = None
-    """Of a deterministic run: the groups of a batch, which start together."""
-
-    @classmethod
-    def of(cls, config: OrchestratorConfig) -> "Limits":
-        """Return the limits that `config` asks for."""
-        per_step = int(config.batch_size * config.oversampling_factor)
-        return cls(
-            rollouts_per_example=config.rollouts_per_example,
-            rollouts_per_step=per_step,
-            max_rollouts_in_flight=min(per_step, config.max_concurrent or per_step),
-            max_async_level=config.max_async_level,
-            seq_len=config.seq_len,
-            is_truncated_worth_nothing=config.zero_truncated_completions,
-            tasks_per_minute=config.tasks_per_minute,
-            groups_per_round=config.batch_size // config.rollouts_per_example if config.deterministic else None,
-        )
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Try:
     """One attempt at a group."""
@@ -127,15 +75,6 @@ class _Try:
     version: PolicyVersion
     """The policy that the server served when the try began, or a newer one."""
     task: asyncio.Task[None] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Retry:
-    """A group whose last try was lost. It is still in flight, and keeps its place among those that are."""
-
-    draw: Draw
-    number: int
-    not_before: float
 
 
 class Dispatcher:
@@ -172,17 +111,14 @@ class Dispatcher:
         self._on_group_end = on_group_end
         self._clock = clock
         self._undispatched = deque[Draw]()
-        self._retries: deque[_Retry] = deque()
+        self._retries = RetryQueue()
         self._tries: dict[GroupId, _Try] = {}
         self._turn = asyncio.Lock()
         self._stale_checked_for = Step(0)
         self._rounds: DispatchRounds | None = None
         if limits.groups_per_round is not None:
             self._rounds = DispatchRounds(num_groups=limits.groups_per_round, max_async_level=limits.max_async_level)
-        self._bucket: TokenBucket | None = None
-        if limits.tasks_per_minute is not None:
-            burst = max(limits.rollouts_per_example, limits.tasks_per_minute / 60 * _BURST_S)
-            self._bucket = TokenBucket(per_minute=limits.tasks_per_minute, burst=burst, now=clock())
+        self._bucket = limits.make_bucket(clock())
         self.changed = ChangeEvent()
         self.step = Step(1)
         """The batch being filled."""
@@ -239,42 +175,29 @@ class Dispatcher:
         """Return the seconds until the next group may start; 0 when one may now."""
         now, limits = self._clock(), self._limits
         in_flight = self.rollouts_in_flight
-        has_room = in_flight + limits.rollouts_per_example <= max(self.max_in_flight, limits.rollouts_per_example)
+        has_place = in_flight + limits.rollouts_per_example <= max(self.max_in_flight, limits.rollouts_per_example)
         ahead = in_flight + self._buffer.num_ready * limits.rollouts_per_example
-        if self._is_retry_due(now) or (has_room and self._may_start(ahead)):
-            return self._bucket_wait_s(now)
-        return self._retries[0].not_before - now if self._retries else _IDLE_WAIT_S
-
-    def _is_retry_due(self, now: float) -> bool:
-        """A group whose last try was lost has its place in flight already."""
-        return bool(self._retries) and self._retries[0].not_before <= now
+        # A group whose last try was lost has its place in flight already.
+        if self._retries.is_due(now) or (has_place and self._may_start(ahead)):
+            return self._bucket.wait_s(limits.rollouts_per_example, now=now) if self._bucket else 0.0
+        return self._retries.wait_s(now, otherwise=_IDLE_WAIT_S)
 
     def _draw_round(self) -> None:
         """Draw what the batch still lacks in a deterministic run, once every group drawn before has ended."""
         if self._rounds is None or self._undispatched or self._buffer.num_in_flight:
             return
-        num_ready = self._buffer.num_ready
-        for _ in range(self._rounds.num_to_draw(step=self.step, version=self.version, num_ready=num_ready)):
+        for _ in range(self._rounds.num_to_draw(step=self.step, version=self.version, num_ready=self._buffer.num_ready)):
             if (draw := self._sampler.take(self.step)) is not None:
                 self._undispatched.append(draw)
 
     def _may_start(self, rollouts_ahead: int) -> bool:
         if self._rounds is not None:
             return bool(self._undispatched or self._retries)
-        return may_dispatch(
-            step=self.step,
-            version=self.version,
-            rollouts_ahead=rollouts_ahead,
-            rollouts_per_step=self._limits.rollouts_per_step,
-            max_async_level=self._limits.max_async_level,
-        )
-
-    def _bucket_wait_s(self, now: float) -> float:
-        return self._bucket.wait_s(self._limits.rollouts_per_example, now=now) if self._bucket else 0.0
+        return self._limits.may_dispatch(step=self.step, version=self.version, rollouts_ahead=rollouts_ahead)
 
     def _start_next(self, tasks: asyncio.TaskGroup) -> bool:
         """Start a lost group, else one of the checkpoint, else a new one; False when there is no group or no server for it."""
-        is_retry = self._is_retry_due(self._clock())
+        is_retry = self._retries.is_due(self._clock())
         if is_retry and not self._may_start(0):
             return False
         num_rollouts = self._limits.rollouts_per_example
@@ -283,7 +206,7 @@ class Dispatcher:
             return False
         number = 1
         if is_retry:
-            retry = self._retries.popleft()
+            retry = self._retries.take()
             draw, number = retry.draw, retry.number
         else:
             draw = self._undispatched.popleft() if self._undispatched else self._sampler.take(self.step)
@@ -314,10 +237,9 @@ class Dispatcher:
             self._buffer.cancelled(group_id, "stale")
 
     async def _run(self, attempt: _Try) -> None:
-        draw = attempt.draw
         lost, error, kind, rollouts = "", "", "", list[Rollout]()
         try:
-            rollouts = await self._run_group(draw, base_url=attempt.server)
+            rollouts = await self._run_group(attempt.draw, base_url=attempt.server)
         except WorkerLost as exc:
             lost = str(exc)
         except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this group only
@@ -337,7 +259,7 @@ class Dispatcher:
         if self._tries.get(draw.group_id) is not attempt:
             return  # ended meanwhile, and accounted for
         self._end(attempt)
-        if not (lost or error) and _is_older(rollouts, attempt.version):
+        if not (lost or error) and has_older_tokens(rollouts, attempt.version):
             lost = f"the server {attempt.server} answered with an older policy than it served: it was started again"
         if lost:
             self._lost(attempt, lost)
@@ -359,7 +281,7 @@ class Dispatcher:
             self._rounds.release()
 
     def _finish(self, draw: Draw, rollouts: list[Rollout]) -> None:
-        group = self._make_group(draw, rollouts)
+        group = make_group(draw, rollouts, limits=self._limits, advantage=self._advantage)
         self._buffer.finished(group)
         self._sampler.finished(group, draw, step=self.step)
 
@@ -370,51 +292,8 @@ class Dispatcher:
     def _lost(self, attempt: _Try, reason: str) -> None:
         """Retry the group of a lost try after a pause that grows. After the last try the group failed."""
         group_id, number = attempt.draw.group_id, attempt.number
-        if number >= _MAX_TRIES:
-            error = f"WorkerLost: lost {number} times, the last time because {reason}"
-            self._settle(group_id, lambda: self._buffer.failed(group_id, error, kind="WorkerLost"))
+        if self._retries.add(attempt.draw, lost_tries=number, now=self._clock()):
+            logger.info("group is dispatched again group=%s tries=%s: %s", group_id, number, reason)
             return
-        logger.info("group is dispatched again group=%s tries=%s: %s", group_id, number, reason)
-        pause_s = backoff_s(number - 1, first_s=_RETRY_PAUSE_S) if number > 1 else 0.0
-        self._retries.append(_Retry(draw=attempt.draw, number=number + 1, not_before=self._clock() + pause_s))
-
-    def _make_group(self, draw: Draw, rollouts: list[Rollout]) -> Group:
-        group = Group(group_id=draw.group_id, env=draw.env, example_id=draw.example_id, rollouts=rollouts)
-        for rollout in rollouts:
-            rollout.samples = [truncate(sample, seq_len=self._limits.seq_len) for sample in rollout.samples]
-            if self._limits.is_truncated_worth_nothing and rollout.is_truncated:
-                rollout.reward = 0.0
-        for rollout, advantage in zip(rollouts, self._advantage(AdvantageInputs.of(group)), strict=True):
-            rollout.advantage = float(advantage)
-        return group
-
-
-def group_runner(
-    pool: EnvironmentPool, *, sampling_of: Callable[[Draw], SamplingArguments], rollouts_per_example: int
-) -> RunDrawnGroup:
-    """Return a `RunDrawnGroup` over a pool of environments.
-
-    All requests of a group go to one server, so that its prompt is computed once.
-
-    Args:
-        sampling_of: asked when the group starts.
-    """
-
-    async def run(draw: Draw, *, base_url: str) -> list[Rollout]:
-        """Run the group of `draw` on the server at `base_url`."""
-        return await pool.run_group(
-            GroupRequest(
-                group_id=draw.group_id,
-                env=draw.env,
-                example_id=draw.example_id,
-                num_rollouts=rollouts_per_example,
-                base_url=base_url,
-                sampling=sampling_of(draw),
-            )
-        )
-
-    return run
-
-
-def _is_older(rollouts: Sequence[Rollout], version: PolicyVersion) -> bool:
-    return any(run.version < version for rollout in rollouts for sample in rollout.samples for run in sample.versions)
+        error = f"WorkerLost: lost {number} times, the last time because {reason}"
+        self._settle(group_id, lambda: self._buffer.failed(group_id, error, kind="WorkerLost"))

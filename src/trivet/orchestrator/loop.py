@@ -7,7 +7,7 @@
 
 | waits for | unblocked by |
 |---|---|
-| `_fill`: enough ready groups | `group_ended`, notified by the dispatcher and by `preempt` |
+| `_fill`: enough ready groups | `fill_changed`, notified by the dispatcher and by `preempt` |
 | `_hand_over`: the trainer's receipt of batch n | its acknowledgement; `rollout_transport.timeout_s` |
 | `_finish_evals`: the evaluation of the last policy | `OnlineEval.run` returns |
 
@@ -69,8 +69,8 @@ class Loop:
     watcher: PolicyWatcher
     sender: BatchSender
     telemetry: Telemetry
-    group_ended: ChangeEvent
-    """Notified when a group ended, and when a preemption is requested."""
+    fill_changed: ChangeEvent
+    """Notified when `_fill` must check again: a group ended, or a preemption is requested."""
     background_tasks: Mapping[str, BackgroundTask] = field(default_factory=dict[str, BackgroundTask])
     """Further tasks by name, such as those that watch the servers and their load. The loop cancels them at its end."""
     evals: OnlineEval | None = None
@@ -83,7 +83,7 @@ class Loop:
     def preempt(self) -> None:
         """Request a preemption: fill no further batch, have the trainer commit the last batch sent, and end."""
         self.preempt_requested = True
-        self.group_ended.notify()
+        self.fill_changed.notify()
 
     async def run(self) -> None:
         """Fill and send batches until `max_steps` is reached or the run is preempted."""
@@ -95,7 +95,7 @@ class Loop:
             dispatching = tasks.create_task(self.dispatcher.run(), name="dispatcher")
             others = {
                 "policy-watcher": self.watcher.run,
-                "alive": self._say_alive,
+                "alive": self._send_alive,
                 "garbage": collect_by_the_clock,
                 **self.background_tasks,
             }
@@ -108,7 +108,7 @@ class Loop:
             for task in running:
                 task.cancel()
 
-    async def _say_alive(self) -> None:
+    async def _send_alive(self) -> None:
         """Tell the trainer at intervals that the orchestrator is alive.
 
         A batch may take long to fill, because of an evaluation or slow environments. The trainer's deadline must expire only
@@ -239,7 +239,7 @@ class Loop:
                     f"batch {step} cannot be filled, {self.buffer.num_ready} of {num_groups} groups are ready: "
                     + self.sampler.explain_drained()
                 )
-            if not await self.group_ended.wait(_SLOW_FILL_S):
+            if not await self.fill_changed.wait(_SLOW_FILL_S):
                 logger.warning(
                     "batch %s is not filled after %.0f s: ready=%s in_flight=%s of %s groups needed; policy held %s",
                     step,

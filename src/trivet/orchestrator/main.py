@@ -10,12 +10,12 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.packages.installed import require_installed
 from trivet.faults import arm
-from trivet.imports import without_collections
-from trivet.lifetime import die_with_parent
-from trivet.lock import hold_role
 from trivet.orchestrator.advantage import make_advantage
-from trivet.signals import run_until_signalled
-from trivet.stacks import show_tasks_on_signal
+from trivet.process.imports import without_collections
+from trivet.process.lifetime import die_with_parent
+from trivet.process.lock import hold_role
+from trivet.process.signals import run_until_signalled
+from trivet.process.stacks import show_tasks_on_signal
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
 
@@ -51,7 +51,8 @@ def start(config: OrchestratorConfig) -> int:
 
 async def _run(config: OrchestratorConfig) -> int:
     """Exit code: 0 done, or committed as SIGUSR1 asks; 130 or 143 when a signal ended the run, 138 for SIGUSR1 too early."""
-    from trivet.orchestrator.start import open_environments, run
+    from trivet.orchestrator.connections import open_environments
+    from trivet.orchestrator.start import run
 
     running: list[Loop] = []
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 READER = "orchestrator"
 _POLL_INTERVAL_S = 0.1
-"""Between two looks at the shared directory: a new policy waits half of it on average."""
+"""Seconds between two reads of the shared directory: a new policy waits half of it on average."""
 
 
 class PolicyServers(Protocol):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 
 from trivet.config.layout import ROLLOUTS_FILE, RunLayout
-from trivet.durable import digest_of, hash_bytes, replace_file
 from trivet.step_directories import discard_after
+from trivet.storage.durable import digest_of, hash_bytes, replace_file
 from trivet.wire.events import RolloutsWritten
 from trivet.wire.rollout_tokens import TOKENS_FILE, pack_tokens
 from trivet.wire.rollouts import Group, Rollout

@@ -1,7 +1,7 @@
 """Chooses the example of the next group: a state machine whose state is in every checkpoint.
 
-Examples of all environments stand in one row, shuffled anew each epoch; with `env_ratios` each environment has a row of its
-own and the rows take turns. A parked example (orchestrator.pools) is passed over. What was drawn is remembered in its `Draw`,
+Examples of all environments stand in one queue, shuffled anew each epoch; with `env_ratios` each environment has a queue of its
+own and the queues take turns. A parked example (orchestrator.pools) is passed over. What was drawn is remembered in its `Draw`,
 so a group dispatched again is of the same example, sampled at the same temperature, whatever has changed since.
 Called by the dispatcher, and by the loop at the start of a step.
 """

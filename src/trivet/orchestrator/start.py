@@ -3,41 +3,32 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import resolve_resume_step
-from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
-from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.examples import training_problem
 from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
-from trivet.environments.settings import run_settings
-from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.errors import EnvironmentLoadError
 from trivet.orchestrator.assembly import RunContext, make_loop
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
+from trivet.orchestrator.connections import inference_client, open_sender, open_servers, open_teacher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import discard_evals_after
 from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher
-from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
-from trivet.transport.port import BatchSender
-from trivet.transport.zeromq import ZmqSender
-from trivet.weights.catalog import latest_version
-from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Start, Stop
 from trivet.wire.groups import Split
-from trivet.wire.versions import START_VERSION, PolicyVersion, Step
+from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +61,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     loop: Loop | None = None
     process_report.begin_waiting("servers that answer", on="inference")
     try:
-        async with _servers(config, telemetry) as servers, open_teacher(config) as teacher, _sender(config) as sender:
+        async with open_servers(config, telemetry) as servers, open_teacher(config) as teacher, open_sender(config) as sender:
             loop = make_loop(
                 RunContext(
                     config=config,
@@ -111,24 +102,6 @@ def _report_numbers(loop: Loop) -> None:
     )
 
 
-@asynccontextmanager
-async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[WorkerPool, None]:
-    """Load every environment of the run in worker processes.
-
-    Raises:
-        EnvironmentLoadError: one cannot be loaded.
-    """
-    settings = list(run_settings(config).values())
-    limits = PoolLimits(
-        workers_per_env=config.workers_per_env,
-        max_restarts=config.max_env_worker_restarts,
-        blocked_timeout_s=config.env_worker_timeout_s,
-        start_timeout_s=config.env_start_timeout_s,
-    )
-    async with open_worker_pool(settings, log_of=RunLayout(config.output_dir).env_worker_log, limits=limits) as pool:
-        yield pool
-
-
 def _require_examples(config: OrchestratorConfig, pool: EnvironmentPool) -> None:
     """Log the size of each environment's data set.
 
@@ -160,93 +133,17 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
     return part
 
 
-@asynccontextmanager
-async def _servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncGenerator[ServerPool, None]:
-    client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
-
-    def make_client(url: str) -> InferenceClient:
-        """Return a client that may change the server at `url`."""
-        return _client(client, url, timeout_s=client.admin_timeout, secret=secret)
-
-    servers = ServerPool(client, make_client=make_client, write_event=telemetry.write_event)
-    try:
-        await servers.start()
-        yield servers
-    finally:
-        await servers.aclose()
-
-
-@asynccontextmanager
-async def open_teacher(config: OrchestratorConfig) -> AsyncGenerator[Teacher | None, None]:
-    """Yield the teacher of the run, None without one."""
-    if config.teacher_model is None:
-        yield None
-        return
-    teacher = Teacher(
-        config.teacher_model, [_client(config.teacher_model.client, url) for url in config.teacher_model.client.base_url]
-    )
-    try:
-        yield teacher
-    finally:
-        await teacher.aclose()
-
-
-def _client(
-    config: ClientConfig, url: str, *, timeout_s: float | None = None, secret: RunSecret | None = None
-) -> InferenceClient:
-    """Return a client for the server at `url`.
-
-    Args:
-        secret: None where the server is asked only.
-    """
-    return InferenceClient(
-        url,
-        timeout_s=timeout_s or config.timeout,
-        api_key=config.api_key(url, os.environ),
-        find_token=lambda: secret.token if secret else None,
-        headers=config.headers,
-    )
-
-
 async def _check_teacher(
     teacher: Teacher, loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool
 ) -> None:
     process_report.begin_waiting("a teacher that answers", on="teacher")
     await teacher.wait_ready()
     messages = [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in loop.sampler.preview(1)]
-    policy = _client(config.client, servers.roots[0])
+    policy = inference_client(config.client, servers.roots[0])
     try:
         await teacher.require_same_tokens(policy, model=config.model.name, messages=next(iter(messages), None))
     finally:
         await policy.aclose()
-
-
-@asynccontextmanager
-async def _sender(config: OrchestratorConfig) -> AsyncGenerator[BatchSender, None]:
-    layout = RunLayout(config.output_dir)
-    sender = ZmqSender(
-        config.rollout_transport,
-        secret=find_secret(layout, environ=os.environ),
-        run_id=config.run.id,
-        attempt=config.run.attempt,
-        has_arrived=lambda batch: is_trained(batch, layout),
-    )
-    try:
-        yield sender
-    finally:
-        await sender.aclose()
-
-
-def is_trained(batch: Batch, layout: RunLayout) -> bool:
-    """Return whether a published policy shows that the trainer had `batch`.
-
-    A trainer answers nobody before it has removed the policies that an earlier attempt left.
-    """
-    try:
-        return batch.purpose is BatchPurpose.TRAIN and (latest_version(layout) or START_VERSION) >= batch.step
-    except OSError as exc:
-        logger.warning("%s cannot be read to see whether batch %s was trained: %s", layout.weights, batch.step, exc)
-        return False
 
 
 async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:

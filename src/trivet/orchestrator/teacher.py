@@ -20,7 +20,7 @@ from trivet.backoff import backoff_s
 from trivet.client.inference_client import InferenceClient
 from trivet.config.sections.teacher import TeacherModelConfig
 from trivet.errors import ConfigError, InferenceError, RolloutFailed
-from trivet.orchestrator.dispatcher import RunDrawnGroup
+from trivet.orchestrator.group_runner import RunDrawnGroup
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.rollouts import Group, Rollout, Sample
 

@@ -74,7 +74,8 @@ def eval_line(version: int, values: Mapping[str, float]) -> str:
         if name.rpartition("/")[2].startswith(("avg@", "pass@")) or name == "val_reward/mean"
     }
     parts = [
-        f"{name.removeprefix('eval/')}: {value:.4f}" + (f" ± {values[half]:.4f}" if (half := f"{name}/ci95") in values else "")
+        f"{name.removeprefix('eval/')}: {value:.4f}"
+        + (f" ± {values[margin]:.4f}" if (margin := f"{name}/ci95") in values else "")
         for name, value in scores.items()
     ]
     return " | ".join([f"Eval of policy {version}", *(parts or ["every example failed"])])

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from trivet.durable import DECODE_ERRORS
+from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.events import AnyEvent, Event
 
 _encoder = msgspec.json.Encoder()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trivet.durable import DECODE_ERRORS, write_atomically
+from trivet.storage.durable import DECODE_ERRORS, write_atomically
 
 logger = logging.getLogger(__name__)
 

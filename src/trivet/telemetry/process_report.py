@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.durable import DECODE_ERRORS, open_regular, replace_file
-from trivet.stacks import show_stacks_on_signal
+from trivet.process.stacks import show_stacks_on_signal
+from trivet.storage.durable import DECODE_ERRORS, open_regular, replace_file
 from trivet.wire.status import ProcessReport, WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ REPORT_INTERVAL_S = 1.0
 
 
 class ProcessReporter:
-    """Holds the state that the module's functions change. There is one per process.
+    """Holds what this process reports. There is one per process, whose methods are the module's functions.
 
     >>> reporter = ProcessReporter(clock=time.time)
     >>> reporter.begin("loading the model")
@@ -52,7 +52,7 @@ class ProcessReporter:
         self._numbers: Callable[[], Mapping[str, int]] | None = None
 
     def begin(self, activity: str, *, waits_for: str = "") -> None:
-        """Replace the current activity; `waits_for` names the role waited for, empty while the process works."""
+        """Report an activity ("training step 12"); `waits_for` names the role waited for, empty while the process works."""
         with self._lock:
             self._fields |= {"activity": activity, "waits_for": waits_for, "since": self._clock()}
 
@@ -74,18 +74,18 @@ class ProcessReporter:
             return {name: self._fields[name] for name in ("activity", "waits_for", "since")}
 
     def set_numbers(self, **fields: int) -> None:
-        """Set fields of `ProcessReport`; a `step` is reported at once."""
+        """Set numbers of the report: step, policy_version, num_ready, num_in_flight. A step is reported at once."""
         with self._lock:
             self._fields |= fields
         if "step" in fields:
             self.has_news.set()
 
     def set_worker_source(self, source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
-        """Call `source` for the workers of each report; None ends that."""
+        """Have each report carry the workers that `source` returns. The reporting thread calls it. None ends that."""
         self._workers = source
 
     def set_number_source(self, source: Callable[[], Mapping[str, int]] | None) -> None:
-        """Call `source` for the numbers of each report; None ends that."""
+        """Have each report carry the numbers that `source` returns, by `set_numbers`' names; None ends that."""
         self._numbers = source
 
     def report(self, *, role: str, rank: int = 0, num_ranks: int = 1, attempt: int = 1) -> ProcessReport:
@@ -107,11 +107,8 @@ class ProcessReporter:
 
 
 _reporter = ProcessReporter()
-
-
-def begin(activity: str) -> None:
-    """Report that this process now does `activity`: "training step 12"."""
-    _reporter.begin(activity)
+begin, set_numbers = _reporter.begin, _reporter.set_numbers
+set_worker_source, set_number_source = _reporter.set_worker_source, _reporter.set_number_source
 
 
 def begin_waiting(what: str, *, on: str) -> None:
@@ -124,21 +121,6 @@ def waiting(what: str, *, on: str) -> Generator[None, None, None]:
     """Report a wait for `what` ("batch 12") from the role `on` while the block runs."""
     with _reporter.waiting(what, waits_for=on):
         yield
-
-
-def set_numbers(**fields: int) -> None:
-    """Set numbers of the report: step, policy_version, num_ready, num_in_flight."""
-    _reporter.set_numbers(**fields)
-
-
-def set_worker_source(source: Callable[[], Sequence[WorkerStatus]] | None) -> None:
-    """Have each report carry the workers that `source` returns. The reporting thread calls it. None ends that."""
-    _reporter.set_worker_source(source)
-
-
-def set_number_source(source: Callable[[], Mapping[str, int]] | None) -> None:
-    """Have each report carry the numbers that `source` returns, by `set_numbers`' names. The reporting thread calls it."""
-    _reporter.set_number_source(source)
 
 
 def start_reports(layout: RunLayout, *, role: str, attempt: int, rank: int = 0, num_ranks: int = 1) -> None:

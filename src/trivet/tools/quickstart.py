@@ -22,7 +22,7 @@ from trivet.errors import ConfigError, RoleFailed
 from trivet.examples.files import example_configs
 from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.supervision.interrupts import Interrupts, forward
-from trivet.lifetime import module_command, tied_command
+from trivet.process.lifetime import module_command, tied_command
 from trivet.tools.quickstart_report import report
 from trivet.tools.torch_builds import COMPANIONS, require_matching_companions
 from trivet.weights.catalog import latest_version

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.process_table import process_exists
+from trivet.process.process_table import process_exists
 from trivet.shown_text import printable
 from trivet.view.status import describe_run, read_status
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trivet.errors import ConfigError
-from trivet.process_table import process_exists
+from trivet.process.process_table import process_exists
 from trivet.shown_text import one_line
 from trivet.view.metrics import ENTROPY, LOSS, MISMATCH, REWARD, STEP_TIME, THROUGHPUT, MetricKey
 from trivet.view.run import ViewedRun, open_run

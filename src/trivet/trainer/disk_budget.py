@@ -9,7 +9,7 @@ from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import CkptConfig
 from trivet.config.sections.trainer import TrainingConfig
-from trivet.disk import format_bytes, free_bytes, require_free_space
+from trivet.storage.disk import format_bytes, free_bytes, require_free_space
 from trivet.trainer.model.policy_model import PolicyModel, torch_dtype
 from trivet.trainer.optim.optimizer import state_bytes
 from trivet.wire.versions import Step

@@ -10,8 +10,8 @@ from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
 from trivet.faults import arm
-from trivet.lifetime import die_with_parent
-from trivet.lock import hold_role
+from trivet.process.lifetime import die_with_parent
+from trivet.process.lock import hold_role
 from trivet.secret import find_secret
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from trivet.config.layout import RunLayout
-from trivet.disk import explaining_full_disk, require_free_space
+from trivet.storage.disk import explaining_full_disk, require_free_space
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.background import Background
 from trivet.trainer.model.export import Exporter

@@ -8,8 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from trivet.config.sections.shared import TransportConfig
-from trivet.durable import DECODE_ERRORS
 from trivet.errors import MessageRefused, WaitTimeout
+from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.batches import Batch
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
 from trivet.wire.control import MAGIC, Alive, BatchHeader, BatchReply, BatchVerdict

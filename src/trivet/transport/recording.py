@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import BATCH_SUFFIX, RunLayout
-from trivet.durable import write_atomically
 from trivet.errors import BatchError, MessageRefused
 from trivet.step_directories import discard_after, list_steps
+from trivet.storage.durable import write_atomically
 from trivet.transport.port import BatchReceiver
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode

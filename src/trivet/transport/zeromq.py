@@ -25,7 +25,7 @@ from trivet.config.layout import SECRET_FILE
 from trivet.config.sections.shared import TransportConfig
 from trivet.errors import ConfigError
 from trivet.faults import reach
-from trivet.listening import listen
+from trivet.process.listening import listen
 from trivet.secret import RunSecret
 from trivet.transport.frames import (
     MAX_FRAME_BYTES,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from trivet.errors import ConfigError
-from trivet.process_table import process_exists
+from trivet.process.process_table import process_exists
 from trivet.view.configs import read_configs
 from trivet.view.files import NotServed, stamp_of
 from trivet.view.metrics import ALWAYS_READ, SHOWN_FIRST, MetricKey
@@ -180,7 +180,7 @@ def _rollout(run: ViewedRun, query: Query) -> object:
 
 
 def _token_table(run: ViewedRun, tokens: Tokens) -> dict[str, Any]:
-    """Columns over the tokens of a sample; null where the model did not sample."""
+    """Return columns over the tokens of a sample, null where the model did not sample, and whether it is masked from the loss."""
     token_ids = tokens.token_ids_T.tolist()
     logprobs = iter(float(f"{value:.4g}") for value in tokens.logprobs_N.tolist())
     versions = iter([version.version for version in tokens.versions for _ in range(version.length)])
@@ -190,6 +190,7 @@ def _token_table(run: ViewedRun, tokens: Tokens) -> dict[str, Any]:
         "texts": run.token_text.pieces(token_ids),
         "logprobs": [next(logprobs) if sampled else None for sampled in is_sampled],
         "versions": [next(versions, None) if sampled else None for sampled in is_sampled],
+        "is_masked": tokens.is_masked,
     }
 
 

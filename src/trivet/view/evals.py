@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.durable import DECODE_ERRORS
 from trivet.evaluation.scores import Summary
 from trivet.step_directories import list_steps
+from trivet.storage.durable import DECODE_ERRORS
 from trivet.view.files import FileStamp, NotServed, read_inside, stamp_of
 
 _SUMMARY, _RESULTS = "summary.json", "results.jsonl"

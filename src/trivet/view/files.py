@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from trivet.durable import open_regular
 from trivet.errors import TrivetError
+from trivet.storage.durable import open_regular
 
 _CHUNK_BYTES = 1 << 22
 """Read at once: bounds the memory for a file that grew by gigabytes."""

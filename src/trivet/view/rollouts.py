@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.durable import DECODE_ERRORS
 from trivet.errors import MessageRefused
 from trivet.step_directories import list_steps
+from trivet.storage.durable import DECODE_ERRORS
 from trivet.telemetry.console import conversation_text
 from trivet.view.files import FileStamp, NotServed, check_inside, read_inside, stamp_of
 from trivet.wire.rollout_tokens import TOKENS_FILE, Tokens, unpack_tokens

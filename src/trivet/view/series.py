@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from trivet.durable import DECODE_ERRORS
+from trivet.storage.durable import DECODE_ERRORS
 from trivet.view.files import GrowingLines, NotServed
 
 KEYS = ("step", "time")

@@ -2,6 +2,9 @@
 
 It knows no paths: what a client sends is looked up among names that are there, never joined to a directory.
 
+Python's own HTTP server carries it, not starlette on uvicorn. uvicorn answers connections beyond its limit with 503 and leaves
+idle ones open, where this server closes each at once; and it limits addresses and refuses other methods in its own way.
+
 A page of another site must not read a run through the user's browser: requests are answered only when they name this server as
 their host (a foreign name that resolves to the loopback address is refused), and no answer allows another origin.
 """
@@ -49,7 +52,7 @@ _ZIP_FROM_BYTES = 4096
 _IDLE_S = 60.0
 """An idle connection is closed then; the page asks every two seconds."""
 _MAX_TARGET_CHARS = 8192
-"""Characters of an address: room for the names of all metrics that one request may ask for."""
+"""Characters of an address: enough for the names of all metrics that one request may ask for."""
 _MAX_FIELDS = 20
 """Fields of a query; no request of the page has as many."""
 _MAX_CONNECTIONS = 64

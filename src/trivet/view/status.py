@@ -7,9 +7,9 @@ import msgspec
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
-from trivet.durable import DECODE_ERRORS, open_regular
 from trivet.errors import ConfigError
 from trivet.exits import describe_restart
+from trivet.storage.durable import DECODE_ERRORS, open_regular
 from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from trivet.config.layout import RunLayout
-from trivet.durable import DECODE_ERRORS
+from trivet.storage.durable import DECODE_ERRORS
 from trivet.view.files import GrowingLines
 from trivet.view.metrics import PHASES, RunMetrics
 

@@ -1,4 +1,4 @@
-"""Splits samples into the text of each token, by the tokenizer beside the run's newest weights."""
+"""Splits samples into the text of each token, by the tokenizer next to the run's newest weights."""
 
 from collections.abc import Sequence
 from pathlib import Path

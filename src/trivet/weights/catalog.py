@@ -1,8 +1,8 @@
 """Lists the policies that are published in weights/, and removes those that a run which goes back will publish again."""
 
 from trivet.config.layout import STABLE, RunLayout
-from trivet.durable import sweep_removed
 from trivet.step_directories import discard_after, discard_unfinished, list_steps
+from trivet.storage.durable import sweep_removed
 from trivet.weights.retention import forget_readers_after
 from trivet.wire.versions import PolicyVersion
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import MANIFEST, STABLE, parse_step
-from trivet.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, hash_files
 from trivet.errors import WeightsError
+from trivet.storage.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, hash_files
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
 

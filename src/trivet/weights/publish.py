@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
-from trivet.durable import remove_directory, sync_directory, sync_tree, write_atomically, write_json_atomically
 from trivet.errors import WeightsError
 from trivet.faults import reach
+from trivet.storage.durable import remove_directory, sync_directory, sync_tree, write_atomically, write_json_atomically
 from trivet.weights.manifest import Manifest, describe
 from trivet.wire.versions import PolicyVersion
 

@@ -8,8 +8,8 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from trivet.config.layout import STABLE, RunLayout
-from trivet.durable import DECODE_ERRORS, remove_directory, write_json_atomically
 from trivet.errors import WeightsError
+from trivet.storage.durable import DECODE_ERRORS, remove_directory, write_json_atomically
 from trivet.wire.versions import START_VERSION, PolicyVersion
 
 

@@ -1,7 +1,7 @@
 """Encodes the tokens of a step's rollouts for one compact file. `trivet view` reads it; a resumed run does not need it.
 
 The orchestrator writes the file next to `rollouts.jsonl`. It is one MessagePack array compressed with zlib: entry i has the
-samples of the rollout in line i of `rollouts.jsonl`. Legend: T tokens of one sample, N its loss tokens: those that the
+samples of the rollout in line i of `rollouts.jsonl`. Legend: T tokens of one sample, N of them that the
 policy sampled.
 """
 
@@ -28,11 +28,14 @@ class SampleTokens(msgspec.Struct, kw_only=True, array_like=True):
     token_ids: bytes
     """int32 [T], little-endian."""
     is_sampled: bytes
-    """bool [T], the sample's loss mask: one bit per token, the first token in the highest bit of the first byte."""
+    """bool [T]: one bit per token, the first token in the highest bit of the first byte. In files of versions that had no
+    `is_masked` it is the loss mask, which is empty in a masked sample."""
     logprobs: bytes
     """float16 [N], little-endian. Its three digits are enough for the colours of tokens in `trivet view`."""
     versions: list[VersionRun]
     """Policy version of each sampled token, encoded by run length."""
+    is_masked: bool = False
+    """A filter masked the sample from the loss."""
 
 
 class Tokens(msgspec.Struct, kw_only=True):
@@ -42,6 +45,7 @@ class Tokens(msgspec.Struct, kw_only=True):
     is_sampled_T: np.ndarray
     logprobs_N: np.ndarray
     versions: list[VersionRun]
+    is_masked: bool
 
 
 def pack_tokens(rollouts: Iterable[Rollout]) -> bytes:
@@ -69,11 +73,13 @@ def unpack_tokens(data: bytes) -> list[list[Tokens]]:
 
 
 def _pack(sample: Sample) -> SampleTokens:
+    sampled = sample.masked or sample
     return SampleTokens(
         token_ids=sample.token_ids_T.astype("<i4").tobytes(),
-        is_sampled=np.packbits(sample.loss_mask_T).tobytes(),
-        logprobs=sample.logprobs_T[sample.loss_mask_T].astype("<f2").tobytes(),
+        is_sampled=np.packbits(sampled.loss_mask_T).tobytes(),
+        logprobs=sampled.logprobs_T[sampled.loss_mask_T].astype("<f2").tobytes(),
         versions=sample.versions,
+        is_masked=sample.masked is not None,
     )
 
 
@@ -83,4 +89,10 @@ def _unpack(sample: SampleTokens) -> Tokens:
     logprobs_N = np.frombuffer(sample.logprobs, dtype="<f2").astype(np.float32)
     if np.count_nonzero(is_sampled_T) != len(logprobs_N):
         raise ValueError(f"{np.count_nonzero(is_sampled_T)} sampled tokens, {len(logprobs_N)} log-probabilities")
-    return Tokens(token_ids_T=token_ids_T, is_sampled_T=is_sampled_T, logprobs_N=logprobs_N, versions=sample.versions)
+    return Tokens(
+        token_ids_T=token_ids_T,
+        is_sampled_T=is_sampled_T,
+        logprobs_N=logprobs_N,
+        versions=sample.versions,
+        is_masked=sample.is_masked,
+    )

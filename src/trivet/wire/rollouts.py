@@ -15,6 +15,15 @@ GroupId = NewType("GroupId", int)
 """Handed out by the sampler in order, never twice in a run. It survives a resume: a group dispatched again keeps its id."""
 
 
+class MaskedTokens(msgspec.Struct, kw_only=True, gc=False):
+    """The sampled tokens that a filter masked from the loss, for people who look at the rollout. They are not trained on."""
+
+    loss_mask_T: np.ndarray
+    """bool [T]: the sample's loss mask before the filter."""
+    logprobs_T: np.ndarray
+    """float32 [T]: the sample's log-probabilities before the filter."""
+
+
 class Sample(msgspec.Struct, kw_only=True, gc=False):
     """A token sequence that can be trained on."""
 
@@ -29,6 +38,8 @@ class Sample(msgspec.Struct, kw_only=True, gc=False):
     versions: list[VersionRun]
     """The policy of each token that the model sampled, in order."""
     temperature: float
+    masked: MaskedTokens | None = None
+    """None unless a filter cleared `loss_mask_T`."""
     is_truncated: bool = False
     """A completion in it ended at a length limit, not at a stop token."""
 

@@ -24,8 +24,8 @@ from trivet.checkpoints.parts import (
     staging_directory,
 )
 from trivet.config.layout import COMMITTED, RunLayout
-from trivet.durable import FileRecord
 from trivet.errors import CheckpointError
+from trivet.storage.durable import FileRecord
 
 
 @pytest.fixture

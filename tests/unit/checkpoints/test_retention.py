@@ -5,7 +5,7 @@ import pytest
 from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.retention import removable_steps, remove_checkpoint
 from trivet.config.layout import COMMITTED, RunLayout
-from trivet.durable import write_atomically
+from trivet.storage.durable import write_atomically
 
 
 @pytest.mark.parametrize(

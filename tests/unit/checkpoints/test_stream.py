@@ -9,7 +9,7 @@ import pytest
 
 from trivet.checkpoints import stream
 from trivet.checkpoints.stream import FileStream
-from trivet.durable import hash_file
+from trivet.storage.durable import hash_file
 
 
 def make_bytes(num_bytes: int, *, shift: int = 0) -> memoryview:

@@ -12,9 +12,9 @@ from trivet.config.layout import RunLayout
 from trivet.dialects.vf_checkpoints import STATE, VfCheckpoints
 from trivet.dialects.vf_console import VfConsole, read_steps
 from trivet.dialects.vf_rl import main, show, take_options
-from trivet.durable import write_json_atomically
 from trivet.errors import ConfigError
 from trivet.launcher.run_directory import RunRecord
+from trivet.storage.durable import write_json_atomically
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.inference.main import is_foreign_run_active
-from trivet.lock import FileLock
+from trivet.process.lock import FileLock
 
 
 def test_a_server_that_the_run_did_not_start_keeps_out_of_its_reports(tmp_path: Path) -> None:

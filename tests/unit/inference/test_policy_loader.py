@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from trivet.config.layout import MANIFEST, RunLayout
-from trivet.durable import FileRecord, digest_of, write_json_atomically
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.policy_ledger import PolicyLedger
 from trivet.inference.policy_loader import PolicyLoader
+from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion

@@ -12,7 +12,8 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import ConfigError
-from trivet.launcher.plan import Ports, ProcessSpec, RunPlan, plan, share_gpus
+from trivet.launcher.plan import ProcessSpec, RunPlan, plan, share_gpus
+from trivet.launcher.role_configs import Ports
 from trivet.machine import Machine
 
 CONFIGS = Path("outputs/configs")

@@ -12,7 +12,7 @@ from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError, RunDirectoryBusy
 from trivet.launcher.run_directory import RunDirectory, read_run, write_configs
-from trivet.lock import FileLock
+from trivet.process.lock import FileLock
 from trivet.secret import make_secret
 from trivet.wire.versions import Step
 

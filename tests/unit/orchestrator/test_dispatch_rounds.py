@@ -12,8 +12,9 @@ from trivet.algorithms.advantages import mean_baseline
 from trivet.config.sections.curriculum import BufferConfig
 from trivet.errors import WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.dispatch_limits import Limits
 from trivet.orchestrator.dispatch_rounds import DispatchRounds
-from trivet.orchestrator.dispatcher import Dispatcher, Limits
+from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.wire.events import Dispatch, Event
 from trivet.wire.rollouts import GroupId, Rollout

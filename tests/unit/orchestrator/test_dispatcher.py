@@ -12,7 +12,8 @@ from support.virtual_time import run_virtually
 from trivet.algorithms.advantages import mean_baseline
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
-from trivet.orchestrator.dispatcher import Dispatcher, Limits
+from trivet.orchestrator.dispatch_limits import Limits
+from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.wire.events import Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import GroupId, Rollout

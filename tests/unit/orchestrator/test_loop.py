@@ -21,7 +21,8 @@ from trivet.errors import BatchError
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
-from trivet.orchestrator.dispatcher import Dispatcher, Limits
+from trivet.orchestrator.dispatch_limits import Limits
+from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw, ExampleSampler, SamplerState
 from trivet.telemetry.events import read_events
@@ -89,7 +90,7 @@ def run_loop(
     layout = RunLayout(directory)
     telemetry = Telemetry("orchestrator", layout=layout, run=config.run)
     sender = ReadyTrainer()
-    group_ended = ChangeEvent()
+    fill_changed = ChangeEvent()
     buffer = GroupBuffer(
         write_event=telemetry.write_event,
         online_difficulty_filtering=False,
@@ -104,7 +105,7 @@ def run_loop(
         servers=FakeServers(),
         advantage=mean_baseline,
         limits=Limits.of(config),
-        on_group_end=group_ended.notify,
+        on_group_end=fill_changed.notify,
     )
     dispatcher.resume(part.buffer.in_flight)
     loop = Loop(
@@ -117,7 +118,7 @@ def run_loop(
         watcher=IdleWatcher(),  # type: ignore[arg-type]  stands in for PolicyWatcher
         sender=sender,
         telemetry=telemetry,
-        group_ended=group_ended,
+        fill_changed=fill_changed,
     )
     sender.on_batch = lambda batch: loop.preempt() if batch.step == preempt_after else None
     try:

@@ -4,7 +4,7 @@ import pytest
 
 from support.transport_ends import make_batch
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
-from trivet.orchestrator.start import is_trained
+from trivet.orchestrator.connections import is_trained
 from trivet.wire.batches import BatchPurpose
 
 

@@ -17,13 +17,17 @@ import numpy as np
 import pytest
 
 from support.big_run import trainer_line, write_run
+from support.groups import make_group
 from support.processes import wait_until
+from trivet.algorithms.filters import RolloutFilter, RolloutFilters, mask_rollouts
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
+from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.tools.cli import main
 from trivet.view.api import Api
 from trivet.view.run import ViewedRun, name_runs, open_run
 from trivet.view.server import open_server, read_pages
+from trivet.wire.versions import Step
 
 STEPS = 30
 
@@ -222,6 +226,20 @@ def test_a_rollout_comes_with_its_tokens(site: Site):
     assert sample["texts"] is None  # no weights, no tokenizer
     assert sample["logprobs"][:16] == [None] * 16
     assert sample["versions"][16:] == [5] * 10 + [6] * 38
+
+
+def test_a_rollout_that_is_masked_from_the_loss_shows_its_log_probabilities_and_says_so(tmp_path: Path):
+    group = make_group(0)
+    group.rollouts[1].samples[0].is_truncated = True
+    mask_rollouts(group, RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED})))
+    layout = write_run(tmp_path / "run", num_steps=1)
+    write_rollouts(layout, Step(1), [group])
+    with serving(layout) as site:
+        [trained] = site.ask("/api/rollout?step=1&line=0").json["samples"]
+        [masked] = site.ask("/api/rollout?step=1&line=1").json["samples"]
+    assert trained["logprobs"] == masked["logprobs"] == [None] * 3 + [-1.0] * 4
+    assert trained["versions"] == masked["versions"] == [None] * 3 + [0] * 4
+    assert (trained["is_masked"], masked["is_masked"]) == (False, True)
 
 
 def test_nothing_is_written(site: Site):

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
-from trivet.durable import FileRecord, digest_of, write_json_atomically
 from trivet.errors import WeightsError
+from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
 from trivet.weights.catalog import discard_policies_after, latest_version, published_versions
 from trivet.weights.manifest import Manifest, describe_start_model, read_manifest, verify
 from trivet.weights.publish import publish

@@ -1,9 +1,13 @@
 """The compact file of tokens says what the rollouts held, and is refused when it is damaged."""
 
+import zlib
+
+import msgspec
 import numpy as np
 import pytest
 
-from support.groups import make_sample
+from support.groups import make_group, make_sample
+from trivet.algorithms.filters import RolloutFilter, RolloutFilters, mask_rollouts
 from trivet.errors import MessageRefused
 from trivet.wire.rollout_tokens import pack_tokens, unpack_tokens
 from trivet.wire.rollouts import Rollout, Sample
@@ -37,6 +41,26 @@ def test_log_probabilities_keep_three_digits():
     [[tokens]] = unpack_tokens(pack_tokens([Rollout(index=0, reward=0.0, samples=[sample])]))
     # Half precision rounds to 11 significant bits: a relative error of at most 2**-11.
     np.testing.assert_allclose(tokens.logprobs_N, logprobs_T, rtol=2**-11)
+
+
+def test_a_rollout_that_a_filter_masked_keeps_the_log_probabilities_of_what_was_sampled():
+    group = make_group(0)
+    group.rollouts[1].samples[0].is_truncated = True
+    mask_rollouts(group, RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED})))
+    [trained], [masked] = unpack_tokens(pack_tokens(group.rollouts))
+    assert (trained.is_masked, masked.is_masked) == (False, True)
+    for tokens in (trained, masked):
+        assert tokens.is_sampled_T.tolist() == [False] * 3 + [True] * 4
+        assert tokens.logprobs_N.tolist() == [-1.0] * 4
+
+
+def test_a_file_from_before_masked_rollouts_were_told_apart_is_read():
+    rollouts = make_rollouts()[:1]
+    entries = msgspec.msgpack.decode(zlib.decompress(pack_tokens(rollouts)))
+    old = zlib.compress(msgspec.msgpack.encode([[sample[:4] for sample in samples] for samples in entries]))
+    [[tokens]] = unpack_tokens(old)
+    assert not tokens.is_masked
+    np.testing.assert_array_equal(tokens.token_ids_T, rollouts[0].samples[0].token_ids_T)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 20, -1])

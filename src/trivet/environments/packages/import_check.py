@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trivet.environments.packages.installed import LOADER
 from trivet.environments.settings import worker_environment
-from trivet.lifetime import module_command, tied_command
+from trivet.process.lifetime import module_command, tied_command
 
 _IMPORT_TIMEOUT_S = 120.0
 """For all modules of one process. verifiers alone takes 5 to 20 s on two busy cores."""

@@ -16,8 +16,8 @@ from trivet.config.masking import hide_values
 from trivet.environments.examples import training_problem
 from trivet.environments.settings import worker_environment
 from trivet.errors import EnvironmentLoadError, MessageRefused
-from trivet.imports import without_collections
-from trivet.lifetime import module_command, tied_command
+from trivet.process.imports import without_collections
+from trivet.process.lifetime import module_command, tied_command
 from trivet.wire.codec import decode, encode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.workers import HostSettings

@@ -21,7 +21,7 @@ import msgspec
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.restarts import RestartBudget
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
-from trivet.loop_lag import lag_metrics
+from trivet.process.loop_lag import lag_metrics
 from trivet.wire.events import EnvRestart, Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout

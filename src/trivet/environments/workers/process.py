@@ -11,8 +11,8 @@ from pathlib import Path
 
 from trivet.environments.settings import worker_environment
 from trivet.exits import describe_exit
-from trivet.lifetime import end_session, module_command, tied_command
-from trivet.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
+from trivet.process.lifetime import end_session, module_command, tied_command
+from trivet.process.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.wire.workers import HostSettings
 
 _LOG_TAIL_BYTES = 8_192

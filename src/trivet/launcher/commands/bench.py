@@ -8,9 +8,9 @@ from pathlib import Path
 
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.rl import RLConfig
-from trivet.durable import write_private
 from trivet.launcher.plan import share_gpus, trainer_process
 from trivet.machine import inspect_machine
+from trivet.storage.durable import write_private
 
 
 def measure_trainer(config: RLConfig) -> int:

@@ -14,16 +14,17 @@ from trivet.environments.settings import run_settings
 from trivet.launcher.commands.bench import measure_trainer
 from trivet.launcher.custom_advantage import require_advantage
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import Ports, share_gpus
+from trivet.launcher.plan import share_gpus
 from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import ProcessHost
+from trivet.launcher.role_configs import Ports
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts, role_environment
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import inspect_machine
+from trivet.process.stacks import show_stacks_on_signal
 from trivet.secret import share_secret
-from trivet.stacks import show_stacks_on_signal
 
 
 def main() -> int:

@@ -16,7 +16,8 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import Ports, ProcessSpec, RunPlan, plan
+from trivet.launcher.plan import ProcessSpec, RunPlan, plan
+from trivet.launcher.role_configs import Ports
 from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.launcher.scratch import Scratch
 from trivet.machine import Machine

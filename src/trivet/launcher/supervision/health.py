@@ -14,7 +14,7 @@ from trivet.launcher.supervision.restarts import RestartLog
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.launcher.supervision.stall import StallWatch, describe, pids_of, situation_of
 from trivet.launcher.supervision.watchdog import Watchdog
-from trivet.stacks import STACKS_WITHIN_S
+from trivet.process.stacks import STACKS_WITHIN_S
 
 _REPORT_INTERVAL_S = 1.0
 """Roles report once a second."""

@@ -12,7 +12,7 @@ from trivet.launcher.logs import LogFollower, last_lines
 from trivet.launcher.processes import Child
 from trivet.launcher.supervision.recovery import RoleObservation
 from trivet.launcher.supervision.watchdog import ReportStamp, Watchdog
-from trivet.process_table import ProcessTable, descendants
+from trivet.process.process_table import ProcessTable, descendants
 from trivet.telemetry.process_report import read_report
 from trivet.wire.status import ProcessReport
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.durable import replace_file
 from trivet.exits import describe_exit
 from trivet.launcher.logs import RunLog
 from trivet.launcher.supervision.attempts import Attempts
@@ -15,6 +14,7 @@ from trivet.launcher.supervision.recovery import Phase, Recovery, RecoveryVerdic
 from trivet.launcher.supervision.restarts import RestartLog
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.launcher.terminal import describe_activity, finished_step
+from trivet.storage.durable import replace_file
 from trivet.telemetry.events import num_complete_bytes
 from trivet.wire.status import RoleState, RoleStatus, RunState, RunStatus
 

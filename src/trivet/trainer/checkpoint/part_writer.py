@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from trivet.durable import FileRecord
+from trivet.storage.durable import FileRecord
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.snapshot import Snapshot, TensorKey
 from trivet.trainer.checkpoint.state import State, write_state

@@ -15,9 +15,9 @@ from trivet.checkpoints.retention import removable_steps, remove_checkpoint
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.sections.trainer import TrainingConfig
-from trivet.disk import explaining_full_disk, require_free_space
-from trivet.durable import FileRecord
 from trivet.faults import reach
+from trivet.storage.disk import explaining_full_disk, require_free_space
+from trivet.storage.durable import FileRecord
 from trivet.telemetry.process_report import waiting
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.checkpoint.part_writer import PartWriter

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trivet.checkpoints.stream import FileStream
-from trivet.durable import FileRecord
+from trivet.storage.durable import FileRecord
 
 Hold = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
 """Gives the tensor to write in place of one of the state's; it does not change inside the block."""

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trivet.config.sections.shared import CkptConfig
-from trivet.durable import FileRecord
 from trivet.errors import CheckpointError
+from trivet.storage.durable import FileRecord
 from trivet.trainer.checkpoint.shard_reader import METADATA_FILE, ShardPlanner, ShardReader, read_metadata
 from trivet.trainer.checkpoint.shard_writer import Hold, ShardWriter
 from trivet.trainer.model.policy_model import PolicyModel, has_adapter

@@ -9,7 +9,7 @@ import torch
 
 from trivet.config.sections.losses import CustomLossConfig
 from trivet.errors import ConfigError
-from trivet.imports import import_by_path
+from trivet.process.imports import import_by_path
 from trivet.trainer.losses.terms import Loss, LossUnit, RowLoss, common_values, make_ratios
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
-from trivet.durable import replace_file
 from trivet.errors import ConfigError
+from trivet.storage.durable import replace_file
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.fake_data import fake_rows

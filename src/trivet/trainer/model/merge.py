@@ -8,8 +8,8 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trivet.config.layout import STABLE
-from trivet.durable import remove_directory
 from trivet.errors import ConfigError
+from trivet.storage.durable import remove_directory
 from trivet.weights.adapters import base_of, is_adapter
 from trivet.weights.manifest import verify
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trivet.imports import without_collections
-from trivet.lifetime import die_with_parent, module_command, tied_command
+from trivet.process.imports import without_collections
+from trivet.process.lifetime import die_with_parent, module_command, tied_command
+from trivet.process.stacks import ignore_until_listening
 from trivet.secret import make_secret
-from trivet.stacks import ignore_until_listening
 
 RENDEZVOUS_FILE = "RANK_RENDEZVOUS_FILE"
 """Environment variable with the path of the file at which ranks of one machine meet (trainer.ranks.world)."""

@@ -11,7 +11,7 @@ from trivet.checkpoints.parts import TRAINER
 from trivet.config.command import run_command
 from trivet.config.sections.sft import SftConfig
 from trivet.faults import arm, reach
-from trivet.lifetime import die_with_parent
+from trivet.process.lifetime import die_with_parent
 from trivet.telemetry import process_report
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import cross_entropy

@@ -1,4 +1,4 @@
-// Who waits for whom: what each role did in each of some steps, beside each other in time; and the shares over the whole run.
+// Who waits for whom: what each role did in each of some steps, next to each other in time; and the shares over the whole run.
 
 import { ask } from "./ask.js";
 import { empty, fill, h } from "./dom.js";

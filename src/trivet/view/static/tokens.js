@@ -31,7 +31,7 @@ function sampleView(sample, { by, title }) {
   extend();
   return h("div", { class: "sample" }, title ? h("h4", {}, title) : null,
     h("p", { class: "hint" }, `${number(sample.token_ids.length)} tokens, ${number(sampled.length)} of them sampled by ${versions.length === 1 ? `policy ${versions[0]}` : `policies ${versions.join(", ")}`}; `,
-      `mean log-probability ${number(mean)}.`, sample.texts ? "" : " The run has no tokenizer any more: ids are shown."),
+      `mean log-probability ${number(mean)}.`, sample.is_masked ? " A filter masked the sample from the loss." : "", sample.texts ? "" : " The run has no tokenizer any more: ids are shown."),
     legend(by, versions), line, more);
 }
 

@@ -8,7 +8,7 @@ import pytest
 from support.stand_in_process import StandInProcess
 from support.virtual_time import run_virtually
 from trivet.environments.workers.process import WorkerProcess
-from trivet.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
+from trivet.process.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 
 
 def make(log: Path = Path("log"), *, log_offset: int = 0) -> tuple[StandInProcess, WorkerProcess]:

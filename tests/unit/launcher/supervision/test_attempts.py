@@ -16,7 +16,7 @@ from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import CheckpointError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import Ports
+from trivet.launcher.role_configs import Ports
 from trivet.launcher.run_directory import RunDirectory, read_run
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts

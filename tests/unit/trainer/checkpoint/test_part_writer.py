@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trivet.config.sections.losses import GrpoLossConfig
-from trivet.durable import FileRecord, hash_file
 from trivet.errors import CheckpointError
+from trivet.storage.durable import FileRecord, hash_file
 from trivet.trainer.checkpoint import part_writer
 from trivet.trainer.checkpoint.part_writer import PartWriter
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of, write_state

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from trivet.durable import hash_file, list_files
+from trivet.storage.durable import hash_file, list_files
 from trivet.trainer.checkpoint.shard_writer import ShardWriter
 
 

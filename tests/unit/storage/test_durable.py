@@ -4,7 +4,7 @@ import stat
 
 import pytest
 
-from trivet.durable import (
+from trivet.storage.durable import (
     digest_of,
     explain_difference,
     hash_files,

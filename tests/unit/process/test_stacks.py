@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from trivet.lifetime import tied_command
-from trivet.stacks import STACKS_SIGNAL
+from trivet.process.lifetime import tied_command
+from trivet.process.stacks import STACKS_SIGNAL
 
 BLOCKED = """
 import os, threading, time
-from trivet.stacks import STACKS_SIGNAL, show_stacks_on_signal
+from trivet.process.stacks import STACKS_SIGNAL, show_stacks_on_signal
 show_stacks_on_signal()
 def in_the_other_thread():
     runs.set()
@@ -25,7 +25,7 @@ in_the_main_thread()
 """
 AWAITING = """
 import asyncio, os
-from trivet.stacks import STACKS_SIGNAL, show_stacks_on_signal, show_tasks_on_signal
+from trivet.process.stacks import STACKS_SIGNAL, show_stacks_on_signal, show_tasks_on_signal
 show_stacks_on_signal()
 async def answers_of_a_server():
     await never_answered.wait()

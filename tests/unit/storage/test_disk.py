@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trivet.disk import describe_full_disk, explaining_full_disk, free_bytes, is_full_disk, require_free_space
 from trivet.errors import DiskFull
+from trivet.storage.disk import describe_full_disk, explaining_full_disk, free_bytes, is_full_disk, require_free_space
 
 
 def test_room_is_asked_for_before_anything_is_written(tmp_path: Path) -> None:
@@ -61,7 +61,8 @@ def test_an_unexpected_write_names_its_file(tmp_path: Path) -> None:
 def test_the_kernels_own_refusal_is_recognised(tmp_path: Path) -> None:
     """A limit on the size of files stands in for a full disk: the write itself fails, in a process of its own."""
     program = (
-        "import pathlib, sys\nfrom trivet.disk import explaining_full_disk\nfrom trivet.durable import write_atomically\n"
+        "import pathlib, sys\nfrom trivet.storage.disk import explaining_full_disk\n"
+        "from trivet.storage.durable import write_atomically\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "with explaining_full_disk(path, what='state'): write_atomically(path / 'state', b'x' * 100_000)\n"
     )

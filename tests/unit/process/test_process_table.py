@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from support.processes import wait_until
-from trivet.process_table import descendants, process_exists, read_processes
+from trivet.process.process_table import descendants, process_exists, read_processes
 
 
 def test_descendants_leave_out_those_that_are_spared_and_their_children(tmp_path: Path) -> None:

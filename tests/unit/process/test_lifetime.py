@@ -8,11 +8,11 @@ import sys
 import psutil
 
 from support.processes import wait_until
-from trivet.lifetime import module_command, tied_command
+from trivet.process.lifetime import module_command, tied_command
 
 _PARENT = """
 import os, subprocess, sys
-from trivet.lifetime import tied_command
+from trivet.process.lifetime import tied_command
 child = subprocess.Popen(tied_command(["sleep", "60"]))
 print(child.pid, flush=True)
 if sys.argv[1] == "wait":
@@ -59,13 +59,13 @@ def test_a_process_becomes_its_command_with_the_same_pid_and_exit_code() -> None
 
 
 def test_the_wrong_parent_ends_the_process_at_once() -> None:
-    ended = subprocess.run(module_command("trivet.lifetime", "--parent", "1", "sh", "-c", "exit 0"), check=False)
+    ended = subprocess.run(module_command("trivet.process.lifetime", "--parent", "1", "sh", "-c", "exit 0"), check=False)
     assert ended.returncode == -signal.SIGKILL
 
 
 _FORKER = """
 import os, sys, threading, time
-from trivet.lifetime import tie_forks
+from trivet.process.lifetime import tie_forks
 tie_forks()
 
 def say(words):

@@ -9,7 +9,7 @@ import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.errors import RunDirectoryBusy
-from trivet.lock import FileLock, hold_role, holder_of
+from trivet.process.lock import FileLock, hold_role, holder_of
 
 
 def test_a_second_holder_is_refused_and_learns_who_holds_it(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_waiting_ends_at_its_deadline(tmp_path: Path) -> None:
 def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     path = RunLayout(tmp_path).role_lock("trainer")
     program = (
-        "import sys, time; from pathlib import Path; from trivet.lock import hold_role\n"
+        "import sys, time; from pathlib import Path; from trivet.process.lock import hold_role\n"
         "hold_role(Path(sys.argv[1])).__enter__(); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as holder:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from trivet.signals import run_until_signalled
+from trivet.process.signals import run_until_signalled
 
 
 class Work:

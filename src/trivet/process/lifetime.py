@@ -1,8 +1,8 @@
 """Ties a process to its parent, so that no violent end leaves one behind (design invariant 7).
 
 Called first thing by every process that another of ours starts: roles, trainer ranks, engine workers, environment workers.
-As a program, `python -m trivet.lifetime --parent PID COMMAND…` ties itself and becomes COMMAND: what takes seconds to import
-is then tied from its first moment. Linux only; elsewhere nothing is tied.
+As a program, `python -m trivet.process.lifetime --parent PID COMMAND…` ties itself and becomes COMMAND: what takes seconds to
+import is then tied from its first moment. Linux only; elsewhere nothing is tied.
 """
 
 import ctypes
@@ -13,8 +13,8 @@ import threading
 from collections.abc import Sequence
 from multiprocessing import parent_process
 
-from trivet.process_table import process_exists, read_processes
-from trivet.stacks import ignore_until_listening
+from trivet.process.process_table import process_exists, read_processes
+from trivet.process.stacks import ignore_until_listening
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -31,7 +31,7 @@ def module_command(module: str, *arguments: str, python: str = sys.executable) -
 
 def tied_command(command: Sequence[str], *, python: str = sys.executable) -> list[str]:
     """Return the command that runs `command` as a process which ends with this one."""
-    return [*module_command("trivet.lifetime", "--parent", str(os.getpid()), python=python), *command]
+    return [*module_command("trivet.process.lifetime", "--parent", str(os.getpid()), python=python), *command]
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL, *, parent: int | None = None) -> None:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from trivet.noisy_loggers import NOISY_LOGGERS, quiet_noisy_loggers
+from trivet.process.noisy_loggers import NOISY_LOGGERS, quiet_noisy_loggers
 
 
 @pytest.mark.parametrize(("root", "expected"), [("INFO", logging.WARNING), ("ERROR", logging.ERROR)])

@@ -11,7 +11,7 @@ import pytest
 
 from support.big_run import write_run
 from support.histories import RunMaker
-from trivet.closed_output import EXIT_CODE, UNWRITABLE_EXIT_CODE, is_closed, run_until_output_closes
+from trivet.process.closed_output import EXIT_CODE, UNWRITABLE_EXIT_CODE, is_closed, run_until_output_closes
 from trivet.tools.cli import main
 
 COMMANDS = {
@@ -26,7 +26,7 @@ COMMANDS = {
 }
 LOGGER = """
 import logging, sys
-from trivet.closed_output import run_until_output_closes
+from trivet.process.closed_output import run_until_output_closes
 from trivet.telemetry.logs import setup_logging
 
 def main():

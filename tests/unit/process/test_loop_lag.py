@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from trivet.loop_lag import LoopLag, lag_metrics
+from trivet.process.loop_lag import LoopLag, lag_metrics
 
 
 def test_lag_is_how_much_later_than_due_the_loop_came_back():

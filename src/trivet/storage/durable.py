@@ -180,7 +180,7 @@ def write_json_atomically(path: Path, value: object) -> None:
 
 
 def remove_directory(directory: Path, *, marker: str | None = None) -> None:
-    """Remove `directory`, if there, such that it is never seen half removed.
+    """Remove `directory`, if there, such that it is never seen partly removed.
 
     The `marker` that makes it valid goes first, then the name, then the content. What a crash leaves of the content has a
     name that starts with a dot and ends in `.removed`; `sweep_removed` takes it away.

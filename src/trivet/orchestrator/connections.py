@@ -1,0 +1,124 @@
+"""Opens what an orchestrator is connected to: environment workers, inference servers, a teacher and the trainer.
+
+Each is a context manager that closes what it opened. Used by `orchestrator.start` and the role's entry.
+"""
+
+import logging
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from trivet.client.inference_client import InferenceClient
+from trivet.client.server_pool import ServerPool
+from trivet.config.layout import RunLayout
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.environments.settings import run_settings
+from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
+from trivet.orchestrator.teacher import Teacher
+from trivet.secret import RunSecret, find_secret
+from trivet.telemetry.telemetry import Telemetry
+from trivet.transport.port import BatchSender
+from trivet.transport.zeromq import ZmqSender
+from trivet.weights.catalog import latest_version
+from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.versions import START_VERSION
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[WorkerPool, None]:
+    """Load every environment of the run in worker processes.
+
+    Raises:
+        EnvironmentLoadError: one cannot be loaded.
+    """
+    settings = list(run_settings(config).values())
+    limits = PoolLimits(
+        workers_per_env=config.workers_per_env,
+        max_restarts=config.max_env_worker_restarts,
+        blocked_timeout_s=config.env_worker_timeout_s,
+        start_timeout_s=config.env_start_timeout_s,
+    )
+    async with open_worker_pool(settings, log_of=RunLayout(config.output_dir).env_worker_log, limits=limits) as pool:
+        yield pool
+
+
+@asynccontextmanager
+async def open_servers(config: OrchestratorConfig, telemetry: Telemetry) -> AsyncGenerator[ServerPool, None]:
+    """Yield the inference servers of the run, which it may change."""
+    client, secret = config.client, find_secret(RunLayout(config.output_dir), environ=os.environ)
+
+    def make_client(url: str) -> InferenceClient:
+        """Return a client that may change the server at `url`."""
+        return inference_client(client, url, timeout_s=client.admin_timeout, secret=secret)
+
+    servers = ServerPool(client, make_client=make_client, write_event=telemetry.write_event)
+    try:
+        await servers.start()
+        yield servers
+    finally:
+        await servers.aclose()
+
+
+@asynccontextmanager
+async def open_teacher(config: OrchestratorConfig) -> AsyncGenerator[Teacher | None, None]:
+    """Yield the teacher of the run, None without one."""
+    if config.teacher_model is None:
+        yield None
+        return
+    teacher = Teacher(
+        config.teacher_model,
+        [inference_client(config.teacher_model.client, url) for url in config.teacher_model.client.base_url],
+    )
+    try:
+        yield teacher
+    finally:
+        await teacher.aclose()
+
+
+def inference_client(
+    config: ClientConfig, url: str, *, timeout_s: float | None = None, secret: RunSecret | None = None
+) -> InferenceClient:
+    """Return a client for the server at `url`.
+
+    Args:
+        secret: None where the server is asked only.
+    """
+    return InferenceClient(
+        url,
+        timeout_s=timeout_s or config.timeout,
+        api_key=config.api_key(url, os.environ),
+        find_token=lambda: secret.token if secret else None,
+        headers=config.headers,
+    )
+
+
+@asynccontextmanager
+async def open_sender(config: OrchestratorConfig) -> AsyncGenerator[BatchSender, None]:
+    """Yield the connection that sends batches to the trainer."""
+    layout = RunLayout(config.output_dir)
+    sender = ZmqSender(
+        config.rollout_transport,
+        secret=find_secret(layout, environ=os.environ),
+        run_id=config.run.id,
+        attempt=config.run.attempt,
+        has_arrived=lambda batch: is_trained(batch, layout),
+    )
+    try:
+        yield sender
+    finally:
+        await sender.aclose()
+
+
+def is_trained(batch: Batch, layout: RunLayout) -> bool:
+    """Return whether a published policy shows that the trainer had `batch`.
+
+    A trainer answers nobody before it has removed the policies that an earlier attempt left.
+    """
+    try:
+        return batch.purpose is BatchPurpose.TRAIN and (latest_version(layout) or START_VERSION) >= batch.step
+    except OSError as exc:
+        logger.warning("%s cannot be read to see whether batch %s was trained: %s", layout.weights, batch.step, exc)
+        return False
