@@ -1,4 +1,4 @@
-"""What an accident or a careless hand can do to the files of a run: each is found, and none ends in a traceback."""
+"""Damage a run's files as an accident or a careless edit might. Each damage is found, and none ends in a traceback."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def layout(made: RunLayout, tmp_path: Path) -> RunLayout:
 
 
 def check(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `trivet check` says of a run that is broken."""
+    """Return what `trivet check` prints for a run that is broken."""
     code = main(["check", str(layout.root)])
     captured = capsys.readouterr()
     assert code == 1, captured.out
@@ -347,7 +347,7 @@ def test_an_older_commit_whose_record_is_gone_is_found(layout, capsys):
 
 
 def test_a_restart_that_is_missing_is_found(tmp_path, capsys):
-    """Nothing but the place of the next line tells of it: the launcher writes no line before or after."""
+    """Only the position of the next line shows it: the launcher writes no line before or after."""
     layout = RunLayout(tmp_path / "run")
     events = make_run(layout, seed=7)
     place = max(place for place, event in enumerate(events) if isinstance(event, Start) and event.role == TRAINER)
