@@ -1,5 +1,3 @@
-"""The compact file of tokens says what the rollouts held, and is refused when it is damaged."""
-
 import numpy as np
 import pytest
 
@@ -35,7 +33,7 @@ def test_log_probabilities_keep_three_digits():
         token_ids_T=np.arange(500, dtype=np.int32), loss_mask_T=mask_T, logprobs_T=logprobs_T, versions=[], temperature=1.0
     )
     [[tokens]] = unpack_tokens(pack_tokens([Rollout(index=0, reward=0.0, samples=[sample])]))
-    # Half precision rounds to 11 significant bits: a relative error of at most 2**-11.
+    # Half precision rounds to 11 significant bits, a relative error of at most 2**-11.
     np.testing.assert_allclose(tokens.logprobs_S, logprobs_T, rtol=2**-11)
 
 
