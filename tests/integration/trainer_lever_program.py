@@ -74,7 +74,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 def likelihood(inputs: SampleInputs, *, weight: float) -> SampleLoss:
-    """A loss of the user's own."""
+    """A custom loss."""
     return SampleLoss(-weight * (inputs.advantages_L * inputs.trainer_logprobs_L).mean())
 
 
@@ -106,7 +106,7 @@ def make_learner(model_dir: str, world: World, *, lr: float, lever: dict[str, An
 
 
 def move(model: PolicyModel) -> None:
-    """Other weights than at the start, alike on any number of ranks."""
+    """Use other weights than at the start, equal on any number of ranks."""
     moved = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -117,7 +117,8 @@ def move(model: PolicyModel) -> None:
 
 
 def default_levers(world: World) -> list[str]:
-    """Without those that compile, on more than two ranks: each compiles by itself, which takes longer than all the rest."""
+    """Return the levers without those that compile, on more than two ranks: each rank compiles separately, which takes
+    longest."""
     return [lever for lever, options in LEVERS.items() if "compile" not in options or world.size <= 2]
 
 
@@ -145,7 +146,7 @@ def run_steps(learner: Learner, oracle: ModuleType, *, first: int, last: int) ->
 
 
 def resume(model_dir: str, oracle: ModuleType, world: World, part: Path, *, lever: dict[str, Any]) -> dict[str, Any]:
-    """Weights of a run of four steps, and of one that was saved after the second and went on from there."""
+    """Return the weights of a run of four steps, and of one that was saved after the second and resumed."""
     unbroken = make_learner(model_dir, world, lr=1e-3, lever=lever)
     run_steps(unbroken, oracle, first=1, last=2)
     part.mkdir(parents=True, exist_ok=True)
@@ -165,7 +166,7 @@ def resume(model_dir: str, oracle: ModuleType, world: World, part: Path, *, leve
 
 @contextmanager
 def counting_allocations(*, mapped: Path) -> Iterator[dict[str, int]]:
-    """The most bytes that were allocated at one time on the CPU by what runs inside, under `peak`.
+    """Yield an object whose `peak` is the most bytes allocated at one time on the CPU within the block.
 
     Args:
         mapped: a file that counts for nothing when it is mapped into memory, although torch counts it as allocated.

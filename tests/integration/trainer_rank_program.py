@@ -26,12 +26,12 @@ from trivet.trainer.ranks.world import World, barrier, broadcast_bytes, gather_t
 from trivet.trainer.step import Learner, train_step
 
 LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_proj"])
-"""A rank that no number of ranks divides: some hold nothing of a factor."""
+"""A rank that no number of ranks divides: some ranks hold nothing of a factor."""
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {"muon": MuonConfig(lr=1e-3), "sgd": SGDConfig(lr=1e-2)}
 
 MICRO_BATCH_TOKENS = 30
-"""The longest of the samples have 23: several rows for each rank, some of them dummies."""
+"""The longest samples have 23 tokens: several rows for each rank, some of them dummies."""
 
 LOSSES = {"token": DefaultLossConfig(kl_tau=0.1), "sequence": DefaultLossConfig(ratio_type="sequence", kl_tau=0.1)}
 
@@ -70,7 +70,8 @@ def make_learner(
 
 
 def unsettle(model: PolicyModel) -> None:
-    """Make the second factors of an adapter other than zero, alike on any number of ranks: else the first have no gradient."""
+    """Make the second factors of an adapter other than zero, alike on any number of ranks. Otherwise the first have no
+    gradient."""
     weights = {
         name: torch.sin(torch.arange(parameter.numel(), dtype=torch.float32)).reshape(parameter.shape) * 0.02
         for name, parameter in model.named_parameters()
