@@ -1,6 +1,6 @@
 """A deterministic run that was killed and resumed ends with the bytes of an unbroken one. Its batches can be replayed.
 
-One real server is shared by all runs; trainer, orchestrator and launcher are killed.
+All runs share one real server. Trainer, orchestrator and launcher are killed.
 """
 
 import os

@@ -32,7 +32,7 @@ class Other:
 
 
 def other_than(machine: Machine, unlimited: Machine) -> Other:
-    """Return the configuration."""
+    """Return how to get the other dtype. `unlimited` is the machine without the limits that the environment sets."""
     if machine.bf16_instructions:
         return Other(dtype="float32", environment=os.environ | AVX2)
     if unlimited.bf16_instructions:

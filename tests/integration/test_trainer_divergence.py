@@ -1,6 +1,6 @@
 """A real trainer on two ranks gets a batch that is not finite. Every rank ends with exit code 3, and the log names the place.
 
-That the launcher ends with the code of its trainer is tested in test_launcher_processes.py.
+test_launcher_processes.py tests that the launcher ends with the trainer's code.
 """
 
 import os

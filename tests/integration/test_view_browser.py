@@ -1,6 +1,6 @@
 """Open every page of `trivet view` in a real browser: its content, hostile text, and the speed for a large run.
 
-The browser is installed by scripts/install_browser.py; without it these tests are skipped.
+scripts/install_browser.py installs the browser. Without it these tests are skipped.
 """
 
 import json
