@@ -5,7 +5,6 @@ Loss and gradients of every loss with every lever, runs that are saved and resum
 Rank 0 writes them to DIRECTORY/levers_RANKS.pt. With LEVER: loss and gradients with this one alone.
 """
 
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from support.scripts import load_module
 from trivet.config.sections import losses as kinds
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.model import (
@@ -76,16 +76,6 @@ RESUMED: dict[str, dict[str, Any]] = {
 def likelihood(inputs: SampleInputs, *, weight: float) -> SampleLoss:
     """A custom loss."""
     return SampleLoss(-weight * (inputs.advantages_L * inputs.trainer_logprobs_L).mean())
-
-
-def load_oracle(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("oracle", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["oracle"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_learner(model_dir: str, world: World, *, lr: float, lever: dict[str, Any]) -> Learner:
@@ -202,7 +192,7 @@ def run_all(model_dir: str, oracle: ModuleType, directory: Path, world: World) -
 
 def main() -> None:
     model_dir, oracle_path, directory, num_replicas, *levers = sys.argv[1:]
-    oracle = load_oracle(oracle_path)
+    oracle = load_module(Path(oracle_path))
     torch.set_num_threads(1)
     with open_world(device="cpu", timeout_s=600, num_replicas=int(num_replicas)) as world:
         if levers:

@@ -5,7 +5,6 @@ lora-gradients, lora-train, lora-resume: the same with an adapter. muon-, sgd-: 
 Rank 0 writes the results of a task to DIRECTORY/TASK_RANKS.pt.
 """
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from types import ModuleType
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from support.scripts import load_module
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
@@ -34,16 +34,6 @@ MICRO_BATCH_TOKENS = 30
 """The longest samples have 23 tokens: several rows for each rank, some of them dummies."""
 
 LOSSES = {"token": DefaultLossConfig(kl_tau=0.1), "sequence": DefaultLossConfig(ratio_type="sequence", kl_tau=0.1)}
-
-
-def load_oracle(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("oracle", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["oracle"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_learner(
@@ -141,7 +131,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with open_world(device="cpu", timeout_s=120) as world:
         assert broadcast_bytes(world, b"batch" if world.is_main else None) == b"batch"
-        run_tasks(model_dir, load_oracle(oracle_path), tasks, world)
+        run_tasks(model_dir, load_module(Path(oracle_path)), tasks, world)
 
 
 if __name__ == "__main__":
