@@ -55,14 +55,14 @@ class Case:
 
 
 def parts_of(learner: Learner) -> list[torch.Tensor]:
-    """This rank's parts of everything that is saved."""
+    """Return this rank's parts of everything that is saved."""
     state = state_of(learner, TrainerProgress())
     tensors = [*state["model"].values(), *(value for each in state["optimizer"]["state"].values() for value in each.values())]
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone() for tensor in tensors]
 
 
 def write_slowly(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 writes after two more steps, rank 0 at once; what is written is of the step before them on both."""
+    """Let rank 1 write two steps later than rank 0. Both must write the step before."""
     may_write = threading.Event()
 
     def slow(directory: Path, state: Any, group: Any, *, hold: Any = nullcontext) -> dict[str, FileRecord]:
@@ -90,7 +90,7 @@ def write_slowly(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_without_room(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank is told, with the rank that failed, and goes on to end."""
+    """Tell every rank of the rank that failed, and go on to end."""
 
     def fail(fd: int, data: Any, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -106,7 +106,7 @@ def write_without_room(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_alone(case: Case) -> None:
-    """Rank 1 is gone in the middle of the write; rank 0 learns of it."""
+    """Lose rank 1 in the middle of the write, and let rank 0 learn of it."""
     case.start("alone", 3)
     with pytest.raises(RuntimeError):
         case.writer.work.wait()
@@ -126,7 +126,7 @@ def main() -> None:
         write_alone(case)
         case.writer.close()
         Path(directory, "ended").write_text("well")
-        # What is left of the group waits for the lost rank.
+        # The rest of the group waits for the lost rank.
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Terrible things happen to a whole run, with the real vLLM: it loses and repeats nothing, ends, and leaves nothing behind."""
+"""Inject faults into a whole run with the real vLLM. It loses and repeats nothing, ends, and leaves nothing behind."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ CHOSEN = {
     ("batch_acknowledge.before", "delay", 0),
     ("dispatch.after", "clock_jump", 0),
 }
-"""Point, kind and rank: of each kind one, and no server or launcher to start again, which takes longest."""
+"""Point, kind and rank: one fault of each kind. Restarts of server and launcher, which take longest, are left out."""
 
 
 def is_chosen(planned: Planned) -> bool:

@@ -1,6 +1,6 @@
-"""A deterministic run: killed and resumed it ends with the bytes of an unbroken one, and its batches can be replayed.
+"""A deterministic run that was killed and resumed ends with the bytes of an unbroken one. Its batches can be replayed.
 
-One real server is shared by all runs; trainer, orchestrator and launcher are killed.
+All runs share one real server. Trainer, orchestrator and launcher are killed.
 """
 
 import os
@@ -82,7 +82,7 @@ def make_run(server: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
 
 @dataclass(frozen=True)
 class Kill:
-    """One SIGKILL of a process, sent when a role comes to a point of step `step`."""
+    """One SIGKILL of a process, sent when a role reaches a point of step `step`."""
 
     victim: str
     point: str
@@ -96,7 +96,8 @@ def finish(run: Run, *flags: str) -> None:
 
 
 def break_and_finish(run: Run, kills: Sequence[Kill], *, schedule: Path) -> None:
-    """Roles kill themselves, and are restarted; the launcher is killed while the role at the point stands still."""
+    """Break the run and finish it. Roles kill themselves and are restarted; the launcher is killed while the role at the point
+    stands still."""
     faults = {
         f"{number}_{kill.victim}": Fault(
             name=f"{number}_{kill.victim}",
@@ -145,7 +146,7 @@ def replay(layout: RunLayout, into: Path) -> RunLayout:
 
 
 def trainer_threads(layout: RunLayout) -> str:
-    """One rank computes on every core, as the launcher starts it."""
+    """Give one rank every core, as the launcher does."""
     return str(os.cpu_count())
 
 

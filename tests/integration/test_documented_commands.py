@@ -1,4 +1,4 @@
-"""Every shell block of the documentation that is marked as tested works as it is written."""
+"""Run every shell block of the documentation that is marked as tested."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def test_the_commands_of_a_page_work_as_written(page: Page, tmp_path: Path) -> N
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", page.script],
         cwd=checkout,
-        # A workspace that a page makes has a project file of its own: its commands run in this environment all the same.
+        # A workspace that a page makes has its own project file. Its commands run in this environment all the same.
         env=os.environ | {"UV_NO_SYNC": "1", "UV_PROJECT_ENVIRONMENT": str(ROOT / ".venv")},
         stdin=subprocess.DEVNULL,
         capture_output=True,

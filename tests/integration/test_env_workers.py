@@ -1,4 +1,4 @@
-"""Environments in real worker processes that misbehave in every way, asked over the real port; the model is a stand-in."""
+"""Run environments that misbehave in real worker processes, over the real port. The model is a stand-in."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ FAILING = {
     "raise-in-setup": "LookupError",
     "exit-in-setup": "SystemExit",
 }
-"""Examples by what their group fails with at once; others of `WAYS` end their worker, or cost nothing."""
+"""Examples whose group fails at once, by the message. Others of `WAYS` end their worker, or cost nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -259,7 +259,7 @@ def test_what_can_be_loaded_is_described() -> None:
 def test_environments_do_not_get_the_credentials_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: list[Credential]
 ) -> None:
-    """Neither where they are tried nor in a worker; what a judge needs they do get."""
+    """Neither the process that loads environments nor a worker gets them, but both get what a judge needs."""
     for name in (SECRET_FILE, *CREDENTIALS, "OPENAI_API_KEY", "JUDGE_KEY"):
         monkeypatch.setenv(name, "planted")
     seen = tmp_path / "seen.jsonl"

@@ -1,4 +1,4 @@
-"""The command as a user types it: environments in worker processes, servers over real sockets, signals and exit codes."""
+"""Run the command as a user does: environments in worker processes, servers over real sockets, signals and exit codes."""
 
 import os
 import signal

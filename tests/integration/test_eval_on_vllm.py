@@ -1,5 +1,7 @@
-"""`eval` on a real server: whole weights of a run, equal to what the run measured itself, and adapters; and that verifiers' own
-command and a plain OpenAI client find in our server what they expect. One server, one sequence at a time, with adapters."""
+"""Run `eval` on a real server. Scores of whole weights equal the run's own; adapters, verifiers' command and OpenAI clients work.
+
+One server with adapters serves all tests, one sequence at a time.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The six example environments train with the real vLLM: one server, and a tiny model that was warmed up to call tools."""
+"""Train the six example environments with the real vLLM: one server, and a tiny model that has learned to call tools."""
 
 import json
 import os
@@ -25,7 +25,7 @@ TIMEOUT_S = 1200
 
 
 def run_command(*words: str | Path) -> None:
-    """As a user would from the project's root; fails with the end of what it printed."""
+    """Run a command in the project's root. Fail with the end of its output."""
     done = subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=ROOT,
@@ -42,7 +42,7 @@ def run_command(*words: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by the commands that configs/examples/sft.toml names."""
+    """Make the model with the commands that configs/examples/sft.toml names."""
     root = tmp_path_factory.mktemp("examples")
     data, start, warm = root / "sft.jsonl", root / "start", root / "warm"
     run_command("-m", "trivet.examples.environments_data", data)
@@ -64,7 +64,7 @@ def server(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def train(folder: str, server: ServerProcess, output_dir: Path) -> list[dict[str, Any]]:
-    """Three steps of configs/FOLDER/cpu.toml, smaller; returns the rollouts that were trained."""
+    """Train three steps of configs/FOLDER/cpu.toml with smaller sizes. Return the rollouts that were trained."""
     run_command(
         *("-m", "trivet.launcher.commands.rl", "@", f"configs/{folder}/cpu.toml", "--model.name", server.model),
         *("--output-dir", output_dir, "--max-steps", str(MAX_STEPS)),
@@ -82,7 +82,7 @@ def train(folder: str, server: ServerProcess, output_dir: Path) -> list[dict[str
 
 
 def tool_exchanges(rollout: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    """Name, arguments and result of every call that was answered."""
+    """Return name, arguments and result of every call that was answered."""
     results = {message["tool_call_id"]: message["content"] for message in rollout["completion"] if message["role"] == "tool"}
     calls = [call for message in rollout["completion"] for call in message.get("tool_calls") or ()]
     return [(call["name"], json.loads(call["arguments"]), results[call["id"]]) for call in calls if call["id"] in results]

@@ -1,4 +1,4 @@
-"""Two real ranks that both fail: neither ends, and takes the other with it, before what was begun is on the disk."""
+"""Two real ranks fail. Neither ends, and takes the other with it, before its write has finished."""
 
 from pathlib import Path
 

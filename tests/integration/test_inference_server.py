@@ -158,7 +158,7 @@ def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(inference_s
 
 @asynccontextmanager
 async def busy(base_url: str, *, num_tokens: int = 20) -> AsyncIterator[None]:
-    """The engine is sampling a long completion and has got `num_tokens` far: what was sent before has tokens too."""
+    """Let the engine sample a long completion. Its first `num_tokens` tokens show that earlier requests have tokens too."""
     body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
     http = httpx.AsyncClient(base_url=base_url, timeout=480)
     async with http, http.stream("POST", "/v1/chat/completions", json=body) as stream:
@@ -222,7 +222,7 @@ def test_no_prefix_of_an_older_policy_is_reused_while_a_request_keeps_the_cache_
 def test_requests_around_an_update_are_answered_by_exactly_the_policies_they_name(
     inference_server: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Most have no token at the switch: prompts of 900 tokens are computed two at a time. Those start again."""
+    """Most have no token at the switch, because prompts of 900 tokens are computed two at a time. Those start again."""
     layout = RunLayout(tmp_path)
     publish_tiny_model(layout, version=1)
     oracles = {0: Oracle(tiny_model), 1: Oracle(layout.weights_step(1))}
@@ -258,7 +258,7 @@ def test_a_bad_request_is_told_what_is_wrong_with_it(inference_server: str) -> N
 
 @pytest.mark.parametrize("origin", [None, "https://evil.example"])
 def test_no_route_that_changes_the_server_is_open(inference_server: str, origin: str | None) -> None:
-    """Asks every route that the real server has, with the other verbs too, as a stranger and as a web page would."""
+    """Ask every route of the real server, with the other verbs too, as a stranger and as a web page would."""
     headers = {"Origin": origin} if origin else {}
     described = httpx.get(f"{inference_server}/openapi.json", headers=bearer(inference_server), timeout=60).json()
     routes = {(verb.upper(), path) for path, verbs in described["paths"].items() for verb in verbs}

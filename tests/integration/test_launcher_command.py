@@ -1,4 +1,4 @@
-"""`rl` as a user types it, when it must refuse: exit code 2, a message that says what to change, nothing started."""
+"""Run `rl` where it must refuse: exit code 2, a message with a remedy, and nothing started."""
 
 import subprocess
 import sys
@@ -24,7 +24,6 @@ id = "{env}"
 
 
 def rl(directory: Path, *flags: str, env: str = "reverse-text") -> "subprocess.CompletedProcess[str]":
-    """Run the command in `directory`."""
     model = directory / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The launcher with real processes that stand in for the roles: whatever ends, and however, nothing is left behind."""
+"""Run the launcher with real processes that stand in for the roles. However they end, nothing is left behind."""
 
 import os
 import signal

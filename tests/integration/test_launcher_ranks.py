@@ -1,4 +1,4 @@
-"""Ranks on one machine and on two: their exit code arrives, and none outlives the process that started it."""
+"""Run ranks on one machine and on two. Their exit code arrives, and none outlives the process that started it."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def start_ranks(directory: Path, behaviour: str, *, num_ranks: int = 2, **variab
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", list[psutil.Process]]]:
-    """Two ranks that wait, and the process that started them."""
+    """Start two ranks that wait; yield the process that started them."""
     agent = start_ranks(tmp_path, "wait")
     wait_until(
         lambda: all((tmp_path / f"rank_{rank}.up").exists() for rank in range(2)),
@@ -56,7 +56,7 @@ def test_the_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path) -> None:
 
 
 def test_a_single_rank_is_the_process_that_was_started(tmp_path: Path) -> None:
-    """Whatever the environment says about other ranks, as it does within a job of SLURM or of torchrun."""
+    """Variables of other ranks, as a job of SLURM or torchrun has them, change nothing."""
     rank = start_ranks(tmp_path, "3", num_ranks=1, RANK="5", LOCAL_RANK="1", WORLD_SIZE="8")
     assert rank.wait(STARTED_WITHIN_S) == 3
     assert (tmp_path / "rank_alone.up").read_text() == "- - 2"
@@ -91,7 +91,7 @@ def test_sigterm_ends_the_ranks_and_is_the_exit_code(
 
 
 def train_fake_batches(model: Path, output_dir: Path, *torchrun_words: str) -> "subprocess.Popen[bytes]":
-    """Two steps on made-up data, by the ranks that one torchrun starts on its machine."""
+    """Train two steps on made-up data, with the ranks that one torchrun starts on its machine."""
     flags = {
         "model.name": model,
         "model.compute-dtype": "float32",
@@ -112,7 +112,7 @@ def train_fake_batches(model: Path, output_dir: Path, *torchrun_words: str) -> "
 
 
 def test_two_machines_are_one_trainer(tiny_model: Path, tmp_path: Path) -> None:
-    """Each is a torchrun of its own here; together they publish and commit what both learned."""
+    """Each machine is a separate torchrun here. Together they publish and commit what both learned."""
     port, layout = find_free_port(), RunLayout(tmp_path / "run")
     address = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
     machines = [train_fake_batches(tiny_model, layout.root, *address, "--node-rank", str(rank)) for rank in range(2)]

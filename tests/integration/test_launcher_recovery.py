@@ -1,4 +1,4 @@
-"""Restarts, the watchdog and pre-emption with real processes that stand in for the roles."""
+"""Test restarts, the watchdog and preemption with real processes that stand in for the roles."""
 
 import signal
 import time
@@ -15,7 +15,7 @@ from trivet.wire.events import Restart
 from trivet.wire.status import RoleState, RunState, RunStatus
 
 WATCHDOG_S = 4.0
-"""Where it is what a test is about; elsewhere a pause of a busy machine must not look like a role that is stuck."""
+"""The timeout for tests of the watchdog. Elsewhere a busy machine's pause must not look like a stuck role."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def status_of(run: StandInRun) -> RunStatus:
 
 
 def wait_for_progress(run: StandInRun) -> None:
-    """Until the launcher has seen a finished step of the current attempt."""
+    """Wait until the launcher has seen a finished step of the current attempt."""
 
     def has_progressed() -> bool:
         if not run.layout.status.exists():

@@ -1,4 +1,4 @@
-"""`scripts/tmux.sh` with a real tmux."""
+"""Run `scripts/tmux.sh` with a real tmux."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is no
 
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
-    """A tmux server of the test's own; its socket's path must be short."""
+    """Make the environment of a separate tmux server. Its socket's path must be short."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         environment = {name: value for name, value in os.environ.items() if name != "TMUX"} | {"TMUX_TMPDIR": directory}
         yield environment

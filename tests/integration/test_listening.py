@@ -1,4 +1,4 @@
-"""Nothing of a run listens beyond loopback: every socket of every process, as the kernel lists them."""
+"""No process of a run listens beyond loopback, by the kernel's list of every socket."""
 
 import os
 import socket
@@ -23,11 +23,11 @@ TRAINED_WITHIN_S = 600.0
 
 
 class Watch:
-    """Collects what the processes below a launcher listen on, from their first moment to their last."""
+    """Collects the sockets of all processes below a launcher, from their first moment to their last."""
 
     def __init__(self, pid: int) -> None:
         self.found: dict[Listener, str] = {}
-        """With the command line of a process that listens there."""
+        """Sockets, each with the command line of a process that listens there."""
         self.num_looks = 0
         self._pid = pid
         self._is_over = threading.Event()
@@ -123,7 +123,7 @@ def test_a_run_with_two_ranks_listens_on_loopback_alone_and_keeps_its_secret(run
 
 
 def assert_secret_is_nowhere(run: Run) -> None:
-    """Of a finished run only the secret's own file holds it."""
+    """Check that only the secret's own file holds it after the run."""
     secret = run.layout.secret
     assert secret.stat().st_mode & 0o777 == 0o600
     token = read_secret(secret).token

@@ -33,7 +33,7 @@ def _server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def server(_server: str) -> str:
-    """Serves `tiny_model` in float32, without an adapter."""
+    """Serve `tiny_model` in float32, without an adapter."""
     reload_weights(_server)
     return _server
 
@@ -89,7 +89,7 @@ def test_a_completion_that_spans_a_new_adapter_carries_both_versions(server: str
         expected = Oracle(tiny_model).logprobs(spanning.result()["prompt_token_ids"], choice["token_ids"], temperature=1.0)
         assert sampled[:switch] == pytest.approx(expected[:switch], abs=1e-4)
         assert sampled[switch] != pytest.approx(expected[switch], abs=1e-4)
-        # The same prompt, answered while the other goes on, with no key or value of the policy before.
+        # The same prompt is answered while the other goes on, without any key or value of the policy before.
         assert fresh["choices"][0]["policy_versions"] == [[1, len(fresh["choices"][0]["token_ids"])]]
         assert_sampled_from(fresh, merged)
 
@@ -146,7 +146,7 @@ def test_adapters_under_names_of_their_own_are_served_beside_the_policy(server: 
     async def scenario() -> None:
         async with aclosing(open_client(server, timeout_s=240)) as client:
             await client.update_weights(layout.weights_step(1))
-            # More names than stay loaded: the policy's own adapter is never the one to go.
+            # There are more names than stay loaded. The policy's own adapter must never be removed.
             for seed, name in enumerate(("mine", "mine", "yours", "mine"), start=10):
                 adapter = tmp_path / f"adapter_{seed}"
                 write_adapter(adapter, base=tiny_model, seed=seed)

@@ -1,4 +1,4 @@
-"""The real vLLM over several turns: what is trained on is what it says it read and sampled, with every kind of chat template.
+"""Train on exactly the tokens that the real vLLM reports over several turns, with every kind of chat template.
 
 The model is tiny and random, so its tokens are seldom those that the text would be split into; a grammar makes it call tools.
 """
@@ -38,7 +38,7 @@ WORDS = r"(message|content|tool|[a-z]| ){3,12}"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server whose tokenizer knows the special tokens of every template, and which takes the template from the request."""
+    """Serve a tokenizer with the special tokens of every template. Each request brings its template."""
     directory = tmp_path_factory.mktemp("model")
     write_tiny_model(directory, tokenizer=make_tokenizer("hermes"))
     flags = {
@@ -56,7 +56,7 @@ def base_url(server: ServerProcess) -> str:
 
 
 class Recorder(ModelClient):
-    """Keeps what the server says that it read and sampled."""
+    """Keeps the tokens that the server reports."""
 
     def __init__(self, base_url: str, *, template: str, keeps_tokens: bool) -> None:
         super().__init__(
@@ -83,7 +83,7 @@ class Recorder(ModelClient):
 def run(
     base_url: str, env: vf.Environment, *, template: str, strategy: str, keeps_tokens: bool = True, **fields: Any
 ) -> list[tuple[Rollout, Recorder]]:
-    """Some rollouts at the same time, each with a client of its own."""
+    """Run some rollouts at the same time, each with its own client."""
     runner = GroupRunner(env=env, label="toy", model_name=model_name(base_url), trajectory_strategy=strategy)
     chat_template = make_model_tokenizer(template).chat_template
 
@@ -109,7 +109,7 @@ def run(
 
 
 def make_model_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """With a template that ends turns as the model does."""
+    """Make a tokenizer whose template ends turns as the model does."""
     tokenizer = make_tokenizer(template)
     for stop in STOPS:
         tokenizer.chat_template = tokenizer.chat_template.replace(stop, STOPS[0])
@@ -125,7 +125,7 @@ def interview(*lines: str) -> vf.Environment:
 
 
 def tool_env() -> vf.Environment:
-    """verifiers marks its tools as strict, of which vLLM would make a grammar in place of the test's."""
+    """Make an environment with tools. verifiers marks tools as strict, from which vLLM would make its own grammar."""
     return vf.ToolEnv(tools=[add], max_turns=NUM_TURNS, dataset=dataset(), rubric=vf.Rubric())
 
 
@@ -160,14 +160,15 @@ def test_conversations_train_on_what_was_read_and_sampled(base_url: str, templat
 
 
 def test_text_alone_would_become_other_tokens(base_url: str) -> None:
-    """The conversations above are worth something: without the tokens of earlier turns they break apart."""
+    """This shows that the conversations above can fail: without the tokens of earlier turns they break apart."""
     env = interview("Sure?", "Really?")
     rollouts = run(base_url, env, template="chatml", strategy="interleaved", keeps_tokens=False, **grammar(WORDS))
     assert sum(rollout.scores.get("broken_prefixes", 0) for rollout, _ in rollouts) >= NUM_ROLLOUTS // 2
 
 
 def test_whatever_a_random_model_says_its_log_probabilities_are_those_of_the_whole_sample(server: ServerProcess) -> None:
-    """Half letters, special tokens in the middle of a turn, turns that are cut; and no grammar, which would change them."""
+    """The answers have incomplete letters, special tokens within a turn and cut turns. A grammar would change them, so there is
+    none."""
     oracle = Oracle(server.model)
     rollouts = run(server.base_url, interview("Sure?", "Really?"), template="chatml", strategy="interleaved", max_tokens=24)
     for rollout, client in rollouts:

@@ -1,4 +1,4 @@
-"""A run of the quickstart's model in the dtype that this machine would not choose: what users of other processors get."""
+"""Run the quickstart's model in the dtype that this machine would not choose, as users of other processors do."""
 
 import json
 import os
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.vllm
 
 MAX_STEPS = 6
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-"""Have torch, oneDNN and vLLM use what a processor without AVX-512 has."""
+"""Limits torch, oneDNN and vLLM to what a processor without AVX-512 has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Other:
-    """How to have the dtype that is not this machine's own."""
+    """The configuration for the dtype that this machine would not choose."""
 
     dtype: str
     environment: Mapping[str, str]
@@ -32,10 +32,7 @@ class Other:
 
 
 def other_than(machine: Machine, unlimited: Machine) -> Other:
-    """
-    Args:
-        unlimited: the machine without the limits that the environment sets.
-    """
+    """Return how to get the other dtype. `unlimited` is the machine without the limits that the environment sets."""
     if machine.bf16_instructions:
         return Other(dtype="float32", environment=os.environ | AVX2)
     if unlimited.bf16_instructions:

@@ -1,4 +1,4 @@
-"""Two real ranks write a checkpoint beside their steps: one is slow, one has no room, one is lost."""
+"""Two real ranks write a checkpoint during their steps. One is slow, one has no free disk space, one is lost."""
 
 from pathlib import Path
 

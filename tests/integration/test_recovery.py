@@ -1,4 +1,4 @@
-"""Recovery by role with real roles, the real vLLM and the tiny model: the run goes on whatever is killed or stopped."""
+"""Recover by role with real roles, the real vLLM and the tiny model. The run goes on whatever is killed or stopped."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from trivet.wire.status import RunState, RunStatus
 pytestmark = pytest.mark.vllm
 
 MAX_STEPS = 48
-"""A step takes a tenth of a second on a machine that does nothing else; there must be some left at every interruption."""
+"""A step takes a tenth of a second on an idle machine. Some steps must be left at every interruption."""
 STEPS_AFTER_RESUME = 6
 WATCHDOG_S = 20.0
 BACK_WITHIN_S = 900.0

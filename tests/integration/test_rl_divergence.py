@@ -1,4 +1,4 @@
-"""`rl` with a learning rate that no model survives: the trainer's NaN is the end of the whole run, exit code 3."""
+"""A learning rate that no model survives makes the trainer's loss NaN. The whole run ends with exit code 3."""
 
 import re
 from collections.abc import Iterator

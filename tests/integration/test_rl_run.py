@@ -1,4 +1,4 @@
-"""The whole loop with the real vLLM: launcher, inference server, orchestrator and trainer on the tiny model."""
+"""Run the whole loop with the real vLLM: launcher, inference server, orchestrator and trainer on the tiny model."""
 
 import json
 import signal
@@ -76,7 +76,8 @@ def assert_nobody_else_may_write(layout: RunLayout) -> None:
 
 
 def assert_evaluated(layout: RunLayout) -> None:
-    """The base model, each multiple of 5 that was reached or passed, and the last policy; a policy that learnt scores more."""
+    """Check the evaluations: the base model, each multiple of 5 that was reached or passed, and the last policy, which must
+    score more."""
     scores = {
         int(path.parts[-3].removeprefix("step_")): json.loads(path.read_text())
         for path in layout.evals.glob("*/vowels/summary.json")
@@ -90,12 +91,12 @@ def assert_evaluated(layout: RunLayout) -> None:
             assert summary["digest"] == read_manifest(layout.weights_step(step)).digest
     logged = read_metrics(layout, "eval")
     assert sorted(line["step"] for line in logged if "eval/vowels/avg@1" in line) == sorted(scores)
-    # A validation that ends after the last step stands with the evaluations.
+    # A validation that ends after the last step is listed with the evaluations.
     assert any("val_reward/mean" in line for line in (*read_metrics(layout, "orchestrator"), *logged))
 
 
 def read_batches(layout: RunLayout, *, up_to: int, attempt: int | None = None) -> dict[Step, list[GroupId]]:
-    """Groups by step, as they were formed last."""
+    """Return groups by step, as they were formed last."""
     return {
         event.step: event.group_ids
         for event in read_events(layout.events)

@@ -1,4 +1,4 @@
-"""Secrets that a user writes into a configuration do not turn up in anything that a run writes or prints, but for configs/."""
+"""Secrets in a configuration appear in nothing that a run writes or prints, except configs/."""
 
 import os
 import stat

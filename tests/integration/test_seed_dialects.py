@@ -1,6 +1,6 @@
-"""Configurations as users of verifiers' trainer and of prime-rl have them start, train three steps and end, on this machine.
+"""Configurations of verifiers' trainer and of prime-rl start, train three steps and end on this machine.
 
-Changed are the model's path, the environment and sizes; every other key is as their guides write it.
+Only the model's path, the environment and sizes are changed. Every other key is as their guides write it.
 """
 
 import json

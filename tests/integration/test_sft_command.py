@@ -1,4 +1,4 @@
-"""`sft` as its users start it: a mixture with a held-out set, killed and resumed, and on two ranks."""
+"""Run `sft` as its users do: a mixture with a held-out set, killed and resumed, and on two ranks."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from trivet.weights.manifest import verify
 STARTED_WITHIN_S = 600
 NUM_STEPS = 30
 KILLED = {"name": "killed", "point": "optimizer_step.during", "action": "kill", "step": 13}
-"""The rank ends by SIGKILL in the middle of this step."""
+"""SIGKILL ends the rank in the middle of this step."""
 
 WORDS = {
     "short": ["ab", "cd", "ef", "gh", "ij"],
@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been_and_two_ranks_see_the_same(
     ranked = finish(start(place, "ranked", "--num-ranks", "2", "--max-steps", "10"), place, "ranked")
     for name in ("loss/mean", "val/loss", "optim/grad_norm"):
         expected = {step: value for step, value in series(whole, name).items() if step <= 10}
-        # float32 sums in another order, carried on over ten steps
+        # float32 sums in another order over ten steps.
         assert series(ranked, name) == pytest.approx(expected, rel=1e-3)
 
 

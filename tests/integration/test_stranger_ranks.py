@@ -1,4 +1,4 @@
-"""A process that takes the place of a rank is found before anything of it is read."""
+"""A process that takes the place of a rank is found before anything from it is read."""
 
 import os
 import subprocess

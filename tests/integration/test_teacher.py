@@ -1,4 +1,4 @@
-"""On-policy distillation with two real servers: what the trainer learns from is what the teacher's own weights say."""
+"""On-policy distillation with two real servers: the trainer gets what the teacher's own weights say."""
 
 import json
 import math
@@ -45,7 +45,7 @@ enforce_eager = true
 
 @pytest.fixture
 def teacher(tmp_path: Path) -> Path:
-    """Other weights, the same tokens."""
+    """Write a model with other weights and the same tokens."""
     tokenizer = make_tokenizer()
     make_model(tokenizer, hidden_size=128, layers=2, seed=9, tied=True).save_pretrained(tmp_path / "teacher")
     tokenizer.save_pretrained(tmp_path / "teacher")
@@ -80,7 +80,7 @@ def test_a_run_learns_from_the_log_probabilities_of_its_teacher(run: Run, tiny_m
 
 
 def logprobs(directory: Path, row: MicroBatch) -> np.ndarray:
-    """Of the row's loss tokens by plain transformers, sample by sample, at temperature 1."""
+    """Return the log-probabilities of the row's loss tokens by plain transformers, sample by sample, at temperature 1."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     found: list[np.ndarray] = []
     ends = np.cumsum(row.sequence_lengths_S)

@@ -1,6 +1,6 @@
-"""A real trainer on two ranks meets a batch that is not finite: every rank ends, the exit code is 3, and it says where.
+"""A real trainer on two ranks gets a batch that is not finite. Every rank ends with exit code 3, and the log names the place.
 
-That the launcher ends with the code of its trainer is tested in test_launcher_processes.py.
+test_launcher_processes.py tests that the launcher ends with the trainer's code.
 """
 
 import os
@@ -22,7 +22,8 @@ TIMEOUT_S = 300.0
 
 
 def make_row(num_samples: int) -> MicroBatch:
-    """Samples of 8 tokens, of which all but the first are trained, nearly as likely as a fresh model of 128 tokens has them."""
+    """Make samples of 8 tokens, of which all but the first are trained, with a likelihood as under a fresh model of 128
+    tokens."""
     length = 8 * num_samples
     positions_T = np.arange(length, dtype=np.int32) % 8
     return MicroBatch(

@@ -1,4 +1,5 @@
-"""Every loss with every lever of the trainer, on one, two and four real ranks: the arithmetic is the same (invariant 8)."""
+"""Compute every loss with every lever of the trainer, on one, two and four real ranks. The arithmetic is the same (invariant
+8)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,11 @@ from trivet.examples.tiny_model import make_model, make_tokenizer
 ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
 PROGRAM = Path(__file__).with_name("trainer_lever_program.py")
 TOLERANCE = 1e-6
-"""Relative, float32 (design invariant 8)."""
+"""Relative tolerance in float32 (invariant 8)."""
 
 
 def measure(num_ranks: int, model: Path, output: Path, *, num_replicas: int, levers: Sequence[str] = ()) -> dict[str, Any]:
-    """What the program's ranks found."""
+    """Return the results of the program's ranks."""
     words = [str(model), str(ORACLE), str(output), str(num_replicas), *levers]
     run_ranks(num_ranks, PROGRAM, words, logs=output, timeout_s=1800 if levers else TIMEOUT_S)
     return torch.load(output / f"levers_{num_ranks}.pt")
@@ -43,12 +44,12 @@ def of_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def of_four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two copies of the model, each sharded over two ranks."""
+    """Return the results of two copies of the model, each sharded over two ranks."""
     return measure(4, model, tmp_path_factory.mktemp("four"), num_replicas=2)
 
 
 def differences(found: dict[tuple[str, str], Any], alone: dict[tuple[str, str], Any]) -> list[str]:
-    """What of `found` is not what one rank computes without a lever from one row."""
+    """Return the values of `found` that differ from one rank's without a lever and from one row."""
     oracle = load_module(ORACLE)
     wrong = []
     for (lever, loss), result in found.items():
@@ -102,7 +103,7 @@ def test_a_run_that_resumes_with_a_lever_ends_with_the_weights_of_one_that_did_n
 
 
 def test_no_rank_ever_holds_the_whole_model(alone: dict[str, Any], of_two: dict[str, Any], of_four: dict[str, Any]) -> None:
-    """One rank holds it once, each of two (with or without a copy beside them) half of it and one tensor."""
+    """One rank holds it once. Each of two ranks, with or without a copy, holds half of it and one tensor."""
     whole = alone["start"]["whole"]
     assert whole < alone["start"]["peak"] < 1.35 * whole
     assert 0.5 * whole < of_two["start"]["peak"] < 0.85 * whole

@@ -1,4 +1,4 @@
-"""Real gloo ranks in processes of their own: the arithmetic does not depend on how many there are."""
+"""Run real gloo ranks in separate processes. The arithmetic does not depend on their number."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,13 @@ from trivet.trainer.ranks.world import open_world
 ORACLE = Path(__file__).parents[1] / "unit" / "trainer" / "oracle.py"
 PROGRAM = Path(__file__).with_name("trainer_rank_program.py")
 TOLERANCE = 1e-6
-"""Relative, float32 (design invariant 8)."""
+"""Relative tolerance in float32 (invariant 8)."""
 OPTIMIZER_TOLERANCE = 1e-6
-"""Of the weights after six steps."""
+"""Tolerance for the weights after six steps."""
 
 
 def run_alone(model: Path, tasks: list[str]) -> None:
-    """The same tasks with one rank, in this process."""
+    """Compute the same tasks with one rank, in this process."""
     torch.set_num_threads(1)
     with open_world(device="cpu", timeout_s=60) as world:
         load_module(PROGRAM).run_tasks(str(model), load_module(ORACLE), tasks, world)
@@ -41,7 +41,7 @@ OTHERS = ("sgd", "muon")
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Directories of what was saved by one rank and by two, and continued by both."""
+    """Directories of the states that one and two ranks saved, and that both continued."""
 
     saved_by_one: Path
     saved_by_two: Path
@@ -49,7 +49,7 @@ class Outputs:
 
 @pytest.fixture(scope="module")
 def outputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    """Everything that one and two ranks compute, in one start of them."""
+    """Compute everything with one and two ranks, in one start of them."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     run_alone(
         model, [f"train:{one}", f"lora-gradients:{one}", f"lora-train:{one}", *(f"{name}-train:{one}" for name in OTHERS)]
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_one_rank_continues_on_two_and_back(outputs: Outputs, pr
         for step, loss in resumed["losses"].items():
             assert loss == pytest.approx(unbroken["losses"][step], rel=1e-5)
         for name, weight in resumed["weights"].items():
-            # Adam divides by gradients that may be tiny, so sums in another order show more than in the gradient itself.
+            # Adam divides by gradients that may be tiny. Sums in another order therefore show more than in the gradient itself.
             torch.testing.assert_close(weight, unbroken["weights"][name], rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The tmux session of `vf-rl` with a real tmux and a stand-in for the training: who is told what, and what is left."""
+"""Run the tmux session of `vf-rl` with a real tmux and a stand-in for the training. Check signals and what is left."""
 
 import shutil
 import signal
@@ -47,7 +47,7 @@ Start = Callable[..., Terminal]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Returns once the training runs, and is shown."""
+    """Start the session. Return once the training runs and is shown."""
     terminals = list[Terminal]()
     (tmp_path / "scratch").mkdir()
     with tmux_sockets() as sockets:
@@ -80,7 +80,7 @@ def heard(directory: Path) -> str:
 
 
 def assert_goes_on_and_leaves_nothing(terminal: Terminal, directory: Path) -> None:
-    """The training is not told that its viewer has gone; what was written for it is."""
+    """Check that the training is not told that its viewer has gone, and that files for it are removed."""
     assert list((directory / "scratch").glob("trivet-vf-*")) == []
     assert terminal.tmux("list-sessions", "-F", "#{session_name}") == "mine\n"
     running = training(directory)

@@ -1,6 +1,6 @@
-"""`trivet view` in a real browser: every page, what it shows of hostile text, and that it comes up at once for a large run.
+"""Open every page of `trivet view` in a real browser: its content, hostile text, and the speed for a large run.
 
-The browser is installed by scripts/install_browser.py; without it these tests are skipped.
+scripts/install_browser.py installs the browser. Without it these tests are skipped.
 """
 
 import json
@@ -30,7 +30,7 @@ HOSTILE = "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'>\u
 
 @contextmanager
 def viewing(*directories: Path) -> Iterator[str]:
-    """The address of a `trivet view` of these runs, which must end well."""
+    """Yield the address of a `trivet view` of these runs, which must end well."""
     command = [sys.executable, "-m", "trivet.tools.cli", "view", *map(str, directories)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -95,7 +95,7 @@ def test_the_first_page_has_the_curves_and_says_who_waits(browser: Browser, addr
         "trainer:time/step",
     ]
     assert f"for batch {STEPS + 1} (from orchestrator)" in page.evaluate("document.querySelector('.status').innerText")
-    # Ink on the canvas: each chart has pixels of its run's colour.
+    # Each chart has pixels of its run's colour on the canvas.
     drawn = page.evaluate("""[...document.querySelectorAll('.chart canvas')].map((canvas) => {
         const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
         return data.some((red, at) => at % 4 === 0 && red === 0x2f && data[at + 1] === 0x6f && data[at + 2] === 0xde);

@@ -1,5 +1,3 @@
-"""Two real ranks, one of which waits for a batch."""
-
 from pathlib import Path
 
 from support.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""The wheel has everything: its commands run, and the workspace that it makes trains, both without the checkout."""
+"""The wheel is complete: without the checkout its commands run, and its workspace trains."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of a virtual environment that has the wheel and nothing else."""
+    """Return the commands of a virtual environment that has the wheel and nothing else."""
     return install_alone(wheel, tmp_path_factory.mktemp("installed") / "start")
 
 
@@ -56,7 +56,7 @@ def test_the_wheel_carries_configurations_environments_and_templates(wheel: Path
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_of_the_wheel_answers(command: str, commands: Path, tmp_path: Path) -> None:
-    """The dependencies are this environment's; the code is the wheel's alone."""
+    """The dependencies are this environment's. Only the code is the wheel's."""
     dependencies = sysconfig.get_path("purelib")
     said = run_outside(commands / command, "--help", cwd=tmp_path, timeout_s=HELP_TIMEOUT_S, PYTHONPATH=dependencies)
     assert said.startswith("usage:")

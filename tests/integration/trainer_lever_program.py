@@ -5,7 +5,6 @@ Loss and gradients of every loss with every lever, runs that are saved and resum
 Rank 0 writes them to DIRECTORY/levers_RANKS.pt. With LEVER: loss and gradients with this one alone.
 """
 
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from support.scripts import load_module
 from trivet.config.sections import losses as kinds
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.model import (
@@ -74,18 +74,8 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 def likelihood(inputs: SampleInputs, *, weight: float) -> SampleLoss:
-    """A loss of the user's own."""
+    """A custom loss."""
     return SampleLoss(-weight * (inputs.advantages_L * inputs.trainer_logprobs_L).mean())
-
-
-def load_oracle(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("oracle", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["oracle"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_learner(model_dir: str, world: World, *, lr: float, lever: dict[str, Any]) -> Learner:
@@ -106,7 +96,7 @@ def make_learner(model_dir: str, world: World, *, lr: float, lever: dict[str, An
 
 
 def move(model: PolicyModel) -> None:
-    """Other weights than at the start, alike on any number of ranks."""
+    """Use other weights than at the start, equal on any number of ranks."""
     moved = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -117,7 +107,8 @@ def move(model: PolicyModel) -> None:
 
 
 def default_levers(world: World) -> list[str]:
-    """Without those that compile, on more than two ranks: each compiles by itself, which takes longer than all the rest."""
+    """Return the levers without those that compile, on more than two ranks: each rank compiles separately, which takes
+    longest."""
     return [lever for lever, options in LEVERS.items() if "compile" not in options or world.size <= 2]
 
 
@@ -145,7 +136,7 @@ def run_steps(learner: Learner, oracle: ModuleType, *, first: int, last: int) ->
 
 
 def resume(model_dir: str, oracle: ModuleType, world: World, part: Path, *, lever: dict[str, Any]) -> dict[str, Any]:
-    """Weights of a run of four steps, and of one that was saved after the second and went on from there."""
+    """Return the weights of a run of four steps, and of one that was saved after the second and resumed."""
     unbroken = make_learner(model_dir, world, lr=1e-3, lever=lever)
     run_steps(unbroken, oracle, first=1, last=2)
     part.mkdir(parents=True, exist_ok=True)
@@ -165,7 +156,7 @@ def resume(model_dir: str, oracle: ModuleType, world: World, part: Path, *, leve
 
 @contextmanager
 def counting_allocations(*, mapped: Path) -> Iterator[dict[str, int]]:
-    """The most bytes that were allocated at one time on the CPU by what runs inside, under `peak`.
+    """Yield an object whose `peak` is the most bytes allocated at one time on the CPU within the block.
 
     Args:
         mapped: a file that counts for nothing when it is mapped into memory, although torch counts it as allocated.
@@ -201,7 +192,7 @@ def run_all(model_dir: str, oracle: ModuleType, directory: Path, world: World) -
 
 def main() -> None:
     model_dir, oracle_path, directory, num_replicas, *levers = sys.argv[1:]
-    oracle = load_oracle(oracle_path)
+    oracle = load_module(Path(oracle_path))
     torch.set_num_threads(1)
     with open_world(device="cpu", timeout_s=600, num_replicas=int(num_replicas)) as world:
         if levers:

@@ -5,7 +5,6 @@ lora-gradients, lora-train, lora-resume: the same with an adapter. muon-, sgd-: 
 Rank 0 writes the results of a task to DIRECTORY/TASK_RANKS.pt.
 """
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from types import ModuleType
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from support.scripts import load_module
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
@@ -26,24 +26,14 @@ from trivet.trainer.ranks.world import World, barrier, broadcast_bytes, gather_t
 from trivet.trainer.step import Learner, train_step
 
 LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_proj"])
-"""A rank that no number of ranks divides: some hold nothing of a factor."""
+"""A rank that no number of ranks divides: some ranks hold nothing of a factor."""
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {"muon": MuonConfig(lr=1e-3), "sgd": SGDConfig(lr=1e-2)}
 
 MICRO_BATCH_TOKENS = 30
-"""The longest of the samples have 23: several rows for each rank, some of them dummies."""
+"""The longest samples have 23 tokens: several rows for each rank, some of them dummies."""
 
 LOSSES = {"token": DefaultLossConfig(kl_tau=0.1), "sequence": DefaultLossConfig(ratio_type="sequence", kl_tau=0.1)}
-
-
-def load_oracle(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("oracle", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["oracle"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_learner(
@@ -70,7 +60,8 @@ def make_learner(
 
 
 def unsettle(model: PolicyModel) -> None:
-    """Make the second factors of an adapter other than zero, alike on any number of ranks: else the first have no gradient."""
+    """Make the second factors of an adapter other than zero, alike on any number of ranks. Otherwise the first have no
+    gradient."""
     weights = {
         name: torch.sin(torch.arange(parameter.numel(), dtype=torch.float32)).reshape(parameter.shape) * 0.02
         for name, parameter in model.named_parameters()
@@ -140,7 +131,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with open_world(device="cpu", timeout_s=120) as world:
         assert broadcast_bytes(world, b"batch" if world.is_main else None) == b"batch"
-        run_tasks(model_dir, load_oracle(oracle_path), tasks, world)
+        run_tasks(model_dir, load_module(Path(oracle_path)), tasks, world)
 
 
 if __name__ == "__main__":

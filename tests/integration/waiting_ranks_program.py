@@ -1,4 +1,4 @@
-"""One rank of tests/integration/test_waiting_ranks.py: the batch comes long after the ranks' own connection has run out of time."""
+"""One rank of tests/integration/test_waiting_ranks.py: the batch comes long after the ranks' connection has timed out."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Adapters made by plain PEFT, and models with an adapter put into them: what our own are compared with."""
+"""Writes adapters by plain PEFT, and models with an adapter merged into them, as references for our own."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ TARGETS = ["q_proj", "o_proj", "gate_proj", "down_proj"]
 
 
 def write_adapter(directory: Path, *, base: Path, seed: int, rank: int = 8) -> None:
-    """A random adapter that changes the model's answers."""
+    """Write a random adapter that changes the model's answers."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, init_lora_weights=False))
@@ -35,7 +35,7 @@ def publish_adapter(layout: RunLayout, *, base: Path, version: int, rank: int = 
 
 
 def write_merged(directory: Path, *, adapter: Path, base: Path) -> Path:
-    """A whole model that answers like `base` with `adapter`."""
+    """Write a whole model that answers like `base` with `adapter`."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(directory)
     AutoTokenizer.from_pretrained(base).save_pretrained(directory)

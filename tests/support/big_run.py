@@ -1,4 +1,4 @@
-"""Output directories of runs that never were, as large as wanted: `trivet view` and `trivet top` are tested on them."""
+"""Writes output directories of made-up runs, of any size, for tests of `trivet view` and `trivet top`."""
 
 import math
 import time
@@ -19,14 +19,14 @@ STEP_S = 12.0
 _DISTRIBUTIONS = ("loss", "entropy", "mismatch_kl", "unmasked_mismatch_kl", "is_masked", "is_masked_low", "is_masked_high")
 _ROLLOUT_METRICS = ("reward", "seq_len", "completion_len", "is_truncated", "num_turns", "generation_ms", "scoring_ms")
 _FURTHER = 40
-"""Metrics of a line beside those that are shown, as many as a real run has."""
+"""Number of metrics on a line besides those that are shown, as many as in a real run."""
 _encode = msgspec.json.Encoder().encode
 
 
 def write_run(
     directory: Path, *, num_steps: int, rollouts_per_step: int = 8, is_running: bool = False, seed: int = 0, shift: float = 0.0
 ) -> RunLayout:
-    """A run of `num_steps` finished steps.
+    """Write a run of `num_steps` finished steps.
 
     Args:
         shift: added to the rewards, so that two runs differ.
@@ -148,7 +148,7 @@ def write_rollouts(layout: RunLayout, step: int, count: int, *, random: np.rando
 
 
 def rollout_record(step: int, index: int, **changes: Any) -> dict[str, Any]:
-    """A conversation with a tool, as `rollouts.jsonl` has it."""
+    """Return a conversation with a tool, as `rollouts.jsonl` has it."""
     reward = ((step * 7 + index * 3) % 11) / 10
     call = {"id": "call_1", "type": "function", "function": {"name": "python", "arguments": '{"code": "print(17 * 23)"}'}}
     record = {
@@ -188,7 +188,7 @@ def sample(step: int, random: np.random.Generator) -> Sample:
 
 
 def write_status(layout: RunLayout, *, num_steps: int, is_running: bool) -> None:
-    """While it runs: the trainer waits for the orchestrator."""
+    """Write the status of a running run: the trainer waits for the orchestrator."""
     now = time.time()
     reports = {
         "inference": ProcessReport(role="inference", pid=2, time=now, since=now - 60, activity="serving"),

@@ -43,7 +43,7 @@ def is_installed() -> bool:
 
 
 class Browser:
-    """One process; each page a tab of it."""
+    """One process, in which each page is a tab."""
 
     def __init__(self) -> None:
         self._profile = tempfile.mkdtemp(prefix="trivet-browser-")
@@ -70,7 +70,7 @@ class Browser:
         self._buffer = b""
         self._next = 0
         self.events: list[dict[str, Any]] = []
-        """What happened in any page, in order."""
+        """Events of every page, in order."""
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +79,7 @@ class Browser:
         self.close()
 
     def open(self, url: str, *, width: int = 1366, height: int = 900, scheme: str = "light") -> "Page":
-        """A new tab, as wide as a laptop, that has begun to load `url`."""
+        """Open a new tab, as wide as a laptop, that has begun to load `url`."""
         target = self.command("Target.createTarget", {"url": "about:blank"})["targetId"]
         session = self.command("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
         page = Page(self, session)
@@ -109,7 +109,7 @@ class Browser:
         raise AssertionError(f"the browser did not answer {method} in {_ANSWER_S:g} s (exit code {self._process.poll()})")
 
     def _receive(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Whole messages that are there; events are kept, answers returned."""
+        """Read all complete messages. Keep events, return answers."""
         if select.select([self._read], [], [], max(0.0, timeout_s))[0]:
             data = os.read(self._read, 1 << 20)
             assert data, f"the browser ended with exit code {self._process.wait()}"
@@ -139,13 +139,14 @@ class Page:
         return self._browser.command(method, parameters, session=self._session)
 
     def evaluate(self, expression: str) -> Any:
-        """Its value; a promise is awaited."""
+        """Return the expression's value. A promise is awaited."""
         found = self.command("Runtime.evaluate", {"expression": expression, "returnByValue": True, "awaitPromise": True})
         assert "exceptionDetails" not in found, f"{expression}: {found['exceptionDetails']}"
         return found["result"].get("value")
 
     def wait_for(self, condition: str, *, timeout_s: float = 20.0) -> Any:
-        """Until the expression is true; its value. Before the page has begun, `document.body` is null: write `document.body?.…`."""
+        """Wait until the expression is true, and return its value. Before the page has begun, `document.body` is null: write
+        `document.body?.…`."""
         deadline = time.monotonic() + timeout_s
         while not (value := self.evaluate(condition)):
             if time.monotonic() > deadline:
@@ -160,7 +161,7 @@ class Page:
         self.command("Input.dispatchKeyEvent", {"type": "keyUp", "key": key})
 
     def mouse(self, kind: str, x: float, y: float) -> None:
-        """`mousePressed`, `mouseReleased`, `mouseMoved`."""
+        """Send `mousePressed`, `mouseReleased` or `mouseMoved`."""
         button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
         self.command("Input.dispatchMouseEvent", {"type": kind, "x": x, "y": y, **button})
 
@@ -169,7 +170,7 @@ class Page:
         path.write_bytes(base64.b64decode(self.command("Page.captureScreenshot", {"format": "png"})["data"]))
 
     def complaints(self) -> list[str]:
-        """Uncaught errors and messages of the console that are no information, refusals of the security policy among them."""
+        """Return uncaught errors and console messages above the level of information, with refusals of the security policy."""
         self.evaluate("1")  # what happened before is told before this is answered
         found: list[str] = []
         for event in self._events():
@@ -183,11 +184,11 @@ class Page:
         return found
 
     def requested(self) -> list[str]:
-        """Addresses that the page asked for."""
+        """Return the addresses that the page asked for."""
         return [event["params"]["request"]["url"] for event in self._events() if event["method"] == "Network.requestWillBeSent"]
 
     def received_bytes(self) -> int:
-        """Over the network so far, headers included."""
+        """Return the bytes received over the network so far, headers included."""
         return int(
             sum(
                 event["params"]["encodedDataLength"] for event in self._events() if event["method"] == "Network.loadingFinished"

@@ -29,9 +29,9 @@ from trivet.telemetry.events import decode_event
 from trivet.wire.events import AnyEvent, Load, Train
 
 FIRST_STEP = 3
-"""Faults begin once there are checkpoints to go back to."""
+"""First step with a fault. Earlier there are no checkpoints to resume from."""
 _CALM_STEPS = 3
-"""After the last fault."""
+"""Number of steps after the last fault."""
 _POLL_S = 0.05
 _FAMILY_S = 1.0
 _MAX_LAUNCHES = 30
@@ -42,7 +42,7 @@ MODULES = {
     "env_worker": "trivet.environments.workers.main",
     "trainer": "trivet.trainer.main",
 }
-"""What the command line of each kind of process contains."""
+"""A word in the command line of each kind of process."""
 
 DISK = "disk"
 FULL_S = 10.0
@@ -61,7 +61,8 @@ FLAGS = (
 class Planned:
     fault: Fault
     victim: str = ""
-    """Killed while the process of `fault` is stopped: a key of MODULES, or `launcher`. `disk` is filled instead."""
+    """The process to kill while the process of `fault` is stopped: a key of MODULES, or `launcher`. `disk` is filled
+    instead."""
 
     @property
     def kind(self) -> str:
@@ -115,11 +116,11 @@ FULL_DISK = tuple(
     Planned(fault=Fault(name="", point=point, action=FaultAction.STOP), victim=DISK)
     for point in ("weight_write.before", "orchestrator_half.before", "trainer_half.before")
 )
-"""For a run whose directory is a small file system of its own: it is full for FULL_S, for every process."""
+"""Kinds of faults for a run whose directory is a small file system: it is full for FULL_S, for every process."""
 
 
 def draw_schedule(seed: int, *, num_faults: int, among: Sequence[Planned] = ALL_FAULTS) -> list[Planned]:
-    """`num_faults` faults, one a step from FIRST_STEP on. Each of `among` comes before any comes again."""
+    """Draw `num_faults` faults, one a step from FIRST_STEP on. Each of `among` comes before any comes again."""
     rng = random.Random(seed)
     drawn: list[Planned] = []
     while len(drawn) < num_faults:
@@ -136,15 +137,15 @@ def last_step(schedule: Sequence[Planned]) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Survived:
-    """One fault that happened, and how the run went on. Seconds are counted from the fault."""
+    """One fault that happened, and the run's recovery. Seconds are counted from the fault."""
 
     planned: Planned
     step: int
     at: float
     next_step_s: float | None = None
-    """To the next step trained."""
+    """Seconds to the next step trained."""
     next_load_s: float | None = None
-    """To the next policy that a server holds, with the digest of its publication."""
+    """Seconds to the next policy that a server serves, with the digest of its publication."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,22 +171,22 @@ class ChaosRun:
     seed: int
     directory: Path
     timeout_s: float
-    """For everything, resumes included."""
+    """Seconds for everything, resumes included."""
     flags: Sequence[str] = ()
     disk: Path | None = None
-    """Where the small file system is mounted that holds the run, for faults that fill it."""
+    """Mount point of the small file system that holds the run, for faults that fill it."""
     survived: list[Survived] = field(default_factory=list)
     launches: int = 0
     _family: set[psutil.Process] = field(default_factory=set)
     _family_at: float = 0.0
     _to_continue: list[tuple[float, int]] = field(default_factory=list)
-    """When, and which stopped process."""
+    """Time of the kill, and the process that is stopped meanwhile."""
     _scratch: set[Path] = field(default_factory=set)
-    """Where the launchers had temporary files."""
+    """Directories of the launchers' temporary files."""
     _room_at: float = float("inf")
-    """When the full disk gets room again."""
+    """Time at which the full disk is emptied again."""
     _read: int = 0
-    """Bytes of events.jsonl that were looked at."""
+    """Number of bytes of events.jsonl that were read."""
 
     @property
     def layout(self) -> RunLayout:
@@ -196,7 +197,7 @@ class ChaosRun:
         return self.directory / "faults.json"
 
     def carry_out(self) -> Outcome:
-        """Run to the last step whatever happens; then nothing may be left behind and the history must be proven."""
+        """Run to the last step whatever happens. Check that nothing is left behind and that the history is proven."""
         schedule = Schedule(seed=self.seed, faults=[planned.fault for planned in self.schedule])
         self._schedule_file.write_bytes(msgspec.json.format(msgspec.json.encode(schedule), indent=1))
         started = time.monotonic()
@@ -214,7 +215,7 @@ class ChaosRun:
         return Outcome(survived=self.survived, report=report, launches=self.launches, seconds=time.monotonic() - started)
 
     def _launch(self, *, deadline: float) -> int:
-        """Start or resume the run, watch it to its end; returns how it ended."""
+        """Start or resume the run, and watch it to its end. Return how it ended."""
         self.launches += 1
         resume = ("--ckpt.resume-step", "-1") if committed_steps(self.layout) else ("--clean",) if self.launches > 1 else ()
         process = self.run.start(*FLAGS, "--faults.schedule", str(self._schedule_file), *self.flags, *resume)
@@ -279,7 +280,7 @@ class ChaosRun:
                     psutil.Process(pid).send_signal(signal.SIGCONT)
 
     def _read_events(self) -> None:
-        """Note when the run went on. By our clock: theirs may have jumped."""
+        """Record when the run recovered, by our own clock: the roles' clocks may have jumped."""
         if not self.layout.events.exists():
             return
         with self.layout.events.open("rb") as file:
@@ -305,7 +306,7 @@ class ChaosRun:
             pass
 
     def _end_everything(self) -> None:
-        """Only after a failure there is anything left to end."""
+        """End what is left, which only a failure leaves."""
         with ExitStack() as after:
             for process in self._family:
                 after.callback(_end, process)

@@ -1,4 +1,4 @@
-"""The shell blocks of README.md and docs/ that are marked as tested, and a place to run them as a reader would.
+"""Finds the shell blocks of README.md and docs/ that are marked as tested, and makes a directory to run them in.
 
 A block is marked by the line `<!-- tested -->` above its fence; `<!-- tested: vllm -->` adds the marker of that name to its test.
 The blocks of a page run one after the other, in one shell that stops at the first failure.
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^<!-- tested(?:: (?P<markers>[\w, ]+))? -->\n```bash\n(?P<script>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"^<!-- tested.*-->$", re.MULTILINE)
 _WRITTEN = {"outputs", "models", "wandb", "site", "uv.lock"}
-"""What runs leave behind: a reader's fresh checkout has none of it."""
+"""Results of runs, which a reader's fresh checkout does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Page:
 
 
 def marked_pages() -> list[Page]:
-    """The pages with marked blocks."""
+    """Return the pages with marked blocks."""
     pages = (read_page(path) for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))))
     return [page for page in pages if page.script]
 
@@ -42,7 +42,7 @@ def read_page(path: Path) -> Page:
 
 
 def make_checkout(directory: Path) -> Path:
-    """A root in which commands can write without touching this one: its entries are links to the real ones."""
+    """Make a root that commands can write to without changing this one. Its entries are links to the real ones."""
     directory.mkdir()
     for entry in ROOT.iterdir():
         if entry.name not in _WRITTEN and not entry.name.startswith(".git"):

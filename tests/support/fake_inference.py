@@ -1,4 +1,4 @@
-"""A stand-in for the inference server, behind httpx: policies, updates and scripted chat completions, without an engine.
+"""A stand-in for the inference server behind httpx, without an engine: policies, updates and scripted chat completions.
 
 server = FakeInference()
 client = InferenceClient("http://fake", timeout_s=5, transport=server.transport)
@@ -17,11 +17,11 @@ from trivet.weights.manifest import verify
 START_DIGEST = "0" * 64
 
 Script = Callable[[dict[str, Any]], Sequence[tuple[int, float]]]
-"""From a request's body to the sampled (token id, log-probability) pairs."""
+"""Returns the sampled (token id, log-probability) pairs for a request's body."""
 
 
 class FakeInference:
-    """Answers as our server does; `update_weights` verifies the directory as the real one does."""
+    """Answers as our server does. `update_weights` verifies the directory as the real one does."""
 
     def __init__(
         self, *, model: str = "fake-model", script: Script = lambda _: [(7, -0.5), (8, -1.5)], text: str = "ok"
@@ -32,9 +32,9 @@ class FakeInference:
         self.requests: list[tuple[str, str, dict[str, Any]]] = []
         """Method, path and body, in order."""
         self.fail_with: httpx.Response | Exception | None = None
-        """Given instead of every answer until it is None again."""
+        """If set, the answer to every request."""
         self.num_unhealthy = 0
-        """Health checks to be refused before the first that succeeds."""
+        """Number of health checks to refuse before the first that succeeds."""
         self._script = script
         self._text = text
         self.transport = httpx.MockTransport(self._handle)

@@ -1,4 +1,4 @@
-"""Stand-ins for what the supervisor touches: a clock that tests move, processes that are only objects, attempts of a run."""
+"""Stand-ins for the supervisor's surroundings: a clock that tests move, processes that are only objects, attempts of a run."""
 
 import io
 import signal
@@ -22,7 +22,7 @@ NAMES = ("inference", "orchestrator", "trainer")
 
 @dataclass
 class FakeClock:
-    """Time passes while someone sleeps; what is planned happens then."""
+    """Time passes in sleeps. Planned calls happen when their time has come."""
 
     time: float = 100.0
     planned: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
@@ -61,13 +61,13 @@ class FakeChild:
 
 @dataclass
 class FakeHost:
-    """Starts objects instead of processes, and keeps what it was asked to do."""
+    """Starts objects instead of processes, and records its calls."""
 
     started: list[FakeChild] = field(default_factory=list)
     spared: list[Collection[int]] = field(default_factory=list)
     shown: list[int] = field(default_factory=list)
     states: dict[int, str] = field(default_factory=dict)
-    """Of processes in the table: `T` for one that a signal has stopped."""
+    """States of processes in the table: `T` for one that a signal has stopped."""
     was_hurried: bool = False
     does_adopt: bool = False
 
@@ -111,7 +111,7 @@ class FakeAttempts:
     complete: set[str] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
     error: Exception | None = None
-    """Raised when the next attempt is to begin."""
+    """If set, raised when the next attempt begins."""
     urls: Sequence[str] = ()
 
     @property
@@ -147,7 +147,7 @@ def make_spec(layout: RunLayout, name: str) -> ProcessSpec:
 
 
 def write_report(layout: RunLayout, role: str, *, pid: int = 1, step: int = 0, attempt: int = 1, time: float = 0.0) -> None:
-    """Write what a role's only process reports."""
+    """Write the report of a role's only process."""
     layout.reports.mkdir(parents=True, exist_ok=True)
     report = ProcessReport(role=role, rank=0, pid=pid, attempt=attempt, time=time, since=0, step=step)
     path = layout.report_file(role)
@@ -157,6 +157,6 @@ def write_report(layout: RunLayout, role: str, *, pid: int = 1, step: int = 0, a
 
 
 def make_log(directory: Path) -> tuple[RunLog, io.StringIO]:
-    """Return a log and what it writes."""
+    """Return a log and the stream to which it writes."""
     written = io.StringIO()
     return RunLog(io.StringIO(), written, now=lambda: "12:00:00"), written

@@ -1,4 +1,4 @@
-"""Servers that do what they are told: for the dispatcher and the policy watcher."""
+"""Obedient servers for tests of the dispatcher and the policy watcher."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +12,7 @@ class FakeServers:
         self.roots = list(roots or ("http://server",))
         self.in_flight: Counter[str] = Counter()
         self.at_fault: set[str] = set()
-        """Servers that turn out not to answer."""
+        """Servers that do not answer."""
         self.loaded: list[TargetPolicy] = []
 
     def pick(self, *, num_rollouts: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Generated input for the commands, and what each may do with it: end with a known exit code, in time, without a traceback.
+"""Generates input for the commands and checks each outcome: a known exit code, in time, without a traceback.
 
 `tests/unit/test_fuzz.py` tries some hundred cases, `scripts/fuzz_inputs.py` thousands. A seed and a number of cases say which.
 """
@@ -40,7 +40,7 @@ from trivet.view.run import ViewedRun
 
 KINDS = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, EvalConfig)
 _HANG_S = 20
-"""A case that takes longer is broken off."""
+"""Seconds after which a case is interrupted."""
 _KEYS = {kind: [dotted(path) for path, _ in all_keys(kind)] for kind in COMMANDS}
 
 _ODD_TEXTS = (
@@ -83,18 +83,18 @@ _NEEDED: dict[type[Section], list[str]] = {
     RLConfig: ["--orchestrator.rollouts-per-example", "2"],
     OrchestratorConfig: ["--rollouts-per-example", "2"],
 }
-"""Flags without which nothing is valid."""
+"""Flags that every valid command needs."""
 
 
 def key_of(kind: type[Section]) -> st.SearchStrategy[str]:
-    """A key of `kind`, or one that only looks like it."""
+    """Draw a key of `kind`, or one that only looks like it."""
     known = st.sampled_from(_KEYS[kind])
     alike = st.one_of(known.map(lambda key: key[:-1]), known.map(lambda key: f"{key}.0.x"), odd_texts)
     return st.one_of(known, known, known, known, known, alike)
 
 
 def toml_value(value: object) -> str:
-    """`value` as TOML on one line, with integers and texts that TOML does not promise too."""
+    """Write `value` as TOML on one line. TOML does not promise all of these integers and texts."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(str(name))} = {toml_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list):
@@ -158,7 +158,7 @@ class Fuzzer:
         }
 
     def run(self, name: str, *, cases: int) -> None:
-        """Try `cases` inputs of one kind; fails with the smallest input that a command does not bear."""
+        """Try `cases` inputs of one kind. Fail with the smallest input that a command cannot handle."""
         attempt = self.kinds()[name]
         tried = self.tried[name]
 
@@ -312,7 +312,7 @@ class Fuzzer:
 
 
 def utf8() -> io.TextIOWrapper:
-    """Takes what a command prints, and refuses what no output could take."""
+    """Accepts a command's output, and refuses text that no output can encode."""
     return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
 
 
@@ -324,7 +324,7 @@ def written(stream: io.TextIOWrapper) -> str:
 
 @contextmanager
 def breaking_off() -> Iterator[None]:
-    """A case that hangs fails after a while."""
+    """Fail a case that hangs."""
 
     def stop(number: int, _: object) -> None:
         raise AssertionError(f"no end after {_HANG_S} s")
@@ -339,5 +339,5 @@ def breaking_off() -> Iterator[None]:
 
 
 def peak_rss_mib() -> float:
-    """The most memory that this process ever had."""
+    """Return the most memory that this process ever used."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

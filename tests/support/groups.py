@@ -1,4 +1,4 @@
-"""Groups and samples made by hand, for tests of what happens to them."""
+"""Makes groups and samples by hand."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 
 def make_examples(**sizes: int) -> dict[str, list[str]]:
-    """Hashes of data sets of `sizes` rows, by environment."""
+    """Return hashes of data sets of these sizes, by environment."""
     return {env: [f"{env}-{row}" for row in range(size)] for env, size in sizes.items()}
 
 

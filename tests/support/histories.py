@@ -1,4 +1,4 @@
-"""Makes histories of runs that keep every promise, at random: crashes, resumes, retries, server losses and late commits."""
+"""Makes random histories of runs that keep every promise: crashes, resumes, retries, server losses and late commits."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ SERVERS = ("http://a", "http://b")
 GROUPS_PER_BATCH = 2
 _MAX_IN_FLIGHT = 6
 _CRASH_RATE = 0.01
-"""Per event; a step takes about thirty."""
+"""Seconds between two events. A step has about thirty."""
 
 
 def digest_of_version(version: int) -> str:
@@ -54,13 +54,12 @@ class RunMaker:
         self._attempt = 0
         self._next_id = 0
         self._in_flight: dict[int, tuple[int, int]] = {}
-        """Example and version of the last try."""
+        """The example and version of the last attempt."""
         self._waiting_again: list[int] = []
         self._examples: dict[int, int] = {}
         self._ready: dict[int, tuple[int, int]] = {}
         self._formed: dict[int, list[int]] = {}
         self._step = 0
-        """The last batch formed."""
         self._trained = 0
         self._held = 0
         self._up: list[str] = []
@@ -112,7 +111,8 @@ class RunMaker:
         self._write("orchestrator", ServerUp(version=self._held, digest=digest, server=server))
 
     def _crash(self) -> None:
-        """Killed, or ended in order; with a commit that was not written down yet; back to the newest or an older one."""
+        """Kill or end the run in order, perhaps with a commit that was not recorded yet. Resume from the newest or an older
+        one."""
         if self._due and self._random.random() < 0.5:
             self._commits.append(self._due.pop(0))
         elif self._random.random() < 0.3:
@@ -265,10 +265,7 @@ def replay_events(events: Sequence[AnyEvent], *, with_rollouts: Collection[int] 
 
 
 def write_events(path: Path, events: Sequence[AnyEvent], *, key: bytes | None = None, is_sealed: bool = True) -> None:
-    """
-    Args:
-        is_sealed: as every version writes them that has `telemetry.events.seal`; else as the versions before.
-    """
+    """Write the events of a history."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = bytearray()
     last: dict[str, ChainLink] = {}

@@ -1,4 +1,4 @@
-"""Stand-ins for the inference server on a real port, for tests whose requests come from another process or over real sockets."""
+"""Serves stand-ins for the inference server on a real port, for requests from other processes or over real sockets."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,12 +10,12 @@ import httpx
 from support.fake_inference import FakeInference
 
 Answer = Callable[[str, str, bytes], tuple[int, bytes]]
-"""Status and JSON for a method, a path and a body."""
+"""Returns status and JSON for a method, a path and a body."""
 
 
 @contextmanager
 def serve_fake(fake: FakeInference) -> Iterator[str]:
-    """Yields the base URL of a server that answers as `fake` does."""
+    """Yield the base URL of a server that answers as `fake` does."""
     with httpx.Client(transport=fake.transport, base_url="http://fake") as client:
 
         def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:
@@ -28,7 +28,7 @@ def serve_fake(fake: FakeInference) -> Iterator[str]:
 
 @contextmanager
 def serve(answer: Answer) -> Iterator[str]:
-    """Yields the base URL of a server that calls `answer` for each request, several at one time."""
+    """Yield the base URL of a server that calls `answer` for each request, several at one time."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

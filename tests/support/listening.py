@@ -1,4 +1,4 @@
-"""What processes listen on, as the kernel knows it."""
+"""Lists the sockets on which processes listen, as the kernel knows them."""
 
 import ipaddress
 import socket
@@ -24,7 +24,7 @@ class Listener:
 
 
 def listeners_of(pids: Iterable[int]) -> set[Listener]:
-    """TCP sockets that listen, and UDP sockets that are bound and not connected."""
+    """Return TCP sockets that listen, and UDP sockets that are bound and not connected."""
     table = dict(_read_tables())
     return {table[inode] for pid in pids for inode in _socket_inodes(pid) if inode in table}
 

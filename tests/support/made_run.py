@@ -1,5 +1,4 @@
-"""Makes the directory of a run that kept every promise: a random history, and the files that it speaks of, by the product's
-own writers."""
+"""Makes the directory of a run that kept every promise: a random history and its files, written by the product."""
 
 import shutil
 from collections.abc import Sequence
@@ -63,7 +62,7 @@ def make_run(layout: RunLayout, *, seed: int = 5, key: bytes | None = None) -> l
 
 
 def write_status(layout: RunLayout, *, attempt: int) -> None:
-    """The launcher's last word about a run that is done."""
+    """Write the launcher's last status of a finished run."""
     roles = [
         RoleStatus(name=name, state=RoleState.ENDED, pid=1, exit="ended with exit code 0") for name in (ORCHESTRATOR, TRAINER)
     ]
@@ -85,7 +84,7 @@ def write_weights(directory: Path, data: bytes) -> None:
 
 
 def write_checkpoint(layout: RunLayout, events: Sequence[AnyEvent], step: int) -> str:
-    """Commit `step` with what lives in the history when its batch is formed; returns the record's digest."""
+    """Commit `step` with the groups that live when its batch is formed. Return the record's digest."""
     formed = max(place for place, event in enumerate(events) if isinstance(event, BatchFormed) and event.step == step)
     owed = replay_events(events[: formed + 1]).groups.live
     part = OrchestratorPart(
@@ -104,7 +103,7 @@ def write_checkpoint(layout: RunLayout, events: Sequence[AnyEvent], step: int) -
 
 
 def _last_attempts(events: Sequence[AnyEvent]) -> set[int]:
-    """Versions that are there at the end: one that was retired may have been published again after a resume."""
+    """Return the versions that exist at the end. After a resume a retired version may have been published again."""
     return set(replay_events(events).policies.published)
 
 

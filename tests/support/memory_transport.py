@@ -11,7 +11,7 @@ from trivet.wire.batches import Batch
 from trivet.wire.versions import Step
 
 MemoryLink = Callable[[Sequence[Buffer]], bytes | None]
-"""Carries frames to the receiver and brings its reply back; a test may lose, repeat or damage either."""
+"""Carries frames to the receiver and returns its reply. A test may lose, repeat or damage either."""
 
 
 class MemoryReceiver:
@@ -19,7 +19,7 @@ class MemoryReceiver:
         self._inbox = Inbox(config, key=RunKey(run_id=run_id, attempt=attempt))
 
     def deliver(self, frames: Sequence[Buffer]) -> bytes | None:
-        """The `MemoryLink` that loses nothing."""
+        """Deliver without a loss; a `MemoryLink`."""
         return self._inbox.accept(frames)
 
     def receive(self, step: Step) -> Batch:

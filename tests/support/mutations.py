@@ -1,4 +1,4 @@
-"""Damages a copy of a run in one place, at random, and says whether the checker notices.
+"""Damages a copy of a run in one random place, and reports whether the checker notices.
 
 A mutation counts when it changes what the run says of itself. It does not count, and `judge` returns None, when the bytes stay the
 same; when a bit of a file of JSON flips and its values stay the same; or when all that would change is what run.json says of the
@@ -23,9 +23,9 @@ from trivet.tools.cli import main
 
 KINDS = ("drop", "duplicate", "swap", "change", "move", "truncate", "flip")
 EXAMINED = ("weights", "checkpoints", "rollouts")
-"""Directories of the files that a run is proven from; events.jsonl and run.json besides."""
+"""Directories of the files that prove a run, besides events.jsonl and run.json."""
 _OF_RUN_FILE = ("id", "attempt")
-"""What run.json says of the run; the rest is when and as which process the launcher started."""
+"""Fields of run.json about the run. The rest is the launcher's process and its start."""
 _SHARE_OF_EVENTS = 0.6
 
 
@@ -33,7 +33,7 @@ _SHARE_OF_EVENTS = 0.6
 class Outcome:
     kind: str
     where: str
-    """`events` or `files`."""
+    """Either `events` or `files`."""
     what: str
     is_found: bool
     said: str
@@ -62,7 +62,7 @@ def judge(directory: Path, rng: random.Random, *, kind: str) -> Outcome | None:
 
 
 def judge_many(directories: Sequence[Path], *, count: int, seed: int) -> list[Outcome]:
-    """`count` mutations that changed something, of each kind as many, each of a run drawn from `directories`."""
+    """Judge `count` mutations that changed a run, as many of each kind, each of a run drawn from `directories`."""
     rng = random.Random(seed)
     outcomes: list[Outcome] = []
     while len(outcomes) < count:
@@ -74,7 +74,7 @@ def judge_many(directories: Sequence[Path], *, count: int, seed: int) -> list[Ou
 
 
 def shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Share found by kind and place."""
+    """Return the share that was found, by kind and place."""
     names = sorted({(outcome.where, outcome.kind) for outcome in outcomes})
     return {
         f"{where}/{kind}": _share([item for item in outcomes if (item.where, item.kind) == (where, kind)])
@@ -95,7 +95,7 @@ def _share(outcomes: Sequence[Outcome]) -> float:
 
 
 def _rewrite(path: Path, content: bytes) -> None:
-    """The original shares the old bytes."""
+    """Write a new file, because the original shares the old bytes."""
     path.unlink()
     path.write_bytes(content)
 
@@ -182,12 +182,13 @@ def _mutate_files(layout: RunLayout, rng: random.Random, kind: str) -> str | Non
 
 
 def _is_unpublished(layout: RunLayout, path: Path) -> bool:
-    """Whether `path` is of a policy that a kill left without STABLE: nobody may read it, and a resume removes it."""
+    """Return whether `path` belongs to a policy that a kill left without STABLE. Nobody may read it, and a resume removes
+    it."""
     return path.parent.parent == layout.weights and not (path.parent / STABLE).exists()
 
 
 def _copy(path: Path, rng: random.Random) -> None:
-    """The file under another name beside it, or its step under another number."""
+    """Copy the file under another name next to it, or its step under another number."""
     target = path.parent.with_name("step_77")
     if rng.random() < 0.5 or path.name not in (COMMITTED, STABLE):
         shutil.copyfile(path, path.with_name(f"copy_of_{path.name}"))
@@ -196,7 +197,7 @@ def _copy(path: Path, rng: random.Random) -> None:
 
 
 def _change_json(path: Path, content: bytes, rng: random.Random) -> str | None:
-    """Change one value of a file of JSON, or of one line of a file of lines."""
+    """Change one value of a JSON file, or of one line of a JSONL file."""
     if path.suffix == ".jsonl":
         lines = content.splitlines(keepends=True)
         place = rng.randrange(len(lines))
@@ -220,7 +221,7 @@ def _change_json(path: Path, content: bytes, rng: random.Random) -> str | None:
 
 
 def _meaning(path: Path, content: bytes) -> object:
-    """Return what the file says: its values for JSON, else its bytes."""
+    """Return the file's content: its values for JSON, else its bytes."""
     try:
         values = json.loads(content)
     except ValueError:

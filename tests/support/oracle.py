@@ -1,4 +1,4 @@
-"""What a model says by plain transformers in float32: the reference that a server's answers are compared with."""
+"""Computes a model's answers by plain transformers in float32, as the reference for a server's answers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +12,14 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def greedy(self, prompt: Sequence[int], *, num_tokens: int) -> list[int]:
-        """The likeliest continuation, stop tokens or not."""
+        """Return the likeliest continuation. Stop tokens do not end it."""
         token_ids = list(prompt)
         for _ in range(num_tokens):
             token_ids.append(int(self._logits(token_ids)[-1].argmax()))
         return token_ids[len(prompt) :]
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int], *, temperature: float) -> list[float]:
-        """Of each token of `completion`, in the distribution it was sampled from."""
+        """Return the log-probability of each token of `completion` in the distribution it was sampled from."""
         logits = self._logits([*prompt, *completion])[len(prompt) - 1 : -1]
         logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
         return logprobs[torch.arange(len(completion)), torch.tensor(completion)].tolist()

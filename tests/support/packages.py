@@ -1,4 +1,4 @@
-"""Small packages for tests: sources that an installer can build without a download, and metadata as an installer leaves it."""
+"""Writes small packages: sources that an installer can build without a download, and metadata as an installer leaves it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
     project, _ = _metadata()
     return _build(directory, {f"{project['name'].replace('-', '_')}.pth": str(Path().resolve()) + "\\n"})
 """
-"""A build backend of the package's own: the usual ones would be fetched from an index."""
+"""The package's own build backend. The usual ones would be fetched from an index."""
 
 
 def write_source(
@@ -74,7 +74,7 @@ def write_installed(
     modules: Mapping[str, str] | None = None,
     direct_url: Mapping[str, object] | None = None,
 ) -> None:
-    """Write into `site` what an installer leaves of a package: its metadata, and `modules` by file name."""
+    """Write into `site` what an installer leaves: the package's metadata, and `modules` by file name."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]

@@ -1,4 +1,4 @@
-"""Looks at real processes and ports from outside, for tests that end some of them violently."""
+"""Inspects real processes and ports from outside."""
 
 import itertools
 import os
@@ -17,13 +17,14 @@ _port_numbers = itertools.count(os.getpid())
 
 
 def heed_signals() -> None:
-    """For `preexec_fn`: as from a terminal. What a script starts in the background ignores SIGINT, under nohup SIGHUP too."""
+    """Heed signals as a terminal's programs do (a `preexec_fn`). A script's background jobs ignore SIGINT, and under nohup
+    SIGHUP too."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def descendants_of(pid: int) -> list[psutil.Process]:
-    """Children of `pid`, their children and so on; empty when it is gone."""
+    """Return all descendants of `pid`, or none if it is gone."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -31,7 +32,7 @@ def descendants_of(pid: int) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; one that ended and was not waited for does not."""
+    """Return whether the process runs. A zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:  # it ended meanwhile
@@ -49,7 +50,7 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
 
 
 def descendants_with(word: str, pid: int) -> list[psutil.Process]:
-    """Those descendants of `pid` that have `word` in their command line, each before its children."""
+    """Return the descendants of `pid` that have `word` in their command line, parents before children."""
     found: list[psutil.Process] = []
     for process in descendants_of(pid):
         with suppress(psutil.NoSuchProcess):  # it ended meanwhile
@@ -59,7 +60,8 @@ def descendants_with(word: str, pid: int) -> list[psutil.Process]:
 
 
 def assert_named_in_time(output: str, role: str, *, timeout_s: float) -> None:
-    """The launcher looked at reports at least every five seconds, and named `role` at the first look after `timeout_s`."""
+    """Check that the launcher, which reads reports every five seconds or sooner, named `role` at its first look after
+    `timeout_s`."""
     silent = re.search(rf"{role} stuck: {role} has not reported for (\d+) s", output)
     assert silent is not None, output
     assert timeout_s <= int(silent[1]) <= timeout_s + 5
@@ -79,7 +81,7 @@ def assert_all_gone(processes: list[psutil.Process], *, timeout_s: float = 30.0)
 
 
 def assert_port_free(port: int, *, host: str = "127.0.0.1") -> None:
-    """Nobody listens on it: a new listener gets it."""
+    """Check that nobody listens on the port: a new listener gets it."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -87,7 +89,7 @@ def assert_port_free(port: int, *, host: str = "127.0.0.1") -> None:
 
 
 def find_free_port(*, host: str = "127.0.0.1") -> int:
-    """One that the kernel gives to nobody who asks it for any, and that no other worker of the suite looks at."""
+    """Return a free port below the kernel's own range. No other worker of the suite uses it."""
     first = _FIRST_PORT + _PORTS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 20)
     for _ in range(_PORTS):
         port = first + next(_port_numbers) % _PORTS

@@ -5,7 +5,6 @@ The starter ends with the ranks' exit codes as one line of JSON on its stdout. I
 """
 
 import ctypes
-import importlib.util
 import json
 import os
 import signal
@@ -14,19 +13,15 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.scripts import load_module
+
 _PR_SET_PDEATHSIG = 1
 
 
 def load_program(path: Path) -> object:
     """Import a program under its own name, by which it may be imported again."""
     sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_module(path)
 
 
 def become_rank(rank: int, program: object, log: Path) -> None:

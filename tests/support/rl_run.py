@@ -1,4 +1,4 @@
-"""The launcher `rl` as a user starts it: real roles, the real vLLM, a tiny model and an environment that it can improve at."""
+"""Runs the launcher `rl` as a user does: real roles, the real vLLM, a tiny model and an environment that it can learn."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ enforce_eager = true
 
 
 class Run:
-    """`rl` as a user starts it."""
+    """A run of `rl`, started as a user would."""
 
     def __init__(self, directory: Path, model: Path, *, max_steps: int = 12, template: str = CONFIG) -> None:
         directory.mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ class Run:
         return self._log.read_text()
 
     def wait_for(self, path: Path, *, timeout_s: float = 900.0) -> None:
-        """Returns once `path` is there; fails with the run's output when the run ends first."""
+        """Wait until `path` exists. Fail with the run's output when the run ends first."""
         process = self.process
         assert process is not None
         wait_until(
@@ -100,7 +100,7 @@ class Run:
         assert process.poll() is None, self.output[-4000:]
 
     def await_exit(self, timeout_s: float = 1200.0) -> int:
-        """The launcher's exit code; fails with what each process of the run is at when that takes longer."""
+        """Return the launcher's exit code. After a timeout, fail with the stacks of each process of the run."""
         assert self.process is not None
         try:
             return self.process.wait(timeout_s)
@@ -116,7 +116,7 @@ class Run:
         return "\n\n".join(["", describe(reports), *tails])
 
     def role(self, name: str) -> psutil.Process:
-        """The process that the launcher started for a role."""
+        """Return the process that the launcher started for a role."""
         assert self.process is not None
         modules = {"inference": "trivet.inference.main", "orchestrator": "trivet.orchestrator.main"}
         module = modules.get(name, "trivet.trainer.ranks.starter")

@@ -11,12 +11,13 @@ Answer = Callable[[list[dict[str, Any]]], str]
 
 
 def call_of(name: str, arguments: str) -> str:
-    """An answer that calls a tool, as the server's parser hands it on."""
+    """Make an answer that calls a tool, as the server's parser returns it."""
     return f"<tool_call>{name} {arguments}"
 
 
 class ScriptedModel(ModelClient):
-    """One token per character, log-probability -0.5 each, sampled by `version`; `errors` are raised first, one a request."""
+    """Answers one token per character, log-probability -0.5 each, sampled by `version`. Raises `errors` first, one a
+    request."""
 
     def __init__(self, answer: Answer, *, version: int = 0, errors: list[Exception] | None = None) -> None:
         super().__init__(None)  # type: ignore[arg-type]  # nothing is sent

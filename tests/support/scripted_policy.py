@@ -1,4 +1,4 @@
-"""Plays a verifiers environment with replies that a test wrote: the environment's side of a conversation is the real one."""
+"""Plays a real verifiers environment with scripted replies."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ def tool_call(name: str, **arguments: Any) -> vf.ToolCall:
 
 
 class ScriptedPolicy(vf.OpenAIChatCompletionsClient):
-    """Answers every request with the next reply; fails when there is none left."""
+    """Answers every request with the next reply, and fails when none is left."""
 
     def __init__(self, replies: Sequence[str | vf.ToolCall]) -> None:
         super().__init__(AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none"))
@@ -34,7 +34,7 @@ class ScriptedPolicy(vf.OpenAIChatCompletionsClient):
 
 
 def play(env: vf.Environment, replies: Sequence[str | vf.ToolCall], *, example: dict[str, Any] | None = None) -> vf.State:
-    """The scored state of one rollout of `example`, or of the first training example."""
+    """Return the scored state of one rollout of `example`, or of the first training example."""
 
     async def rollout() -> vf.State:
         played = cast(Any, example or env.get_dataset()[0])
@@ -48,5 +48,5 @@ def play(env: vf.Environment, replies: Sequence[str | vf.ToolCall], *, example: 
 
 
 def said(state: vf.State, role: str) -> list[str]:
-    """Contents of the messages of `role` after the prompt."""
+    """Return the contents of `role`'s messages after the prompt."""
     return [str(message.content) for message in state["completion"] if message.role == role]

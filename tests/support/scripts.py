@@ -1,4 +1,4 @@
-"""Loads files of no package as modules: scripts, and programs that tests start."""
+"""Loads scripts and test programs, which belong to no package, as modules."""
 
 import importlib.util
 import sys
@@ -9,12 +9,12 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def load_script(name: str) -> ModuleType:
-    """A script of `scripts/`."""
+    """Load a script of `scripts/`."""
     return load_module(SCRIPTS / f"{name}.py")
 
 
 def load_module(path: Path) -> ModuleType:
-    """Known under the file's name afterwards."""
+    """Load the file. Afterwards it can be imported under its name."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

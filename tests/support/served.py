@@ -1,4 +1,4 @@
-"""What a server under test answers, beside what plain transformers makes of the same weights."""
+"""Compares a server's answers with plain transformers on the same weights."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ async def greedy(client: InferenceClient, prompt: list[int], *, num_tokens: int 
 
 
 async def assert_serves(client: InferenceClient, directory: Path) -> None:
-    """Greedy outputs are those of the whole model in `directory`, up to a stop token."""
+    """Check that greedy outputs are those of the whole model in `directory`, up to a stop token."""
     oracle = Oracle(directory)
     answers = await asyncio.gather(*(greedy(client, prompt) for prompt in PROMPTS))
     for prompt, answer in zip(PROMPTS, answers, strict=True):

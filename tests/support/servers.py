@@ -1,4 +1,4 @@
-"""Real inference servers for tests: started on a free port, watched, and ended."""
+"""Starts real inference servers on free ports, watches and ends them."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from trivet.config.sections.client import server_root
 from trivet.secret import make_secret
 
 _secret_files: dict[str, Path] = {}
-"""Of servers that run, by their addresses."""
+"""Secret files of running servers, by address."""
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 60
 
@@ -39,10 +39,7 @@ class ServerProcess:
 
 @contextmanager
 def run_server(model: Path, *, log: Path, **overrides: str) -> Iterator[ServerProcess]:
-    """
-    Args:
-        overrides: flags with underscores for dots, e.g. `max_num_seqs="4"`.
-    """
+    """Start a server, wait until it is ready, and end it after the block. `overrides` are flags: `max_num_seqs="4"`."""
     port = find_free_port()
     flags = {
         "model.name": str(model),
@@ -85,25 +82,25 @@ def secret_file(base_url: str) -> Path:
 
 
 def bearer(base_url: str) -> dict[str, str]:
-    """The header that lets a request change the server."""
+    """Return the header that lets a request change the server."""
     return {"Authorization": f"Bearer {make_secret(secret_file(base_url)).token}"}
 
 
 def open_client(base_url: str, *, timeout_s: float) -> InferenceClient:
-    """A client that may change the server."""
+    """Return a client that may change the server."""
     return InferenceClient(base_url, timeout_s=timeout_s, find_token=lambda: make_secret(secret_file(base_url)).token)
 
 
 @contextmanager
 def secret_shared(server: ServerProcess) -> Iterator[None]:
-    """Commands that are started meanwhile have the secret of a server that they did not start."""
+    """Give commands that are started within the block the server's secret, although they did not start it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SECRET_FILE, str(secret_file(server.base_url)))
         yield
 
 
 def reload_weights(base_url: str) -> None:
-    """Have the server go back to its start weights."""
+    """Have the server load its start weights again."""
     httpx.post(f"{base_url}/reload_weights", headers=bearer(base_url), timeout=240).raise_for_status()
 
 

@@ -1,4 +1,4 @@
-"""A whole orchestrator in virtual time: everything of the product but servers, environments and the trainer, which are acted.
+"""Runs a whole orchestrator in virtual time. Only servers, environments and the trainer are stand-ins.
 
 Servers crash, come back empty, freeze and load slowly; environments fail and lose their worker; the trainer takes its time. All
 of it follows one seed. The events are those of a real run, so the history checker can judge them.
@@ -52,29 +52,29 @@ class Plan:
     max_off_policy_steps: int = 8
     oversampling_factor: float = 1.0
     crash_every_s: float | None = None
-    """Mean time between crashes of a server; None: never."""
+    """Mean time between crashes of a server, or None for none."""
     freeze_every_s: float | None = None
-    """Mean time between two times that a server stops answering."""
+    """Mean time between two moments at which a server stops answering."""
     trouble_ends_s: float = 150.0
-    """From then on nothing breaks any more, so that the run can end."""
+    """Time after which nothing breaks any more, so that the run can end."""
     failed_share: float = 0.0
-    """Of groups: the environment raises."""
+    """Share of groups whose environment raises."""
     lost_share: float = 0.0
-    """Of groups: the worker dies."""
+    """Share of groups whose worker dies."""
     slow_share: float = 0.0
-    """Of groups: takes a hundred times as long."""
+    """Share of groups that take a hundred times as long."""
     pin_every_s: float | None = None
     """Mean time between two holders that pin the policy."""
     train_s: float = 3.0
     group_s: float = 2.0
     is_even: bool = False
-    """Trainer, groups and loads take exactly their time, not a random one around it."""
+    """Whether trainer, groups and loads take exactly their time, instead of a random one around it."""
     poll_factor: float = 10.0
-    """The watcher looks so much more rarely than it would: looking takes no virtual time, but real time."""
+    """Factor by which the watcher polls less often. A poll takes no virtual time, but real time."""
 
 
 class SimulatedServer:
-    """Stands in for an `InferenceClient` and for the server behind it."""
+    """A stand-in for an `InferenceClient` and for the server behind it."""
 
     def __init__(self, base_url: str, rng: random.Random, *, load_s: float | None = None) -> None:
         """
@@ -122,7 +122,7 @@ class SimulatedServer:
         pass
 
     async def generate(self, seconds: float) -> list[PolicyVersion]:
-        """The policy of each of a few tokens sampled over `seconds`."""
+        """Return the policy of each of a few tokens sampled over `seconds`."""
         self.num_running += 1
         try:
             versions: list[PolicyVersion] = []
@@ -136,7 +136,7 @@ class SimulatedServer:
             self.num_running -= 1
 
     async def crash(self, down_s: float) -> None:
-        """Lose all work in progress; after `down_s` the server is back with the start model."""
+        """Lose all work in progress. After `down_s` the server is back with the start model."""
         self.is_down, self.life = True, self.life + 1
         self.status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
         await asyncio.sleep(down_s)
@@ -159,7 +159,7 @@ class SimulatedServer:
 
 
 class Recorder:
-    """Stands in for the loop's Telemetry and keeps the events."""
+    """A stand-in for the loop's Telemetry that keeps the events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -186,7 +186,7 @@ class SimulatedTrainer:
     plan: Plan
     layout: RunLayout
     published: Path
-    """Holds every policy, made beforehand."""
+    """A directory with every policy, published beforehand."""
     recorder: Recorder
     rng: random.Random
     queue: asyncio.Queue[Batch] = field(default_factory=asyncio.Queue)
@@ -210,7 +210,7 @@ class SimulatedTrainer:
 
 
 def publish_policies(directory: Path, *, count: int) -> Path:
-    """Policies 1 to `count`, for simulated trainers to point at."""
+    """Publish policies 1 to `count`, to which simulated trainers make links."""
     for version in range(1, count + 1):
         publish(
             RunLayout(directory),
@@ -253,7 +253,7 @@ class SimulatedRun:
         return self.recorder.events
 
     async def run(self) -> None:
-        """The run itself, with its troubles, to its last batch."""
+        """Run with all troubles, to the last batch."""
         for role in ("trainer", "orchestrator"):
             self.recorder.write(Start(run_id="simulated", from_step=Step(0)), role=role)
         await self.pool.start()
@@ -347,7 +347,7 @@ class SimulatedRun:
                 yield self._pin_often(plan.pin_every_s)
 
     async def _pause(self, mean_s: float) -> bool:
-        """Wait a random time; whether trouble may still happen."""
+        """Wait a random time. Return whether trouble may still happen."""
         await asyncio.sleep(self._rng.expovariate(1 / mean_s))
         return asyncio.get_running_loop().time() < self.plan.trouble_ends_s
 

@@ -1,4 +1,4 @@
-"""A launcher with stand-in roles, seen from outside: for tests that end, stop and interrupt its processes."""
+"""Runs a launcher with stand-in roles in a process, for tests that end, stop and interrupt its processes."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ STARTED_WITHIN_S = ENDED_WITHIN_S = 120.0
 
 
 class StandInRun:
-    """A launcher in a directory of its own, seen from outside."""
+    """A launcher in its own directory, seen from outside."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -33,17 +33,17 @@ class StandInRun:
         self.processes: list[psutil.Process] = []
         self.layout = RunLayout(directory)
         self.recovery: dict[str, float | str] = {"max_restarts": 0}
-        """The section `[recovery]`; without more, the first failure ends the run."""
+        """The section `[recovery]`. By default the first failure ends the run."""
         self._out = directory / "rl.out"
 
     def start(self, inference: str = "serve", orchestrator: str = "serve", trainer: str = "serve") -> "StandInRun":
-        """Returns once every role listens."""
+        """Start the launcher, and wait until every role listens."""
         self.launch(inference, orchestrator, trainer)
         self.wait_up()
         return self
 
     def wait_up(self, *names: str, attempt: int | None = None) -> None:
-        """Returns once the named roles, or all, listen: those of `attempt`, when given."""
+        """Wait until the named roles, or all, listen; if `attempt` is given, those of that attempt."""
         paths = [self.directory / f"{name}.up" for name in names or ROLES]
         wait_until(
             lambda: all(path.exists() and (attempt is None or path.read_text() == str(attempt)) for path in paths),

@@ -1,10 +1,10 @@
-"""A worker's process that lives in the test, with the history of what was done to it by the loop's clock."""
+"""A stand-in for a worker's process, which records signals with the loop's time."""
 
 import asyncio
 
 
 class StandInProcess:
-    """Acts as an asyncio.subprocess.Process; `exit` ends it, as the kernel would."""
+    """Acts as an asyncio.subprocess.Process. `exit` ends it, as the kernel would."""
 
     pid = 4242
 

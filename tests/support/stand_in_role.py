@@ -1,4 +1,4 @@
-"""A process that behaves like a role, without its work: listens on a port, has a child of its own, reports, ends as told.
+"""A process that behaves like a role, without its work: it listens, has a child, reports, and ends as told.
 
 `python stand_in_role.py NAME BEHAVIOUR PORT ATTEMPT`; a file NAME.go beside the log (the working directory) makes it act once.
 On SIGUSR1 the orchestrator has the trainer end after its step, as the real one does, and ends itself.

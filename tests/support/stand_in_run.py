@@ -1,4 +1,4 @@
-"""A launcher whose roles are stand-ins: `python stand_in_run.py RECOVERY BEHAVIOUR BEHAVIOUR BEHAVIOUR PORT PORT PORT`.
+"""A launcher with stand-in roles: `python stand_in_run.py RECOVERY BEHAVIOUR BEHAVIOUR BEHAVIOUR PORT PORT PORT`.
 
 RECOVERY is the section `[recovery]` as JSON; the rest in the order inference, orchestrator, trainer. The working directory is
 the output directory. A file `last_step_committed` in it says that the last step's checkpoint is there.
@@ -29,7 +29,7 @@ _NAMES = ("inference", "orchestrator", "trainer")
 
 @dataclass(kw_only=True)
 class StandInAttempts:
-    """Starts anew each time."""
+    """Attempts of which each starts the run from its beginning."""
 
     layout: RunLayout
     behaviours: Sequence[str]

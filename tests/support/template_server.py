@@ -3,7 +3,10 @@
 It writes conversations as vLLM does, keeps the tokens of known turns with the product's own rule, and samples the scripted text
 in tokens that its tokenizer would not have chosen. `turns` is what it read and sampled.
 
-server = TemplateServer("qwen3", answers=["<think>\nhm\n</think>\nyes<|im_end|>"], seed=1)
+server = TemplateServer("qwen3", answers=["<think>
+hm
+</think>
+yes<|im_end|>"], seed=1)
 client = server.client(keeps_tokens=True)
 """
 
@@ -27,7 +30,7 @@ from trivet.wire.versions import PolicyVersion, VersionRun
 
 _TEMPLATES = Path(__file__).parent / "templates"
 BAR, SPACE = "\uff5c", "\u2581"
-"""As DeepSeek writes its special tokens."""
+"""The spelling of DeepSeek's special tokens."""
 SENTENCE_END = f"<{BAR}end{SPACE}of{SPACE}sentence{BAR}>"
 STOPS = ["<|im_end|>", "<|eot_id|>", SENTENCE_END]
 _SPECIAL = [
@@ -63,7 +66,7 @@ class TemplateServer:
         self.tokenizer = make_tokenizer(template)
         self.turns: list[ServedTurn] = []
         self.seeds: list[int | None] = []
-        """Of each request."""
+        """The parameters of each request."""
         self._answers = answers
         self._random = random.Random(seed)
         self._parses_reasoning = parses_reasoning
@@ -100,7 +103,7 @@ class TemplateServer:
         return continued or self.tokenizer.encode(text, add_special_tokens=False)
 
     def _sample(self, text: str) -> list[int]:
-        """Its tokens when it is cut at random places first, but not within a special token."""
+        """Tokenize the answer after cutting it at random places, but not within a special token."""
         marks = "|".join(re.escape(special) for special in _SPECIAL)
         token_ids: list[int] = []
         for part in re.split(f"({marks})", text):
@@ -159,7 +162,7 @@ def _tool_call(index: int, text: str) -> dict[str, Any]:
 def write_conversation(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None
 ) -> str:
-    """As vLLM does, up to where the model goes on."""
+    """Write the conversation as vLLM does, up to the place where the model continues."""
     text = tokenizer.apply_chat_template(
         [_as_vllm_passes(message) for message in messages], tools=tools, add_generation_prompt=True, tokenize=False
     )
@@ -168,7 +171,7 @@ def write_conversation(
 
 
 def _as_vllm_passes(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates get the arguments of tool calls as objects, and no content as an empty one."""
+    """Give the template the arguments of tool calls as objects, and no content as an empty one."""
     passed = {**message, "content": message.get("content") or ""}
     if message.get("tool_calls"):
         passed["tool_calls"] = [
@@ -179,7 +182,8 @@ def _as_vllm_passes(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that has learned some merges, with one of the chat templates beside this file. The caller may change it."""
+    """Make a byte-level BPE tokenizer with some merges and one of the chat templates in this directory. The caller may change
+    it."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
         chat_template=(_TEMPLATES / f"{template}.jinja").read_text(),

@@ -1,4 +1,4 @@
-"""Programs in a pseudo-terminal, with a tmux server of their own."""
+"""Runs programs in a pseudo-terminal, with their own tmux server."""
 
 import fcntl
 import os
@@ -62,7 +62,7 @@ class Terminal:
         os.close(self._ours)
 
     def close(self) -> None:
-        """As when its window is closed: the program is told by SIGHUP, and can neither read nor write any more."""
+        """Close the terminal like a window: SIGHUP tells the program, which can neither read nor write any more."""
         self._is_closed.set()
         self._reader.join()
 
@@ -78,7 +78,7 @@ class Terminal:
         return code
 
     def end(self) -> None:
-        """For a test's end: whatever still runs in it."""
+        """End whatever still runs in it, at a test's end."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.wait(10)
@@ -95,7 +95,7 @@ def _take_terminal() -> None:
 
 @contextmanager
 def tmux_sockets() -> Iterator[str]:
-    """Where a tmux server of the test's own listens; a socket's path must be short."""
+    """Make a directory for the sockets of a test's own tmux server. A socket's path must be short."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         yield directory
         subprocess.run(

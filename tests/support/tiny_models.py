@@ -24,7 +24,7 @@ def tiny_model_writer(*, tied: bool = True, seed: int = 0, hidden_size: int = 64
 
 
 def write_tiny_model(directory: Path, *, tokenizer: Any, seed: int = 0) -> None:
-    """Such a model for a tokenizer that is not its own.
+    """Write such a model for another tokenizer.
 
     Args:
         tokenizer: a fast tokenizer of transformers that knows `<|im_end|>`.
@@ -36,6 +36,6 @@ def write_tiny_model(directory: Path, *, tokenizer: Any, seed: int = 0) -> None:
 
 
 def publish_tiny_model(layout: RunLayout, *, version: int, tied: bool = True) -> Manifest:
-    """Other weights of the same shape, published as policy `version`."""
+    """Publish other weights of the same shape as policy `version`."""
     write = tiny_model_writer(tied=tied, seed=1000 + version)
     return publish(layout, version=PolicyVersion(version), run_id="test", write=write)

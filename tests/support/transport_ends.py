@@ -1,4 +1,4 @@
-"""The two ends of each transport, and a relay between them that makes faults on the way; intervals are milliseconds."""
+"""Makes the two ends of each transport, and a relay that causes faults between them. Intervals are milliseconds."""
 
 import threading
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def make_config(**changes) -> TransportConfig:
 
 
 class ZmqRelay:
-    """Stands between a ZeroMQ sender and receiver and passes each message through `relay`."""
+    """Stands between a ZeroMQ sender and receiver, and passes each message through `relay`."""
 
     def __init__(self, relay: Relay, *, target: int) -> None:
         self.port = find_free_port()

@@ -1,4 +1,4 @@
-"""An event loop whose time passes only while everybody waits: hours of waiting take no time, in the same order each time."""
+"""An event loop whose time passes only while every task waits. Hours of waits take no time, in the same order each time."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.SelectSelector):
-    """Where a real loop would sleep until its next timer, time jumps there."""
+    """A selector that jumps to the next timer instead of sleeping."""
 
     advance: Callable[[float], None]
 
@@ -23,7 +23,7 @@ class _Selector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """What would go to a thread runs at once: no thread moves while time stands still."""
+    """A loop that runs calls for a thread at once, because no thread advances while time stands still."""
 
     def __init__(self) -> None:
         selector = _Selector()
@@ -47,7 +47,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T], *, limit_s: float) -> T:
-    """Run `main`; it fails with TimeoutError when it takes longer than `limit_s` of its own time."""
+    """Run `main`. Raise TimeoutError when it takes longer than `limit_s` of virtual time."""
 
     async def limited() -> T:
         async with asyncio.timeout(limit_s):

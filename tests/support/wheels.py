@@ -10,7 +10,7 @@ from pathlib import Path
 from support.documents import ROOT
 
 _CHECKOUT_VARIABLES = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "UV_NO_SYNC", "PYTHONPATH")
-"""They would lead commands of a workspace back to this checkout."""
+"""Variables that would lead a workspace's commands back to this checkout."""
 
 
 def find_uv() -> str:
@@ -20,7 +20,7 @@ def find_uv() -> str:
 
 
 def run_outside(*words: str | Path, cwd: Path, timeout_s: float, **environment: str) -> str:
-    """Run a command in `cwd` as a user without the checkout would, and return what it printed; a failure shows the end of it."""
+    """Run a command in `cwd` like a user without the checkout, and return its output. A failure shows the output's end."""
     clean: Mapping[str, str] = {name: value for name, value in os.environ.items() if name not in _CHECKOUT_VARIABLES}
     done = subprocess.run(
         [str(word) for word in words],
@@ -45,7 +45,7 @@ def build_wheel(directory: Path) -> Path:
 
 
 def install_alone(wheel: Path, directory: Path) -> Path:
-    """Install the wheel without its dependencies into a new virtual environment; returns its directory of commands."""
+    """Install the wheel without dependencies into a new virtual environment. Return its directory of commands."""
     uv = find_uv()
     run_outside(uv, "venv", "--quiet", "--python", sys.executable, directory, cwd=directory.parent, timeout_s=120)
     run_outside(uv, "pip", "install", "--quiet", "--python", directory, "--no-deps", wheel, cwd=directory.parent, timeout_s=120)

@@ -75,11 +75,11 @@ ELSEWHERE = {
     "wire/status.py": "unit/telemetry/test_process_report.py",
     "wire/workers.py": "unit/environments/workers/test_pool.py",
 }
-"""A pattern, and the test; an exact name goes before a pattern."""
+"""A pattern and its test. An exact name comes before a pattern."""
 
 
 def modules_without_a_test() -> list[str]:
-    """Paths below src/trivet of modules for which tests/unit has no file of their name."""
+    """Return the paths below src/trivet of modules for which tests/unit has no file of their name."""
     modules = [path.relative_to(SOURCE) for path in sorted(SOURCE.rglob("*.py")) if path.name != "__init__.py"]
     return [path.as_posix() for path in modules if not (UNIT / path.parent / f"test_{path.name}").exists()]
 

@@ -1,5 +1,3 @@
-"""Which installed packages trivet runs on, and which of them have a version that it does not run with."""
-
 import time
 from pathlib import Path
 

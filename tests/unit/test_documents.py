@@ -1,4 +1,4 @@
-"""What the documentation names exists: keys, commands, scripts and files."""
+"""Keys, commands, scripts and files that the documentation names exist."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 MODELS: list[type[Section]] = [RLConfig, VfRLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SftConfig, EvalConfig]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 OTHER_PROGRAMS = {"python", "mkdocs", "torchrun", "wandb"}
-"""What `uv run` starts that is no command of ours."""
+"""Commands of others that the pages start with `uv run`."""
 
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _TABLE_HEADER = re.compile(r"\[{1,2}([a-z_]+(?:\.[a-z_]+)*)\]{1,2}")
@@ -32,7 +32,7 @@ _DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 _UV_RUN = re.compile(r"uv run (?:--project \S+ |--no-sync )?([a-z][\w-]*)(?: ([a-z]+))?")
 _SCRIPT = re.compile(r"scripts/[\w/]+\.(?:py|sh)")
 _OTHER_NAMES = {"trivet", "torch", "datasets", "inputs", "trace", "kernel", "user"}
-"""First parts of dotted names that are no keys: packages, the arguments of a loss, a file, settings of Linux."""
+"""First parts of dotted names that are no keys: packages, arguments of a loss, a file, settings of Linux."""
 _FILE_SUFFIXES = {"gz", "jsonl", "json", "toml", "py", "md", "safetensors", "stdout", "log", "sh"}
 
 
@@ -48,7 +48,7 @@ def is_key(*parts: str) -> bool:
 
 
 def written_keys(text: str) -> Iterator[str]:
-    """Dotted keys and table headers between backticks, outside of blocks."""
+    """Return dotted keys and table headers between backticks, outside of blocks."""
     for code in re.findall(r"`([^`\n]+)`", _FENCE.sub("", text)):
         for name in [*_TABLE_HEADER.findall(code), *(_DOTTED.findall(code) if re.match(r"[a-z_]+\.[a-z_]", code) else [])]:
             if name.rpartition(".")[2] not in _FILE_SUFFIXES and name.partition(".")[0] not in _OTHER_NAMES:
@@ -112,7 +112,7 @@ def test_the_page_on_architecture_names_code_that_exists():
 
 
 def is_defined(path: Path, name: str) -> bool:
-    """Whether the file, or the directory, exists and defines `name`: a function, a class, or a method as `Class.method`."""
+    """Return whether the file or directory exists and defines `name`: a function, a class, or a method as `Class.method`."""
     if not name:
         return path.exists()
     body = ast.parse(path.read_text()).body if path.is_file() else []

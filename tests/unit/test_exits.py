@@ -1,5 +1,3 @@
-"""Exits and restarts in words."""
-
 import pytest
 
 from trivet.exits import describe_exit, describe_restart

@@ -1,4 +1,4 @@
-"""Faults happen where and when a schedule says, once per run; without one nothing does."""
+"""Faults happen where and when a schedule says, once per run. Without a schedule there are none."""
 
 import errno
 import signal

@@ -1,4 +1,4 @@
-"""Who may import whom (docs/architecture.md): read from the sources, imports inside functions included."""
+"""Check from the sources who imports whom (docs/architecture.md). Imports inside functions count."""
 
 import ast
 import subprocess
@@ -54,7 +54,7 @@ def module_name(path: Path) -> str:
 
 
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of everything that `path` imports, wherever in it."""
+    """Return line and absolute name of every import in `path`, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -65,7 +65,7 @@ def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def unit(module: str) -> str:
-    """`wire` of `trivet.wire.codec`; the name itself of a module of the top level."""
+    """Return the package: `wire` for `trivet.wire.codec`, a top-level module's own name otherwise."""
     return module.split(".")[1] if "." in module else module
 
 
@@ -105,7 +105,7 @@ def test_no_role_imports_a_role_and_the_launcher_imports_none():
 
 
 def test_what_reads_a_run_imports_no_role_and_not_the_launcher():
-    """What two roles, or a role and a reader, need to know of a file lives in a package below both."""
+    """A package below both holds what two roles, or a role and a reader, need to know of a file."""
     faults = [
         f"{path.relative_to(SOURCE)}:{line} imports {name}"
         for path in SOURCES

@@ -1,5 +1,3 @@
-"""GPUs that are visible, how many ranks they make, and whether the processor multiplies bfloat16."""
-
 import getpass
 import json
 import os
@@ -102,7 +100,8 @@ print(json.dumps(list(inspect_machine().bf16_instructions)))
 
 @pytest.mark.parametrize("limit", [None, "AVX2", "avx512_core_vnni"])
 def test_the_answer_is_what_torch_does_with_a_product(limit: str | None) -> None:
-    """oneDNN says which kernel it ran: one for AMX or AVX512-BF16, or one that emulates; without oneDNN torch has none at all."""
+    """oneDNN reports which kernel it ran: one for AMX or AVX512-BF16, or an emulation. Without oneDNN torch has no such
+    kernel."""
     environ = {name: value for name, value in os.environ.items() if not name.endswith("_MAX_CPU_ISA")}
     environ |= {"ONEDNN_VERBOSE": "1", **({"ONEDNN_MAX_CPU_ISA": limit} if limit else {})}
     output = subprocess.run(

@@ -1,4 +1,4 @@
-"""Words mean one thing: read from the sources."""
+"""No word has two meanings in the sources."""
 
 import ast
 from collections import defaultdict
@@ -8,7 +8,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 
 def public_classes() -> dict[str, list[str]]:
-    """The modules that define each public class."""
+    """Return the modules that define each public class."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""Nothing that arrives may be unpickled: read from the sources."""
+"""No module unpickles what arrives. The sources are searched."""
 
 import ast
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ OBJECTS = {
     "read_pickle",
 }
 ALLOWED = {("src/trivet/trainer/checkpoint/shard_reader.py", "import pickle")}
-"""What knows which classes a checkpoint's metadata may name."""
+"""The module that knows which classes a checkpoint's metadata may name."""
 
 
 def unpickling(source: str) -> Iterator[str]:
-    """What of `source` pickles or unpickles."""
+    """Return what in `source` pickles or unpickles."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):

@@ -1,5 +1,3 @@
-"""The file of the run's secret: made once, read by its owner alone, never printed."""
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The console scripts of a run check the installed packages before they import the command."""
-
 import os
 import subprocess
 import sys
@@ -16,7 +14,7 @@ REQUIREMENT = "msgspec>=0.20"
 
 @pytest.fixture
 def broken_installation(tmp_path: Path) -> Path:
-    """A directory that hides the real packages: msgspec is too old, and no module of it can be imported."""
+    """Make a directory that hides the real packages: msgspec is too old, and no module of it can be imported."""
     write_installed(tmp_path, "trivet", "0.1.0", requires=[REQUIREMENT])
     write_installed(tmp_path, "msgspec", "0.19.0", modules={"msgspec.py": "raise ImportError('msgspec was imported')"})
     return tmp_path

@@ -1,5 +1,3 @@
-"""Directories named `step_N` are found by their number, whole or not, and those of later steps are removed."""
-
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,4 @@
-"""Files in the working directory never stand in for installed packages, in no process that a command starts."""
+"""No process of a command imports files of the working directory in place of installed packages."""
 
 import re
 import subprocess
@@ -66,7 +66,7 @@ def test_a_module_of_the_user_is_found_by_way_of_pythonpath(tmp_path: Path, monk
 
 
 def test_one_place_says_how_a_module_is_run() -> None:
-    """Whoever starts one of our modules without `module_command` searches the working directory."""
+    """A module started without `module_command` searches the working directory."""
     spelled = [
         str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if re.search(r'"-m",\s*f?"trivet', path.read_text())
     ]

@@ -1,4 +1,4 @@
-"""An environment whose examples misbehave, each in its own way: the name of the way is the question."""
+"""An environment whose examples misbehave in different ways. The question names the way."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Every advantage against an oracle that follows its formula in exact fractions."""
+"""Compare every advantage with an oracle that follows its formula in exact fractions."""
 
 from collections.abc import Callable
 from fractions import Fraction

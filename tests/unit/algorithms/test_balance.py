@@ -1,5 +1,3 @@
-"""Dealing rows to ranks: nothing is lost, places are equal, sums are close."""
-
 from hypothesis import given
 from hypothesis import strategies as st
 

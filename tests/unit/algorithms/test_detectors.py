@@ -1,5 +1,3 @@
-"""When each detector speaks, and when it must not."""
-
 import pytest
 
 from trivet.algorithms.detectors import Thresholds, make_detectors
@@ -21,7 +19,7 @@ HEALTHY = {
 
 
 def findings(steps):
-    """(step, detector) of everything that was said over `steps`."""
+    """Return (step, detector) of every finding over `steps`."""
     detectors = make_detectors(THRESHOLDS, patience=2)
     said = []
     for step, metrics in enumerate(steps, start=1):

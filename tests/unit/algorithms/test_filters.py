@@ -1,5 +1,3 @@
-"""What is left out of training, and that nothing else is."""
-
 import math
 from collections.abc import Sequence
 

@@ -1,5 +1,3 @@
-"""Rows hold whole samples, each once, and never more than `seq_len` tokens."""
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""Learning-rate factors by step, steps counted from 1."""
-
 from functools import partial
 
 import pytest

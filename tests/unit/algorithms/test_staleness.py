@@ -1,5 +1,3 @@
-"""The rule of how far behind a rollout may be."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""Two parts, one commit, and going back to it."""
-
 import hashlib
 import json
 
@@ -144,7 +142,7 @@ def test_going_back_without_checkpoints_does_nothing(layout):
 
 
 def relist(layout, part):
-    """A part rewritten consistently after the commit: its own listing agrees, COMMITTED does not."""
+    """Rewrite a part after the commit. Its own listing agrees with it, COMMITTED does not."""
     for name in PARTS:
         write_part(layout, 99, name, b"other")
     target = layout.checkpoint_step(5) / part
@@ -175,7 +173,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(layout, part, damage
 
 
 def write_as_version_2(layout, step):
-    """A checkpoint as it was written when listings had SHA-256."""
+    """Write a checkpoint as older versions did, whose listings had SHA-256."""
     digests = {}
     for name in PARTS:
         part = layout.checkpoint_step(step) / name

@@ -1,5 +1,3 @@
-"""What is refused before a run goes back, and how another run's checkpoint becomes the first of a new one."""
-
 import json
 from pathlib import Path
 

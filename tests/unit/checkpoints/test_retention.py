@@ -1,5 +1,3 @@
-"""Which checkpoints stay."""
-
 import pytest
 
 from trivet.checkpoints.commit import committed_steps

@@ -1,5 +1,3 @@
-"""Which keys a resumed run may change, and how the others are named."""
-
 from pathlib import Path
 
 import pytest

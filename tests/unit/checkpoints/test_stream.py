@@ -1,4 +1,4 @@
-"""What is on the disk is what was written, digested, whatever its size and wherever it lay in memory."""
+"""Compare files and their digests with what was written, for sizes and memory alignments of every kind."""
 
 import errno
 import os
@@ -13,14 +13,14 @@ from trivet.storage.durable import hash_file
 
 
 def make_bytes(num_bytes: int, *, shift: int = 0) -> memoryview:
-    """Random bytes that begin `shift` bytes behind the begin of a page."""
+    """Return random bytes that start `shift` bytes after the start of a page."""
     room = np.random.default_rng(num_bytes).integers(0, 256, num_bytes + 8192, dtype=np.uint8)
     begin = -room.ctypes.data % 4096 + shift
     return room[begin : begin + num_bytes].data
 
 
 def write(path: Path, parts: list[memoryview]) -> bytes:
-    """The content that the file should have."""
+    """Write the file and return its expected content."""
     expected = bytearray()
     with FileStream(path) as file:
         for part in parts:

@@ -1,4 +1,4 @@
-"""Servers behind a DNS name, in virtual time."""
+"""Test the discovery of servers behind a DNS name, in virtual time."""
 
 import asyncio
 import random

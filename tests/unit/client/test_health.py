@@ -1,4 +1,4 @@
-"""Probes and admissions in virtual time; whole pools are in test_server_pool.py."""
+"""Test probes and admissions in virtual time. Whole pools are in test_server_pool.py."""
 
 import asyncio
 import random

@@ -32,8 +32,6 @@ def policy(layout: RunLayout, version: int) -> TargetPolicy:
 
 
 class Site:
-    """A pool over simulated servers."""
-
     def __init__(self, *roots: str, names: Sequence[list[str] | OSError] = (), ready_s: float = 600.0) -> None:
         self.servers = {root: SimulatedServer(root, random.Random(0), load_s=1.0) for root in roots}
         self.events: list[Event] = []

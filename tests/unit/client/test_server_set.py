@@ -1,5 +1,3 @@
-"""Which servers take rollouts, and how many each."""
-
 from types import SimpleNamespace
 
 from trivet.client.server import Server, TargetPolicy

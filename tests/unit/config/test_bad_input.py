@@ -1,4 +1,4 @@
-"""Input that no machine can work with ends in one line that names the key or the argument, and in exit code 2."""
+"""Input that no machine can use ends with exit code 2 and one line that names the key or the argument."""
 
 import json
 import os
@@ -26,7 +26,7 @@ DEEP_JSON = "[" * DEEP + "]" * DEEP
 def refusal(
     capsys: pytest.CaptureFixture[str], *argv: str, kind: type[Section] = TrainerConfig, environ: dict[str, str] | None = None
 ) -> str:
-    """Return what a dry run of `kind` says of `argv`, which must be one line with exit code 2."""
+    """Run `kind` dry with `argv`. Return its message, which must be one line with exit code 2."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environ or {}).items():
             patch.setenv(name, value)

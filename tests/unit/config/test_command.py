@@ -1,5 +1,3 @@
-"""Help, dry run, notices and exit codes of every command."""
-
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from trivet.errors import ConfigError, Diverged, EnvironmentLoadError
 
 
 class Recorder:
-    """A command's main that notes what it was given."""
+    """A command's main function that records its configuration."""
 
     def __init__(self, result: int | Exception = 0) -> None:
         self.result = result

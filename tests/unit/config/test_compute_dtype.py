@@ -1,5 +1,3 @@
-"""What `auto` becomes, where the choice is kept, and what the user is told about it."""
-
 from pathlib import Path
 
 import pytest

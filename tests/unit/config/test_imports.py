@@ -1,4 +1,4 @@
-"""Reading a configuration is light: it must not wait for torch or vLLM."""
+"""Reading a configuration imports neither torch nor vLLM."""
 
 import subprocess
 import sys

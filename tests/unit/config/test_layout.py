@@ -1,5 +1,3 @@
-"""The names in an output directory."""
-
 import pytest
 
 from trivet.config.layout import parse_step

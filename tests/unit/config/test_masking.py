@@ -1,5 +1,3 @@
-"""What may be shown of a configuration, and where its secrets do not turn up."""
-
 import io
 import stat
 import tomllib

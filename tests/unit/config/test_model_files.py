@@ -1,5 +1,3 @@
-"""What the headers of a model's files tell before anything is started."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Mixtures of sources, and which records a step takes."""
-
 import json
 from pathlib import Path
 
@@ -63,7 +61,7 @@ def test_chances_are_those_asked_for_and_follow_the_seed() -> None:
     )
     assert np.array_equal(first, again)
     assert not np.array_equal(first[:100], other[:100])
-    # About 5000 draws: five standard deviations are 0.028.
+    # About 5000 draws have five standard deviations of 0.028.
     assert abs(first.mean() - 0.2) < 0.03
 
 

@@ -1,5 +1,3 @@
-"""Records of a data set: all forms of a conversation, and what is wrong with others."""
-
 import pytest
 
 from trivet.conversations.records import read_conversation

@@ -1,5 +1,3 @@
-"""Sources of conversations: files, directories and names of the hub."""
-
 import json
 from pathlib import Path
 
@@ -20,7 +18,8 @@ def write(path: Path, records=RECORDS) -> str:
     return str(path)
 
 
-# datasets before 5.2 leaves the file of a CSV to the garbage collector: harmless, but pytest makes the warning an error.
+# datasets before 5.2 leaves a CSV's file to the garbage collector. That is harmless, but pytest turns the warning into an
+# error.
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*data.csv:pytest.PytestUnraisableExceptionWarning")
 def test_every_kind_of_place_holds_the_same_records(tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl")
@@ -57,7 +56,7 @@ def test_a_split_is_a_file_of_its_name_and_may_be_cut(tmp_path: Path) -> None:
 
 
 def write_subsets(root: Path) -> dict[str, dict[str, str]]:
-    """Parquet files by subset and split, whose records name both."""
+    """Write Parquet files by subset and split. Each record names both."""
     files: dict[str, dict[str, str]] = {subset: {} for subset in ("easy", "hard")}
     for subset, by_split in files.items():
         for split in ("train", "test"):
@@ -68,7 +67,7 @@ def write_subsets(root: Path) -> dict[str, dict[str, str]]:
 
 
 def keep_as_downloaded(name: str, files: dict[str, dict[str, str]], cache: Path) -> None:
-    """What a download of `name` leaves: each subset as arrow, under the name."""
+    """Leave what a download of `name` leaves: each subset as Arrow files under the name."""
     for subset, by_split in files.items():
         builder = Parquet(
             dataset_name=name.split("/")[1], config_name=subset, hash="1", data_files=by_split, cache_dir=str(cache / "made")

@@ -1,5 +1,3 @@
-"""What `vf-rl` prints and leaves, from what a run writes."""
-
 import io
 import json
 import os
@@ -35,7 +33,7 @@ def make_console(layout: RunLayout, *, max_steps: int = 100, every: int = 1, sin
 
 
 def begin_run(layout: RunLayout, run_id: str = "r") -> None:
-    """What the launcher writes when it has taken the directory."""
+    """Write what the launcher writes when it has locked the directory."""
     write_json_atomically(layout.run_file, RunRecord(id=run_id, attempt=1, started=0.0, pid=1))
 
 

@@ -1,5 +1,3 @@
-"""The dialect of `vf-rl` as a run."""
-
 from pathlib import Path
 
 import pytest
@@ -91,7 +89,7 @@ OTHER_VALUES: dict[str, str] = {
     "vllm_server_port": "8001",
     "vllm_server_timeout": "600.0",
 }
-"""A value other than the default, of each key that changes the run by itself."""
+"""A value other than the default for each key that changes the run by itself."""
 NEEDS = {
     "warmup_steps": 'lr_scheduler_type = "linear"\n',
     "warmup_ratio": 'lr_scheduler_type = "linear"\n',
@@ -107,7 +105,7 @@ ELSEWHERE = {
 
 
 def translated(tmp_path: Path, text: str) -> tuple[RLConfig, str]:
-    """The run, and everything that is said about it."""
+    """Return the run and every message about it."""
     file = tmp_path / "vf.toml"
     file.write_text(text)
     loaded = load_run(load_config(VfRLConfig, ["@", str(file)], environ={}), environ={})

@@ -186,7 +186,7 @@ SOLUTIONS: dict[str, Callable[..., int]] = {
     ),
     r"can (\d+) cents be paid with coins of (\d+), (\d+), (\d+) and (\d+) cents": lambda amount, *coins: ways(amount, coins),
 }
-"""Every question has another way to its answer than the one that made it."""
+"""For each question, a way to its answer other than the one that made it."""
 
 
 def test_the_answers_of_all_kinds_are_right():

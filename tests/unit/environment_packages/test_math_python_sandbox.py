@@ -1,4 +1,4 @@
-"""Attacks by model-written code on the process that runs it. Each is tried without any sandbox too, where it must succeed."""
+"""Run attacks by model-written code on the process that runs it. Each must succeed without a sandbox."""
 
 import json
 import os
@@ -27,7 +27,7 @@ HOWS = ("isolated", "limited")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where an attack runs: who is attacked, how the code is confined, and a home directory and a working directory."""
+    """The attacked user, the confinement of the code, a home directory and a working directory."""
 
     user: str
     how: str
@@ -57,7 +57,7 @@ class Machine:
         return process
 
     def run(self, code: str, *, how: str = "", command: tuple[str, ...] = (), **limits: float) -> str:
-        """What the code printed, or why it was refused. Nothing that it started may be left."""
+        """Return what the code printed, or why it was refused. None of its processes may be left."""
         process = self.start(code, how=how, command=command, **limits)
         answer = json.loads(process.communicate(timeout=120)[0])
         left = code_of(process.pid)
@@ -68,7 +68,7 @@ class Machine:
 
 @cache
 def interpreter() -> str:
-    """One that every user of the tests can run."""
+    """Return an interpreter that every user of the tests may run."""
     for python in (sys.executable, "/usr/bin/python3"):
         looks = [python, "-I", "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
         user = NOBODY if "nobody" in USERS else None
@@ -81,7 +81,7 @@ def interpreter() -> str:
 
 
 def code_of(parent: int) -> list[psutil.Process]:
-    """Processes that the sandbox of `parent` started, whoever their parent is now."""
+    """Return the code of the processes that `parent`'s sandbox started, whoever their parent is now."""
     marker = f"{code_runner.PACKAGE} {parent} "
     return [each for each in psutil.process_iter(["cmdline"]) if marker in " ".join(each.info["cmdline"] or ())]
 
@@ -92,7 +92,7 @@ def processes_with(marker: str) -> list[psutil.Process]:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Not pytest's own directory, which no other user may enter."""
+    """Make a directory outside pytest's own, which no other user may enter."""
     directory = make_place()
     yield directory
     shutil.rmtree(directory)
@@ -110,7 +110,7 @@ def make_place() -> Path:
 
 @cache
 def missing(user: str, how: str) -> str:
-    """Why code cannot be confined so for `user` on this machine; empty when it can."""
+    """Return why this machine cannot confine code of `user` in this way. Empty if it can."""
     place = make_place()
     said = Machine(user=user, how=how, place=place).run("6 * 7")
     shutil.rmtree(place)
@@ -149,7 +149,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-"""A double fork: a process of another session, whose parent is gone."""
+"""Forks twice: the process gets another session, and its parent is gone."""
 
 
 READ_PROCESSES = f"""
@@ -172,7 +172,7 @@ def test_the_environment_of_other_processes_cannot_be_read(machine: Machine) -> 
 
 
 def read_memory(pid: str) -> str:
-    """Code that reads the environment of a process out of its memory."""
+    """Return code that reads the environment of a process from its memory."""
     return f"""
 import ctypes, os
 pid = {pid}
@@ -222,9 +222,8 @@ def test_the_double_fork_would_outlive_a_plain_child(place: Path) -> None:
 
 
 def fork_bound(machine: Machine) -> int:
-    """More processes than a call may start. Without namespaces the kernel counts what the user runs elsewhere too, so the bound is
-    that of the whole machine.
-    """
+    """Return more processes than a call may start. Without namespaces the kernel counts every process of the user on the
+    machine."""
     if machine.how == "isolated":
         return 32
     threads = int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
@@ -316,7 +315,7 @@ for family, address in ((_socket.AF_INET, ("127.0.0.1", {port})), (_socket.AF_UN
 
 @pytest.fixture
 def listening() -> Iterator[tuple[int, str]]:
-    """A port of loopback, and a name in the machine's abstract name space."""
+    """Listen on a loopback port and on a name in the machine's abstract namespace."""
     name = f"trivet-test-{os.getpid()}"
     with closing(socket.create_server(("127.0.0.1", 0))) as server, closing(socket.socket(socket.AF_UNIX)) as named:
         named.bind(f"\0{name}")
@@ -330,7 +329,7 @@ def test_nothing_of_the_machine_can_be_connected_to(isolated: Machine, listening
 
 
 def test_without_namespaces_files_and_sockets_stay_open_to_the_code(limited: Machine, listening: tuple[int, str]) -> None:
-    """What docs/security.md says of such machines; whoever cannot accept it sets require_isolation."""
+    """docs/security.md describes such machines. Users who cannot accept this set require_isolation."""
     assert limited.run(read_files(limited.place)).splitlines()[:2] == ["True", "True"]
     assert limited.run(connect(*listening)).splitlines() == ["connected", "connected"]
 
@@ -344,7 +343,7 @@ def test_root_runs_code_without_namespaces_as_nobody(place: Path) -> None:
 
 
 def test_isolation_that_is_required_and_impossible_is_refused(place: Path) -> None:
-    """In a user namespace that may have no others the kernel refuses them, as one does where they are switched off."""
+    """A user namespace that may have no others refuses them, as a kernel does where they are switched off."""
     without = ("unshare", "--user", "--map-root-user", "sh", "-c")
     switch_off = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     if subprocess.run([*without, switch_off, "sh", "true"], capture_output=True, check=False).returncode:

@@ -60,7 +60,7 @@ def test_rare_words_weigh_more_than_common_ones_and_short_articles_more_than_lon
 
 
 def test_the_score_is_the_formula_of_the_paper():
-    """Two articles of equal length; one has the word, twice by its title: ln(1 + 1.5 / 1.5) * 2 * 2.5 / (2 + 1.5)."""
+    """Two articles have equal length. One has the word twice through its title: ln(1 + 1.5 / 1.5) * 2 * 2.5 / (2 + 1.5)."""
     index = Index([Article(title="u v", text=""), Article(title="x y", text="")])
     assert index.scores("x") == {1: pytest.approx(math.log(2) * 10 / 7)}
     assert index.scores("nothing of this") == {}

@@ -1,4 +1,4 @@
-"""Every kind of verifiers environment runs unchanged: tools, tools with state, several turns, groups of environments, judges."""
+"""Every kind of verifiers environment runs unchanged: tools, stateful tools, several turns, groups of environments, judges."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def is_right(completion, answer, **kwargs) -> float:
 
 
 def run(env: vf.Environment, answer, *, num_rollouts: int = 2, example_id: int = 0):
-    """A group of `env`, played by a model that answers with `answer`, through a pool."""
+    """Run a group of `env` through a pool. The model answers with `answer`."""
 
     async def go():
         host = EnvironmentHost(GroupRunner(env=env, label="toy", model_name="m"), make_client=lambda _: ScriptedModel(answer))
@@ -71,7 +71,7 @@ def test_tools_are_called_and_what_they_say_is_masked():
 
 
 class Counter(vf.StatefulToolEnv):
-    """Each rollout has a number of its own that its tool adds to."""
+    """An environment whose tool adds to each rollout's own number."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

@@ -1,4 +1,4 @@
-"""What is trained on is what the server read and sampled, token for token, whatever the chat template does."""
+"""Training uses exactly the tokens that the server read and sampled, whatever the chat template does."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def with_tool(**arguments: Any) -> vf.Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A conversation with one template, and into how many samples `interleaved` joins it."""
+    """A conversation with one template, and the number of samples into which `interleaved` joins it."""
 
     template: str
     answers: list[str]
@@ -44,7 +44,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
 PACKED_CALLS = 'I add.\n\n<tool_call>{"name":"add","arguments":{"a":2,"b":3}}</tool_call>\n' + CALL
 THOUGHT = "<think>\nhm, two and three\n</think>\n\n"
 CUT = "message.content, message"
-"""Text of which the tokenizer has learned long pieces."""
+"""Text from which the tokenizer has learned long pieces."""
 
 CASES = {
     "plain chat": Case(
@@ -148,7 +148,7 @@ def test_training_tokens_are_those_read_and_sampled(name: str, strategy: str):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.num_samples == 1])
 def test_text_alone_would_become_other_tokens(name: str):
-    """The cases are worth something: without the tokens of earlier turns the same conversations break apart."""
+    """This shows that the cases can fail: without the tokens of earlier turns the same conversations break apart."""
     rollout, server = run(CASES[name], strategy="interleaved", keeps_tokens=False)
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) > 1
@@ -203,7 +203,7 @@ def test_a_conversation_that_outgrows_the_context_ends_as_truncated_and_keeps_it
 
 
 class Forgetful(Interview):
-    """Keeps only the last answer of a conversation."""
+    """An environment that keeps only the last answer of a conversation."""
 
     async def get_prompt_messages(self, state):
         messages = await super().get_prompt_messages(state)

@@ -1,4 +1,4 @@
-"""What reward functions raise is collected, wherever in an environment they are."""
+"""Exceptions of reward functions are collected wherever in an environment they are raised."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ def make_env(*functions) -> vf.Environment:
 
 
 def score(env: vf.Environment, *, num_rollouts: int = 2) -> tuple[list[float], list[tuple[str, str, str]]]:
-    """Rewards, and what was collected: function, kind, message."""
+    """Return the rewards and, for each error, its function, kind and message."""
     route = {"env_id": env.env_names[0]} if isinstance(env, vf.EnvGroup) else {}
 
     client = ScriptedModel(lambda prompt: "unused")

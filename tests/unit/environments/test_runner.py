@@ -172,7 +172,7 @@ def test_a_score_that_does_not_exist_is_left_out():
 
 
 def without_tokens(model: ScriptedModel, *, finish_reason: str = "stop") -> ScriptedModel:
-    """Answers as a server that is none of ours."""
+    """Remove from an answer what only our server sends."""
     ours = model.get_native_response
 
     async def answer(*args, **kwargs):

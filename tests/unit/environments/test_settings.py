@@ -1,5 +1,3 @@
-"""Which variables of the launcher a process that imports environments gets."""
-
 import pytest
 from pydantic import ValidationError
 

@@ -1,5 +1,3 @@
-"""Servers by name: what a file of endpoints may say, and what is said of one that is wrong."""
-
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,4 @@
-"""An evaluation over a scripted environment: what is written, what fails, and what is done again after a break."""
+"""Test an evaluation over a scripted environment: its files, its failures and its resume."""
 
 import asyncio
 import json
@@ -24,7 +24,8 @@ def task(**changes):
 
 
 class Script:
-    """Rewards 1 and 0 for even examples, 0 and 0 for odd ones; `fails` raise; `stops_at` ends the evaluation."""
+    """Rewards are 1 and 0 for even examples, 0 and 0 for odd ones. Examples in `fails` raise, `stops_at` ends the
+    evaluation."""
 
     def __init__(self, *, fails=(), stops_at=None, scale=1.0, delays=None):
         self.fails, self.stops_at, self.asked = fails, stops_at, []

@@ -1,4 +1,4 @@
-"""Policies evaluated one after the other over scripted environments, on fake servers over real sockets."""
+"""Evaluate policies one after the other over scripted environments, on fake servers over real sockets."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def publish_policy(layout, version, **files):
 
 
 class Pool:
-    """Environments whose reward is half of the version that the server holds, and which note what they were asked."""
+    """Environments whose reward is half of the server's version. They record their calls."""
 
     def __init__(self, fake, *, fails=None, on_group=lambda request: None):
         self.fake, self.fails, self.on_group, self.asked = fake, dict(fails or {}), on_group, []

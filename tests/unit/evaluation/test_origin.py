@@ -1,5 +1,3 @@
-"""What a run says of itself, to those who evaluate its weights."""
-
 import fcntl
 
 import pytest

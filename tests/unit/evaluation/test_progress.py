@@ -1,5 +1,3 @@
-"""How far an evaluation is: a line now and then where there is no terminal."""
-
 import logging
 from io import StringIO
 

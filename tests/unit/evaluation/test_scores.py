@@ -1,4 +1,4 @@
-"""Averages and chances with their intervals, against formulas written out."""
+"""Compare averages, chances and their intervals with formulas written out."""
 
 from itertools import combinations
 

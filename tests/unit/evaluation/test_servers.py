@@ -1,4 +1,4 @@
-"""Servers over real sockets: how they come to hold a policy, what they hold afterwards, and which are refused."""
+"""Test, over real sockets, how servers come to have a policy, what they serve afterwards and which are refused."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ def layout(tmp_path):
 
 
 class Plain(FakeInference):
-    """Knows no route of ours."""
+    """A server without any of our routes."""
 
     def _handle(self, request):
         if request.url.path in ("/policy", "/health"):

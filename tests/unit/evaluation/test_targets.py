@@ -1,5 +1,3 @@
-"""Which policies are evaluated: those there, those named, and those that come later."""
-
 import asyncio
 
 import pytest
@@ -77,7 +75,7 @@ def test_without_a_weights_directory_there_is_the_base_alone(changes, said):
 
 
 class Time:
-    """Passes in sleeps; `then` happens in the sleep of that number."""
+    """A clock that moves in sleeps. `then` happens in the sleep of that number."""
 
     def __init__(self, then=None):
         self.now, self.num_sleeps, self.then = 0.0, 0, then or {}

@@ -1,4 +1,4 @@
-"""`trivet check` on directories: what events say is compared with what lies there; exit codes and words."""
+"""Run `trivet check` on directories: it compares events with files. Exit codes and messages are checked too."""
 
 import shutil
 

@@ -1,5 +1,5 @@
-"""A history recorded from a real run with faults at eight points, seven attempts long: it is proven, and no line of it can be
-repeated, left out or altered unseen where that would matter."""
+"""A recorded real run, with faults at eight points and seven attempts, is proven. Where a line matters, no repetition, omission
+or change of it passes."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Good histories pass, whatever happened in them; each kind of corruption is named, at its line."""
+"""Good histories pass, whatever happened in them. Each kind of corruption is named at its line."""
 
 import copy
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def test_a_run_that_keeps_its_promises_passes_whatever_happens_to_it(seed, max_s
 @given(seed=st.integers(0, 10**9))
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_fork_whose_first_checkpoint_is_gone_passes(seed):
-    """What follows a resume is what a fork of the run would have written."""
+    """The events after a resume are those that a fork of the run would have written."""
     events = RunMaker(Random(seed), max_steps=15).run()
     resumes = [place for place, event in enumerate(events) if isinstance(event, Start) and event.from_step]
     assume(resumes)
@@ -61,7 +61,7 @@ def test_a_fork_whose_first_checkpoint_is_gone_passes(seed):
 
 History = list[AnyEvent]
 Corruption = Callable[[History], int]
-"""Spoils a history and returns the line at which it must be noticed."""
+"""A function that damages a history and returns the line at which the checker must notice."""
 
 
 def unbroken(seed: int = 3) -> History:
@@ -136,7 +136,7 @@ def a_dispatch_left_out(events: History) -> int:
 
 
 def a_group_that_vanishes(events: History) -> int:
-    """Neither its finish nor its end is there: it is noticed once it is too old to be trained."""
+    """Neither its finish nor its end is recorded. The checker notices once the group is too old to be trained."""
     batch = first(events, BatchFormed)
     group_id = events[batch].group_ids[0]
     version = events[last(events, Dispatch, lambda event: event.group_id == group_id)].version

@@ -1,4 +1,4 @@
-"""What an accident or a careless hand can do to the files of a run: each is found, and none ends in a traceback."""
+"""Damage a run's files as an accident or a careless edit might. Each damage is found, and none ends in a traceback."""
 
 import json
 import random
@@ -16,13 +16,7 @@ from support.mutations import KINDS, judge_many, shares
 from trivet.config.layout import COMMITTED, MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
 from trivet.history.replay import TRAINER
 from trivet.tools.cli import main
-from trivet.wire.events import (
-    AnyEvent,
-    Commit,
-    Drop,
-    Restart,
-    Start,
-)
+from trivet.wire.events import AnyEvent, Commit, Drop, Restart, Start
 
 Lines = list[dict[str, Any]]
 
@@ -41,7 +35,7 @@ def layout(made: RunLayout, tmp_path: Path) -> RunLayout:
 
 
 def check(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `trivet check` says of a run that is broken."""
+    """Return what `trivet check` prints for a run that is broken."""
     code = main(["check", str(layout.root)])
     captured = capsys.readouterr()
     assert code == 1, captured.out
@@ -123,18 +117,16 @@ def attempts_that_shrink(lines: Lines) -> None:
             line["attempt"] = 0
 
 
-def another_example(lines: Lines) -> None:
-    group_id = lines[last(lines, event="batch")]["group_ids"][0]
-    for line in lines:
-        if line["event"] == "dispatch" and line["group_id"] == group_id:
-            line["example_id"] += 1
+def edit_dispatches(edit: Callable[[dict[str, Any]], object]) -> Callable[[Lines], object]:
+    """Return a function that edits the dispatches of a group of the last batch."""
 
+    def tamper(lines: Lines) -> None:
+        group_id = lines[last(lines, event="batch")]["group_ids"][0]
+        for line in lines:
+            if line["event"] == "dispatch" and line["group_id"] == group_id:
+                edit(line)
 
-def another_environment(lines: Lines) -> None:
-    group_id = lines[last(lines, event="batch")]["group_ids"][0]
-    for line in lines:
-        if line["event"] == "dispatch" and line["group_id"] == group_id:
-            line["env"] = "other"
+    return tamper
 
 
 def rewards_of_a_trained_group(lines: Lines) -> None:
@@ -165,11 +157,7 @@ def batch_relabelled(lines: Lines) -> None:
 WITHOUT_SEALS: list[tuple[str, Callable[[Lines], object], str]] = [
     ("a retire is missing", drop(event="retire"), "was published and not removed"),
     ("the orchestrator's start is missing", drop(event="start", role="orchestrator"), ""),
-    (
-        "the orchestrator's first start is missing",
-        drop_first(event="start", role="orchestrator"),
-        "",
-    ),
+    ("the orchestrator's first start is missing", drop_first(event="start", role="orchestrator"), ""),
     ("the trainer's first start is missing", drop_first(event="start", role="trainer"), ""),
     ("the first ten lines are missing", first_ten, "writes before its start"),
     ("all lines are shuffled", shuffle, ""),
@@ -180,9 +168,9 @@ WITHOUT_SEALS: list[tuple[str, Callable[[Lines], object], str]] = [
     ("a serverdown is missing", drop_first(event="serverdown"), "is up, and comes up again"),
     ("a stop is there twice", repeat(event="stop", role="trainer"), "after its stop"),
     ("a start is there twice", repeat(event="start", role="trainer"), "starts as attempt"),
-    ("another example", another_example, "it was dispatched as"),
+    ("another example", edit_dispatches(lambda line: line.update(example_id=line["example_id"] + 1)), "it was dispatched as"),
     ("the examples of two groups are swapped", swapped_examples, "it was dispatched as"),
-    ("another environment", another_environment, "it was dispatched as"),
+    ("another environment", edit_dispatches(lambda line: line.update(env="other")), "it was dispatched as"),
     ("other rewards", rewards_of_a_trained_group, "has the mean reward"),
     ("a batch relabelled consistently", batch_relabelled, "it finished with"),
     ("a dispatch at version 0", change("version", 0, event="dispatch"), "at an older policy than the one before"),
@@ -347,7 +335,7 @@ def test_an_older_commit_whose_record_is_gone_is_found(layout, capsys):
 
 
 def test_a_restart_that_is_missing_is_found(tmp_path, capsys):
-    """Nothing but the place of the next line tells of it: the launcher writes no line before or after."""
+    """Only the position of the next line shows it: the launcher writes no line before or after."""
     layout = RunLayout(tmp_path / "run")
     events = make_run(layout, seed=7)
     place = max(place for place, event in enumerate(events) if isinstance(event, Start) and event.role == TRAINER)

@@ -5,8 +5,8 @@ from trivet.inference.continuation import continue_tokens, text_after
 
 
 class Pieces:
-    """A tokenizer of numbered pieces; encoding takes the longest that fits. A word that starts a text gets a space, as in some
-    tokenizers of sentences."""
+    """A tokenizer of numbered pieces, which encodes the longest that fits. As in some tokenizers of sentences, a word that
+    starts a text gets a space."""
 
     def __init__(self, *pieces: str, starts_with_space: bool = False) -> None:
         self.pieces = list(pieces)

@@ -1,4 +1,4 @@
-"""Strangers and web pages ask our routes behind the gate, with vLLM's CORS middleware as the server sets it."""
+"""Strangers and web pages ask our routes behind the gate, with vLLM's CORS middleware as the server configures it."""
 
 import asyncio
 from typing import Any
@@ -37,7 +37,7 @@ ASKED = [("GET", "/health"), ("GET", "/policy"), ("GET", "/metrics"), ("POST", "
 
 
 class Loader:
-    """Counts what it was told to load."""
+    """A loader that counts its loads."""
 
     def __init__(self) -> None:
         self.policy = Manifest(version=PolicyVersion(0), files={}, digest="start")
@@ -57,7 +57,7 @@ class Engine:
 
 
 def ask(method: str, path: str, *, host: str = "127.0.0.1", loader: Any = None, **request: Any) -> httpx.Response:
-    """The answer of a server that listens on `host` and has every route."""
+    """Ask a server that listens on `host` and has every route; return its answer."""
     app = FastAPI()
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
@@ -92,7 +92,7 @@ def test_whoever_reaches_the_server_may_ask(method: str, path: str) -> None:
 
 
 def test_a_web_page_can_neither_reload_the_weights_nor_learn_that_it_might() -> None:
-    """The attack: a page of another site posts what a browser sends unasked, and asks whether it may send the rest."""
+    """In the attack, a page of another site posts what a browser sends unasked, and asks whether it may send the rest."""
     loader = Loader()
     assert ask("POST", "/reload_weights", loader=loader, headers=EVIL).status_code == 401
     assert loader.num_loads == 0

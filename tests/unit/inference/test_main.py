@@ -1,5 +1,3 @@
-"""The server beside others: whose reports it may write."""
-
 import os
 from pathlib import Path
 

@@ -16,7 +16,7 @@ from trivet.wire.versions import PolicyVersion
 
 
 class FakeEngine:
-    """Remembers what it was asked; loads what it is told unless the directory is to be refused."""
+    """An engine that records its calls and loads every directory except those to be refused."""
 
     def __init__(self, *, serves_adapters: bool = False) -> None:
         self.serves_adapters = serves_adapters
@@ -63,7 +63,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 
 def run(layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader], Awaitable[None]]) -> list[str]:
-    """What was reported broken."""
+    """Return what was reported broken."""
     broken: list[str] = []
 
     async def main() -> None:
@@ -229,7 +229,7 @@ def test_an_adapter_that_cannot_be_served_does_not_even_pause_the_engine(layout:
 
 
 def test_weights_from_elsewhere_are_not_read(layout: RunLayout, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nor through a link, nor by climbing out of the run's weights."""
+    """Neither a link nor a path that climbs out of the run's weights helps."""
     foreign = RunLayout(tmp_path_factory.mktemp("foreign"))
     publish(foreign, version=PolicyVersion(1), run_id="", write=lambda path: (path / "a").write_bytes(b"a") and None)
     (layout.weights / "step_9").symlink_to(foreign.weights_step(1))
@@ -246,7 +246,7 @@ def test_weights_from_elsewhere_are_not_read(layout: RunLayout, tmp_path_factory
 
 
 def test_a_sparse_file_does_not_keep_the_other_loads_waiting(layout: RunLayout) -> None:
-    """8 TiB that take no place on the disk, under a manifest that says so."""
+    """The file has 8 TiB, which take no space on disk, and a manifest that says so."""
     directory = layout.weights_step(1)
     with (directory / "model.safetensors").open("wb") as file:
         file.truncate(8 << 40)

@@ -1,4 +1,4 @@
-"""Other rotary positions reach vLLM with everything that the model itself says of them."""
+"""Rotary positions other than the default reach vLLM with all their parameters."""
 
 import json
 from pathlib import Path

@@ -13,7 +13,7 @@ from trivet.wire.versions import PolicyVersion
 
 
 class FakeLoader:
-    """Stands in for a PolicyLoader: gives one manifest, or raises."""
+    """A stand-in for PolicyLoader that returns one manifest, or raises."""
 
     def __init__(self, *, error: Exception | None = None) -> None:
         self.policy = Manifest(version=PolicyVersion(3), files={}, digest="abc")
@@ -43,7 +43,7 @@ class FakeEngine:
 
 
 class FakeAdapters:
-    """Remembers what it served, and refuses what is called nothing."""
+    """A stand-in that records what it served, and refuses an adapter without a name."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[str, Path]] = []

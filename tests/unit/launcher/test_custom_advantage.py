@@ -1,5 +1,3 @@
-"""A custom advantage is tried in a process of its own, with the message that its own process would give."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Logs that are read while they grow."""
-
 import errno
 import io
 import json

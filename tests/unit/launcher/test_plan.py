@@ -1,5 +1,3 @@
-"""What a run starts on which machine."""
-
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +135,7 @@ def test_without_a_gpu_the_ranks_share_the_cores() -> None:
 
 
 def test_ranks_of_one_machine_connect_over_loopback() -> None:
-    """Without these names gloo and NCCL listen wherever the machine's own name leads."""
+    """Without these names gloo and NCCL listen at the address of the machine's own name."""
     environment = process(make_plan(trainer_cpu_ranks=2), "trainer").env_defaults
     assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
 

@@ -1,4 +1,4 @@
-"""Ports are found, not fixed, and nobody else takes one that is held."""
+"""Ports are found, not fixed. Nobody else gets one that is held."""
 
 import os
 import socket
@@ -39,7 +39,7 @@ def test_a_role_listens_on_a_held_port() -> None:
 
 @contextmanager
 def as_another_user() -> Iterator[None]:
-    """What is opened meanwhile belongs to another user."""
+    """Have sockets opened meanwhile belong to another user."""
     os.seteuid(65534)
     try:
         yield

@@ -1,5 +1,3 @@
-"""One run per output directory, and what a run may remove."""
-
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 
 def leave_a_run(layout: RunLayout, *, committed: list[int]) -> None:
-    """What a run that ended leaves: events, weights, and the given checkpoints."""
+    """Write what a finished run leaves: events, weights and the given checkpoints."""
     with RunDirectory(layout) as directory:
         directory.begin(RunIdentity(id="first", attempt=1), resumed_from=None)
     layout.weights_step(3).mkdir(parents=True)
@@ -163,7 +161,7 @@ def test_a_directory_that_no_run_wrote_is_left_alone(layout: RunLayout, does_cle
 
 
 def test_what_was_measured_before_a_run_is_kept_until_it_is_to_be_removed(layout: RunLayout) -> None:
-    """A server by itself and the command `eval` leave these."""
+    """A server by itself and the command `eval` leave such files."""
     for directory in (layout.reports, layout.evals, layout.logs):
         directory.mkdir(parents=True)
     with RunDirectory(layout) as directory:

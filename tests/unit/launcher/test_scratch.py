@@ -1,4 +1,4 @@
-"""Where a run's servers and ranks put their temporary files, and that these go with the run."""
+"""Servers and ranks of a run put their temporary files into one place, which goes with the run."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ SPEC = ProcessSpec(name="trainer", argv=(), log=Path("log"), env={"A": "1"}, env
 
 @pytest.fixture
 def system_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Of this test alone, and with a path as short as the system's."""
+    """A directory for this test alone, whose path is as short as the system's."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it in a process that compiles
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)

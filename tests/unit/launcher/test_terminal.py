@@ -1,5 +1,3 @@
-"""What the launcher shows on a terminal, and what it writes into a file in its place."""
-
 import contextlib
 import io
 import os
@@ -14,7 +12,7 @@ STEP_LINE = "12:00:00 trainer SUCCESS Step 3 | Time: 1.99s | Loss: [0.0123] " + 
 
 
 def on_a_terminal(use: Callable[[Terminal], None]) -> str:
-    """What a terminal receives while `use` runs, which fits into the kernel's buffer."""
+    """Return what a terminal receives while `use` runs. It fits into the kernel's buffer."""
     ours, theirs = pty.openpty()
     seen = bytearray()
     try:

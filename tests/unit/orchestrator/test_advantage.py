@@ -1,5 +1,3 @@
-"""From the section `advantage` to a function, above all one of the user's own."""
-
 import sys
 from pathlib import Path
 

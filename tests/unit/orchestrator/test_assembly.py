@@ -1,5 +1,3 @@
-"""Which groups of a checkpoint a run goes on with."""
-
 import numpy as np
 
 from support.groups import make_sample

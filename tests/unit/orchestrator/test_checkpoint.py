@@ -1,5 +1,3 @@
-"""The orchestrator's part: what is written is read back, and what cannot be read is refused in words."""
-
 from pathlib import Path
 
 import msgspec

@@ -1,4 +1,4 @@
-"""A deterministic run's groups: whatever ends first, batches, versions and the sampler's state are the same."""
+"""In a deterministic run the order in which groups end changes neither batches nor versions nor the sampler's state."""
 
 import asyncio
 import random
@@ -46,7 +46,7 @@ def test_groups_are_handed_on_together_in_the_order_of_their_ids() -> None:
 
 
 class Runs:
-    """Groups whose reward is a function of their id, and whose duration is random: some are lost once, some always fail."""
+    """Groups whose reward follows from their id and whose duration is random. Some are lost once, some always fail."""
 
     def __init__(self, timing: random.Random) -> None:
         self._timing = timing
@@ -68,7 +68,7 @@ class Runs:
 
 
 async def play(timing: random.Random, *, from_step: int = 0, state: SamplerState | None = None) -> tuple[dict, dict]:
-    """Batches with the version of each of their groups, and the sampler's state after each, from `from_step` on."""
+    """Return the batches from `from_step` on, the version of each of their groups, and the sampler's state after each."""
     events: list[Event] = []
     runs, changed = Runs(timing), asyncio.Event()
     buffer = GroupBuffer(write_event=events.append, online_difficulty_filtering=True, max_off_policy_steps=8)

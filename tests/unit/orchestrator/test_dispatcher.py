@@ -1,4 +1,4 @@
-"""The dispatcher with groups that end when the test says so. Random schedules of whole runs: test_histories."""
+"""Test the dispatcher with groups that end when the test says so. Random schedules of whole runs are in test_histories.py."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ class Script:
     def __init__(self) -> None:
         self.waiting: dict[int, asyncio.Future[list[Rollout]]] = {}
         self.servers: list[str] = []
-        """Of every try, in order."""
+        """The servers of every try, in order."""
         self.started_at: list[float] = []
 
     async def __call__(self, draw: Draw, *, base_url: str) -> list[Rollout]:
@@ -54,7 +54,7 @@ class Script:
 
 
 class Stage:
-    """A dispatcher with everything around it."""
+    """A dispatcher with everything that it needs."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def staged(**options) -> AsyncIterator[Stage]:
-    """A stage whose dispatcher runs."""
+    """Make a stage whose dispatcher runs."""
     stage = Stage(**options)
     running = asyncio.create_task(stage.dispatcher.run())
     await settle()
@@ -120,7 +120,7 @@ async def staged(**options) -> AsyncIterator[Stage]:
 
 
 async def settle() -> None:
-    """Everybody goes as far as possible without time passing."""
+    """Let every task go as far as it can without time passing."""
     for _ in range(12):
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""The collector is quiet while the loop runs, and as before afterwards."""
+"""Garbage collection is off while the loop runs, and as before afterwards."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Random schedules of failures, crashes, time-outs, lost workers, slow groups, loads and pins; the history checker judges."""
+"""Play random schedules of crashes, time-outs, lost workers, slow groups, loads and pins. The history checker judges them."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from trivet.history.replay import Outline, Replay
 from trivet.wire.events import BatchFormed, ServerDown
 
 LIMIT_S = 20_000.0
-"""Of virtual time: a run that takes longer hangs."""
+"""In virtual time. A run that takes longer hangs."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def simulate(plan: Plan, published: Path) -> SimulatedRun:
 
 
 def judge(run: SimulatedRun) -> Replay:
-    """The history keeps its invariants, and what lives at its end is what the last checkpoint would hold."""
+    """Check that the history keeps its invariants, and that its live groups are those of the last checkpoint."""
     outline = Outline(start_steps=frozenset({0}), has_orchestrator=True)
     replay = Replay(outline, max_off_policy_steps=run.plan.max_off_policy_steps)
     for line, event in enumerate(run.events, start=1):
@@ -105,7 +105,7 @@ def test_steps_take_the_longer_of_training_and_generating_at_async_level_one_and
 
 
 def step_s(published: Path, *, level: int, train_s: float, group_s: float) -> float:
-    """Mean time from batch to batch, once the run has settled."""
+    """Return the mean time between batches once the run has settled."""
     plan = Plan(seed=3, max_async_level=level, train_s=train_s, group_s=group_s, max_steps=8, is_even=True, poll_factor=1.0)
     formed = [event.time for event in simulate(plan, published).events if isinstance(event, BatchFormed)]
     return (formed[-1] - formed[2]) / (len(formed) - 3)

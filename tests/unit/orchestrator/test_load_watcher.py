@@ -10,7 +10,7 @@ from trivet.orchestrator.load_watcher import LoadWatcher
 
 @dataclass
 class Flow:
-    """Stands in for the dispatcher: as many rollouts in flight as it may have."""
+    """A stand-in for the dispatcher with the allowed number of rollouts in flight."""
 
     max_in_flight: int
     changed: ChangeEvent = field(default_factory=ChangeEvent)
@@ -22,7 +22,7 @@ class Flow:
 
 @dataclass
 class Engine:
-    """A server whose cache holds so many sequences, and computes the others again and again."""
+    """A server whose cache has space for some sequences. It recomputes the others again and again."""
 
     flow: Flow
     capacity: int
@@ -73,7 +73,7 @@ def test_servers_that_do_not_say_how_busy_they_are_change_nothing():
 
 
 class Veterans:
-    """Two servers that counted before the run; one is away for a while."""
+    """Two servers with counts from before the run, one of which is away for a while."""
 
     def __init__(self) -> None:
         self.num_asked = 0

@@ -1,4 +1,4 @@
-"""The orchestrator's loop with groups that finish at once and real checkpoint parts on disk."""
+"""Run the orchestrator's loop with groups that finish at once and real checkpoint parts on disk."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ FRESH = OrchestratorPart(progress=RunTotals(), sampler=SamplerState(), buffer=Bu
 
 
 class IdleWatcher:
-    """Servers that hold the start model all along."""
+    """A watcher whose servers serve the start model all along."""
 
     last_load_s = 0.0
     version = PolicyVersion(0)

@@ -1,5 +1,3 @@
-"""The numbers of a step: over all environments and for each, and absent where they do not exist."""
-
 import math
 
 import pytest

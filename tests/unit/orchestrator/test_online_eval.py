@@ -1,4 +1,4 @@
-"""Which evaluations are due, that one policy is measured as a whole, and what a resume does again."""
+"""Test which evaluations are due, that one evaluation measures one policy, and what a resume evaluates again."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ CONFIG = {
 
 
 class Policy:
-    """Servers whose policy the test moves; `moves` are made whenever nothing is pinned."""
+    """Servers whose policy the test moves. `moves` are made whenever nothing is pinned."""
 
     def __init__(self, version=0):
         self.version, self.num_pins = version, 0
@@ -63,7 +63,7 @@ class Pool:
 
 
 class Servers:
-    """Two of them; those in `broken` are at fault."""
+    """Two servers. Those in `broken` are at fault."""
 
     def __init__(self):
         self.broken, self.in_flight = set(), {"http://a": 0, "http://b": 0}
@@ -81,7 +81,7 @@ class Servers:
 
 
 class Bench:
-    """An orchestrator's evaluations without an orchestrator."""
+    """The evaluations of an orchestrator, without the orchestrator."""
 
     def __init__(self, root, *, resumed_from=0, weights="a", **changes):
         self.layout = RunLayout(root)
@@ -103,7 +103,7 @@ class Bench:
         )
 
     def run(self, *versions):
-        """Load `versions`, each once the evaluations before it are done, and finish with the last."""
+        """Load `versions`, each after the evaluations before it, and finish with the last."""
 
         async def go():
             async with asyncio.timeout(240), asyncio.TaskGroup() as tasks:
@@ -122,7 +122,7 @@ class Bench:
         return self.evaluated("letters"), self.evaluated("words")
 
     def evaluated(self, name):
-        """Versions that were measured in this attempt."""
+        """Return the versions that were evaluated in this attempt."""
         pool_name = "letters" if name == "letters" else "words-eval"
         return sorted({version for version, env, _ in self.pool.requests if env == pool_name})
 

@@ -1,5 +1,3 @@
-"""What is written of a step's rollouts, and in which order its readers may count on."""
-
 from pathlib import Path
 
 import msgspec

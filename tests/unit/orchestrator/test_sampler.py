@@ -1,5 +1,3 @@
-"""The sampler's order, its pools and turns, and that a resumed one goes on exactly where it was."""
-
 from collections import Counter
 
 import pytest
@@ -191,7 +189,7 @@ ACTIONS = st.lists(st.one_of(st.just("take"), st.just("step"), st.tuples(st.inte
 
 
 class Scripted:
-    """Plays a history of draws, steps and results, and keeps what was drawn."""
+    """Plays a history of draws, steps and results, and records the draws."""
 
     def __init__(self, sampler: ExampleSampler, *, in_flight: list[Draw] | None = None, step: int = 1) -> None:
         self.sampler, self.in_flight, self.step = sampler, list(in_flight or []), step

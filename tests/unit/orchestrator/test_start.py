@@ -1,5 +1,3 @@
-"""What the start gives to the parts that it makes."""
-
 import pytest
 
 from support.transport_ends import make_batch

@@ -1,4 +1,4 @@
-"""A teacher behind real HTTP: what it is asked, how often, and what becomes of a group when it does not answer."""
+"""Test requests to a teacher over real HTTP, and what becomes of a group when it does not answer."""
 
 import asyncio
 import json
@@ -22,13 +22,13 @@ from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 @dataclass
 class Script:
-    """A server whose log-probability of token t is -t / 10; a text's tokens are its bytes."""
+    """A server that gives token t the log-probability -t / 10. The tokens of a text are its bytes."""
 
     fails: int = 0
-    """Questions that are answered with 500."""
+    """The number of questions to answer with 500."""
     impossible: int | None = None
     shift: int = 0
-    """Added to every byte: another tokenizer."""
+    """Added to every byte, as by another tokenizer."""
     asked: list[dict[str, Any]] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0
@@ -77,7 +77,7 @@ DRAW = Draw(group_id=GroupId(3), env="e", example_id=0, example_hash="", step=St
 
 
 def with_teacher(urls: list[str], body, *, max_concurrent: int = 4, pauses: list[float] | None = None, ready_s: float = 60.0):
-    """What `body` returns for a teacher on `urls`, whose pauses take no time."""
+    """Return what `body` returns for a teacher on `urls` whose pauses take no time."""
     slept = pauses if pauses is not None else []
 
     async def sleep(seconds: float) -> None:

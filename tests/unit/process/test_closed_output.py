@@ -1,4 +1,4 @@
-"""A command whose output nobody reads any more ends with 141 or 0, and prints no traceback."""
+"""A command whose output has no reader ends with 141 or 0 and prints no traceback."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ sys.exit(run_until_output_closes(main))
 
 
 def run_without_reader(command: list[str], *, merge_errors: bool = False) -> tuple[int, str]:
-    """Exit code and standard error of `command`, whose output goes to a pipe that was closed before it started."""
+    """Run `command` with a closed pipe as its output; return exit code and standard error."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -54,7 +54,7 @@ def run_without_reader(command: list[str], *, merge_errors: bool = False) -> tup
 
 
 def run_on_full_device(command: list[str]) -> tuple[int, str]:
-    """Exit code and standard error of `command`, whose output goes where nothing can be written."""
+    """Run `command` with a full device as its output; return exit code and standard error."""
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=120)
     return ended.returncode, ended.stderr.decode()

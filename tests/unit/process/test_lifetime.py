@@ -1,5 +1,3 @@
-"""Processes that are tied to the one that started them."""
-
 import os
 import signal
 import subprocess
@@ -22,7 +20,7 @@ os._exit(0)
 
 
 def run_parent(mode: str) -> int:
-    """Start a process that starts a tied one; returns the latter's pid once both should be gone."""
+    """Start a process that starts a tied one. Return the pid of the tied one once both should be gone."""
     with subprocess.Popen([sys.executable, "-c", _PARENT, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())

@@ -1,5 +1,3 @@
-"""One holder at a time, whose name the next one learns."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Libraries that say too much."""
-
 import logging
 
 import pytest

@@ -1,5 +1,3 @@
-"""What /proc shows of processes, and whether one exists."""
-
 import os
 import signal
 import subprocess

@@ -1,5 +1,3 @@
-"""A program that ends in an orderly way when a signal comes."""
-
 import asyncio
 import os
 import signal
@@ -10,7 +8,7 @@ from trivet.process.signals import run_until_signalled
 
 
 class Work:
-    """Raises the signals that it is told in turn: one while it works, one while it cleans up."""
+    """Raises the given signals in turn: one while it works, one while it cleans up."""
 
     def __init__(self, number: signal.Signals, second: signal.Signals | None = None) -> None:
         self.number, self.second = number, second

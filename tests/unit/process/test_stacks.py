@@ -1,5 +1,3 @@
-"""A process says where it is, whatever it does, and what its tasks wait for."""
-
 import signal
 import subprocess
 import sys
@@ -50,7 +48,7 @@ os.kill(os.getpid(), STACKS_SIGNAL)
 
 
 def run(program: str) -> str:
-    """What it wrote to stderr; it ended as if nothing had been asked of it."""
+    """Return what it wrote to stderr. It ended as if nothing had been asked of it."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr

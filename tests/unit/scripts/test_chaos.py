@@ -1,4 +1,4 @@
-"""What scripts/chaos.py draws and reports; that a run survives it is tests/integration/test_chaos.py."""
+"""Test what scripts/chaos.py draws and reports. tests/integration/test_chaos.py shows that a run survives it."""
 
 from dataclasses import replace
 

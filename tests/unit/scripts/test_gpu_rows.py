@@ -1,4 +1,4 @@
-"""What scripts/bench/gpu_rows.py asks of the trainer is a configuration, for every case and on both kinds of machine."""
+"""scripts/bench/gpu_rows.py gives the trainer a valid configuration for every case, on machines with and without a GPU."""
 
 from pathlib import Path
 

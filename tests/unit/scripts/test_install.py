@@ -1,4 +1,4 @@
-"""scripts/install.sh with stand-ins for uv and nvidia-smi, which only write down how they were called."""
+"""Run scripts/install.sh with stand-ins for uv and nvidia-smi that only record their arguments."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from support.scripts import SCRIPTS
 
 
 class Machine:
-    """A checkout with a PATH of its own."""
+    """A checkout with its own PATH."""
 
     def __init__(self, root: Path) -> None:
         self.checkout, self.bin, self.calls = root / "checkout", root / "bin", root / "calls"
@@ -32,7 +32,7 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     def install(self, **environment: str) -> str:
-        """What the script printed."""
+        """Run the script and return what it printed."""
         done = self.try_install(**environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -51,7 +51,7 @@ class Machine:
         )
 
     def uv_calls(self) -> list[tuple[str, str]]:
-        """Find-links and arguments of each call of uv."""
+        """Return find-links and arguments of each call of uv."""
         lines = self.calls.read_text().splitlines() if self.calls.exists() else []
         return [(links, arguments) for links, arguments in (line.split("|", 1) for line in lines)]
 

@@ -1,4 +1,4 @@
-"""The shapes of known models are theirs: the number of parameters tells."""
+"""The shapes of known models are right, as their number of parameters shows."""
 
 import pytest
 import torch

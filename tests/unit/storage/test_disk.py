@@ -1,4 +1,4 @@
-"""A full disk is said to be one, whichever library met it."""
+"""A full disk is reported as one, whichever library met it."""
 
 import errno
 import resource
@@ -59,7 +59,7 @@ def test_an_unexpected_write_names_its_file(tmp_path: Path) -> None:
 
 
 def test_the_kernels_own_refusal_is_recognised(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for a full disk: the write itself fails, in a process of its own."""
+    """A limit on the size of files stands in for a full disk. The write itself fails, in another process."""
     program = (
         "import pathlib, sys\nfrom trivet.storage.disk import explaining_full_disk\n"
         "from trivet.storage.durable import write_atomically\n"

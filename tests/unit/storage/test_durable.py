@@ -1,5 +1,3 @@
-"""Atomic writes, removal that is never seen half done, and digests."""
-
 import stat
 
 import pytest

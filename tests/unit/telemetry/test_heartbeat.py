@@ -1,5 +1,3 @@
-"""A beat reaches the service, and a service that is down costs nothing but a warning."""
-
 import threading
 
 import httpx
@@ -30,7 +28,7 @@ def test_a_service_that_is_down_is_said_once(caplog):
 
 @pytest.mark.parametrize("status", [302, 404, 503])
 def test_an_answer_that_is_no_success_is_said_without_the_address(caplog, status):
-    """Whoever knows the address can send beats, so it stays out of the log."""
+    """Anyone who knows the address can send beats, so it stays out of the log."""
     transport = httpx.MockTransport(lambda request: httpx.Response(status, headers={"Location": "/planted-3"}))
     heartbeat = Heartbeat("http://me:planted-1@monitor.test/planted-2", transport=transport)
     heartbeat.beat()

@@ -1,5 +1,3 @@
-"""What a log line looks like and where it goes."""
-
 import json
 import logging
 import re

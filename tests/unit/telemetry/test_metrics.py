@@ -1,5 +1,3 @@
-"""The metrics file, its statistics and the console lines."""
-
 import json
 import math
 

@@ -1,5 +1,3 @@
-"""What a process says about itself, and that it goes on saying it."""
-
 import os
 from pathlib import Path
 

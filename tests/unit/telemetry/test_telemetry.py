@@ -1,5 +1,3 @@
-"""The one object that a role's loop calls, and the events file."""
-
 import json
 import logging
 from collections.abc import Sequence
@@ -91,7 +89,7 @@ def test_every_event_reads_back_as_it_was_written(layout):
 
 
 def links(path, role, *, key=None):
-    """Verifies the lines of `role` in the file, and returns how many there are."""
+    """Verify the lines of `role` in the file, and return their number."""
     last, place, count = ChainLink(), 0, 0
     for line in path.read_bytes().splitlines(keepends=True):
         if json.loads(line)["role"] == role:

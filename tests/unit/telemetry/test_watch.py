@@ -1,5 +1,3 @@
-"""What follows a detector's finding."""
-
 import logging
 
 import pytest

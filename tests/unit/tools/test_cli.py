@@ -1,5 +1,3 @@
-"""The command `trivet` finds its tools."""
-
 import importlib
 import os
 import subprocess

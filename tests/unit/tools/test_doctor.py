@@ -1,5 +1,3 @@
-"""What is said of a machine, and that the real one can be looked at."""
-
 import json
 from dataclasses import replace
 

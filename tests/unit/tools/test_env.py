@@ -1,5 +1,3 @@
-"""Environment packages: what is written works, and what is installed is what was meant."""
-
 import importlib.util
 import re
 import sys
@@ -95,7 +93,7 @@ def test_what_trivet_runs_on_is_not_installed_as_an_environment(requirement: str
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """An installation with trivet, what it runs on, another package, and environments of every kind."""
+    """Make an installation of trivet, its dependencies, another package, and environments of every kind."""
     site = tmp_path / "site"
     write_installed(site, "trivet", "0.1.0", requires=["verifiers==0.3.1"])
     write_installed(site, "verifiers", "0.3.1", modules={"verifiers/__init__.py": "def load_environment(): ..."})

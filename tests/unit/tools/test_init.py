@@ -1,5 +1,3 @@
-"""A workspace: everything in it works, nothing is overwritten, and what is missing is completed."""
-
 import ast
 import subprocess
 import sys

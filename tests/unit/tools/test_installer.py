@@ -1,4 +1,4 @@
-"""Real installations into a virtual environment of the test's own, from packages of its own, without an index."""
+"""Make real installations into the test's own virtual environment, from its own packages, without an index."""
 
 import ensurepip
 import os
@@ -28,12 +28,12 @@ from trivet.tools.installer import (
 
 @dataclass(frozen=True)
 class Target:
-    """A Python with few packages: trivet, the msgspec it runs on, and an installer."""
+    """A Python with few packages: trivet, msgspec and an installer."""
 
     site: Path
     installer: Installer
     wheels: Path
-    """Where the installer finds packages by name."""
+    """The directory in which the installer finds packages by name."""
 
     def versions(self) -> dict[str, str]:
         return {name: package.version for name, package in InstalledPackages([str(self.site)]).find_all().items()}
@@ -50,7 +50,7 @@ def _build_wheel(source: Path, wheels: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pip_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pip that Python carries, unpacked once: `python -m venv` takes ten seconds to install it."""
+    """Unpack the pip that Python carries, once. `python -m venv` takes ten seconds to install it."""
     bundled = sorted(Path(ensurepip.__file__).with_name("_bundled").glob("pip-*.whl"))
     if not bundled:
         pytest.skip("this Python carries no pip")

@@ -1,5 +1,3 @@
-"""The quickstart's phases: what each is given, and what a failure or a signal does."""
-
 import os
 import signal
 import time

@@ -1,5 +1,3 @@
-"""What `trivet status` says about runs in every state."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""What `trivet top` shows, and that it leaves the terminal as it was."""
-
 import os
 import pty
 import select

@@ -1,5 +1,3 @@
-"""Packages of another build of torch are found before they break an import."""
-
 import pytest
 
 from trivet.errors import ConfigError

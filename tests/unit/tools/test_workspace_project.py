@@ -1,4 +1,4 @@
-"""The project file of a workspace says what the checkout's says, and where trivet comes from."""
+"""A workspace's project file has the checkout's requirements and the source of trivet."""
 
 import tomllib
 

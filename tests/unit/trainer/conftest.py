@@ -1,4 +1,4 @@
-"""Tiny models with a tokenizer, a world of one rank, and the oracle."""
+"""Fixtures for tiny models with a tokenizer, a world of one rank, and the oracle."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ MakeLearner = Callable[..., Learner]
 
 
 class FakeTelemetry:
-    """Keeps what it is given to write."""
+    """Telemetry that keeps what it is given to write."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -36,7 +36,7 @@ class FakeTelemetry:
         self.steps.append((step, values))
 
     def sync_events(self) -> None:
-        """Every event is kept at once."""
+        """Keep every event at once."""
 
 
 @pytest.fixture

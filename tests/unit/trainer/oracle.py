@@ -1,4 +1,4 @@
-"""The trainer's arithmetic, written again without it: float64, one sample at a time, full logits, plain transformers."""
+"""The trainer's arithmetic, written a second time: float64, one sample at a time, full logits, plain transformers."""
 
 import math
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def make_row(examples: list[Example]) -> MicroBatch:
 
 
 def layouts(examples: list[Example]) -> dict[str, list[MicroBatch]]:
-    """The same samples, packed differently."""
+    """Return the same samples, packed differently."""
     backwards = examples[::-1]
     return {
         "one row": [make_row(examples)],
@@ -68,7 +68,7 @@ def layouts(examples: list[Example]) -> dict[str, list[MicroBatch]]:
 
 
 def load_model(directory: Path, *, adapter: Path | None = None) -> Any:
-    """By plain transformers and PEFT, in float64; with an adapter only that is trainable."""
+    """Load by plain transformers and PEFT, in float64. With an adapter, only the adapter is trainable."""
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
@@ -78,7 +78,7 @@ def load_model(directory: Path, *, adapter: Path | None = None) -> Any:
 def loss_and_gradients(
     model_dir: Path, examples: list[Example], config: DefaultLossConfig | None, *, adapter: Path | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """The policy loss of `config`, or the mean cross-entropy without one, and its gradients by parameter name."""
+    """Return the policy loss of `config`, or without one the mean cross-entropy, and its gradients by parameter name."""
     model = load_model(model_dir, adapter=adapter)
     num_tokens = sum(sum(example.is_trained) for example in examples)
     total = torch.zeros((), dtype=torch.float64)
@@ -116,7 +116,7 @@ def _policy_loss(chosen: dict[int, torch.Tensor], example: Example, config: Defa
 
 
 def gradient_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Distance of two gradients over the whole model, relative to the length of the expected one."""
+    """Return the distance of two gradients over the whole model, relative to the length of the expected one."""
     assert found.keys() == expected.keys()
     distance = torch.stack([(found[name].double() - expected[name].double()).norm() for name in expected]).norm()
     return float(distance / torch.stack([gradient.double().norm() for gradient in expected.values()]).norm())

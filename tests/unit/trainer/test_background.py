@@ -1,5 +1,3 @@
-"""Work beside the steps: one piece at a time, waited for where it must be, its failure told once."""
-
 import threading
 import time
 from collections.abc import Iterator

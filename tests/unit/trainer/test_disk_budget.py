@@ -1,4 +1,4 @@
-"""Estimates of the disk a run needs, against counting what a run would leave step by step."""
+"""Compare the estimates of disk space with a count of what a run leaves step by step."""
 
 import itertools
 
@@ -13,7 +13,7 @@ SIZES = Sizes(checkpoint=1000, weights=1)
 
 
 def most_checkpoints(ckpt: CkptConfig, *, from_step: int, max_steps: int) -> int:
-    """The largest number of checkpoints on the disk at one time, the one being written counted."""
+    """Return the largest number of checkpoints on disk at one time, including the one being written."""
     committed: list[Step] = []
     most = 0
     for step in range(from_step + 1, max_steps + 1):

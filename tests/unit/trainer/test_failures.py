@@ -1,5 +1,3 @@
-"""What a step says that cannot be finished: which rows are not finite, what did not fit."""
-
 import resource
 import subprocess
 import sys
@@ -41,7 +39,7 @@ def test_a_loss_that_is_not_finite_names_the_sample_and_what_is_special(tiny_mod
 
 def test_gradients_that_are_not_finite_name_their_parameters(tiny_model: Path, make_learner, oracle) -> None:
     learner = make_learner(tiny_model, lr=1.0)
-    # Its value is 0, and its slope 0 times infinity.
+    # Its value is 0 and its slope 0 times infinity.
     learner.loss = lambda scores, _: RowLoss({LossUnit.TOKEN: (scores.logprobs_N * 0.0).square().sum().sqrt()}, {})
     before = [parameter.detach().clone() for parameter in learner.model.parameters()]
     row = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))

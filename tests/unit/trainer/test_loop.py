@@ -1,4 +1,4 @@
-"""The RL loop over a receiver that holds prepared batches: what it publishes, commits, reports and refuses."""
+"""Run the RL loop over a receiver with prepared batches, and check what it publishes, commits, reports and refuses."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ from trivet.wire.versions import PolicyVersion, Step
 
 
 class PreparedBatches:
-    """A BatchReceiver whose batches are all there."""
+    """A BatchReceiver that has all its batches from the start."""
 
     def __init__(self, batches: Mapping[int, Batch]) -> None:
         self.batches = batches
@@ -135,7 +135,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(tiny_model: Path
     resumed = make_config(tiny_model, broken.root, ckpt={"resume_step": -1}, run={"attempt": 2})
 
     def prepare() -> dict[int, Batch]:
-        # Policy 4 of the first attempt is void; 3, which the servers load first, is whole again.
+        # Policy 4 of the first attempt is void. Policy 3, which the servers load first, is whole again.
         assert published_versions(broken) == [3]
         return make_batches(broken, from_step=3)
 
@@ -326,7 +326,7 @@ def test_a_step_whose_policy_could_not_be_written_is_not_committed(
     max_async_level: int,
     asked: list[int],
 ) -> None:
-    """Nor is a batch waited for that needs the policy, which would never come."""
+    """The trainer does not wait for the batch that needs the policy either: it would never come."""
     layout = RunLayout(tmp_path)
 
     def refuse_the_third(layout: RunLayout, *, version: PolicyVersion, **given: Any) -> Manifest:

@@ -1,4 +1,4 @@
-"""Every loss against its formula in float64, and against exact expectations over a policy small enough to enumerate."""
+"""Compare every loss with its formula in float64, and with exact expectations over a policy small enough to enumerate."""
 
 import math
 from itertools import product
@@ -21,7 +21,7 @@ parse = TypeAdapter(LossConfig).validate_python
 
 
 def make_row(sampler, advantages, reference=None, teacher=None) -> RowTensors:
-    """A row of samples, each given by the sampler's log-probabilities of its loss tokens."""
+    """Make a row of samples, each given by the sampler's log-probabilities of its loss tokens."""
     lengths = [len(sample) for sample in sampler]
     index = torch.zeros(sum(lengths), dtype=torch.int64)
 
@@ -83,7 +83,7 @@ def stop(value: torch.Tensor) -> float:
 
 
 def distilled(lp, q, advantage):
-    """The teacher of these tests finds each token 0.3 nats less likely than the sampler does."""
+    """The teacher finds each token 0.3 nats less likely than the sampler does."""
     d = stop(lp) - q
     is_kept = 0.125 <= math.exp(d) <= 8.0
     return -is_kept * math.exp(d) * (0.7 * advantage + 0.5 * ((q - 0.3) - stop(lp)) - 0.1 * d) * lp
@@ -174,7 +174,7 @@ FORMULAS = {
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch):
-    """Custom losses are found by the name that pytest gave this module."""
+    """Let custom losses be found under the name that pytest gave this module."""
     import sys
 
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
@@ -215,19 +215,19 @@ def random_policy(seed: int) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, sequence: tuple[int, int]) -> torch.Tensor:
-    """The second token's state is the first token."""
+    """Give the second token the first token as its state."""
     table = torch.log_softmax(logits, dim=-1)
     return torch.stack([table[0, sequence[0]], table[1 + sequence[0], sequence[1]]])
 
 
 def exact_gradient(theta: torch.Tensor) -> torch.Tensor:
-    """Of minus the expected reward per token."""
+    """Return the gradient of minus the expected reward per token."""
     expected = sum(token_logprobs(theta, y).sum().exp() * REWARDS[y] for y in SEQUENCES)
     return torch.autograd.grad(-expected / HORIZON, theta)[0]
 
 
 def mean_gradient(values: dict, theta: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
-    """The estimator's mean over everything that the sampler can say; a baseline of 0.3 is subtracted."""
+    """Return the estimator's mean over every completion, with a baseline of 0.3 subtracted."""
     loss = make_policy_loss(parse(values))
     mean = torch.zeros_like(theta)
     for sequence in SEQUENCES:

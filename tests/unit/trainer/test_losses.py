@@ -1,4 +1,4 @@
-"""Masks, clips and metrics of the policy loss on chosen ratios; the oracle of test_step checks it as a whole."""
+"""Test masks, clips and metrics of the policy loss on chosen ratios. test_step.py compares the whole with an oracle."""
 
 import math
 
@@ -17,7 +17,7 @@ TRAINER_LOGPROB = -1.0
 
 
 def score(ratios: list[list[float]], *, advantages: list[float] | None = None, **config: float | str):
-    """The loss of samples whose tokens have the given ratios, the same trainer log-probability and advantage 1."""
+    """Return the loss of samples with the given ratios, the same trainer log-probability and advantage 1."""
     flat = torch.tensor([ratio for sample in ratios for ratio in sample])
     counts = torch.tensor([len(sample) for sample in ratios])
     index = torch.zeros(len(flat), dtype=torch.int64)

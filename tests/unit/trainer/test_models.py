@@ -1,4 +1,4 @@
-"""Every kind of causal language model comes out as in plain transformers, packed or not, or is refused with the reason."""
+"""Every kind of causal language model equals plain transformers, packed or not, or is refused with the reason."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from trivet.trainer.step import train_step
 
 VOCAB = 64
 TOLERANCE = 1e-6
-"""Relative, float32 (design invariant 8)."""
+"""Relative tolerance in float32 (invariant 8)."""
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
     "gemma": ("GemmaConfig", {}),
-    # Caps small enough to bend what these weights give.
+    # These caps are small enough to bend what these weights give.
     "gemma2": (
         "Gemma2Config",
         {"sliding_window": 4096, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 0.7, "query_pre_attn_scalar": 8},
@@ -112,7 +112,7 @@ def test_what_is_published_scores_the_same_in_plain_transformers(
 
 
 class NoTokenizer:
-    """What the exporter asks of one, for models that have none."""
+    """A stand-in with what the exporter asks of a tokenizer, for models that have none."""
 
     chat_template = None
 
@@ -127,7 +127,7 @@ def refuse(directory: Path, world, **changes: object) -> str:
 
 
 def save_config(config: PreTrainedConfig, directory: Path) -> Path:
-    """No weights: what is refused is refused before they are looked for."""
+    """Write no weights: the model is refused before they are looked for."""
     config.save_pretrained(directory)
     return directory
 

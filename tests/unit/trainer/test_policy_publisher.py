@@ -1,5 +1,3 @@
-"""A policy is copied at once and written beside the step; what the write met is raised where it is waited for."""
-
 import shutil
 import threading
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""A policy stays as long as a reader, a resume, the loss's reference or the user needs it."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Who takes which row, and what of a row reaches the model."""
-
 import numpy as np
 import pytest
 import torch

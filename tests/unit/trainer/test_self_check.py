@@ -1,5 +1,3 @@
-"""The self-check measures what trainer and server disagree on, and refuses above the limit."""
-
 from pathlib import Path
 
 import numpy as np

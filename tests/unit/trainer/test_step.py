@@ -1,4 +1,4 @@
-"""One step against a float64 oracle that sees one sample at a time."""
+"""Compare one step with a float64 oracle that sees one sample at a time."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 
 TOLERANCE = 1e-6
-"""Relative, float32 (design invariant 8)."""
+"""Relative tolerance in float32 (invariant 8)."""
 
 PARAMETER_TOLERANCE = 5e-6
 """A query projection's gradient is a small difference of large numbers, so float32 alone costs it 1.2e-6 here."""
@@ -46,7 +46,7 @@ def test_loss_and_gradients_equal_the_oracle_in_every_layout(any_model: Path, ma
 def test_loss_and_gradients_equal_the_oracle_when_rows_are_packed_anew(
     tiny_model: Path, make_learner, oracle, max_tokens: int
 ) -> None:
-    """A row for every sample, some, one."""
+    """The samples lie in a row each, in some rows, or in one."""
     examples = oracle.make_examples(count=9, vocab_size=100)
     expected_loss, expected = oracle.loss_and_gradients(tiny_model, examples, LOSSES["token"])
     learner = make_learner(tiny_model, loss=LOSSES["token"])

@@ -1,5 +1,3 @@
-"""A finished step becomes metrics: its own, the times around it, and those of the work beside it."""
-
 from collections.abc import Iterator, Mapping
 
 import numpy as np

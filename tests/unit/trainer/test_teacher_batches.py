@@ -1,4 +1,4 @@
-"""A teacher's log-probabilities on their way from a sample to the loss, and batches that were recorded without them."""
+"""Follow a teacher's log-probabilities from a sample to the loss, and read batches that were recorded without them."""
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 
 def make_sample(length: int, *, teacher: float | None) -> Sample:
-    """The teacher's value of token t is `teacher` + t / 100."""
+    """Make a sample in which the teacher's value of token t is `teacher` + t / 100."""
     positions = np.arange(length, dtype=np.float32)
     return Sample(
         token_ids_T=np.arange(length, dtype=np.int32),

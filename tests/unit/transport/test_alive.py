@@ -1,4 +1,4 @@
-"""A trainer waits for a batch as long as the orchestrator says that it is well, and no longer."""
+"""A trainer waits for a batch only while the orchestrator reports that it is well."""
 
 import asyncio
 from itertools import pairwise
@@ -18,7 +18,7 @@ KEY = RunKey(run_id="run", attempt=2)
 
 
 class Clock:
-    """Every look at it takes ten seconds; `events` happen at their time."""
+    """A clock that moves ten seconds with every look at it. `events` happen at their time."""
 
     def __init__(self, events):
         self.now, self.events = 0.0, dict(events)
@@ -31,7 +31,7 @@ class Clock:
 
 
 def waited(signs, *, key=KEY):
-    """Seconds until a wait of 100 s was given up, with signs of life of `key` at the given times."""
+    """Return after how many seconds a wait of 100 s was given up, with signs of life of `key` at the given times."""
     config = TransportConfig(timeout_s=100)
     clock = Clock({})
     inbox = Inbox(config, key=KEY, clock=clock)

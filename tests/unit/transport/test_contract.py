@@ -1,4 +1,4 @@
-"""What both transports promise, with faults on the way."""
+"""Test the promises of both transports, with faults between the ends."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from trivet.wire.batches import BatchPurpose
 
 @pytest.fixture(params=["memory", "zeromq"])
 def run(request):
-    """Runs a test body with the ends of each transport."""
+    """Run a test body with the ends of each transport."""
 
     def run_body(body):
         async def main():
@@ -119,7 +119,7 @@ def test_a_duplicate_after_delivery_is_acknowledged_and_dropped(run):
 
 
 def test_a_delayed_acknowledgement_is_not_taken_for_the_next_batch(run):
-    """The relay loses the message of batch 2 twice and answers with what it kept of batch 1."""
+    """The relay loses the message of batch 2 twice and answers with its copy of batch 1's answer."""
     kept, count = [], 0
 
     def answer_late(frames, pass_on):

@@ -1,5 +1,3 @@
-"""Batches on disk: what was received is what is replayed, and anything else is refused."""
-
 from pathlib import Path
 
 import msgspec
@@ -44,7 +42,7 @@ def make_batch(step: int, *, purpose: BatchPurpose = BatchPurpose.TRAIN) -> Batc
 
 
 class Received:
-    """A BatchReceiver whose batches are all there."""
+    """A BatchReceiver that has all its batches from the start."""
 
     def __init__(self) -> None:
         self.is_closed = False

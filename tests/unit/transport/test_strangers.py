@@ -1,4 +1,4 @@
-"""Who does not have the run's secret changes nothing, costs little, and is spoken of once a minute on both sides."""
+"""A stranger without the run's secret changes nothing and costs little. Both sides report it once a minute."""
 
 import asyncio
 import contextlib
@@ -23,13 +23,13 @@ from trivet.wire.control import Alive, BatchReply, BatchVerdict
 OTHER_SECRET = RunSecret(bytes(32))
 KEY = RunKey(run_id="run", attempt=1)
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""How a client of ZeroMQ begins; the receiver's own is as long."""
+"""The first bytes of a ZeroMQ client. The receiver's own have the same length."""
 CLAIMED_BYTES = 700 << 20
 
 
 @pytest.fixture
 def receiver(monkeypatch):
-    """One that says what it lets in and what it says of strangers."""
+    """Make a receiver that reports accepted batches and strangers."""
     config = make_config()
     receiver = ZmqReceiver(config, secret=SECRET, run_id="run")
     receiver.config, receiver.let_in, receiver.has_noticed = config, [], threading.Event()
@@ -41,7 +41,7 @@ def receiver(monkeypatch):
 
 
 def forge(config, *, public=None):
-    """Send the batch that the trainer waits for, as someone who knows all but the secret."""
+    """Send the next batch as a stranger who knows everything but the secret."""
     message = make_message(make_batch(1), key=KEY, max_message_mib=1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
@@ -92,7 +92,7 @@ def test_a_sender_with_another_secret_is_told_so(receiver, caplog):
 
 
 def test_a_stranger_that_announces_a_huge_frame_is_cut_off(receiver):
-    """A command of 700 MiB, before any secret was shown; ZeroMQ would read it whole."""
+    """A command of 700 MiB comes before any secret was shown. ZeroMQ would read it whole."""
     with socket.create_connection((receiver.config.host, receiver.config.port), timeout=20) as stranger:
         stranger.sendall(GREETING)
         with stranger.makefile("rb") as answer:
@@ -103,7 +103,7 @@ def test_a_stranger_that_announces_a_huge_frame_is_cut_off(receiver):
 
 
 def pour(stranger):
-    """Bytes that were taken before the connection was closed."""
+    """Return the number of bytes that were read before the connection was closed."""
     num_sent = 0
     with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         while num_sent < CLAIMED_BYTES:
@@ -112,7 +112,7 @@ def pour(stranger):
 
 
 def test_a_long_refusal_is_cut_and_not_repeated(caplog):
-    """The attack: 20 MB in a field that the refusal quotes."""
+    """In the attack, a field that the refusal quotes has 20 MB."""
     inbox = Inbox(make_config(), key=KEY)
     frame = encode(Alive(magic="x" * (20 << 20), run_id="run", attempt=1))
     for _ in range(100):

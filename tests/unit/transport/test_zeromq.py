@@ -1,4 +1,4 @@
-"""What only a network has: ends that come and go, and ports that are taken."""
+"""Test what only a network has: ends that come and go, and ports that are in use."""
 
 import asyncio
 import threading
@@ -54,7 +54,7 @@ def test_a_restarted_trainer_gets_the_next_batch_from_the_same_sender(config):
 
 
 def test_copies_for_an_absent_trainer_do_not_pile_up(config):
-    """After twenty resends into the void, the trainer that comes finds one copy, not twenty."""
+    """After twenty resends that nobody received, the trainer finds one copy, not twenty."""
 
     async def main():
         sender = ZmqSender(config.model_copy(update={"resend_interval_s": 0.01, "timeout_s": 0.2}), secret=SECRET, run_id="run")
@@ -135,7 +135,7 @@ def test_arrays_of_a_received_batch_stay_valid_after_the_receiver_is_closed(conf
 
 
 def test_the_last_answer_is_read_although_the_trainer_ends_and_the_orchestrator_is_busy(config, monkeypatch):
-    """What lies unread when a connection ends is gone with it, so the trainer's end waits for a word after its answer."""
+    """Unread messages vanish when a connection ends, so the trainer's end waits for a message after its answer."""
     patient = config.model_copy(update={"resend_interval_s": 60.0, "timeout_s": 60.0})
     receiver = ZmqReceiver(patient, secret=SECRET, run_id="run")
     accept = receiver._inbox.accept
@@ -181,7 +181,7 @@ def test_a_trainer_ends_although_nobody_reads_its_last_answer(config, monkeypatc
 
 
 def test_what_shows_elsewhere_that_the_trainer_has_a_batch_counts_like_its_answer(config):
-    """A trainer that was killed after its last step answers nobody, and nobody has to be answered."""
+    """A trainer that was killed after its last step answers nobody, and needs no answer."""
 
     async def main():
         has_arrived = asyncio.Event()

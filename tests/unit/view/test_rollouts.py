@@ -1,5 +1,3 @@
-"""Pages of rollouts, one of them in full, and its tokens."""
-
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +107,7 @@ def test_tokens_belong_to_their_line_and_may_be_missing(layout: RunLayout):
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token for each byte, as the largest pieces of an unknown text become."""
+    """Make a tokenizer with one token for each byte, the most tokens that an unknown text can have."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

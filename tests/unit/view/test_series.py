@@ -1,5 +1,3 @@
-"""Columns grow with their file; curves keep every spike."""
-
 from pathlib import Path
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What the server answers, and what it refuses: asked over a real socket."""
+"""Ask the server over a real socket, and check what it answers and refuses."""
 
 import http.client
 import json
@@ -152,7 +152,7 @@ def test_a_file_of_metrics_that_leads_elsewhere_takes_nothing_from_the_others(tm
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "169.254.1.1", "localhost.evil.example", "[bad", ""])
 def test_a_request_under_another_name_is_refused(site: Site, host: str):
-    # A page of another site has its name resolve to this machine; the browser then sends that name.
+    # A page of another site has its name resolve to this machine. The browser then sends that name.
     assert site.ask("/api/status", host=host or " ").status == 403
 
 
@@ -277,7 +277,7 @@ def test_runs_are_named_by_what_tells_them_apart():
 
 
 def test_text_never_becomes_html_in_the_page():
-    # Rollouts are written by models. The page's scripts have no way to parse text as markup or as code.
+    # Models write the rollouts. The page's scripts have no way to parse text as markup or code.
     ways = re.compile(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|ContextualFragment|srcdoc"
     )

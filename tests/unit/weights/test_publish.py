@@ -1,5 +1,3 @@
-"""Publishing, the catalog, and what the manifest refuses."""
-
 import os
 import stat
 import threading
@@ -59,7 +57,7 @@ def test_a_crash_while_writing_leaves_nothing_a_reader_would_take(layout):
 
 
 def test_every_prefix_of_the_publication_is_complete_or_absent(layout, monkeypatch):
-    """Crash at each system call that changes a name; a reader finds the old version, none, or the new, never a mixture."""
+    """Crash at each system call that changes a name. A reader finds the old version, none or the new one, never a mixture."""
     publish(layout, version=1, run_id="run", write=write_model(b"old"))
     real = {"rename": os.rename, "replace": os.replace, "unlink": os.unlink}
     publisher = threading.current_thread()
@@ -144,7 +142,7 @@ def test_damaged_weights_are_refused(layout, damage, expected):
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../foreign", "sub/file", "..", "", "a\\b"])
 def test_a_manifest_that_names_files_elsewhere_is_refused_without_a_word_about_them(layout, name):
-    """Sizes and digests of files that the asker may not read could be learnt from the reasons."""
+    """The reasons must not reveal sizes and digests of files that the asker may not read."""
     publish(layout, version=1, run_id="run", write=write_model())
     (layout.weights / "foreign").write_bytes(b"something secret")
     files = {name: FileRecord(num_bytes=1, xxh3_128="0")}

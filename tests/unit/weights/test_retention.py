@@ -1,5 +1,3 @@
-"""Which policies may go, and that no reader loses one it needs."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What goes in comes out, and nothing but MessageRefused comes out of damaged bytes."""
+"""Decoding returns what was encoded. Damaged bytes raise MessageRefused and nothing else."""
 
 import contextlib
 

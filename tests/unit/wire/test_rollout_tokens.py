@@ -1,5 +1,3 @@
-"""The compact file of tokens says what the rollouts held, and is refused when it is damaged."""
-
 import zlib
 
 import msgspec

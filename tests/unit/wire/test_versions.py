@@ -1,5 +1,3 @@
-"""The run-length encoding of policy versions."""
-
 import itertools
 from collections.abc import Iterable
 

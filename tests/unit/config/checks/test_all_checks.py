@@ -1,4 +1,4 @@
-"""Checks over several keys: each can fail, and says the arithmetic and what to change."""
+"""Every check over several keys can fail. Its message has the arithmetic and what to change."""
 
 import re
 from pathlib import Path
@@ -218,7 +218,7 @@ def test_two_servers_of_a_run_cannot_listen_on_one_port() -> None:
 
 
 def test_a_measurement_of_the_trainer_asks_for_nothing_that_it_does_not_use() -> None:
-    """Neither a group to compare rollouts in nor a GPU count that servers could share."""
+    """It needs neither a group to compare rollouts in nor GPUs that servers could share."""
     config = load_config(RLConfig, ["--bench.output-json", "b.json", "--trainer.optim.lr", "1e-5"], environ={}).config
     assert config.trainer.bench is not None
     assert config.trainer.bench.output_json == Path("b.json")

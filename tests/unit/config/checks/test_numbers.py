@@ -1,5 +1,3 @@
-"""Checks of numbers that several commands make."""
-
 from trivet.config.checks.numbers import replicas_problem, steps_problem, tensor_parallel_problem
 
 

@@ -1,5 +1,3 @@
-"""What supervised fine-tuning refuses before it starts."""
-
 from pathlib import Path
 
 import pytest

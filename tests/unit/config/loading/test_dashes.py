@@ -1,4 +1,4 @@
-"""Keys of files may be written like flags; names of the user's own stay as they are."""
+"""Keys in files may be written like flags. Names that the user chose stay as they are."""
 
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""A dumped configuration loads to the same configuration."""
-
 import tomllib
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Precedence, inheritance, lists, null, and what is said about input that cannot be used."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""The page of keys says everything that the models have, and is up to date."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""What a run fills into its roles, and where two values are one too many."""
-
 from pathlib import Path
 
 import pytest

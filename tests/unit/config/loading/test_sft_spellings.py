@@ -1,5 +1,3 @@
-"""Spellings of the reference in a file for supervised fine-tuning."""
-
 import pytest
 
 from trivet.config.loading.load import load_config

@@ -1,5 +1,3 @@
-"""Keys of older and newer versions: accepted with one line, or refused with what replaced them."""
-
 from pathlib import Path
 
 import pytest

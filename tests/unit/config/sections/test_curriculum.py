@@ -1,5 +1,3 @@
-"""Buffer, advantage and filters: what does not fit is refused with the arithmetic."""
-
 import pytest
 
 from trivet.config.loading.load import load_config

@@ -1,5 +1,3 @@
-"""Adapters in the configuration: what a run derives from them, and what it refuses."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Temperatures by step, environments that sample differently, and knobs given twice."""
-
 from pathlib import Path
 
 import pytest

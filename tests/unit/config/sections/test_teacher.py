@@ -1,4 +1,4 @@
-"""A teacher is named once: its server, its address and what learns from it follow, or the contradiction is said."""
+"""A teacher is named once. Its server, its address and the loss follow from that, or loading reports the contradiction."""
 
 import pytest
 

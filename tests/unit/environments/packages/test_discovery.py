@@ -1,5 +1,3 @@
-"""Environment packages are found from metadata and source text."""
-
 import json
 from pathlib import Path
 

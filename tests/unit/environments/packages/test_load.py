@@ -1,5 +1,3 @@
-"""What becomes of environments that cannot be loaded."""
-
 import sys
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Calls to a worker: answers in any order, callers that give up, a worker that ends."""
-
 import asyncio
 
 import pytest

@@ -1,4 +1,4 @@
-"""The channel between pool and worker, over a real socket pair."""
+"""Test the channel between pool and worker over a real socket pair."""
 
 import asyncio
 import socket

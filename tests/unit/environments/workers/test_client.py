@@ -1,4 +1,4 @@
-"""A worker whose process, channel or environment ends; real ones: tests/integration/test_env_workers.py."""
+"""Test a worker whose process, channel or environment ends. Real ones are in tests/integration/test_env_workers.py."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ from trivet.wire.workers import (
 
 
 def play(scenario: Callable[[WorkerClient, Channel, StandInProcess], Awaitable[None]], tmp_path) -> None:
-    """Run `scenario` with a client, the worker's end of its channel, and its process."""
+    """Run `scenario` with a client, the worker's end of its channel and its process."""
 
     async def run() -> None:
         clock = asyncio.get_running_loop().time

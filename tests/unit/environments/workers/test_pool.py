@@ -1,4 +1,4 @@
-"""What a pool decides about its workers; real ones: tests/integration/test_env_workers.py."""
+"""Test the pool's decisions about its workers. Real ones are in tests/integration/test_env_workers.py."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ from trivet.wire.workers import HostSettings
 
 
 class DeafWorker:
-    """Runs on whatever it is told, as an environment does that swallows its cancellation."""
+    """A worker that ignores every message, like an environment that swallows its cancellation."""
 
     num_pending = 0
 

@@ -1,4 +1,4 @@
-"""How a worker's process is ended, and what is said of it; time is virtual and the process a stand-in."""
+"""Test how a worker's process is ended and described, with virtual time and a stand-in process."""
 
 import asyncio
 from pathlib import Path

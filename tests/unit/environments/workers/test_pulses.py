@@ -1,5 +1,3 @@
-"""What pulses tell of a worker, by a clock that the test moves."""
-
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable

@@ -1,5 +1,3 @@
-"""What `rl` checks before it starts anything, and when a role counts as having finished."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Where a run goes back to after a failure, and what its next attempt is started with."""
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +39,7 @@ def log(tmp_path: Path) -> Iterator[RunLog]:
 
 @pytest.fixture
 def attempts(layout: RunLayout) -> Iterator[Attempts]:
-    """A fresh run whose first attempt has begun."""
+    """Make a fresh run whose first attempt has begun."""
     output_dir = str(layout.root)
     roles: dict[str, dict[str, object]] = {
         role: {"output_dir": output_dir, "max_steps": MAX_STEPS} for role in ("trainer", "orchestrator")

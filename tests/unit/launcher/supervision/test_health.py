@@ -1,5 +1,3 @@
-"""What the monitor reads of the roles, how often, and what it warns of."""
-
 from pathlib import Path
 
 from support.fake_roles import FakeChild, FakeClock, FakeHost, make_log, make_spec, write_report
@@ -11,7 +9,7 @@ from trivet.launcher.supervision.role_processes import RoleProcess
 
 
 class Watched:
-    """A trainer that reports at the seconds it is told, looked at every second."""
+    """A trainer that reports at the given seconds, checked every second."""
 
     def __init__(self, tmp_path: Path, **recovery: object) -> None:
         self.layout = RunLayout(tmp_path)

@@ -1,5 +1,3 @@
-"""Signals as values: the first one, and whether a second one was meant."""
-
 import os
 import signal
 

@@ -1,5 +1,3 @@
-"""Servers that begin to answer are told once, and anew after a restart."""
-
 import http.server
 import threading
 from collections.abc import Iterator

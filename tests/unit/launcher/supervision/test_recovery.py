@@ -1,4 +1,4 @@
-"""Histories of exits, signals and reports, and what recovery makes of them."""
+"""Give recovery histories of exits, signals and reports, and check its decisions."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ SIGINT, SIGTERM = 2, 15
 
 
 class History:
-    """A run told as events at times of a fake clock; every role has progressed unless it is said otherwise."""
+    """A run as events at times of a fake clock. Every role has progressed unless the test says otherwise."""
 
     def __init__(self, **recovery: object) -> None:
         self.recovery = Recovery(RecoveryConfig.model_validate(recovery), stop_timeout_s=STOP_S, patience_s=PATIENCE_S)
@@ -68,7 +68,7 @@ class History:
         return action.verdict
 
     def recovers_training(self, *, at: float) -> "History":
-        """The trainer is killed, both end and are started again."""
+        """Kill the trainer; both roles end and are started again."""
         assert any(isinstance(action, AnnounceRestart) for action in self.ends("trainer", -9, at=at).at(at))
         self.ends("orchestrator", 143, at=at)
         assert self.at(at) == []

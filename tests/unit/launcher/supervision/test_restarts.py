@@ -1,5 +1,3 @@
-"""Failures and restarts as they are recorded, said and summed up."""
-
 from pathlib import Path
 
 from support.fake_roles import FakeChild, FakeClock, make_log, make_spec

@@ -1,5 +1,3 @@
-"""What the launcher reads of its roles: reports, marks and the words of a failure."""
-
 import subprocess
 import sys
 from pathlib import Path

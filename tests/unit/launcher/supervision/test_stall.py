@@ -1,5 +1,3 @@
-"""When a run counts as one in which nothing moves, and what is said then."""
-
 import msgspec
 import pytest
 
@@ -24,7 +22,7 @@ ORCHESTRATOR = ProcessReport(
 
 
 class Run:
-    """Looked at every second of a fake clock."""
+    """A run that is checked every second of a fake clock."""
 
     def __init__(self) -> None:
         self.watch = StallWatch(after_s=AFTER_S)
@@ -32,7 +30,7 @@ class Run:
         self.reports = [TRAINER, ORCHESTRATOR]
 
     def passes(self, seconds: float) -> list[float]:
-        """What was said meanwhile, each with its time."""
+        """Return each message with its time."""
         said: list[float] = []
         for _ in range(int(seconds)):
             self.now += 1.0

@@ -1,4 +1,4 @@
-"""status.json: whole or not at all, and never the reason that a run ends."""
+"""status.json is whole or absent, and never ends a run."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whole runs of roles that are only objects, on a clock that the supervisor moves by sleeping."""
+"""Supervise whole runs whose roles are only objects, on a clock that moves when the supervisor sleeps."""
 
 import io
 import os
@@ -21,7 +21,7 @@ from trivet.wire.versions import Step
 
 
 class SimulatedRun:
-    """A run told as events at seconds after its start."""
+    """A run as events at seconds after its start."""
 
     def __init__(self, tmp_path: Path, **recovery: object) -> None:
         self.layout = RunLayout(tmp_path)
@@ -73,7 +73,7 @@ class SimulatedRun:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[SimulatedRun]:
-    """A run whose launcher heeds signals, whatever started the tests: a shell's background job ignores SIGINT."""
+    """Run with a launcher that heeds signals, whatever started the tests: a shell's background job ignores SIGINT."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield SimulatedRun(tmp_path)
     for number, handler in before.items():

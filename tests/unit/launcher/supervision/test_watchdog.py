@@ -1,12 +1,10 @@
-"""Who is held for stuck, and who only waits."""
-
 from trivet.launcher.supervision.watchdog import FIRST_REPORT_S, ReportStamp, Watchdog
 
 TIMEOUT_S = 60.0
 
 
 class History:
-    """A role whose reports change or not, looked at every second of a fake clock."""
+    """A role, whose reports change or not, checked every second of a fake clock."""
 
     def __init__(self) -> None:
         self.watchdog = Watchdog(timeout_s=TIMEOUT_S)
@@ -20,7 +18,7 @@ class History:
         return self
 
     def passes(self, seconds: float, *, step: float = 1.0) -> str:
-        """What is said at the end."""
+        """Return the last finding."""
         end = self.now + seconds
         said = ""
         while self.now < end:

@@ -1,4 +1,4 @@
-"""Attention by groups against torch's attention of each sample alone."""
+"""Compare attention by groups with torch's attention of each sample alone."""
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: 
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-# Padding within a group, several groups, blocks of a long sample with and without one more token, a single token.
+# The shapes have padding within a group, several groups, blocks of a long sample with and without one more token, a single
+# token.
 @pytest.mark.parametrize("lengths", [[5, 33, 7, 31], [200, 4, 90, 80], [300, 256, 257], [1], [640, 1, 3]])
 def test_outputs_and_gradients_equal_those_of_each_sample_alone(lengths: list[int]) -> None:
     tensors = make_tensors(sum(lengths))
@@ -44,7 +45,7 @@ def test_bf16_is_as_near_to_the_exact_result_as_its_rounding_allows() -> None:
         for output, tensors in zip(outputs, (narrow, exact), strict=True)
     )
     for ours, theirs in zip(found, expected, strict=True):
-        # A bf16 number is rounded by at most 2^-9; scores, probabilities and results each are.
+        # A bf16 number is rounded by at most 2^-9, and so are scores, probabilities and results.
         assert (ours.double() - theirs).norm() / theirs.norm() < 4 * 2**-9
 
 

@@ -1,5 +1,3 @@
-"""Packed rows: what a sample sees, and what is refused."""
-
 import sys
 import types
 from functools import partial
@@ -117,7 +115,7 @@ def test_attention_by_groups_is_refused_on_cuda() -> None:
 
 
 def test_flash_attention_2_gets_the_samples_of_a_row_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in of the package's function that computes each sample alone."""
+    """A stand-in for the package's function computes each sample alone."""
 
     def stand_in(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
         assert causal

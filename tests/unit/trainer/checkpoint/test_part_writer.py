@@ -1,4 +1,4 @@
-"""The part is the state of its own step, whatever the learner does while it is written; a failed write is told."""
+"""A part has the state of its own step, whatever the learner does meanwhile. A failed write is reported."""
 
 import threading
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def writer(world) -> Iterator[PartWriter]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The disk writes nothing until it is set."""
+    """Hold back every write to disk until the event is set."""
     gate = threading.Event()
 
     def slow(directory, state, group, *, hold) -> dict:

@@ -1,5 +1,3 @@
-"""A checkpoint is committed once its parts and its policy are on disk, and not before."""
-
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is executed: not in `.metadata`, not in what lies beside the tensors."""
+"""Nothing in a checkpoint is executed, neither `.metadata` nor the files of the tensors."""
 
 import os
 import pickle
@@ -16,7 +16,7 @@ from trivet.trainer.step import Learner
 
 
 class Payload:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,4 @@
-"""What ShardWriter writes is torch's own format: read here by torch alone."""
+"""ShardWriter writes torch's own format: torch alone reads it here."""
 
 from contextlib import nullcontext
 from pathlib import Path

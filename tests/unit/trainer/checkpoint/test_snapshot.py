@@ -1,5 +1,3 @@
-"""A snapshot gives the tensors as they were, whether they were read before the learner changed them or after."""
-
 import threading
 
 import pytest

@@ -1,4 +1,4 @@
-"""A run that is saved and loaded continues exactly. The same over other numbers of ranks is in tests/integration."""
+"""A run that is saved and loaded continues exactly. Other numbers of ranks are in tests/integration."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def test_an_optimizer_that_is_skipped_starts_like_a_new_one(tiny_model: Path, ma
         assert torch.equal(ours, theirs)
     (before, *_), (now, *_) = first.model.parameters(), second.model.parameters()
     train(second, oracle, range(4, 5))
-    # The first step of AdamW moves every parameter that has a gradient by the learning rate, of whatever size the gradient is.
+    # AdamW's first step moves every parameter that has a gradient by the learning rate, whatever the gradient's size.
     moved = (gather_tensor(now) - gather_tensor(before)).abs().max()
     torch.testing.assert_close(moved, torch.tensor(1e-2), rtol=1e-3, atol=0)
 

@@ -1,4 +1,4 @@
-"""Replaced parts of a model against transformers' own, and what is left alone."""
+"""Compare replaced parts of a model with those of transformers."""
 
 import copy
 
@@ -25,7 +25,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def keep_modeling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replaced in transformers' modules comes back after each test."""
+    """Restore what a test replaced in transformers' modules."""
     for modeling in (modeling_llama, modeling_gemma):
         monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)
 

@@ -1,5 +1,3 @@
-"""Rows that are computed by several threads at once."""
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from trivet.trainer.ranks.world import World, gather_tensor
 from trivet.trainer.step import train_step
 
 TOLERANCE = 1e-6
-"""Relative, float32 (design invariant 8)."""
+"""Relative tolerance in float32 (invariant 8)."""
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def test_loss_and_gradients_equal_the_oracle(tiny_model: Path, make_learner, ora
 
 
 def test_rows_of_master_weights_follow_every_update(tiny_model: Path, make_learner, oracle) -> None:
-    """In bf16, whose casts are made once and read by all lanes."""
+    """In bf16, the casts are made once and read by all lanes."""
     rows = oracle.layouts(oracle.make_examples(count=15, vocab_size=100))["a row each"]
     losses = {}
     for num_lanes in (1, 2):

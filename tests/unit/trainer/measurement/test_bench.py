@@ -1,5 +1,3 @@
-"""A benchmark takes real steps, writes what they cost, and leaves nothing else behind."""
-
 import json
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from trivet.trainer.model.policy_model import load_policy
 
 @pytest.fixture
 def shape(tiny_model, tmp_path):
-    """Neither tokenizer nor chat template."""
+    """Write a model directory without tokenizer or chat template."""
     directory = tmp_path / "shape"
     directory.mkdir()
     for name in ("config.json", "model.safetensors"):

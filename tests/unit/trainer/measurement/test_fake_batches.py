@@ -1,4 +1,4 @@
-"""Batches that nobody sampled: a whole run of the trainer without orchestrator."""
+"""Train on made-up batches: a whole run of the trainer without an orchestrator."""
 
 import json
 

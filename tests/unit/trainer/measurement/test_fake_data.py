@@ -1,5 +1,3 @@
-"""Made-up sequences have the shape that was asked for, and are the same wherever they are made."""
-
 import numpy as np
 import pytest
 from hypothesis import given

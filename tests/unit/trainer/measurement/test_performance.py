@@ -1,4 +1,4 @@
-"""Operations of a step, counted by hand."""
+"""Compare the operations of a step with counts made by hand."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ MIXTURES = {
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24},
     "Mixtral": {"num_local_experts": 8, "intermediate_size": 24},
 }
-"""Mixtures of two layers, by their names of what they count."""
+"""Mixtures of experts with two layers, by their names for the sizes."""
 
 
 def test_operations_are_six_per_parameter_and_token_and_causal_attention() -> None:
@@ -30,7 +30,8 @@ def test_operations_are_six_per_parameter_and_token_and_causal_attention() -> No
 
 
 def test_the_published_figures_of_prime_rl_come_out_of_its_formula() -> None:
-    """One H100, Qwen3-0.6B, 16,384 tokens: 11,896 tokens/s are 11.1 % with all weights, 13,342 are 10.9 % with an adapter."""
+    """On one H100, Qwen3-0.6B, 16,384 tokens: 11,896 tokens/s are 11.1 % with all weights, 13,342 are 10.9 % with an
+    adapter."""
     shape = {"num_layers": 28, "attention_width": 16 * 128, "hidden_size": 1024}
     full = ModelCost(matmul_parameters=596_049_920, **shape)
     adapter = 10_092_544
@@ -41,7 +42,7 @@ def test_the_published_figures_of_prime_rl_come_out_of_its_formula() -> None:
 
 
 def test_for_qwen3_06b_the_two_ways_to_count_agree() -> None:
-    """Heads twice as wide as the hidden size, and half of the attention: the differences cancel."""
+    """Its heads are twice as wide as the hidden size, and half of the attention counts: the differences cancel."""
     cost = ModelCost(matmul_parameters=596_049_920, num_layers=28, attention_width=2048, hidden_size=1024)
     assert cost.flops([16_384]) == cost.reference_flops(num_tokens=16_384, seq_len=16_384)
 
@@ -64,7 +65,7 @@ def test_of_a_mixture_only_the_experts_that_a_token_is_sent_to_count(
     causal_lm.save_pretrained(tmp_path)
     of_expert = 3 * 16 * 24
     num_other = sum(p.numel() for name, p in causal_lm.named_parameters() if ".experts." not in name and "embed" not in name)
-    # The router, which every token meets, is among the others.
+    # The router, which every token uses, is among the others.
     assert model_cost(make_learner(tmp_path).model).matmul_parameters == num_other + 2 * 2 * of_expert
 
 

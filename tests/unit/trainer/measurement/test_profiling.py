@@ -1,5 +1,3 @@
-"""A trace holds the operations of the steps it is of, and what a device cannot do is refused."""
-
 import gzip
 import json
 

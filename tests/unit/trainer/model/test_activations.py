@@ -1,4 +1,5 @@
-"""Off-loading of activations with copies that a test makes: what leaves, when computing waits, and what comes back ahead."""
+"""Test off-loading of activations with copies that the test makes: what is moved, when computing waits, what is fetched
+ahead."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ class FakeCopy:
 
 @dataclass
 class FakeTransfers:
-    """Nothing is copied before it is joined, as on a GPU that is busy."""
+    """Transfers that copy nothing before they are joined, as on a busy GPU."""
 
     log: list[str] = field(default_factory=list)
     copies: int = 0
@@ -48,7 +49,7 @@ class FakeTransfers:
 
 
 def chain(offload: ActivationOffload | None, *, seed: int = 0) -> list[torch.Tensor]:
-    """Gradients of four checkpointed layers."""
+    """Return the gradients of four checkpointed layers."""
     torch.manual_seed(seed)
     layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
     hidden = torch.randn(4, 8)
@@ -78,7 +79,7 @@ def test_computing_waits_for_the_oldest_copy_when_too_many_are_under_way_and_wha
     chain(ActivationOffload(transfers, max_inflight=2, min_bytes=1))
     assert transfers.log == [
         *("leave 0", "leave 1", "leave 2", "joined leave 0", "leave 3", "joined leave 1"),
-        # The last two never left; while the third is computed again, the second is on its way.
+        # The last two were never moved. While the third is recomputed, the second is on its way.
         *("joined leave 3", "back 1", "joined leave 2", "back 0", "joined back 1", "joined back 0"),
     ]
 

@@ -1,4 +1,4 @@
-"""What is done to blocks before they are sharded. That numbers stay is tests/integration/test_trainer_levers.py's part."""
+"""Test what is done to blocks before they are sharded. tests/integration/test_trainer_levers.py tests that numbers stay."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def load(directory: Path, world: World, **levers: Any) -> PolicyModel:
 
 
 def saved_bytes(model: PolicyModel, row: Any, world: World) -> int:
-    """What autograd keeps of a forward for the backward pass, parameters aside."""
+    """Return the bytes that autograd keeps of a forward for the backward pass, parameters aside."""
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is exported loads in plain transformers and says what it is."""
+"""Plain transformers loads what is exported."""
 
 import json
 from pathlib import Path

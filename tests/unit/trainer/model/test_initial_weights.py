@@ -1,4 +1,4 @@
-"""The start model is filled from its files, from rank 0's memory, or from random numbers, and is what transformers loads."""
+"""The start model comes from its files, from rank 0's memory or from random numbers, and equals what transformers loads."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The chunked head against logits computed at once."""
+"""Compare the chunked head with logits computed at once."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_bf16_inputs_give_float32_scores_and_bf16_gradients() -> None:
     scores.logprobs_N.sum().backward()
     exact = at_once(hidden_NH.double(), weight_VH.double(), targets_N, temperatures_N.double())
     assert scores.logprobs_N.dtype == scores.entropies_N.dtype == torch.float32
-    # Logits of size 10 have steps of 1/16 in bf16; temperatures from 0.5 on double that.
+    # Logits of size 10 have steps of 1/16 in bf16. Temperatures from 0.5 on double that.
     torch.testing.assert_close(scores.logprobs_N.double(), exact.logprobs_N, rtol=0, atol=0.15)
     assert weight_VH.grad is not None
     assert weight_VH.grad.dtype == torch.bfloat16
@@ -79,7 +79,7 @@ def test_head_gradient_is_summed_over_chunks_in_float32() -> None:
     )
     scores.logprobs_N.sum().backward()
     assert weight_VH.grad is not None
-    # 512 times 0.5; a bf16 sum of halves stands still at 128.
+    # The sum is 512 times 0.5. A bf16 sum of halves stands still at 128.
     assert weight_VH.grad[0, 0].item() == 256.0
 
 

@@ -1,4 +1,4 @@
-"""Adapters: what is trained, what is written, and that plain PEFT reads it. The same on several ranks is in tests/integration."""
+"""Test adapters: what is trained, what is written, and that plain PEFT reads it. Several ranks are in tests/integration."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def export(learner: Learner, base: Path, directory: Path) -> Path:
 
 
 def trained(make_learner, base: Path, oracle, **values) -> Learner:
-    """After two steps, so that neither factor of an adapter is zero."""
+    """Take two steps, so that neither factor of an adapter is zero."""
     learner = make_learner(base, **{"lora": LORA, "loss": LOSS, "lr": 1e-2, **values})
     for step in (1, 2):
         train_step(learner, rows_of(oracle, step), step=step)
@@ -74,7 +74,7 @@ def test_only_the_adapter_is_trained(any_model: Path, make_learner, oracle) -> N
     train_step(learner, rows_of(oracle, 1), step=1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in frozen_of(learner).items())
     names = [name for name, each in learner.model.named_parameters() if each.requires_grad]
-    # q_proj of two layers, and three projections of one.
+    # There are q_proj of two layers and three projections of one.
     assert len(names) == 2 * (2 + 3)
     assert all(".lora_A." in name or ".lora_B." in name for name in names)
     assert len(learner.optimizer.state) == len(names)
@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_plain_pefts_however_rows_are_packed(
         )
         assert loss == pytest.approx(first[0], rel=1e-6), layout
         assert oracle.gradient_error(found, first[1]) < 1e-6, layout
-        # Rounding of float32 against float64: the factors of an adapter are two more products in a row.
+        # This is the rounding of float32 against float64: an adapter's factors are two more products in a row.
         assert loss == pytest.approx(expected_loss, rel=5e-6), layout
         assert oracle.gradient_error(found, expected) < 5e-6, layout
 

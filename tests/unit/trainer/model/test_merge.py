@@ -1,4 +1,4 @@
-"""`trivet merge`: what it writes answers as the adapter beside its base does."""
+"""What `trivet merge` writes answers as the base with its adapter does."""
 
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""The reference policy: what it scores, that lending it leaves no trace, and which policy it is after a resume."""
-
 from pathlib import Path
 
 import pytest

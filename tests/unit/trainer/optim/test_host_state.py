@@ -1,4 +1,4 @@
-"""An optimizer that updates some parameters at a time does what one does that updates all at once."""
+"""An optimizer that updates some parameters at a time equals one that updates all at once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gradients that are added up in place are those that autograd adds up, whoever adds at the same time."""
+"""Gradients added up in place equal those that autograd adds up, whoever adds at the same time."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +13,7 @@ VOCAB, PADDING = 50, 3
 
 
 def gradients(*, sums_gradients: bool, tied: bool) -> dict[str, torch.Tensor]:
-    """Of two rows in bf16, whose tokens come several times and are padding among others."""
+    """Return gradients of two rows in bf16. Tokens come several times, and padding is among others."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
     config = LlamaConfig(vocab_size=VOCAB, pad_token_id=PADDING, tie_word_embeddings=tied, **sizes)
     torch.manual_seed(0)

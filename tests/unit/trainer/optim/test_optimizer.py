@@ -1,5 +1,3 @@
-"""Learning rates by step, and the gradient norm."""
-
 import pytest
 import torch
 
@@ -111,7 +109,7 @@ def test_muon_turns_matrices_as_its_formula_on_singular_values_says_and_the_rest
         joined.load_state_dict(joined.state_dict())  # as after a resume
     for matrix, seen in gradients.items():
         expected = muon_in_float64(torch.ones(matrix.shape), seen, config)
-        # The iteration raises float32's rounding of a small singular value up to 3.4445^5 = 485 times.
+        # The iteration raises float32's rounding of a small singular value by up to 3.4445^5 = 485.
         torch.testing.assert_close(matrix.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(vector, other)
 

@@ -1,4 +1,4 @@
-"""Which exit code ranks leave, and that signals reach them; programs of the shell stand in for ranks."""
+"""Test the exit code of ranks, and that signals reach them. Programs of the shell stand in for ranks."""
 
 import os
 import signal

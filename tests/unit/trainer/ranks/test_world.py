@@ -1,4 +1,4 @@
-"""A world of one rank, and metrics of several. Several real ranks are in tests/integration/test_trainer_ranks.py."""
+"""Test a world of one rank, and metrics of several. Real ranks are in tests/integration/test_trainer_ranks.py."""
 
 import numpy as np
 import pytest

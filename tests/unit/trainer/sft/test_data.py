@@ -1,5 +1,3 @@
-"""Conversations as tokens: what is trained on, over several chat templates."""
-
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ SYSTEM, USER, ANSWER = (
 )
 ALL = LossMaskConfig(system=True, user=True, tool=True)
 ENDS = {"chatml": "<|im_end|>", "hermes": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>"}
-"""End of a turn, by template that only appends."""
+"""The end of a turn, for each template that only appends."""
 
 
 def talk(*messages: ChatMessage, tools=None) -> Conversation:

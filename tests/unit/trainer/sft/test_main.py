@@ -1,5 +1,3 @@
-"""Supervised fine-tuning from a file to published weights."""
-
 import json
 import math
 from pathlib import Path
@@ -82,7 +80,7 @@ def test_data_that_is_begun_anew_stays_so_over_further_resumes(tiny_model: Path,
     anew = {"resume_step": 1, "skip_dataloader": True, "skip_progress": True, "interval": 1}
     run(make_config(tiny_model, data, layout.root, max_steps=4, ckpt=anew), world)
     run(make_config(tiny_model, data, layout.root, max_steps=5, ckpt={"resume_step": -1}), world)
-    # 10 rows, 4 a step: after step 1 the first epoch begins again and ends within what is then its third step.
+    # There are 10 rows, 4 a step. After step 1 the first epoch starts again and ends within what is then its third step.
     assert [line["data/epoch"] for line in metrics_of(layout)] == [0, 0, 0, 1, 1]
     assert [line["progress/total_samples"] for line in metrics_of(layout)] == [4, 4, 8, 12, 16]
 
@@ -100,7 +98,7 @@ def test_a_fork_may_have_other_settings_and_another_run_may_not(tiny_model: Path
 
 
 def mixed_data(directory: Path) -> dict[str, object]:
-    """Two sources of unequal size, drawn by chance."""
+    """Write two sources of unequal size, which are drawn by chance."""
     for subset, words in (
         ("short", ["ab", "cd", "ef"]),
         ("long", ["stone", "river", "words", "every", "night", "green", "house"]),
