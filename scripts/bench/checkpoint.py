@@ -39,7 +39,7 @@ from safetensors import safe_open
 
 from trivet.checkpoints.stream import FileStream
 from trivet.config.layout import RunLayout
-from trivet.durable import FileRecord
+from trivet.storage.durable import FileRecord
 from trivet.transport.recording import record_batch
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.rollouts import GroupId
