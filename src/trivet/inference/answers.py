@@ -6,13 +6,15 @@ Complete answers of chat completions and of token-in, token-out have it; streame
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse, GenerateResponseChoice
-from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
-
 from trivet.inference.policy_ledger import TokenVersions
 from trivet.inference.versioned_engine import collect_versions
+from trivet.inference.vllm_names import (
+    ChatCompletionResponse,
+    GenerateResponse,
+    GenerateResponseChoice,
+    OpenAIServingChat,
+    ServingTokens,
+)
 
 Runs = list[tuple[int, int]]
 ServeRequest = Callable[..., Awaitable[Any]]

@@ -7,8 +7,8 @@ fresh engine: when that test passes without the call of `repack_lm_heads`, this 
 """
 
 import torch
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.platforms import current_platform
+
+from trivet.inference.vllm_names import VocabParallelEmbedding, current_platform
 
 
 def repack_lm_heads(model: torch.nn.Module) -> None:

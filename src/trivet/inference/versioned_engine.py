@@ -18,16 +18,19 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import OutputProcessorOutput, RequestOutputCollector
-
 from trivet.inference.engine_process import await_children
 from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 from trivet.inference.policy_ledger import PolicyLedger, TokenVersions
+from trivet.inference.vllm_names import (
+    AsyncLLM,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDeadError,
+    LoRARequest,
+    OutputProcessorOutput,
+    RequestOutput,
+    RequestOutputCollector,
+)
 from trivet.wire.versions import PolicyVersion
 
 _SALT_END = "/"
