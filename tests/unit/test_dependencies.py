@@ -22,8 +22,8 @@ from trivet.errors import DependencyError
         ("peft>=0.17", "0.18.0rc1", []),
         ("Typing_Extensions>=4", "3.0", ["Typing_Extensions 3.0 is installed, trivet requires Typing_Extensions>=4"]),
         ("colorama>=1; sys_platform == 'win32'", None, []),
-        ("vllm==0.29.0; extra == 'cuda'", None, []),
-        ("vllm==0.29.0; extra == 'cuda'", "0.33.0", ["vllm 0.33.0 is installed, trivet requires vllm==0.29.0"]),
+        ("vllm==0.32.0; extra == 'cuda'", None, []),
+        ("vllm==0.32.0; extra == 'cuda'", "0.33.0", ["vllm 0.33.0 is installed, trivet requires vllm==0.32.0"]),
     ],
 )
 def test_a_version_outside_of_the_requirement_is_a_violation(

@@ -14,7 +14,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
@@ -120,8 +120,10 @@ def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]
         from trivet.inference.vllm_names import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 
         # Making the parser imports more of vLLM.
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args([]) or Namespace()
-    refuse_unknown(extra, known=vars(args))
+        parser = make_arg_parser(FlexibleArgumentParser())
+        args = parser.parse_args([]) or Namespace()
+    # The namespace lacks what has no default (argparse.SUPPRESS), such as log_config_file.
+    refuse_unknown(extra, known=[action.dest for action in parser._actions])
     for name, value in arguments.items():
         setattr(args, name, value)
     try:
@@ -237,6 +239,7 @@ async def _serve_http(
     adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
     add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters))
     guard(app, token=secret.token, host=args.host)
+    log_config: Any = getattr(args, "log_config_file", None)
     serving = asyncio.create_task(
         serve_http(
             app,
@@ -246,7 +249,7 @@ async def _serve_http(
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-            **({"log_config": args.log_config_file} if args.log_config_file else {}),
+            **({"log_config": log_config} if log_config else {}),
         ),
         name="serve-http",
     )

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse as ChatCompletionResponse
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat as OpenAIServingChat
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels as OpenAIServingModels
-    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse as GenerateResponse
-    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponseChoice as GenerateResponseChoice
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTextChoice as GenerateTextChoice
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTextResponse as GenerateTextResponse
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensChoice as GenerateTokensChoice
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse as GenerateTokensResponse
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens as ServingTokens
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse as ErrorResponse
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest as LoadLoRAAdapterRequest
@@ -60,8 +62,10 @@ MODULE_OF = {
     "ChatCompletionResponse": "vllm.entrypoints.openai.chat_completion.protocol",
     "OpenAIServingChat": "vllm.entrypoints.openai.chat_completion.serving",
     "OpenAIServingModels": "vllm.entrypoints.openai.models.serving",
-    "GenerateResponse": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
-    "GenerateResponseChoice": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
+    "GenerateTextChoice": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
+    "GenerateTextResponse": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
+    "GenerateTokensChoice": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
+    "GenerateTokensResponse": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
     "ServingTokens": "vllm.entrypoints.scale_out.token_in_token_out.serving",
     "ErrorResponse": "vllm.entrypoints.serve.engine.protocol",
     "LoadLoRAAdapterRequest": "vllm.entrypoints.serve.lora.protocol",

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[3] / "src" / "trivet"
 
 ATTRIBUTES = {
     "AsyncEngineArgs": {"create_engine_config", "from_cli_args"},
-    "AsyncLLM": {"_add_request", "add_lora", "collective_rpc", "engine_core", "generate", "get_supported_tasks", "model_config"}
+    "AsyncLLM": {"add_lora", "collective_rpc", "engine_core", "generate", "get_supported_tasks", "model_config"}
     | {"output_handler", "output_processor", "pause_generation", "reset_prefix_cache", "resume_generation", "shutdown"}
     | {"vllm_config"},
     "ChatCompletionRequest": {"build_chat_params", "build_tok_params", "chat_template", "chat_template_kwargs"}
@@ -30,8 +30,10 @@ ATTRIBUTES = {
     "EngineCoreRequest": {"cache_salt", "lora_request", "request_id"},
     "ErrorResponse": {"error"},
     "Executor": {"get_class"},
-    "GenerateResponse": {"choices"},
-    "GenerateResponseChoice": {"index", "token_ids"},
+    "GenerateTextChoice": {"index", "token_ids"},
+    "GenerateTextResponse": {"choices"},
+    "GenerateTokensChoice": {"index", "token_ids"},
+    "GenerateTokensResponse": {"choices"},
     "LoRARequest": {"load_inplace", "lora_int_id", "lora_name", "lora_path"},
     "LoadLoRAAdapterRequest": {"load_inplace", "lora_name", "lora_path"},
     "MultiprocExecutor": {"_init_executor"},
@@ -51,7 +53,7 @@ ATTRIBUTES = {
     "vllm.renderers.base.BaseRenderer": {"get_tokenizer", "render_messages_async"},
     "vllm.v1.engine.core.EngineCore": {"abort_requests"},
     "vllm.v1.engine.core_client.AsyncMPClient": {"add_request_async", "call_utility_async"},
-    "vllm.v1.engine.output_processor.OutputProcessor": {"process_outputs", "propagate_error", "request_states"},
+    "vllm.v1.engine.output_processor.OutputProcessor": {"add_request", "process_outputs", "propagate_error", "request_states"},
     "vllm.v1.engine.output_processor.RequestState": {"queue", "request_index"},
     "vllm.v1.worker.gpu_worker.Worker": {"add_lora", "model_runner", "pin_lora", "reload_weights", "remove_lora"},
     "vllm.lora.worker_manager.WorkerLoRAManager": {"add_dummy_lora"},
@@ -68,6 +70,8 @@ def has(owner, name):
     # An attribute that the constructor sets is in its source alone; one of a module's functions is imported by name.
     if hasattr(owner, name) or name in getattr(owner, "model_fields", ()):
         return True
+    if not inspect.isclass(owner):
+        return False
     sources = "".join(inspect.getsource(each) for each in inspect.getmro(owner) if each.__module__.startswith("vllm."))
     return re.search(rf"^ +(self\\.)?{name}\\b *[:=]", sources, re.M) is not None
 
@@ -90,8 +94,8 @@ for path, names in attributes.items():
 import vllm.envs
 
 parser = vllm_names.make_arg_parser(vllm_names.FlexibleArgumentParser())
-answer = {"missing": missing, "arguments": list(vars(parser.parse_args([]))), "variables": list(vllm.envs.environment_variables)}
-print(json.dumps(answer))
+arguments = [action.dest for action in parser._actions]
+print(json.dumps({"missing": missing, "arguments": arguments, "variables": list(vllm.envs.environment_variables)}))
 """
 
 
