@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trivet.client.load import ServerLoad, read_load
 from trivet.config.sections.inference import InferenceConfig
 from trivet.errors import InferenceError
 from trivet.inference import arguments, vllm_names
@@ -92,10 +93,13 @@ for path, names in attributes.items():
     missing |= {f"{path}.{each}": f"{path} has no {each} any more" for each in names if not has(owner, each)}
 
 import vllm.envs
+import vllm.v1.metrics.loggers
 
 parser = vllm_names.make_arg_parser(vllm_names.FlexibleArgumentParser())
 arguments = [action.dest for action in parser._actions]
-print(json.dumps({"missing": missing, "arguments": arguments, "variables": list(vllm.envs.environment_variables)}))
+variables = list(vllm.envs.environment_variables)
+metrics = re.findall(r'"vllm:(\\w+)"', inspect.getsource(vllm.v1.metrics.loggers))
+print(json.dumps({"missing": missing, "arguments": arguments, "variables": variables, "metrics": metrics}))
 """
 
 
@@ -144,6 +148,13 @@ def test_vllm_reads_every_variable_that_the_server_sets(found: dict) -> None:
     named = set(re.findall(r"\bVLLM_[A-Z_]+\b", "".join(path.read_text() for path in (SOURCE / "inference").glob("*.py"))))
     assert "VLLM_HOST_IP" in named
     assert not named - {"VLLM_KEYS", "COMPUTED_VLLM_ARGUMENTS"} - set(found["variables"])
+
+
+def test_vllm_publishes_the_metrics_that_tell_the_load(found: dict) -> None:
+    # Prometheus' client adds `_total` to the name of a counter.
+    published = {*found["metrics"], *(f"{name}_total" for name in found["metrics"])}
+    text = "".join(f'vllm:{name}{{engine="0"}} 3.0\n' for name in published)
+    assert read_load(text) == ServerLoad(num_running=3, num_waiting=3, cache_usage=3.0, num_preemptions=3)
 
 
 def imports_of_vllm(path: Path) -> Iterator[tuple[str, str]]:
