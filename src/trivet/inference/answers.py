@@ -4,30 +4,49 @@ Complete answers of chat completions and of token-in, token-out have it; streame
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse, GenerateResponseChoice
-from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from pydantic import BaseModel
 
 from trivet.inference.policy_ledger import TokenVersions
 from trivet.inference.versioned_engine import collect_versions
+from trivet.inference.vllm_names import (
+    ChatCompletionResponse,
+    GenerateTextChoice,
+    GenerateTextResponse,
+    GenerateTokensChoice,
+    GenerateTokensResponse,
+    OpenAIServingChat,
+    ServingTokens,
+)
 
 Runs = list[tuple[int, int]]
 ServeRequest = Callable[..., Awaitable[Any]]
+ResponseT = TypeVar("ResponseT", bound=BaseModel)
 
 
-class VersionedChoice(GenerateResponseChoice):
-    """A completion with the policy versions of its tokens."""
+class VersionedTokensChoice(GenerateTokensChoice):
+    """A completion of token ids with the policy versions of its tokens."""
 
     policy_versions: Runs | None = None
 
 
-class VersionedGenerateResponse(GenerateResponse):
+class VersionedTextChoice(GenerateTextChoice):
+    """A completion of token ids and text with the policy versions of its tokens."""
+
+    policy_versions: Runs | None = None
+
+
+class VersionedTokensResponse(GenerateTokensResponse):
     """A token-in, token-out answer whose choices have policy versions."""
 
-    choices: list[VersionedChoice]  # type: ignore[assignment]  adds a field to each choice
+    choices: list[VersionedTokensChoice]  # type: ignore[assignment]  adds a field to each choice
+
+
+class VersionedTextResponse(GenerateTextResponse):
+    """A token-in, token-out answer with text (`output_mode = "text"`) whose choices have policy versions."""
+
+    choices: list[VersionedTextChoice]  # type: ignore[assignment]  adds a field to each choice
 
 
 def add_versions_to_chat(serving: OpenAIServingChat) -> None:
@@ -52,15 +71,26 @@ def add_versions_to_tokens(serving: ServingTokens) -> None:
     async def serve_tokens(*args: Any, **kwargs: Any) -> Any:
         with collect_versions() as collected:
             answer = await serve(*args, **kwargs)
-        if not isinstance(answer, GenerateResponse) or len(collected) != 1:
+        if len(collected) != 1:
             return answer
-        choices = [
-            VersionedChoice.model_construct(**dict(choice), policy_versions=_runs(collected[0], choice.index, choice.token_ids))
-            for choice in answer.choices
-        ]
-        return VersionedGenerateResponse.model_construct(**{**dict(answer), "choices": choices})
+        match answer:
+            case GenerateTokensResponse():
+                return _with_versions(answer, collected[0], VersionedTokensResponse, VersionedTokensChoice)
+            case GenerateTextResponse():
+                return _with_versions(answer, collected[0], VersionedTextResponse, VersionedTextChoice)
+            case _:
+                return answer
 
     serving.serve_tokens = serve_tokens
+
+
+def _with_versions(answer: Any, versions: TokenVersions, response: type[ResponseT], choice: type[BaseModel]) -> ResponseT:
+    """Return `answer` as a `response`, with the versions of each of its choices, which become a `choice`."""
+    choices = [
+        choice.model_construct(**dict(each), policy_versions=_runs(versions, each.index, each.token_ids))
+        for each in answer.choices
+    ]
+    return response.model_construct(**{**dict(answer), "choices": choices})
 
 
 def _runs(versions: TokenVersions, index: int, token_ids: list[int] | None) -> Runs:

@@ -11,6 +11,7 @@ from trivet.errors import ConfigError
 _FIXED = {
     "logprobs_mode": "log-probabilities must be those of the distribution sampled from",
     "worker_extension_cls": "it is how weights are loaded",
+    "enable_scale_out": "/inference/v1/generate, which it enables, is how the server is asked for tokens",
     "generation_config": "sampling that a request does not ask for would bias the importance ratio",
 }
 """vLLM's arguments that the server sets itself, and why no other value works."""
@@ -61,6 +62,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict
         "allowed_origins": [],
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
+        "enable_scale_out": True,
         "generation_config": "vllm",
     }
     optional = {
@@ -83,7 +85,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict
     if is_cpu:
         # With the size of the cache given, vLLM does not require that a share of the machine's memory is free.
         arguments["kv_cache_memory_bytes"] = int(config.cpu_kv_cache_gib * 2**30)
-        # A seeded request whose prompt is computed in parts ends the engine ("CPU Generator does not use offset", vLLM 0.29).
+        # A seeded request whose prompt is computed in parts ends the engine ("CPU Generator does not use offset", vLLM 0.32).
         arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization

@@ -12,13 +12,16 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.inputs import TokensPrompt
-from vllm.renderers import ChatParams, merge_kwargs
-from vllm.renderers.online_renderer import OnlineRenderer
 
 from trivet.inference.continuation import continue_tokens
+from trivet.inference.vllm_names import (
+    ChatCompletionRequest,
+    ChatParams,
+    OnlineRenderer,
+    OpenAIServingChat,
+    TokensPrompt,
+    merge_kwargs,
+)
 
 ServeChat = Callable[..., Awaitable[Any]]
 

@@ -1,9 +1,7 @@
 """Makes vLLM's executors end with the API server. They run in the engine's process, which vLLM otherwise leaves behind."""
 
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
 from trivet.inference.engine_process import end_with_api_server
+from trivet.inference.vllm_names import MultiprocExecutor, UniProcExecutor
 
 
 class OneProcessExecutor(UniProcExecutor):

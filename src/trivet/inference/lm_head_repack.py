@@ -1,4 +1,4 @@
-"""Works around a fault of vLLM 0.29 on the CPU: a hot reload leaves the LM head's packed weights as they were.
+"""Works around a fault of vLLM 0.29 to 0.32 on the CPU: a hot reload leaves the LM head's packed weights as they were.
 
 `ParallelLMHead.cpu_linear` closes over weights that are packed when the model is first loaded; `reload_weights` replaces the
 parameter and not the closure. Outputs then come from new layers and the old head, without an error. Packing again after each
@@ -7,8 +7,8 @@ fresh engine: when that test passes without the call of `repack_lm_heads`, this 
 """
 
 import torch
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.platforms import current_platform
+
+from trivet.inference.vllm_names import VocabParallelEmbedding, current_platform
 
 
 def repack_lm_heads(model: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
@@ -117,12 +117,13 @@ def _has_cuda_build() -> bool:
 def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]) -> Namespace:
     """Return what vLLM's own command line would make of `arguments`."""
     with without_collections():
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from trivet.inference.vllm_names import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 
         # Making the parser imports more of vLLM.
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args([]) or Namespace()
-    refuse_unknown(extra, known=vars(args))
+        parser = make_arg_parser(FlexibleArgumentParser())
+        args = parser.parse_args([]) or Namespace()
+    # The namespace lacks what has no default (argparse.SUPPRESS), such as log_config_file.
+    refuse_unknown(extra, known=[action.dest for action in parser._actions])
     for name, value in arguments.items():
         setattr(args, name, value)
     try:
@@ -151,7 +152,7 @@ def _end_while_starting(number: int, _: object) -> None:
 
 def _listen(args: Namespace) -> socket.socket:
     """Take the port before the engine starts, so that a minute is not spent on a server that cannot listen."""
-    from vllm.entrypoints.launchers.launcher import setup_server
+    from trivet.inference.vllm_names import setup_server
 
     try:
         _, sock = setup_server(args, reuse_port=is_held(args.host, args.port))
@@ -166,11 +167,9 @@ def _listen(args: Namespace) -> socket.socket:
 
 def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine":
     with without_collections():
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.executor.abstract import Executor
-
         from trivet.inference.executors import ManyProcessExecutor, OneProcessExecutor
         from trivet.inference.versioned_engine import VersionedEngine
+        from trivet.inference.vllm_names import AsyncEngineArgs, Executor
 
         if is_one_process:
             _import_model_class(Path(args.model))
@@ -197,7 +196,7 @@ def _import_model_class(model: Path) -> None:
 
     The engine is forked from this process and needs the class anyway; the new process would import all of vLLM once more.
     """
-    from vllm.model_executor.models import ModelRegistry
+    from trivet.inference.vllm_names import ModelRegistry
 
     try:
         architectures = json.loads((model / "config.json").read_bytes()).get("architectures") or []
@@ -213,16 +212,13 @@ async def _serve_http(
     engine: "VersionedEngine", args: Namespace, sock: socket.socket, *, secret: RunSecret, roots: Sequence[Path]
 ) -> int:
     with without_collections():
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.launcher import serve_http
-
         from trivet.inference.answers import add_versions_to_chat, add_versions_to_tokens
         from trivet.inference.continued_chats import continue_chats
         from trivet.inference.gate import guard
         from trivet.inference.named_adapters import NamedAdapters
         from trivet.inference.policy_loader import PolicyLoader
         from trivet.inference.routes import add_routes, make_router
+        from trivet.inference.vllm_names import build_app, init_app_state, serve_http
 
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -243,6 +239,7 @@ async def _serve_http(
     adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
     add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters))
     guard(app, token=secret.token, host=args.host)
+    log_config: Any = getattr(args, "log_config_file", None)
     serving = asyncio.create_task(
         serve_http(
             app,
@@ -252,7 +249,7 @@ async def _serve_http(
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-            **({"log_config": args.log_config_file} if args.log_config_file else {}),
+            **({"log_config": log_config} if log_config else {}),
         ),
         name="serve-http",
     )

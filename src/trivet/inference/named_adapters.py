@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
-
 from trivet.errors import WeightsError
+from trivet.inference.vllm_names import ErrorResponse, LoadLoRAAdapterRequest, OpenAIServingModels
 from trivet.inference.weight_roots import require_below
 
 

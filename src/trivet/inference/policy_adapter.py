@@ -4,7 +4,7 @@ So a completion needs no change when a new policy is loaded in the middle of it:
 the first policy these are zeros.
 """
 
-from vllm.lora.request import LoRARequest
+from trivet.inference.vllm_names import LoRARequest
 
 POLICY_ADAPTER_ID = 2**20
 """Above the ids of adapters that users load, which vLLM counts from 1."""

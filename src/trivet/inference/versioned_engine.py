@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import OutputProcessorOutput, RequestOutputCollector
-
 from trivet.inference.engine_process import await_children
 from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 from trivet.inference.policy_ledger import PolicyLedger, TokenVersions
-from trivet.wire.versions import PolicyVersion
+from trivet.inference.vllm_names import (
+    AsyncLLM,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDeadError,
+    LoRARequest,
+    OutputProcessorOutput,
+    RequestOutput,
+    RequestOutputCollector,
+)
 
 _SALT_END = "/"
 
@@ -51,6 +53,10 @@ class _Attempt:
     """One completion of a request, as it was last handed to the engine."""
 
     request: EngineCoreRequest
+    index: int
+    """Of the completion among those of the request."""
+    versions: TokenVersions
+    """Of all completions of the request."""
     since: float
     """Monotonic seconds. Tokens sampled earlier belong to an attempt that was abandoned."""
 
@@ -74,9 +80,12 @@ class VersionedEngine(AsyncLLM):
         self._is_open.set()
         self._num_adapter_loads = 0
         super().__init__(*args, **kwargs)
-        self._process_outputs = self.output_processor.process_outputs
+        # The only place that every completion passes, those of a request with several too.
+        self._add_request_state = self.output_processor.add_request
+        self.output_processor.add_request = self._admit_then_add
         # The only place where tokens still carry the time at which the engine sampled them.
-        self.output_processor.process_outputs = self._count_then_process
+        self._process_outputs = self.output_processor.process_outputs
+        self.output_processor.process_outputs = self._process_then_count
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does. A request that comes while a policy is loaded waits for it."""
@@ -87,39 +96,47 @@ class VersionedEngine(AsyncLLM):
         async for output in super().generate(salted, *args, **kwargs):
             yield output
 
-    async def _add_request(
-        self, request: EngineCoreRequest, prompt: Any, parent_req: Any, index: int, queue: RequestOutputCollector
+    def _admit_then_add(
+        self,
+        request: EngineCoreRequest,
+        prompt: Any,
+        parent_req: Any = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
     ) -> None:
+        assert queue is not None, "vLLM's server collects the outputs of every request"
         admitted = self._admitted.get(queue)
         if admitted is None:
             admitted = self._admitted[queue] = _Admitted()
             if (collected := _answering.get()) is not None and _is_for_policy(request):
                 collected.append(admitted.versions)
-        admitted.attempts[index] = _Attempt(request, since=time.monotonic())
-        await super()._add_request(request, prompt, parent_req, index, queue)
+        admitted.attempts[request_index] = _Attempt(request, request_index, admitted.versions, since=time.monotonic())
+        self._add_request_state(request, prompt, parent_req, request_index, queue)
 
-    def _count_then_process(
+    def _process_then_count(
         self,
         engine_core_outputs: list[EngineCoreOutput],
         engine_core_timestamp: float | None = None,
-        iteration_stats: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> OutputProcessorOutput:
         assert engine_core_timestamp is not None
         version = self.ledger.version_at(engine_core_timestamp)
-        current = [output for output in engine_core_outputs if self._count(output, version, made_at=engine_core_timestamp)]
-        return self._process_outputs(current, engine_core_timestamp, iteration_stats)
+        found = [(output, self._find_attempt(output)) for output in engine_core_outputs]
+        current = [(output, attempt) for output, attempt in found if attempt is None or attempt.since <= engine_core_timestamp]
+        # Processing removes tokens behind a stop string, so they are counted afterwards. Nothing awaits in between, so no answer
+        # is made before its last tokens are counted.
+        processed = self._process_outputs([output for output, _ in current], engine_core_timestamp, *args, **kwargs)
+        for output, attempt in current:
+            if attempt is not None and output.new_token_ids:
+                attempt.versions.record(attempt.index, num_tokens=len(output.new_token_ids), version=version)
+        return processed
 
-    def _count(self, output: EngineCoreOutput, version: PolicyVersion, *, made_at: float) -> bool:
-        """Count the tokens of `output`; return False if it belongs to an attempt that was abandoned."""
+    def _find_attempt(self, output: EngineCoreOutput) -> _Attempt | None:
+        """Return the attempt that `output` is for; None when its request is gone."""
         state = self.output_processor.request_states.get(output.request_id)
         admitted = self._admitted.get(state.queue) if state is not None and state.queue is not None else None
-        if state is None or admitted is None:
-            return True
-        if made_at < admitted.attempts[state.request_index].since:
-            return False
-        if output.new_token_ids:
-            admitted.versions.record(state.request_index, num_tokens=len(output.new_token_ids), version=version)
-        return True
+        return None if state is None or admitted is None else admitted.attempts[state.request_index]
 
     async def pause(self) -> None:
         """Keep new requests waiting and stop sampling; the KV cache stays."""

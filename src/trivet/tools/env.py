@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 from trivet.dependencies import InstalledPackages, find_project_packages
 from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
 from trivet.environments.packages.import_check import check_imports
+from trivet.environments.packages.installed import LIBRARY
 from trivet.errors import ConfigError
 from trivet.tools.installer import choose_installer, install_under_constraints, uninstall
 
@@ -137,6 +138,8 @@ def install(source: Sequence[str]) -> int:
     """
     project = find_project_packages()
     name = canonicalize_name(_NAME_OF_REQUIREMENT.split(source[0])[0])
+    if name == LIBRARY:
+        raise ConfigError(f"{source[0]} is no environment: it comes with the environments, which are written with it")
     if name in project:
         raise ConfigError(
             f"{source[0]} is no environment: trivet itself runs on {name} {project[name].version}, which keeps its version"
@@ -201,6 +204,8 @@ def choose_environment(name: str, installed: InstalledPackages) -> EnvironmentPa
     environments = {canonicalize_name(environment.name): environment for environment in find_environments(installed)}
     environment = environments.get(wanted)
     if environment is None:
+        if wanted == LIBRARY:
+            raise ConfigError(f"{wanted} is no environment: environments are written with it, so it is not removed")
         if wanted in find_project_packages(installed):
             raise ConfigError(f"{wanted} is no environment: trivet itself runs on it, so it is not removed")
         there = f"environments that are installed: {', '.join(environments) or 'none'}"

@@ -80,6 +80,7 @@ def test_further_arguments_are_passed_on() -> None:
     [
         ("max_num_seqs", r"inference\.vllm_args\.max_num_seqs = 1 .*inference\.max_num_seqs sets"),
         ("kv_cache_memory_bytes", r"inference\.cpu_kv_cache_gib sets"),
+        ("enable_scale_out", r"inference\.vllm_args\.enable_scale_out = 1 is not allowed: /inference/v1/generate"),
         ("logprobs_mode", r"inference\.vllm_args\.logprobs_mode = 1 is not allowed: .*remove it"),
     ],
 )

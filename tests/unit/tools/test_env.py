@@ -85,17 +85,23 @@ def test_the_installer_is_told_which_python_and_its_exit_code_is_ours(tmp_path: 
     assert calls == [f"{command} --dry-run -e environments/my_env", f"{command} -e environments/my_env"]
 
 
-@pytest.mark.parametrize("requirement", ["msgspec==0.19.0", "Torch", "trivet>=0.0.1", "verifiers[rl]"])
+@pytest.mark.parametrize("requirement", ["msgspec==0.19.0", "Torch", "trivet>=0.0.1"])
 def test_what_trivet_runs_on_is_not_installed_as_an_environment(requirement: str) -> None:
     with pytest.raises(ConfigError, match="is no environment: trivet itself runs on"):
         install((requirement,))
+
+
+def test_the_library_of_environments_is_not_installed_as_one() -> None:
+    with pytest.raises(ConfigError, match=r"verifiers\[rl\] is no environment: it comes with the environments"):
+        install(("verifiers[rl]",))
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """Make an installation of trivet, its dependencies, another package, and environments of every kind."""
     site = tmp_path / "site"
-    write_installed(site, "trivet", "0.1.0", requires=["verifiers==0.3.1"])
+    write_installed(site, "trivet", "0.1.0", requires=["msgspec>=0.20"])
+    write_installed(site, "msgspec", "0.21")
     write_installed(site, "verifiers", "0.3.1", modules={"verifiers/__init__.py": "def load_environment(): ..."})
     write_installed(site, "ruff", "0.12", modules={"ruff.py": "def check(): ..."})
     loader = "def load_environment(): ..."
@@ -143,7 +149,8 @@ def test_an_environment_may_be_removed_whether_it_loads_or_not(site: Path, name:
     ("name", "message"),
     [
         ("trivet", "trivet itself runs on it"),
-        ("verifiers", "trivet itself runs on it"),
+        ("msgspec", "trivet itself runs on it"),
+        ("verifiers", "environments are written with it"),
         ("ruff", "no module of it has load_environment"),
         ("absent", "absent is not installed; environments that are installed: a-env, crashes"),
     ],

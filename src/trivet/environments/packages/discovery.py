@@ -1,7 +1,8 @@
 """Finds the installed environment packages from metadata and source text. Imports no environment; `import_check` does that.
 
 A package is an environment when trivet does not itself depend on it, and either one of its modules names `load_environment` or
-it requires verifiers. The second half keeps a package in the list that is broken or re-exports the function by `*`.
+it requires verifiers. The second half keeps a package in the list that is broken or re-exports the function by `*`. verifiers has
+a function of that name too, and is none.
 """
 
 import ast
@@ -16,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from packaging.utils import canonicalize_name
 
 from trivet.dependencies import InstalledPackage, InstalledPackages, find_project_packages
-from trivet.environments.packages.installed import LOADER
+from trivet.environments.packages.installed import LIBRARY, LOADER
 
 _MAX_SOURCE_BYTES = 4 << 20
 """A larger module is not parsed. Sources of environments have a few thousand lines; generated tables may have millions."""
@@ -58,7 +59,7 @@ def find_environments(installed: InstalledPackages | None = None) -> list[Enviro
     """Return the installed environment packages, sorted by name."""
     installed = installed or InstalledPackages()
     project = find_project_packages(installed)
-    others = {name: package for name, package in installed.find_all().items() if name not in project}
+    others = {name: package for name, package in installed.find_all().items() if name not in {*project, LIBRARY}}
     environments: list[EnvironmentPackage] = []
     for name, package in sorted(others.items()):
         if (module := _environment_module(package, search_path=installed.search_path)) is None:
@@ -107,7 +108,7 @@ def _environment_module(package: InstalledPackage, *, search_path: Sequence[str]
         file = _source_file(module, search_path=search_path)
         if file is not None and names_loader(file.read_text(errors="replace")):
             return module
-    return modules[0] if _requires(package, "verifiers") else None
+    return modules[0] if _requires(package, LIBRARY) else None
 
 
 def _module_names(package: InstalledPackage) -> Iterator[str]:

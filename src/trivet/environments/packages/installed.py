@@ -5,6 +5,8 @@ from pathlib import Path
 
 from trivet.errors import EnvironmentLoadError
 
+LIBRARY = "verifiers"
+"""The library that environments are written with. They require it; trivet does not."""
 LOADER = "load_environment"
 """The function of an environment's module that verifiers calls."""
 

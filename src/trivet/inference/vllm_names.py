@@ -1,0 +1,109 @@
+"""Holds every name of vLLM that trivet uses. No other module imports vLLM, so that a new release is ported by reading one file.
+
+Nearly all of these names are private to vLLM: it moves and renames them between releases without notice.
+`tests/unit/inference/test_vllm_names.py` looks up each of them, and their attributes, and says which one went missing.
+
+A name is imported when it is first asked for: a worker of the engine uses three of them and must not import the API server.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from trivet.errors import InferenceError
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state as init_app_state
+    from vllm.entrypoints.launchers.app import build_app as build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser as make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args as validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import serve_http as serve_http
+    from vllm.entrypoints.launchers.launcher import setup_server as setup_server
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest as ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse as ChatCompletionResponse
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat as OpenAIServingChat
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels as OpenAIServingModels
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTextChoice as GenerateTextChoice
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTextResponse as GenerateTextResponse
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensChoice as GenerateTokensChoice
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse as GenerateTokensResponse
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens as ServingTokens
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse as ErrorResponse
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest as LoadLoRAAdapterRequest
+    from vllm.inputs import TokensPrompt as TokensPrompt
+    from vllm.lora.request import LoRARequest as LoRARequest
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from vllm.model_executor.models import ModelRegistry as ModelRegistry
+    from vllm.outputs import RequestOutput as RequestOutput
+    from vllm.platforms import current_platform as current_platform
+    from vllm.renderers import ChatParams as ChatParams
+    from vllm.renderers import merge_kwargs as merge_kwargs
+    from vllm.renderers.online_renderer import OnlineRenderer as OnlineRenderer
+    from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
+    from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
+    from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
+    from vllm.v1.engine.output_processor import OutputProcessorOutput as OutputProcessorOutput
+    from vllm.v1.engine.output_processor import RequestOutputCollector as RequestOutputCollector
+    from vllm.v1.executor.abstract import Executor as Executor
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor as MultiprocExecutor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor as UniProcExecutor
+
+MODULE_OF = {
+    "AsyncEngineArgs": "vllm.engine.arg_utils",
+    "init_app_state": "vllm.entrypoints.launchers.api_server.app_state",
+    "build_app": "vllm.entrypoints.launchers.app",
+    "make_arg_parser": "vllm.entrypoints.launchers.cli_args",
+    "validate_parsed_serve_args": "vllm.entrypoints.launchers.cli_args",
+    "serve_http": "vllm.entrypoints.launchers.launcher",
+    "setup_server": "vllm.entrypoints.launchers.launcher",
+    "ChatCompletionRequest": "vllm.entrypoints.openai.chat_completion.protocol",
+    "ChatCompletionResponse": "vllm.entrypoints.openai.chat_completion.protocol",
+    "OpenAIServingChat": "vllm.entrypoints.openai.chat_completion.serving",
+    "OpenAIServingModels": "vllm.entrypoints.openai.models.serving",
+    "GenerateTextChoice": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
+    "GenerateTextResponse": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
+    "GenerateTokensChoice": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
+    "GenerateTokensResponse": "vllm.entrypoints.scale_out.token_in_token_out.protocol",
+    "ServingTokens": "vllm.entrypoints.scale_out.token_in_token_out.serving",
+    "ErrorResponse": "vllm.entrypoints.serve.engine.protocol",
+    "LoadLoRAAdapterRequest": "vllm.entrypoints.serve.lora.protocol",
+    "TokensPrompt": "vllm.inputs",
+    "LoRARequest": "vllm.lora.request",
+    "VocabParallelEmbedding": "vllm.model_executor.layers.vocab_parallel_embedding",
+    "ModelRegistry": "vllm.model_executor.models",
+    "RequestOutput": "vllm.outputs",
+    "current_platform": "vllm.platforms",
+    "ChatParams": "vllm.renderers",
+    "merge_kwargs": "vllm.renderers",
+    "OnlineRenderer": "vllm.renderers.online_renderer",
+    "FlexibleArgumentParser": "vllm.utils.argparse_utils",
+    "EngineCoreOutput": "vllm.v1.engine",
+    "EngineCoreRequest": "vllm.v1.engine",
+    "AsyncLLM": "vllm.v1.engine.async_llm",
+    "EngineDeadError": "vllm.v1.engine.exceptions",
+    "OutputProcessorOutput": "vllm.v1.engine.output_processor",
+    "RequestOutputCollector": "vllm.v1.engine.output_processor",
+    "Executor": "vllm.v1.executor.abstract",
+    "MultiprocExecutor": "vllm.v1.executor.multiproc_executor",
+    "UniProcExecutor": "vllm.v1.executor.uniproc_executor",
+}
+"""The module of each name. The imports above say the same to type checkers; the test compares the two."""
+
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import `name` from vLLM.
+
+        Raises:
+            InferenceError: the installed vLLM does not have it.
+        """
+        if name not in MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            found = getattr(importlib.import_module(MODULE_OF[name]), name)
+        except (AttributeError, ModuleNotFoundError) as exc:
+            raise InferenceError(f"the installed vLLM has no {MODULE_OF[name]}.{name}, which trivet uses: {exc}") from exc
+        globals()[name] = found  # later look-ups do not come here
+        return found

@@ -1,0 +1,188 @@
+"""Each name of vLLM that trivet uses is there: where one went missing in a new release, the failing case says which."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trivet.client.load import ServerLoad, read_load
+from trivet.config.sections.inference import InferenceConfig
+from trivet.errors import InferenceError
+from trivet.inference import arguments, vllm_names
+from trivet.inference.vllm_names import MODULE_OF
+
+SOURCE = Path(__file__).parents[3] / "src" / "trivet"
+
+ATTRIBUTES = {
+    "AsyncEngineArgs": {"create_engine_config", "from_cli_args"},
+    "AsyncLLM": {"add_lora", "collective_rpc", "engine_core", "generate", "get_supported_tasks", "model_config"}
+    | {"output_handler", "output_processor", "pause_generation", "reset_prefix_cache", "resume_generation", "shutdown"}
+    | {"vllm_config"},
+    "ChatCompletionRequest": {"build_chat_params", "build_tok_params", "chat_template", "chat_template_kwargs"}
+    | {"kv_transfer_params", "messages", "tool_choice", "tools"},
+    "ChatCompletionResponse": {"choices"},
+    "ChatParams": {"with_defaults"},
+    "EngineCoreOutput": {"new_token_ids", "request_id"},
+    "EngineCoreRequest": {"cache_salt", "lora_request", "request_id"},
+    "ErrorResponse": {"error"},
+    "Executor": {"get_class"},
+    "GenerateTextChoice": {"index", "token_ids"},
+    "GenerateTextResponse": {"choices"},
+    "GenerateTokensChoice": {"index", "token_ids"},
+    "GenerateTokensResponse": {"choices"},
+    "LoRARequest": {"load_inplace", "lora_int_id", "lora_name", "lora_path"},
+    "LoadLoRAAdapterRequest": {"load_inplace", "lora_name", "lora_path"},
+    "MultiprocExecutor": {"_init_executor"},
+    "OnlineRenderer": {"chat_template", "chat_template_content_format", "default_chat_template_kwargs", "model_config"}
+    | {
+        "exclude_tools_when_tool_choice_none",
+        "renderer",
+        "trust_request_chat_template",
+        "use_harmony",
+        "validate_chat_template",
+    },
+    "OpenAIServingChat": {"create_chat_completion", "create_error_response", "online_renderer"},
+    "OpenAIServingModels": {"load_lora_adapter"},
+    "ServingTokens": {"serve_tokens"},
+    "UniProcExecutor": {"_init_executor"},
+    "VocabParallelEmbedding": {"quant_method"},
+    "vllm.renderers.base.BaseRenderer": {"get_tokenizer", "render_messages_async"},
+    "vllm.v1.engine.core.EngineCore": {"abort_requests"},
+    "vllm.v1.engine.core_client.AsyncMPClient": {"add_request_async", "call_utility_async"},
+    "vllm.v1.engine.output_processor.OutputProcessor": {"add_request", "process_outputs", "propagate_error", "request_states"},
+    "vllm.v1.engine.output_processor.RequestState": {"queue", "request_index"},
+    "vllm.v1.worker.gpu_worker.Worker": {"add_lora", "model_runner", "pin_lora", "reload_weights", "remove_lora"},
+    "vllm.lora.worker_manager.WorkerLoRAManager": {"add_dummy_lora"},
+}
+"""What is used of each class. A class that trivet meets but does not import stands here with its module."""
+
+PROGRAM = """
+import importlib, inspect, json, re, sys
+
+from trivet.errors import InferenceError
+from trivet.inference import vllm_names
+
+def has(owner, name):
+    # An attribute that the constructor sets is in its source alone; one of a module's functions is imported by name.
+    if hasattr(owner, name) or name in getattr(owner, "model_fields", ()):
+        return True
+    if not inspect.isclass(owner):
+        return False
+    sources = "".join(inspect.getsource(each) for each in inspect.getmro(owner) if each.__module__.startswith("vllm."))
+    return re.search(rf"^ +(self\\.)?{name}\\b *[:=]", sources, re.M) is not None
+
+missing = {}
+for name in vllm_names.MODULE_OF:
+    try:
+        getattr(vllm_names, name)
+    except InferenceError as exc:
+        missing[name] = str(exc)
+attributes = json.load(sys.stdin)
+for path, names in attributes.items():
+    module, _, name = path.rpartition(".")
+    try:
+        owner = getattr(importlib.import_module(module) if module else vllm_names, name)
+    except (ImportError, AttributeError, InferenceError) as exc:
+        missing[path] = f"{path} went missing: {exc}"
+        continue
+    missing |= {f"{path}.{each}": f"{path} has no {each} any more" for each in names if not has(owner, each)}
+
+import vllm.envs
+import vllm.v1.metrics.loggers
+
+parser = vllm_names.make_arg_parser(vllm_names.FlexibleArgumentParser())
+arguments = [action.dest for action in parser._actions]
+variables = list(vllm.envs.environment_variables)
+metrics = re.findall(r'"vllm:(\\w+)"', inspect.getsource(vllm.v1.metrics.loggers))
+print(json.dumps({"missing": missing, "arguments": arguments, "variables": variables, "metrics": metrics}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    """What a fresh interpreter finds in the installed vLLM, which changes the process that imports it."""
+    given = json.dumps({name: sorted(attributes) for name, attributes in ATTRIBUTES.items()})
+    program = [sys.executable, "-c", PROGRAM]
+    answer = subprocess.run(program, input=given, capture_output=True, text=True, timeout=300, check=False)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", MODULE_OF)
+def test_vllm_has_the_name(found: dict, name: str) -> None:
+    assert name not in found["missing"], found["missing"][name]
+
+
+@pytest.mark.parametrize("name", [f"{owner}.{name}" for owner, names in ATTRIBUTES.items() for name in ["", *sorted(names)]])
+def test_vllm_has_the_attribute(found: dict, name: str) -> None:
+    name = name.removesuffix(".")
+    assert name not in found["missing"], found["missing"][name]
+
+
+def test_vllm_has_every_argument_that_the_server_is_started_with(found: dict) -> None:
+    everything = {
+        "server": {"api_key": "key"},
+        "model": {
+            "max_model_len": 64,
+            "tool_call_parser": "hermes",
+            "enable_auto_tool_choice": True,
+            "chat_template": "{{ x }}",
+        }
+        | {"reasoning_parser": "qwen3"},
+        "max_num_seqs": 2,
+        "enable_lora": True,
+        "deterministic": True,
+        "log": {"json_logging": True},
+    }
+    config = InferenceConfig.model_validate(everything)
+    used = set().union(*(arguments.vllm_arguments(config, is_cpu=is_cpu, token="secret") for is_cpu in (True, False)))
+    assert not (used | {"hf_overrides", "disable_log_stats"}) - set(found["arguments"])
+
+
+def test_vllm_reads_every_variable_that_the_server_sets(found: dict) -> None:
+    named = set(re.findall(r"\bVLLM_[A-Z_]+\b", "".join(path.read_text() for path in (SOURCE / "inference").glob("*.py"))))
+    assert "VLLM_HOST_IP" in named
+    assert not named - {"VLLM_KEYS", "COMPUTED_VLLM_ARGUMENTS"} - set(found["variables"])
+
+
+def test_vllm_publishes_the_metrics_that_tell_the_load(found: dict) -> None:
+    # Prometheus' client adds `_total` to the name of a counter.
+    published = {*found["metrics"], *(f"{name}_total" for name in found["metrics"])}
+    text = "".join(f'vllm:{name}{{engine="0"}} 3.0\n' for name in published)
+    assert read_load(text) == ServerLoad(num_running=3, num_waiting=3, cache_usage=3.0, num_preemptions=3)
+
+
+def imports_of_vllm(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield module and name of everything that `path` imports from vLLM, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm")
+
+
+def test_no_other_module_imports_vllm() -> None:
+    assert [path.name for path in sorted(SOURCE.rglob("*.py")) if any(imports_of_vllm(path))] == ["vllm_names.py"]
+
+
+def test_type_checkers_see_the_names_where_they_are_imported_from() -> None:
+    declared = {name: module for module, name in imports_of_vllm(Path(vllm_names.__file__))}
+    assert declared == MODULE_OF
+
+
+def test_the_names_are_imported_when_they_are_asked_for() -> None:
+    program = "import sys, trivet.inference.vllm_names; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_a_name_that_the_installed_vllm_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODULE_OF, "EngineCar", "json")
+    with pytest.raises(InferenceError, match=r"the installed vLLM has no json\.EngineCar, which trivet uses"):
+        _ = vllm_names.EngineCar  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = vllm_names.no_such_name  # type: ignore[attr-defined]
