@@ -14,9 +14,9 @@ import httpx
 import msgspec
 
 from trivet.client.load import ServerLoad, read_load
-from trivet.config.sections.client import server_root
 from trivet.durable import DECODE_ERRORS
 from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused
+from trivet.wire.servers import server_root
 from trivet.wire.versions import PolicyVersion, VersionRun
 
 _POLL_INTERVAL_S = 0.5
