@@ -15,13 +15,14 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 from transformers import PreTrainedTokenizerFast
 
-from support.multi_turn import QUESTION, Interview, ServedTurn, add, assert_trains_on_what_was_sampled
+from support.multi_turn import QUESTION, Interview, add
 from support.oracle import Oracle
+from support.served_turns import ServedTurn, assert_trains_on_what_was_sampled
 from support.servers import ServerProcess, run_server
 from support.template_server import STOPS, make_tokenizer, write_conversation
 from support.tiny_models import write_tiny_model
-from trivet.environments.model_client import ModelClient
-from trivet.environments.runner import GroupRunner
+from trivet.environments.apis.v0.model_client import ModelClient
+from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, VersionRun

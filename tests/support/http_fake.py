@@ -1,13 +1,17 @@
 """Stand-ins for the inference server on a real port, for tests whose requests come from another process or over real sockets."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
 
 import httpx
 
-from support.fake_inference import FakeInference
+if TYPE_CHECKING:
+    from support.fake_inference import FakeInference
 
 Answer = Callable[[str, str, bytes], tuple[int, bytes]]
 """Status and JSON for a method, a path and a body."""

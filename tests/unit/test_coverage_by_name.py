@@ -19,13 +19,17 @@ ELSEWHERE = {
     "config/vllm_keys.py": "unit/inference/test_arguments.py",
     "dialects/vf_tmux.py": "integration/test_vf_tmux.py",
     "dialects/*.py": "unit/dialects/test_vf_rl.py",
-    "environments/host.py": "unit/environments/test_kinds.py",
-    "environments/local_pool.py": "unit/environments/test_kinds.py",
-    "environments/model_client.py": "unit/environments/test_runner.py",
+    "environments/apis/host.py": "unit/environments/apis/v0/test_kinds.py",  # declarations
+    "environments/apis/loading.py": "unit/environments/apis/v0/test_load.py",
+    "environments/apis/messages.py": "unit/environments/apis/v0/test_runner.py",
+    "environments/apis/v0/*.py": "unit/environments/apis/v0/test_runner.py",
+    "environments/apis/v0/host.py": "unit/environments/apis/v0/test_kinds.py",
+    "environments/apis/v1/*.py": "integration/test_v1_environments.py",  # needs a release of its own
+    "environments/local_pool.py": "unit/environments/apis/v0/test_kinds.py",
     "environments/packages/import_check.py": "unit/environments/packages/test_discovery.py",
     "environments/packages/probe.py": "integration/test_env_workers.py",  # a process of its own
     "environments/port.py": "unit/environments/workers/test_pool.py",
-    "environments/sampling.py": "unit/environments/test_runner.py",
+    "environments/sampling.py": "unit/environments/apis/test_requests.py",
     "environments/workers/main.py": "integration/test_env_workers.py",  # a process of its own
     "errors.py": "unit/orchestrator/test_start.py",  # declarations, and `first_error`
     "evaluation/re*.py": "unit/evaluation/test_offline.py",

@@ -21,10 +21,14 @@ class ServerAccess(msgspec.Struct, frozen=True, kw_only=True):
 
     def api_key(self, base_url: str, environ: Mapping[str, str]) -> str | None:
         """Return the key for the server at `base_url`, None when its variable is not set."""
+        return environ.get(self.key_variable(base_url))
+
+    def key_variable(self, base_url: str) -> str:
+        """Return the name of the variable that holds the key for the server at `base_url`."""
         roots = [server_root(url) for url in self.base_urls]
         root = server_root(base_url)
         index = roots.index(root) if root in roots and len(self.key_variables) > 1 else 0
-        return environ.get(self.key_variables[index])
+        return self.key_variables[index]
 
 
 def server_root(base_url: str) -> str:

@@ -1,7 +1,8 @@
 """Keeps an error of a reward function from counting as a reward of 0, and a sys.exit in one from ending the process.
 
-verifiers catches what a reward function raises, logs it and counts 0: the model would be trained on a bug. Each function is
-wrapped in its rubric. The runner collects what was raised while it scores a group, and decides.
+verifiers' v0 API catches what a reward function raises, logs it and counts 0: the model would be trained on a bug. Its v1 API fails
+the whole episode, and lets a sys.exit end the process. Each adapter wraps every reward function; whoever scores a group collects
+what was raised, and decides.
 """
 
 import functools
@@ -12,7 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import verifiers as vf
+from trivet.environments.apis.messages import cut
+from trivet.errors import RolloutFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,39 +42,47 @@ def collect_reward_errors() -> Iterator[list[RewardError]]:
         _errors.reset(token)
 
 
-def guard_rewards(env: vf.Environment) -> None:
-    """Wrap every reward function of `env`, its sub-rubrics and sub-environments."""
-    for rubric in _rubrics(env.rubric):
-        rubric.funcs = [_guard(function) for function in rubric.funcs]
+def failed_reward(error: RewardError, *, env: str) -> RolloutFailed:
+    """Return the error of a group whose reward function raised."""
+    return RolloutFailed(
+        f"reward function {error.function} of environment {env!r}: {error.kind}: {cut(error.message)}", kind=error.kind
+    )
 
 
-def _rubrics(rubric: vf.Rubric) -> Iterator[vf.Rubric]:
-    yield rubric
-    for inner in getattr(rubric, "rubrics", []):
-        yield from _rubrics(inner)
-    for env in getattr(rubric, "env_map", {}).values():
-        yield from _rubrics(env.rubric)
+def guard(function: Callable[..., Any], *, value_on_error: float | None = None) -> Callable[..., Any]:
+    """Return `function` such that what it raises is collected.
 
-
-def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
+    Args:
+        value_on_error: is returned instead of raising; None raises.
+    """
     if hasattr(function, _GUARDED):
         return function
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        with _recorded(function):
-            value = function(*args, **kwargs)
-            if inspect.isawaitable(value):
-                return _await_guarded(function, value)
-            return _checked(value)
+        try:
+            with _recorded(function):
+                value = function(*args, **kwargs)
+                if inspect.isawaitable(value):
+                    return _await_guarded(function, value, value_on_error)
+                return _checked(value)
+        except Exception:
+            if value_on_error is None:
+                raise
+            return value_on_error
 
     setattr(guarded, _GUARDED, True)
     return guarded
 
 
-async def _await_guarded(function: Callable[..., Any], value: Awaitable[Any]) -> Any:
-    with _recorded(function):
-        return _checked(await value)
+async def _await_guarded(function: Callable[..., Any], value: Awaitable[Any], value_on_error: float | None) -> Any:
+    try:
+        with _recorded(function):
+            return _checked(await value)
+    except Exception:
+        if value_on_error is None:
+            raise
+        return value_on_error
 
 
 def _checked(value: Any) -> Any:
