@@ -24,7 +24,7 @@ ELSEWHERE = {
     "environments/apis/messages.py": "unit/environments/apis/v0/test_runner.py",
     "environments/apis/v0/*.py": "unit/environments/apis/v0/test_runner.py",
     "environments/apis/v0/host.py": "unit/environments/apis/v0/test_kinds.py",
-    "environments/apis/v1/*.py": "integration/test_v1_environments.py",  # needs a release of its own
+    "environments/apis/v1/*.py": "unit/environments/apis/v1/test_host.py",  # with verifiers 0.4
     "environments/local_pool.py": "unit/environments/apis/v0/test_kinds.py",
     "environments/packages/import_check.py": "unit/environments/packages/test_discovery.py",
     "environments/packages/probe.py": "integration/test_env_workers.py",  # a process of its own

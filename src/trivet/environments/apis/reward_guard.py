@@ -26,20 +26,30 @@ class RewardError:
     message: str
 
 
-_errors: ContextVar[list[RewardError] | None] = ContextVar("reward_errors", default=None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Collection:
+    errors: list[RewardError]
+    value_on_error: float | None
+
+
+_collection: ContextVar[_Collection | None] = ContextVar("reward_errors", default=None)
 
 _GUARDED = "__trivet_guarded__"
 
 
 @contextmanager
-def collect_reward_errors() -> Iterator[list[RewardError]]:
-    """Collect what reward functions raise inside the `with`, in tasks started there too."""
+def collect_reward_errors(*, value_on_error: float | None = None) -> Iterator[list[RewardError]]:
+    """Collect what reward functions raise inside the `with`, in tasks started there too.
+
+    Args:
+        value_on_error: is returned by a reward function that raises; None lets it raise.
+    """
     errors: list[RewardError] = []
-    token = _errors.set(errors)
+    token = _collection.set(_Collection(errors=errors, value_on_error=value_on_error))
     try:
         yield errors
     finally:
-        _errors.reset(token)
+        _collection.reset(token)
 
 
 def failed_reward(error: RewardError, *, env: str) -> RolloutFailed:
@@ -49,12 +59,8 @@ def failed_reward(error: RewardError, *, env: str) -> RolloutFailed:
     )
 
 
-def guard(function: Callable[..., Any], *, value_on_error: float | None = None) -> Callable[..., Any]:
-    """Return `function` such that what it raises is collected.
-
-    Args:
-        value_on_error: is returned instead of raising; None raises.
-    """
+def guard(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` such that what it raises is collected."""
     if hasattr(function, _GUARDED):
         return function
 
@@ -63,26 +69,30 @@ def guard(function: Callable[..., Any], *, value_on_error: float | None = None) 
         try:
             with _recorded(function):
                 value = function(*args, **kwargs)
-                if inspect.isawaitable(value):
-                    return _await_guarded(function, value, value_on_error)
-                return _checked(value)
+                return _await_guarded(function, value) if inspect.isawaitable(value) else _checked(value)
         except Exception:
-            if value_on_error is None:
+            if (value := _value_on_error()) is None:
                 raise
-            return value_on_error
+            return value
 
     setattr(guarded, _GUARDED, True)
     return guarded
 
 
-async def _await_guarded(function: Callable[..., Any], value: Awaitable[Any], value_on_error: float | None) -> Any:
+async def _await_guarded(function: Callable[..., Any], value: Awaitable[Any]) -> Any:
     try:
         with _recorded(function):
             return _checked(await value)
     except Exception:
-        if value_on_error is None:
+        if (instead := _value_on_error()) is None:
             raise
-        return value_on_error
+        return instead
+
+
+def _value_on_error() -> float | None:
+    """Return what counts for a function that raised; None when its error does."""
+    collection = _collection.get()
+    return None if collection is None else collection.value_on_error
 
 
 def _checked(value: Any) -> Any:
@@ -97,10 +107,9 @@ def _recorded(function: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit, KeyboardInterrupt) as exc:  # the last two would end the worker and every group in it
-        errors = _errors.get()
-        if errors is not None:
+        if (collection := _collection.get()) is not None:
             name = getattr(function, "__name__", repr(function))
-            errors.append(RewardError(function=name, kind=type(exc).__name__, message=str(exc)))
+            collection.errors.append(RewardError(function=name, kind=type(exc).__name__, message=str(exc)))
         if isinstance(exc, Exception):
             raise
         raise RuntimeError(f"{type(exc).__name__}: {exc}") from exc

@@ -1,0 +1,78 @@
+"""Environments with every generation of the verifiers API, each in a virtual environment that holds that release alone.
+
+Slow: it fills them with uv, from its cache or over the network. VERIFIERS_VENVS keeps them between runs.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+OLD_RELEASES = [
+    "0.1.2",
+    "0.1.3",
+    "0.1.4",
+    "0.1.5.post0",
+    "0.1.6.post0",
+    "0.1.7.post0",
+    "0.1.8.post2",
+    "0.1.9.post3",
+    "0.1.10",
+    "0.1.11",
+    "0.1.12",
+    "0.1.14",
+    "0.2.0",
+    "0.2.1",
+    "0.3.0",
+    "0.3.1",
+]
+"""Every minor release of the v0 API that can be run, with its newest post release. 0.1.13 was never published."""
+INSTALL_TIMEOUT_S = 600.0
+"""For a release whose packages are not in uv's cache."""
+
+
+def interpreter_with(release: str, directory: Path, *packages: str) -> Path:
+    """The interpreter of a virtual environment with a release of verifiers, and what a worker and these tests need."""
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("needs uv on the PATH")
+    venv = Path(os.environ.get("VERIFIERS_VENVS", directory)) / f"verifiers-{release}"
+    python = venv / "bin" / "python"
+    if not python.exists():
+        wanted = [f"verifiers=={release}", "msgspec", "numpy", *packages]
+        for command in (["venv", "--quiet", str(venv)], ["pip", "install", "--quiet", "--python", str(python), *wanted]):
+            done = subprocess.run([uv, *command], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+            assert done.returncode == 0, done.stderr
+    return python
+
+
+def run_with(python: Path, *command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program of these tests with another interpreter."""
+    path = [ROOT / "src", ROOT / "tests", ROOT / "tests" / "support" / "environments"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    return subprocess.run(
+        [str(python), *command], capture_output=True, text=True, timeout=timeout_s, env=environ, cwd=ROOT, check=False
+    )
+
+
+@pytest.mark.parametrize("release", OLD_RELEASES)
+def test_every_kind_of_environment_runs_with_a_release_of_the_v0_api(release: str, tmp_path: Path) -> None:
+    done = run_with(interpreter_with(release, tmp_path), "tests/support/release_program.py", timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    kinds = {kind: found[kind] for kind in ("single", "multi", "tools", "reward error")}
+    assert kinds == dict.fromkeys(kinds, "ok")
+
+
+def test_the_v1_api_trains_on_the_tokens_of_the_server(tmp_path: Path) -> None:
+    python = interpreter_with("0.4.0", tmp_path, "pytest")
+    options = ["--noconftest", "-o", "addopts=", "-W", "default", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    done = run_with(python, "-m", "pytest", "tests/unit/environments/apis/v1", *options, timeout_s=900)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " skipped" not in done.stdout
