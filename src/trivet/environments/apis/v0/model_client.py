@@ -64,7 +64,7 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
         """Add the policy versions of the sampled tokens to verifiers' response."""
         converted = await super().from_native_response(response)
         extra = response.choices[0].model_extra or {}
-        converted["policy_versions"] = extra.get("policy_versions")
+        converted.policy_versions = extra.get("policy_versions")  # type: ignore[attr-defined]  extra fields are allowed
         return converted
 
 

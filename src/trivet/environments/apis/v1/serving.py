@@ -1,11 +1,19 @@
 """Keeps up what a v1 environment serves, from its first group to its end: interception endpoints and shared tool servers."""
 
 import asyncio
-
-from verifiers.v1 import Env
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
 from trivet.environments.apis.messages import describe
 from trivet.errors import RolloutFailed
+
+
+class ServedEnvironment(Protocol):
+    """The part of an environment that is used here. Adapter: `verifiers.v1.Env`."""
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Serve for as long as the block runs."""
+        ...
 
 
 class Serving:
@@ -16,7 +24,7 @@ class Serving:
     >>> await serving.aclose()
     """
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: ServedEnvironment) -> None:
         """Take `env`; nothing is served yet."""
         self._env = env
         self._task: asyncio.Task[None] | None = None
