@@ -5,11 +5,12 @@ Slow: it fills them with uv, from its cache or over the network. VERIFIERS_VENVS
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from support.venvs import interpreter_with
 
 pytestmark = pytest.mark.slow
 
@@ -33,23 +34,6 @@ OLD_RELEASES = [
     "0.3.1",
 ]
 """Every minor release of the v0 API that can be run, with its newest post release. 0.1.13 was never published."""
-INSTALL_TIMEOUT_S = 600.0
-"""For a release whose packages are not in uv's cache."""
-
-
-def interpreter_with(release: str, directory: Path, *packages: str) -> Path:
-    """The interpreter of a virtual environment with a release of verifiers, and what a worker and these tests need."""
-    uv = shutil.which("uv")
-    if uv is None:
-        pytest.skip("needs uv on the PATH")
-    venv = Path(os.environ.get("VERIFIERS_VENVS", directory)) / f"verifiers-{release}"
-    python = venv / "bin" / "python"
-    if not python.exists():
-        wanted = [f"verifiers=={release}", "msgspec", "numpy", *packages]
-        for command in (["venv", "--quiet", str(venv)], ["pip", "install", "--quiet", "--python", str(python), *wanted]):
-            done = subprocess.run([uv, *command], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
-            assert done.returncode == 0, done.stderr
-    return python
 
 
 def run_with(python: Path, *command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
