@@ -93,8 +93,8 @@ class OneReplyHarness(vf.Harness[vf.HarnessConfig]):
     ) -> vf.ProgramResult:
         """Send the task's prompt to the interception endpoint, which records the reply on the trace."""
         system, prompt = self.resolve_text_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
+        said = {"system": system, "user": prompt}
+        messages = [{"role": role, "content": text} for role, text in said.items() if text]
         async with httpx.AsyncClient(timeout=None) as client:  # the request's own limit is the server's
             response = await client.post(
                 f"{endpoint}/chat/completions",

@@ -6,11 +6,20 @@ Slow: it fills them with uv, from its cache or over the network. VERIFIERS_VENVS
 import json
 import os
 import subprocess
+import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from support.http_fake import serve
+from support.processes import assert_all_gone, descendants_of
+from support.v1_program import Order
 from support.venvs import interpreter_with
+from trivet.wire.groups import GroupRequest, SamplingArguments
+from trivet.wire.rollouts import GroupId
+from trivet.wire.servers import ServerAccess
+from trivet.wire.workers import HostSettings
 
 pytestmark = pytest.mark.slow
 
@@ -60,3 +69,50 @@ def test_the_v1_api_trains_on_the_tokens_of_the_server(tmp_path: Path) -> None:
     done = run_with(python, "-m", "pytest", "tests/unit/environments/apis/v1", *options, timeout_s=900)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " skipped" not in done.stdout
+
+
+def test_a_worker_that_is_killed_leaves_no_program_of_a_harness_or_of_tools(tmp_path: Path) -> None:
+    """verifiers' `null` harness waits for a server that never answers; the tools of the example run next to it."""
+    python = interpreter_with("0.4.0", tmp_path, "pytest")
+    is_over = threading.Event()
+    asked = threading.Event()
+
+    def never(method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        asked.set()
+        is_over.wait(120)
+        return 503, b"{}"
+
+    with serve(never) as url:
+        settings = HostSettings(
+            env_id="shop-clerk",
+            name="toy",
+            args={"num_tasks": 1},
+            model_name="m",
+            servers=ServerAccess(base_urls=[url], key_variables=["OPENAI_API_KEY"]),
+        )
+        request = GroupRequest(
+            group_id=GroupId(1),
+            env="toy",
+            example_id=0,
+            num_rollouts=1,
+            base_url=url,
+            sampling=SamplingArguments(temperature=1.0),
+        )
+        path = [ROOT / "src", ROOT / "tests", ROOT / "environments" / "shop_clerk"]
+        worker = subprocess.Popen(
+            [str(python), str(ROOT / "tests/support/v1_program.py"), str(tmp_path / "out")],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        )
+        try:
+            assert worker.stdin is not None
+            worker.stdin.write(msgspec.json.encode(Order(settings=settings, request=request)))
+            worker.stdin.close()
+            assert asked.wait(240), "the harness did not ask the model"
+            programs = descendants_of(worker.pid)
+            assert len(programs) >= 2
+        finally:
+            worker.kill()
+            worker.wait()
+            is_over.set()
+        assert_all_gone(programs)

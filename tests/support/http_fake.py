@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
-import httpx
-
 if TYPE_CHECKING:
     from support.fake_inference import FakeInference
 
@@ -20,6 +18,8 @@ Answer = Callable[[str, str, bytes], tuple[int, bytes]]
 @contextmanager
 def serve_fake(fake: FakeInference) -> Iterator[str]:
     """Yields the base URL of a server that answers as `fake` does."""
+    import httpx  # an old release of verifiers may come without it, and needs `serve` alone
+
     with httpx.Client(transport=fake.transport, base_url="http://fake") as client:
 
         def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:

@@ -87,16 +87,21 @@ class ShopClerkTaskset(vf.Taskset[ShopClerkTask, ShopClerkConfig]):
             tasks.append(ShopClerkTask(data, config.task))
         return tasks
 
-    def toolsets(self, config: ShopClerkConfig) -> list[vf.Toolset]:
+    @classmethod
+    def toolsets(cls, config: ShopClerkConfig) -> list[vf.Toolset]:
         """Return the shop's tools: one server for all rollouts of a worker."""
         return [ShopToolset(config.tools)]
+
+
+HARNESS = vf.HarnessConfig.model_validate({"id": "null"})
+"""A chat with tools and without a shell."""
 
 
 class ShopClerkEnvConfig(vf.EnvConfig):
     """One agent, which holds the conversation."""
 
-    agent: vf.AgentConfig = vf.AgentConfig(harness=vf.HarnessConfig(id="null"), max_turns=8)
-    """A chat with tools and without a shell."""
+    agent: vf.AgentConfig = vf.AgentConfig(harness=HARNESS, max_turns=8)
+    """The clerk."""
 
 
 class ShopClerkEnv(vf.Env[ShopClerkEnvConfig]):

@@ -68,7 +68,7 @@ class TalkHarness(vf.Harness[vf.HarnessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
         _, prompt = self.resolve_prompt(data)
-        messages = [message.model_dump(exclude_none=True) for message in prompt]
+        messages = [message.model_dump(exclude_none=True) for message in prompt or []]
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=30.0) as client:
             try:
                 await getattr(self, f"_{data.way}")(Asker(client, endpoint), messages, data)

@@ -27,6 +27,15 @@ def rollout_seed(sampling: SamplingArguments, *, group_id: GroupId, index: int) 
     return None if sampling.seed is None else derive_seed(sampling.seed, group_id, index) % 2**31
 
 
+def trace_seed(seed: int, number: int) -> int:
+    """Return the seed of one agent's conversation in a rollout that has several.
+
+    Args:
+        number: number of conversations before it; 0 returns `seed`.
+    """
+    return derive_seed(seed, "trace", number) % 2**31 if number else seed
+
+
 def turn_seed(seed: int, turn: int) -> int:
     """Return the seed of a later turn. With one seed for all turns, each turn would draw the same random numbers.
 

@@ -6,6 +6,7 @@ from trivet.environments.apis.requests import (
     plain_arguments,
     request_arguments,
     rollout_seed,
+    trace_seed,
     turn_seed,
 )
 from trivet.environments.sampling import sampling_arguments
@@ -45,3 +46,5 @@ def test_every_rollout_and_every_turn_has_a_seed_of_its_own() -> None:
     assert rollout_seed(SamplingArguments(temperature=1.0), group_id=GroupId(0), index=0) is None
     assert turn_seed(7, 0) == 7
     assert len({turn_seed(7, turn) for turn in range(4)}) == 4
+    assert trace_seed(7, 0) == 7
+    assert len({trace_seed(7, number) for number in range(4)} | {turn_seed(7, turn) for turn in range(1, 4)}) == 7

@@ -27,18 +27,18 @@ class RolloutOpenAI(AsyncOpenAI):
         self._turns: list[tuple[list[Any], list[int]]] = []
         """Messages up to the end of each turn, and their tokens as read and sampled."""
 
-    async def post(self, path: str, *, cast_to: Any, body: Any = None, options: Any = None, **kwargs: Any) -> Any:
+    async def post(self, path: str, *, cast_to: Any, body: Any = None, **options: Any) -> Any:
         """Send a request; chat completions with the seed and the known tokens of their turn."""
-        asked = {**(options or {})}
+        send: Any = super().post
         if path != _CHAT or not isinstance(body, dict):
-            return await super().post(path, cast_to=cast_to, body=body, options=asked, **kwargs)
+            return await send(path, cast_to=cast_to, body=body, **options)
         messages = [_comparable(message) for message in body["messages"]]
         extra: dict[str, Any] = {}
         if body.get("seed") is not None:
             extra["seed"] = turn_seed(body["seed"], len(self._turns))
         if self._keeps_tokens and (known := self._known_tokens(messages)):
             extra["known_token_ids"] = known
-        answer = await super().post(path, cast_to=cast_to, body={**body, **extra}, options=asked, **kwargs)
+        answer = await send(path, cast_to=cast_to, body={**body, **extra}, **options)
         if self._keeps_tokens:
             choice = answer.choices[0]
             said = _comparable({**choice.message.model_dump(), "role": "assistant"})

@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import verifiers as vf
 
@@ -25,7 +25,7 @@ async def play(
         Exception: what the rollout failed with.
     """
     if "input" in inspect.signature(env.rollout).parameters:  # since 0.1.8
-        state: Any = await env.rollout(dict(example), client, model_name, arguments)
+        state: Any = await env.rollout(cast("Any", dict(example)), client, model_name, arguments)
     else:
         state = await _play_with_fields(env, example, client=client, model_name=model_name, arguments=arguments)
     error = state.get("error")

@@ -18,7 +18,7 @@ from verifiers.v1.interception import server as interception_server
 from verifiers.v1.types import Response, SamplingConfig, TurnTokens
 
 from trivet.environments.apis.answers import read_turn
-from trivet.environments.apis.requests import turn_seed
+from trivet.environments.apis.requests import trace_seed, turn_seed
 from trivet.environments.apis.v1.served_turns import ServedTurns
 from trivet.errors import RolloutFailed
 
@@ -105,7 +105,8 @@ class TrivetClient(EvalClient):
     def _asked(self, body: dict[str, Any], turn: PendingTurn) -> dict[str, Any]:
         asked = {name: value for name, value in body.items() if name not in _STREAMED}
         if asked.get("seed") is not None:
-            asked["seed"] = turn_seed(asked["seed"], turn.trace.num_turns)
+            seed = trace_seed(asked["seed"], self._turns.number(turn.trace.id))
+            asked["seed"] = turn_seed(seed, turn.trace.num_turns)
         if self._keeps_tokens and (known := self._known_tokens(turn)):
             asked["known_token_ids"] = known
         return asked

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verifiers.v1 import AgentConfig, EnvConfig, SelectConfig, SubprocessConfig
+from verifiers.v1 import AgentConfig, EnvConfig, SubprocessConfig
+from verifiers.v1.configs.select import SelectConfig  # pyright: ignore[reportMissingImports]  checked with 0.3.1
 from verifiers.v1.utils.loaders import env_config_type, harness_class, resolve_env_config
 
 from trivet.errors import EnvironmentLoadError

@@ -95,7 +95,8 @@ class EpisodeReader:
 
     def _turns_of(self, trace: Trace) -> Iterator[Turn]:
         """Yield the turns on branches that count, in the order they were sampled. Text that nobody sampled has no turn."""
-        kept = {id(node) for branch in trace.branches if branch.trainable for node in branch.nodes}
+        branches: list[Any] = trace.branches  # pyright reads the fields of verifiers 0.3.1
+        kept = {id(node) for branch in branches if branch.trainable for node in branch.nodes}
         for node in trace.nodes:
             if node.sampled and id(node) in kept:
                 turn = self.turns.find(trace.id, node.message)

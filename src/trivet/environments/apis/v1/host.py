@@ -1,10 +1,11 @@
 """Answers group requests with one environment of the v1 API: tasks numbered like examples, one episode for each rollout."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verifiers.v1 import BaseClientConfig, Env, ModelContext, Sampling, Task
+from verifiers.v1 import ClientConfig, Env, ModelContext, Sampling, Task, Trace
 
 from trivet.environments.apis.attempts import play_group, within
 from trivet.environments.apis.messages import cut, shorten_messages
@@ -18,7 +19,7 @@ from trivet.errors import RolloutFailed
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 
-MakeClientConfig = Callable[[str], BaseClientConfig]
+MakeClientConfig = Callable[[str], ClientConfig]
 """Makes the configuration of the clients of the server at a base URL."""
 
 
@@ -104,10 +105,17 @@ class V1Host:
             client=self._make_client_config(request.base_url),
             sampling=self._sampling(request, index),
         )
+        numbers = itertools.count()
+
+        def begin_trace(trace: Trace) -> None:
+            minted.append(trace.id)
+            self._turns.begin(trace.id, number=next(numbers))
+
         value_on_error = 0.0 if self._rules.on_reward_error == "zero" else None
         with collect_reward_errors(value_on_error=value_on_error) as errors:
             [slot] = self._env.slots(task)
-            episode = await self._env.run_slot(slot, context, on_trace=lambda trace: minted.append(trace.id))
+            run: Any = self._env.run_slot  # pyright reads the signature of verifiers 0.3.1
+            episode = await run(slot, context, on_trace=begin_trace)
         if errors and value_on_error is None:
             return PlayedEpisode(episode=episode, failure=failed_reward(errors[0], env=self.name))
         if not self._env.complete(episode):

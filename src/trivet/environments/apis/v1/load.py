@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verifiers.v1 import BaseClientConfig, EvalClientConfig, SelectConfig, Task
+from verifiers.v1 import ClientConfig, EvalClientConfig, Task
+from verifiers.v1.configs.select import SelectConfig  # pyright: ignore[reportMissingImports]  checked with 0.3.1
 from verifiers.v1.utils.loaders import load_environment
 
 from trivet.environments.apis.loading import load_failure
@@ -11,6 +12,7 @@ from trivet.environments.apis.reward_guard import guard
 from trivet.environments.apis.v1.client import TrivetClientConfig, use_trivet_clients
 from trivet.environments.apis.v1.configuration import make_config, read_arguments
 from trivet.environments.apis.v1.host import V1Host, V1Rules
+from trivet.environments.apis.v1.programs import tie_programs
 from trivet.environments.apis.v1.served_turns import ServedTurns
 from trivet.environments.examples import hash_fields
 from trivet.environments.packages.installed import require_installed
@@ -34,6 +36,7 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
         EnvironmentLoadError: the package is not installed, its configuration refuses the args, or its own code raised.
     """
     use_trivet_clients()
+    tie_programs()
     try:
         data, select = read_arguments(settings.env_id, settings.args)
         env = load_environment(make_config(data, name=settings.name))
@@ -98,10 +101,10 @@ def guard_rewards(task_class: type[Task]) -> None:
     task_class.hooks = hooks  # type: ignore[method-assign]  verifiers has no other place to wrap them
 
 
-def _config_maker(settings: HostSettings, turns: ServedTurns) -> Callable[[str], BaseClientConfig]:
+def _config_maker(settings: HostSettings, turns: ServedTurns) -> Callable[[str], ClientConfig]:
     servers = settings.servers
 
-    def make_client_config(base_url: str) -> BaseClientConfig:
+    def make_client_config(base_url: str) -> ClientConfig:
         options = {
             "base_url": f"{server_root(base_url)}/v1",
             "api_key_var": servers.key_variable(base_url),

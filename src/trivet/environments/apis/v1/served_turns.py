@@ -11,6 +11,7 @@ class ServedTurns:
     verifiers puts the message object of an answer into its graph as it is, so the object itself names the turn. A message that an
     environment has rewritten is another object: its text was not sampled, and is not trained on.
 
+    >>> turns.begin(trace.id, number=0)
     >>> turns.record(trace.id, response.message, turn)
     >>> turns.find(trace.id, trace.nodes[3].message)
     >>> turns.forget(trace.id)
@@ -18,6 +19,15 @@ class ServedTurns:
 
     def __init__(self) -> None:
         self._turns: dict[str, dict[int, tuple[Any, Turn]]] = {}
+        self._numbers: dict[str, int] = {}
+
+    def begin(self, trace_id: str, *, number: int) -> None:
+        """Note that a trace is the `number`-th of its episode, from 0."""
+        self._numbers[trace_id] = number
+
+    def number(self, trace_id: str) -> int:
+        """Return which trace of its episode it is, from 0. Each needs seeds of its own."""
+        return self._numbers.get(trace_id, 0)
 
     def record(self, trace_id: str, message: Any, turn: Turn) -> None:
         """Keep `turn`, which sampled `message`."""
@@ -32,7 +42,8 @@ class ServedTurns:
     def forget(self, trace_id: str) -> None:
         """Drop the turns of a trace. May be called again."""
         self._turns.pop(trace_id, None)
+        self._numbers.pop(trace_id, None)
 
     def __len__(self) -> int:
-        """Return the number of traces that have turns."""
-        return len(self._turns)
+        """Return the number of traces that are kept."""
+        return len(self._turns.keys() | self._numbers.keys())

@@ -141,7 +141,7 @@ def test_training_tokens_are_those_read_and_sampled(name: str, strategy: str) ->
 @pytest.mark.parametrize("name", CASES)
 def test_verifiers_own_view_of_the_trace_has_the_same_tokens(name: str) -> None:
     rollout, server = play_case(name)
-    import talks
+    import talks  # pyright: ignore[reportMissingImports]  its directory is on the path in this test
 
     branches = talks.seen[-1].branches
     ours = {tuple(sample.token_ids_T.tolist()) for sample in rollout.samples}
@@ -220,11 +220,12 @@ def test_an_environment_of_the_verifiers_package_runs_unchanged_and_its_agents_a
     answers = ["2" + IM_END, "7" + IM_END, "0" + IM_END]
     server = TemplateServer("chatml", answers=answers)
     args = {"taskset": {"id": "count-letters", "num_tasks": 5}, "n": 3}
-    [rollout] = play(server, args, env_id="best-of-n")
+    [rollout] = play(server, args, env_id="best-of-n", seed=3)
     assert_trains_on_what_was_sampled(rollout, server.turns, tokenizer=server.tokenizer)
     assert len(rollout.samples) == rollout.num_turns == 3
     assert rollout.scores["agent/pass_at_n"] in (0.0, 1.0)
     assert rollout.reward == rollout.scores["agent/reward"]
+    assert len(set(server.seeds)) == 3  # with one seed, every attempt would say the same
 
 
 def test_a_server_that_answers_text_alone_gives_scored_rollouts_without_samples() -> None:
