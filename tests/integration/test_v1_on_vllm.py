@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,14 @@ def recorded(base_url: str, template: str) -> Iterator[tuple[str, list[ServedTur
             yield url, turns
 
 
-def play(python: Path, url: str, out: Path, *, env_id: str, args: dict[str, Any], model: str, **fields: Any) -> Rollout:
-    """One rollout, played by another interpreter."""
-    order = Order(
+def order_of(url: str, *, env_id: str, args: dict[str, Any], model: str, template: str, grammar: str) -> Order:
+    """One rollout with a chat template, of a model that can only say what the grammar allows."""
+    fields = {
+        "max_tokens": 120,
+        "chat_template": make_model_tokenizer(template).chat_template,
+        "structured_outputs": {"regex": grammar},
+    }
+    return Order(
         settings=HostSettings(
             env_id=env_id,
             name="toy",
@@ -91,65 +96,51 @@ def play(python: Path, url: str, out: Path, *, env_id: str, args: dict[str, Any]
             example_id=0,
             num_rollouts=1,
             base_url=url,
-            sampling=SamplingArguments(temperature=1.0, seed=1, fields={"max_tokens": 120, **fields}),
+            sampling=SamplingArguments(temperature=1.0, seed=1, fields=fields),
         ),
     )
+
+
+def play(python: Path, orders: list[Order], directory: Path) -> list[Rollout]:
+    """The rollout of each order, played by another interpreter."""
     path = [ROOT / "src", ROOT / "tests", ROOT / "tests/support/environments", ROOT / "environments/shop_clerk"]
     done = subprocess.run(
-        [str(python), "tests/support/v1_program.py", str(out)],
-        input=msgspec.json.encode(order),
+        [str(python), "tests/support/v1_program.py", str(directory)],
+        input=msgspec.json.encode(orders),
         capture_output=True,
-        timeout=300,
+        timeout=500,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
         cwd=ROOT,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
-    [rollout] = decode(out.read_bytes(), Group).rollouts
-    return rollout
+    groups = [decode((directory / str(number)).read_bytes(), Group) for number in range(len(orders))]
+    return [rollout for group in groups for rollout in group.rollouts]
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_conversations_have_the_tokens_of_the_server(
-    server: ServerProcess, python: Path, template: str, tmp_path: Path
-) -> None:
-    thought = {"qwen3": THOUGHT, "deepseek_r1": THOUGHT.removeprefix(r"<think>\n")}.get(template, "")
-    fields = {
-        "chat_template": make_model_tokenizer(template).chat_template,
-        "structured_outputs": {"regex": thought + WORDS},
-    }
-    args = {"rows": [{"lines": ["Sure?", "Really?"]}]}
-    with recorded(server.base_url, template) as (url, turns):
-        rollout = play(python, url, tmp_path / "out", env_id="talks", args=args, model=model_name(server.base_url), **fields)
-    assert len(turns) == 3
-    assert_trains_on_what_was_sampled(rollout, turns, tokenizer=make_model_tokenizer(template))
-    assert len(rollout.samples) == (3 if thought else 1)
-
-
-def test_a_harness_program_with_tools_has_the_tokens_of_the_server(server: ServerProcess, python: Path, tmp_path: Path) -> None:
-    """verifiers' own `null` harness, a process, and an MCP server with the tools: the example environment as it is."""
-    fields = {
-        "chat_template": make_model_tokenizer("hermes").chat_template,
-        "structured_outputs": {"regex": SHOP_CALL},
-    }
-    args = {"num_tasks": 1, "agent": {"max_turns": 3}}
-    with recorded(server.base_url, "hermes") as (url, turns):
-        rollout = play(
-            python, url, tmp_path / "out", env_id="shop-clerk", args=args, model=model_name(server.base_url), **fields
-        )
-    assert len(turns) == 3
-    assert_trains_on_what_was_sampled(rollout, turns, tokenizer=make_model_tokenizer("hermes"))
-    assert len(rollout.samples) == 1
-    assert [message["role"] for message in rollout.completion] == ["assistant", "tool"] * 2 + ["assistant"]
-
-
-def test_calls_of_a_harness_inside_the_worker_have_the_tokens_of_the_server(
-    server: ServerProcess, python: Path, tmp_path: Path
-) -> None:
-    fields = {"chat_template": make_model_tokenizer("qwen3").chat_template, "structured_outputs": {"regex": THOUGHT + CALL}}
-    args = {"rows": [{"way": "tools"}], "agent": {"max_turns": 4}}
-    with recorded(server.base_url, "qwen3") as (url, turns):
-        rollout = play(python, url, tmp_path / "out", env_id="talks", args=args, model=model_name(server.base_url), **fields)
-    assert len(turns) == 4
-    assert_trains_on_what_was_sampled(rollout, turns, tokenizer=make_model_tokenizer("qwen3"))
-    assert len(rollout.samples) == 1
+def test_samples_have_the_tokens_that_the_server_answered_with(server: ServerProcess, python: Path, tmp_path: Path) -> None:
+    """Conversations with every template; calls of a harness inside the worker; and the example with tools as it is: verifiers' own
+    `null` harness, a process, and an MCP server.
+    """
+    thoughts = {"qwen3": THOUGHT, "deepseek_r1": THOUGHT.removeprefix(r"<think>\n")}
+    talk = {"rows": [{"lines": ["Sure?", "Really?"]}]}
+    cases: list[tuple[str, str, dict[str, Any], str, int, int]] = [
+        (template, "talks", talk, thoughts.get(template, "") + WORDS, 3, 3 if template in thoughts else 1)
+        for template in TEMPLATES
+    ]
+    calls = {"rows": [{"way": "tools"}], "agent": {"max_turns": 4}}
+    cases.append(("qwen3", "talks", calls, THOUGHT + CALL, 4, 1))
+    cases.append(("hermes", "shop-clerk", {"num_tasks": 1, "agent": {"max_turns": 3}}, SHOP_CALL, 3, 1))
+    model = model_name(server.base_url)
+    with ExitStack() as recorders:
+        recordings = [recorders.enter_context(recorded(server.base_url, template)) for template, *_ in cases]
+        orders = [
+            order_of(url, env_id=env_id, args=args, model=model, template=template, grammar=grammar)
+            for (template, env_id, args, grammar, _, _), (url, _) in zip(cases, recordings, strict=True)
+        ]
+        rollouts = play(python, orders, tmp_path)
+    for (template, _, _, _, num_turns, num_samples), (_, turns), rollout in zip(cases, recordings, rollouts, strict=True):
+        assert len(turns) == rollout.num_turns == num_turns
+        assert_trains_on_what_was_sampled(rollout, turns, tokenizer=make_model_tokenizer(template))
+        assert len(rollout.samples) == num_samples
+    assert [message["role"] for message in rollouts[-1].completion] == ["assistant", "tool"] * 2 + ["assistant"]

@@ -6,14 +6,13 @@ Slow: it fills them with uv, from its cache or over the network. VERIFIERS_VENVS
 import json
 import os
 import subprocess
-import threading
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
-from support.http_fake import serve
-from support.processes import assert_all_gone, descendants_of
+from support.processes import assert_all_gone, descendants_of, wait_until
 from support.v1_program import Order
 from support.venvs import interpreter_with
 from trivet.wire.groups import GroupRequest, SamplingArguments
@@ -71,48 +70,42 @@ def test_the_v1_api_trains_on_the_tokens_of_the_server(tmp_path: Path) -> None:
     assert " skipped" not in done.stdout
 
 
-def test_a_worker_that_is_killed_leaves_no_program_of_a_harness_or_of_tools(tmp_path: Path) -> None:
-    """verifiers' `null` harness waits for a server that never answers; the tools of the example run next to it."""
+def test_a_worker_that_is_killed_leaves_no_program_of_a_harness(tmp_path: Path) -> None:
+    """verifiers starts programs in sessions of their own, so ending the worker's session would not reach them."""
     python = interpreter_with("0.4.0", tmp_path, "pytest")
-    is_over = threading.Event()
-    asked = threading.Event()
+    settings = HostSettings(
+        env_id="talks",
+        name="toy",
+        args={"rows": [{"way": "program"}]},
+        model_name="m",
+        servers=ServerAccess(base_urls=["http://127.0.0.1:9"], key_variables=["OPENAI_API_KEY"]),
+    )
+    request = GroupRequest(
+        group_id=GroupId(1),
+        env="toy",
+        example_id=0,
+        num_rollouts=1,
+        base_url="http://127.0.0.1:9",
+        sampling=SamplingArguments(temperature=1.0),
+    )
+    path = [ROOT / "src", ROOT / "tests", ROOT / "tests" / "support" / "environments"]
+    worker = subprocess.Popen(
+        [str(python), str(ROOT / "tests/support/v1_program.py"), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+    )
+    programs: list[psutil.Process] = []
 
-    def never(method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        asked.set()
-        is_over.wait(120)
-        return 503, b"{}"
+    def is_started() -> bool:
+        programs[:] = [each for each in descendants_of(worker.pid) if "sleep" in each.name()]
+        return bool(programs)
 
-    with serve(never) as url:
-        settings = HostSettings(
-            env_id="shop-clerk",
-            name="toy",
-            args={"num_tasks": 1},
-            model_name="m",
-            servers=ServerAccess(base_urls=[url], key_variables=["OPENAI_API_KEY"]),
-        )
-        request = GroupRequest(
-            group_id=GroupId(1),
-            env="toy",
-            example_id=0,
-            num_rollouts=1,
-            base_url=url,
-            sampling=SamplingArguments(temperature=1.0),
-        )
-        path = [ROOT / "src", ROOT / "tests", ROOT / "environments" / "shop_clerk"]
-        worker = subprocess.Popen(
-            [str(python), str(ROOT / "tests/support/v1_program.py"), str(tmp_path / "out")],
-            stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
-        )
-        try:
-            assert worker.stdin is not None
-            worker.stdin.write(msgspec.json.encode(Order(settings=settings, request=request)))
-            worker.stdin.close()
-            assert asked.wait(240), "the harness did not ask the model"
-            programs = descendants_of(worker.pid)
-            assert len(programs) >= 2
-        finally:
-            worker.kill()
-            worker.wait()
-            is_over.set()
-        assert_all_gone(programs)
+    try:
+        assert worker.stdin is not None
+        worker.stdin.write(msgspec.json.encode([Order(settings=settings, request=request)]))
+        worker.stdin.close()
+        wait_until(is_started, timeout_s=240.0, waiting_for="the program of the harness")
+    finally:
+        worker.kill()
+        worker.wait()
+    assert_all_gone(programs)

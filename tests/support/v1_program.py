@@ -36,5 +36,6 @@ async def play(order: Order) -> Group:
 
 
 if __name__ == "__main__":
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    Path(sys.argv[1]).write_bytes(encode(asyncio.run(play(order))))
+    orders = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Order])
+    for number, each in enumerate(orders):
+        (Path(sys.argv[1]) / str(number)).write_bytes(encode(asyncio.run(play(each))))

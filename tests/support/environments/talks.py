@@ -1,7 +1,8 @@
 """A taskset of the v1 API whose tasks say how the conversation goes. Its harness runs in this process and asks over HTTP.
 
 `way` of a task: `talk` says the next line after each reply; `tools` calls `add` until a reply calls nothing; `branch` continues the
-first reply with each line by itself; `stream` is `talk` over server-sent events; `anthropic` asks in another dialect.
+first reply with each line by itself; `stream` is `talk` over server-sent events; `anthropic` asks in another dialect; `program`
+starts a program that asks nothing and does not end.
 """
 
 import asyncio
@@ -67,6 +68,8 @@ class TalkHarness(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
+        if data.way == "program":
+            return await runtime.run_program(["sleep", "600"], {})
         _, prompt = self.resolve_prompt(data)
         messages = [message.model_dump(exclude_none=True) for message in prompt or []]
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=30.0) as client:
