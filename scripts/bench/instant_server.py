@@ -13,7 +13,7 @@ import verifiers as vf
 from datasets import Dataset
 from openai import AsyncOpenAI
 
-from trivet.environments.model_client import ModelClient
+from trivet.environments.apis.v0.model_client import ModelClient
 from trivet.wire.versions import PolicyVersion, Step
 
 NUM_EXAMPLES = 1000

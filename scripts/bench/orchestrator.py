@@ -37,11 +37,12 @@ from trivet.algorithms.advantages import mean_baseline
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig, TransportConfig
-from trivet.environments.host import EnvironmentHost
+from trivet.environments.apis.requests import request_arguments
+from trivet.environments.apis.trajectories import Turn, to_samples
+from trivet.environments.apis.v0.host import V0Host
+from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.environments.local_pool import LocalPool
-from trivet.environments.runner import GroupRunner
-from trivet.environments.sampling import request_arguments
-from trivet.environments.trajectories import Turn, to_samples
+from trivet.lifetime import die_with_parent
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
@@ -264,7 +265,7 @@ def rate_of_verifiers(num_rollouts: int, num_tokens: int) -> float:
 def rate_through_verifiers(num_rollouts: int, num_tokens: int, directory: Path) -> float:
     """Return rollouts per second of our loop through the same environment."""
     runner = GroupRunner(env=make_environment(), label="toy", model_name="m")
-    host = EnvironmentHost(runner, make_client=lambda _: instant_client(num_tokens))
+    host = V0Host(runner, make_client=lambda _: instant_client(num_tokens))
     run_group = group_runner(LocalPool({"toy": host}), sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
     _, watched = run_loop(run_group, directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 10, examples=EXAMPLES)
     return watched.whole_rate

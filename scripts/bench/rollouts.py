@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from openai import AsyncOpenAI
+
 from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.client import ClientConfig
@@ -31,9 +33,11 @@ from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.inference import InferenceConfig, InferenceModelConfig, ServerConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig, PolicyModelConfig, SamplingConfig
 from trivet.config.sections.shared import CkptConfig, TransportConfig
-from trivet.environments.model_client import make_model_client
-from trivet.environments.packages.load import load_environment
-from trivet.environments.sampling import request_arguments, sampling_arguments
+from trivet.environments.apis.requests import request_arguments
+from trivet.environments.apis.v0.load import load_environment
+from trivet.environments.apis.v0.model_client import ModelClient
+from trivet.environments.sampling import sampling_arguments
+from trivet.environments.settings import host_settings
 from trivet.orchestrator.connections import open_environments
 from trivet.orchestrator.start import run
 from trivet.secret import find_secret
@@ -107,8 +111,8 @@ async def run_orchestrator(config: OrchestratorConfig) -> None:
 
 async def run_verifiers(config: OrchestratorConfig) -> float:
     """Return sampled tokens per second of verifiers' own loop over as many rollouts as one batch."""
-    env = load_environment(config.env[0].id, name=config.env[0].label, args=config.env[0].args)
-    client = make_model_client(config.client.base_url[0], api_key=None, timeout_s=600.0)
+    env = load_environment(host_settings(config.env[0], model_name=config.model.name, client=config.client))
+    client = ModelClient(AsyncOpenAI(base_url=config.client.base_url[0], api_key="EMPTY", timeout=600.0, max_retries=0))
     num_examples = config.batch_size // config.rollouts_per_example
     rows: list[Any] = [row for row in env.get_dataset(num_examples) for _ in range(config.rollouts_per_example)]
     arguments = request_arguments(sampling_arguments(config.sampling, temperature=1.0), seed=None)

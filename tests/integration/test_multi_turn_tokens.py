@@ -13,15 +13,15 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 from openai import AsyncOpenAI
-from transformers import PreTrainedTokenizerFast
 
-from support.multi_turn import QUESTION, Interview, ServedTurn, add, assert_trains_on_what_was_sampled
+from support.multi_turn import QUESTION, Interview, add
 from support.oracle import Oracle
-from support.servers import ServerProcess, run_server
-from support.template_server import STOPS, make_tokenizer, write_conversation
-from support.tiny_models import write_tiny_model
-from trivet.environments.model_client import ModelClient
-from trivet.environments.runner import GroupRunner
+from support.served_turns import ServedTurn, assert_trains_on_what_was_sampled
+from support.servers import ServerProcess
+from support.template_server import write_conversation
+from support.tiny_chats import CALL, TEMPLATES, THOUGHT, WORDS, make_model_tokenizer, model_name, run_templates_server
+from trivet.environments.apis.v0.model_client import ModelClient
+from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, VersionRun
@@ -30,23 +30,12 @@ pytestmark = pytest.mark.vllm
 
 NUM_ROLLOUTS = 6
 NUM_TURNS = 4
-TEMPLATES = ["chatml", "hermes", "qwen3", "llama3", "deepseek_r1"]
-CALL = r'(I add\.\n\n)?<tool_call>\n?\{"name": ?"add", ?"arguments": ?\{"a": ?[1-9][0-9]?, ?"b": ?[0-9]\}\}\n?</tool_call>'
-THOUGHT = r"<think>\n[a-z ]{1,20}\n</think>\n\n"
-WORDS = r"(message|content|tool|[a-z]| ){3,12}"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Serve a tokenizer with the special tokens of every template. Each request brings its template."""
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, tokenizer=make_tokenizer("hermes"))
-    flags = {
-        "model.enable-auto-tool-choice": "true",
-        "model.tool-call-parser": "hermes",
-        "vllm-args": '{"trust_request_chat_template": true}',
-    }
-    with run_server(directory, log=tmp_path_factory.mktemp("server") / "inference.stdout", **flags) as server:
+    """A server that takes its chat template from the request."""
+    with run_templates_server(tmp_path_factory) as server:
         yield server
 
 
@@ -106,18 +95,6 @@ def run(
         return list(await asyncio.gather(*(rollout(number) for number in range(NUM_ROLLOUTS))))
 
     return asyncio.run(scenario())
-
-
-def make_model_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer whose template ends turns as the model does."""
-    tokenizer = make_tokenizer(template)
-    for stop in STOPS:
-        tokenizer.chat_template = tokenizer.chat_template.replace(stop, STOPS[0])
-    return tokenizer
-
-
-def model_name(base_url: str) -> str:
-    return httpx.get(f"{base_url}/v1/models", timeout=60).json()["data"][0]["id"]
 
 
 def interview(*lines: str) -> vf.Environment:

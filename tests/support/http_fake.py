@@ -1,13 +1,15 @@
 """Serves stand-ins for the inference server on a real port, for requests from other processes or over real sockets."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
 
-import httpx
-
-from support.fake_inference import FakeInference
+if TYPE_CHECKING:
+    from support.fake_inference import FakeInference
 
 Answer = Callable[[str, str, bytes], tuple[int, bytes]]
 """Returns status and JSON for a method, a path and a body."""
@@ -15,7 +17,9 @@ Answer = Callable[[str, str, bytes], tuple[int, bytes]]
 
 @contextmanager
 def serve_fake(fake: FakeInference) -> Iterator[str]:
-    """Yield the base URL of a server that answers as `fake` does."""
+    """Yields the base URL of a server that answers as `fake` does."""
+    import httpx  # an old release of verifiers may come without it, and needs `serve` alone
+
     with httpx.Client(transport=fake.transport, base_url="http://fake") as client:
 
         def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:

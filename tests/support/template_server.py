@@ -3,28 +3,27 @@
 It writes conversations as vLLM does, keeps the tokens of known turns with the product's own rule, and samples the scripted text
 in tokens that its tokenizer would not have chosen. `turns` is what it read and sampled.
 
-server = TemplateServer("qwen3", answers=["<think>
-hm
-</think>
-yes<|im_end|>"], seed=1)
-client = server.client(keeps_tokens=True)
+server = TemplateServer("qwen3", answers=["<think>\nhm\n</think>\nyes<|im_end|>"], seed=1)
+http = server.http()
+
+`served_url` puts it on a real port.
 """
 
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from support.multi_turn import ServedTurn
-from trivet.environments.model_client import ModelClient
+from support.http_fake import serve
+from support.served_turns import ServedTurn
 from trivet.inference.continuation import continue_tokens
 from trivet.wire.versions import PolicyVersion, VersionRun
 
@@ -72,13 +71,25 @@ class TemplateServer:
         self._parses_reasoning = parses_reasoning
         self._max_model_len = max_model_len
 
-    def client(self, *, keeps_tokens: bool) -> ModelClient:
-        http = httpx.AsyncClient(transport=httpx.MockTransport(self._handle))
-        openai = AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=http, max_retries=0)
-        return ModelClient(openai, keeps_tokens=keeps_tokens)
+    def http(self) -> httpx.AsyncClient:
+        """A connection to it without a port."""
+        return httpx.AsyncClient(transport=httpx.MockTransport(lambda request: self.answer(request.content)))
 
-    def _handle(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
+    @contextmanager
+    def served_url(self) -> Iterator[str]:
+        """Its base URL while it listens on a port."""
+
+        def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:
+            assert (method, path) == ("POST", "/v1/chat/completions"), f"{method} {path}"
+            response = self.answer(body)
+            return response.status_code, response.content
+
+        with serve(answer) as url:
+            yield url
+
+    def answer(self, content: bytes) -> httpx.Response:
+        """Its answer to a chat-completions request."""
+        body = json.loads(content)
         self.seeds.append(body.get("seed"))
         text = write_conversation(self.tokenizer, body["messages"], tools=body.get("tools"))
         read = self._read(text, body.get("known_token_ids"))

@@ -16,16 +16,21 @@ ELSEWHERE = {
     "config/checks/*.py": "unit/config/checks/test_all_checks.py",
     "config/loading/*.py": "unit/config/loading/test_load.py",
     "config/sections/*.py": "unit/config/loading/test_load.py",  # declarations, read through the loader
+    "config/tables.py": "unit/config/loading/test_load.py",
     "config/vllm_keys.py": "unit/inference/test_arguments.py",
     "dialects/vf_tmux.py": "integration/test_vf_tmux.py",
     "dialects/*.py": "unit/dialects/test_vf_rl.py",
-    "environments/host.py": "unit/environments/test_kinds.py",
-    "environments/local_pool.py": "unit/environments/test_kinds.py",
-    "environments/model_client.py": "unit/environments/test_runner.py",
+    "environments/apis/host.py": "unit/environments/apis/v0/test_kinds.py",  # declarations
+    "environments/apis/loading.py": "unit/environments/apis/v0/test_load.py",
+    "environments/apis/messages.py": "unit/environments/apis/v0/test_runner.py",
+    "environments/apis/v0/*.py": "unit/environments/apis/v0/test_runner.py",
+    "environments/apis/v0/host.py": "unit/environments/apis/v0/test_kinds.py",
+    "environments/apis/v1/*.py": "unit/environments/apis/v1/test_host.py",  # with verifiers 0.4
+    "environments/local_pool.py": "unit/environments/apis/v0/test_kinds.py",
     "environments/packages/import_check.py": "unit/environments/packages/test_discovery.py",
     "environments/packages/probe.py": "integration/test_env_workers.py",  # a process of its own
     "environments/port.py": "unit/environments/workers/test_pool.py",
-    "environments/sampling.py": "unit/environments/test_runner.py",
+    "environments/sampling.py": "unit/environments/apis/test_requests.py",
     "environments/workers/main.py": "integration/test_env_workers.py",  # a process of its own
     "errors.py": "unit/orchestrator/test_start.py",  # declarations, and `first_error`
     "evaluation/re*.py": "unit/evaluation/test_offline.py",

@@ -1,7 +1,7 @@
 """Asks an inference server of ours which policy it serves, to load another, and for tokens.
 
 The orchestrator, `eval` and the tests go through here. Chat completions of environments do not: verifiers sends those
-itself (environments.model_client).
+itself (environments.apis).
 """
 
 import asyncio
@@ -14,9 +14,9 @@ import httpx
 import msgspec
 
 from trivet.client.load import ServerLoad, read_load
-from trivet.config.sections.client import server_root
+from trivet.durable import DECODE_ERRORS
 from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused
-from trivet.storage.durable import DECODE_ERRORS
+from trivet.wire.servers import server_root
 from trivet.wire.versions import PolicyVersion, VersionRun
 
 _POLL_INTERVAL_S = 0.5
@@ -41,6 +41,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One per token, as sampled, temperature applied."""
     versions: list[VersionRun]
     """Cover the tokens."""
+    prompt_ids: list[int] = []
+    """What the model read, for a completion of messages."""
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -59,6 +61,7 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
+    prompt_token_ids: list[int] = []
 
 
 class _Scored(msgspec.Struct):
@@ -216,12 +219,18 @@ class InferenceClient:
         answer = await self._ask(
             "POST", "/inference/v1/generate", _Answer, body={"token_ids": list(token_ids), "sampling_params": sampling}
         )
-        choice = answer.choices[0]
-        return Generation(
-            token_ids=choice.token_ids,
-            logprobs=[token.logprob for token in choice.logprobs.content],
-            versions=choice.policy_versions,
-        )
+        return _generation(answer)
+
+    async def complete_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, model: str, fields: Mapping[str, Any]
+    ) -> Generation:
+        """Complete messages under the server's chat template.
+
+        Args:
+            fields: further ones of the request's body, such as `temperature`.
+        """
+        asked = {"messages": list(messages), "model": model, "logprobs": True, "return_token_ids": True, **fields}
+        return _generation(await self._ask("POST", "/v1/chat/completions", _Answer, body=asked))
 
     async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
         """Have the server's model score tokens that someone else sampled. Any vLLM server answers, not only ours.
@@ -299,6 +308,16 @@ class InferenceClient:
             raise InferenceTimeout(f"{asked} was not answered within {timeout_s:.0f} s") from exc
         except httpx.HTTPError as exc:
             raise InferenceError(f"{asked} failed: {type(exc).__name__}: {exc}") from exc
+
+
+def _generation(answer: _Answer) -> Generation:
+    choice = answer.choices[0]
+    return Generation(
+        token_ids=choice.token_ids,
+        logprobs=[token.logprob for token in choice.logprobs.content],
+        versions=choice.policy_versions,
+        prompt_ids=answer.prompt_token_ids,
+    )
 
 
 def _absolute(directory: Path) -> str:

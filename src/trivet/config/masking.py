@@ -7,7 +7,7 @@ the passwords inside addresses.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from trivet.config.loading.keys import as_list, as_table
+from trivet.config.tables import as_list, as_table
 
 HIDDEN = "(not shown: it may be a secret)"
 _STARS = "***"

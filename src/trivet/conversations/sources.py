@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from trivet.config.checks.sft import looks_local
-from trivet.config.loading.keys import as_list, as_table
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.loading.user_values import parse_json
+from trivet.config.tables import as_list, as_table
 from trivet.conversations.records import DatasetRecord
 from trivet.errors import ConfigError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
-from trivet.config.loading.keys import as_table
+from trivet.config.tables import as_table
 from trivet.dialects.vf_translation import RUN_KEYS
 from trivet.launcher.logs import LogFollower
 from trivet.telemetry.logs import text_line

@@ -30,6 +30,10 @@ def example_hashes(dataset: Any, keys: Sequence[str]) -> list[str]:
     names = [key for key in keys if key in dataset.column_names]
     if not names:
         return []
+    return hash_fields([dataset[name] for name in names])
+
+
+def hash_fields(columns: Sequence[Sequence[Any]]) -> list[str]:
+    """Return the SHA-256 of each row of `columns`."""
     encoder = msgspec.json.Encoder(enc_hook=repr, order="sorted")
-    columns = [dataset[name] for name in names]
     return [hashlib.sha256(encoder.encode(fields)).hexdigest() for fields in zip(*columns, strict=True)]

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trivet.environments.host import EnvironmentHost
+from trivet.environments.apis.host import EnvironmentHost
 from trivet.wire.events import Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout

@@ -1,13 +1,7 @@
-"""Translates the sampling configuration into what a group carries, and that into the arguments of one request. Pure."""
-
-from typing import Any
+"""Translates the sampling configuration into what a group carries. Pure; `apis.requests` makes a request of that."""
 
 from trivet.config.sections.sampling import RequestSamplingConfig
 from trivet.wire.groups import SamplingArguments
-
-_OPENAI = ("max_tokens", "top_p", "presence_penalty", "frequency_penalty")
-"""Fields that the OpenAI client knows; every other travels in `extra_body`."""
-_DEFAULTS = RequestSamplingConfig().model_dump()
 
 
 def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | None) -> SamplingArguments:
@@ -31,32 +25,3 @@ def sampling_arguments(sampling: RequestSamplingConfig, *, temperature: float | 
             **sampling.extra_body,
         },
     )
-
-
-def request_arguments(sampling: SamplingArguments, *, seed: int | None) -> dict[str, Any]:
-    """Return the arguments of one chat-completions request to a trivet server, in the form that verifiers passes on.
-
-    Args:
-        seed: this request's own.
-    """
-    return {
-        "temperature": sampling.temperature,
-        "seed": seed,
-        "logprobs": True,
-        **{name: sampling.fields[name] for name in _OPENAI if name in sampling.fields},
-        "extra_body": {
-            **{name: value for name, value in sampling.fields.items() if name not in _OPENAI},
-            "return_token_ids": True,
-        },
-    }
-
-
-def plain_arguments(sampling: SamplingArguments, *, seed: int | None) -> dict[str, Any]:
-    """Return the arguments of one chat-completions request to any other OpenAI-compatible server.
-
-    Only values that differ from their default are sent: such a server may refuse fields that it does not know.
-    """
-    fields = {name: value for name, value in sampling.fields.items() if value != _DEFAULTS.get(name)}
-    known = {name: fields.pop(name) for name in _OPENAI if name in fields}
-    asked = {"temperature": sampling.temperature, "seed": seed, **known, "extra_body": fields or None}
-    return {name: value for name, value in asked.items() if value is not None}

@@ -33,7 +33,7 @@ def host_settings(
         name=env.label,
         args=env.args,
         model_name=model_name,
-        client=client.model_dump(mode="json"),
+        servers=client.access,
         trajectory_strategy=trajectory_strategy,
         hash_keys=list(hash_keys),
         on_reward_error=env.on_reward_error,
@@ -63,11 +63,6 @@ def run_settings(config: OrchestratorConfig) -> dict[str, HostSettings]:
     }
 
 
-def client_config(settings: HostSettings) -> ClientConfig:
-    """Return the client section that `settings` carries as plain data."""
-    return ClientConfig.model_validate(settings.client)
-
-
 def worker_environment(environ: Mapping[str, str], *, settings: Iterable[HostSettings] = ()) -> dict[str, str]:
     """Return `environ` for a process that imports environments, without the run's secret and credentials.
 
@@ -75,6 +70,6 @@ def worker_environment(environ: Mapping[str, str], *, settings: Iterable[HostSet
     """
     kept: set[str] = set()
     for each in settings:
-        kept |= {*each.keep_variables, *client_config(each).api_key_var}
+        kept |= {*each.keep_variables, *each.servers.key_variables}
     withheld = {SECRET_FILE, *(set(CREDENTIALS) - kept)}
     return {name: value for name, value in environ.items() if name not in withheld}

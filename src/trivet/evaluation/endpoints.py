@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trivet.config.loading.keys import as_table
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.evaluation import EvalClientConfig
+from trivet.config.tables import as_table
 from trivet.errors import ConfigError
 
 KEY_VARIABLE = "EVAL_ENDPOINT_KEY"

@@ -13,14 +13,15 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from trivet.config.layout import RunLayout
-from trivet.config.loading.keys import as_table
 from trivet.config.loading.load import load_config
 from trivet.config.loading.resolve import LOCAL_HOSTS
-from trivet.config.sections.client import ClientConfig, server_root
+from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.tables import as_table
 from trivet.errors import ConfigError
-from trivet.process.lock import holder_of
+from trivet.lock import holder_of
+from trivet.wire.servers import server_root
 
 logger = logging.getLogger(__name__)
 

@@ -4,15 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import verifiers as vf  # pyright: ignore[reportMissingTypeStubs]
-from verifiers.legacy.utils.message_utils import normalize_messages  # pyright: ignore[reportMissingTypeStubs]
-
 from trivet.algorithms.packing import PackItem, pack
+from trivet.client.inference_client import InferenceClient
 from trivet.config.sections.sampling import SamplingConfig
-from trivet.environments.model_client import ModelClient
-from trivet.environments.runner import to_turn
-from trivet.environments.sampling import request_arguments, sampling_arguments
-from trivet.environments.trajectories import to_samples
+from trivet.environments.apis.trajectories import Turn, to_samples
+from trivet.environments.sampling import sampling_arguments
 from trivet.errors import InferenceError
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.versions import Step
@@ -24,7 +20,7 @@ _MAX_TOKENS = 32
 async def make_self_check(
     prompts: Sequence[list[dict[str, Any]]],
     *,
-    clients: Sequence[ModelClient],
+    clients: Sequence[InferenceClient],
     model_name: str,
     sampling: SamplingConfig,
     temperature: float,
@@ -43,16 +39,16 @@ async def make_self_check(
     short = sampling.model_copy(update={"max_tokens": max_tokens, "min_tokens": min(sampling.min_tokens, max_tokens)})
     arguments = sampling_arguments(short, temperature=temperature)
 
-    async def ask(messages: list[dict[str, Any]], client: ModelClient) -> list[PackItem]:
+    async def ask(messages: list[dict[str, Any]], client: InferenceClient) -> list[PackItem]:
         """Return the samples of one short completion."""
-        prompt = normalize_messages(messages, field_name="prompt")
+        fields = {**arguments.fields, "temperature": arguments.temperature, "seed": arguments.seed}
         try:
-            response = await client.get_response(
-                prompt=prompt, model=model_name, sampling_args=request_arguments(arguments, seed=sampling.seed)
-            )
-        except vf.Error as exc:
-            raise InferenceError(f"the self-check's request failed: {exc.__cause__ or exc}") from exc
-        turn = to_turn(response)
+            answer = await client.complete_chat(messages, model=model_name, fields=fields)
+        except InferenceError as exc:
+            raise InferenceError(f"the self-check's request failed: {exc}") from exc
+        turn = Turn(
+            prompt_ids=answer.prompt_ids, completion_ids=answer.token_ids, logprobs=answer.logprobs, versions=answer.versions
+        )
         trajectory = to_samples([turn], temperature=temperature, strategy="branching")
         return [PackItem(sample=sample, advantage=0.0) for sample in trajectory.samples]
 

@@ -11,7 +11,6 @@ from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.examples import training_problem
-from trivet.environments.model_client import make_model_client
 from trivet.environments.port import EnvironmentPool
 from trivet.errors import EnvironmentLoadError
 from trivet.orchestrator.assembly import RunContext, make_loop
@@ -171,7 +170,7 @@ async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: Environ
     draws = loop.sampler.preview(config.self_check_rollouts if is_comparable else 0)
     client = config.client
     clients = [
-        make_model_client(root, api_key=client.api_key(root, os.environ), timeout_s=client.timeout, headers=client.headers)
+        InferenceClient(root, api_key=client.api_key(root, os.environ), timeout_s=client.timeout, headers=client.headers)
         for root in servers.roots
     ]
     try:
@@ -186,5 +185,5 @@ async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: Environ
         )
     finally:
         for asked in clients:
-            await asked.close()
+            await asked.aclose()
     await loop.sender.send(batch)

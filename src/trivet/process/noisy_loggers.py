@@ -14,6 +14,9 @@ NOISY_LOGGERS = (
     "asyncio",
     "fsspec",
     "wandb",
+    "aiohttp.access",
+    "mcp",
+    "verifiers.v1",
 )
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
+from trivet.wire.servers import ServerAccess
 
 PULSE_INTERVAL_S = 1.0
 """Seconds between two pulses of a worker."""
@@ -19,8 +20,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The environment's name in logs, metrics and requests."""
     args: dict[str, Any]
     model_name: str
-    client: dict[str, Any]
-    """A `ClientConfig` as plain data: the names of variables that hold keys, never the keys."""
+    servers: ServerAccess
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     hash_keys: list[str] = []
     """Fields that an example's hash covers; empty: hashes are not needed."""

@@ -8,10 +8,11 @@ Names that are the user's own, such as an environment's arguments, stay as they 
 from dataclasses import replace
 
 from trivet.config.loading.findings import Findings
-from trivet.config.loading.keys import Shape, as_list, as_table, find_key
+from trivet.config.loading.keys import Shape, find_key
 from trivet.config.loading.sources import Entry
 from trivet.config.loading.spellings import current_path
 from trivet.config.sections.base import Section
+from trivet.config.tables import as_list, as_table
 
 _Path = tuple[str, ...]
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 
 import tomli_w
 
-from trivet.config.loading.keys import KeyPath, as_list, as_table, dotted
+from trivet.config.loading.keys import KeyPath, dotted
 from trivet.config.masking import mask
 from trivet.config.sections.base import Section
+from trivet.config.tables import as_list, as_table
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 

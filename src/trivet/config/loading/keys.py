@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, Any, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -43,16 +43,6 @@ class ConfigKey:
     """Models of a section or of a list of them; several when a `type` key chooses."""
     field: FieldInfo | None = None
     """The field of its model; None for the root, an element of a list and a name inside a table."""
-
-
-def as_table(value: object) -> dict[str, object] | None:
-    """Return `value` if it is a table, else None."""
-    return cast("dict[str, object]", value) if isinstance(value, dict) else None
-
-
-def as_list(value: object) -> list[object] | None:
-    """Return `value` if it is a list, else None."""
-    return cast("list[object]", value) if isinstance(value, list) else None
 
 
 def dotted(path: KeyPath) -> str:

@@ -18,7 +18,7 @@ from trivet.config.checks.all_checks import check
 from trivet.config.loading.arguments import Arguments, parse_arguments
 from trivet.config.loading.dashes import replace_dashes
 from trivet.config.loading.findings import Findings, Key
-from trivet.config.loading.keys import KeyPath, Shape, as_list, dotted, find_key, nearest_key
+from trivet.config.loading.keys import KeyPath, Shape, dotted, find_key, nearest_key
 from trivet.config.loading.origins import Draft, Node, Sourced, Tree, leaves, plain
 from trivet.config.loading.resolve import resolve
 from trivet.config.loading.sources import Entry, build_layer, flatten, merge_layers, read_environment, read_flags, read_toml
@@ -34,6 +34,7 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.sections.vf_rl import VfRLConfig
+from trivet.config.tables import as_list
 from trivet.errors import ConfigError
 from trivet.shown_text import shorten
 

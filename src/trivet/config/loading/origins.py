@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from trivet.config.loading.keys import KeyPath, as_list, as_table, dotted
+from trivet.config.loading.keys import KeyPath, dotted
+from trivet.config.tables import as_list, as_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from pydantic.fields import FieldInfo
 
 from trivet.config.loading.dump import literal
 from trivet.config.loading.findings import ROOT, Findings, Key
-from trivet.config.loading.keys import as_list
 from trivet.config.loading.origins import Draft, Sourced
 from trivet.config.sections.bench import BenchConfig
 from trivet.config.sections.detectors import DetectorsConfig
@@ -32,6 +31,7 @@ from trivet.config.sections.shared import (
     WandbConfig,
 )
 from trivet.config.sections.trainer import TrainerConfig
+from trivet.config.tables import as_list
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
 CONNECTING = ("host", "port", "max_message_mib")

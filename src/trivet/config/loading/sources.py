@@ -16,11 +16,12 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from trivet.config.layout import SECRET_FILE
 from trivet.config.loading.arguments import FlagArgument
 from trivet.config.loading.findings import Findings
-from trivet.config.loading.keys import ConfigKey, Shape, as_list, as_table, find_key
+from trivet.config.loading.keys import ConfigKey, Shape, find_key
 from trivet.config.loading.origins import Draft, Node, Tree, annotate
 from trivet.config.loading.user_paths import usable_path
 from trivet.config.loading.user_values import MAX_DEPTH, parse_json, read_toml_file, require_limits
 from trivet.config.sections.base import Section
+from trivet.config.tables import as_list, as_table
 from trivet.errors import ConfigError
 from trivet.shown_text import shorten
 

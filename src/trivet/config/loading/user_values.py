@@ -7,7 +7,7 @@ import json
 import tomllib
 from pathlib import Path
 
-from trivet.config.loading.keys import as_list, as_table
+from trivet.config.tables import as_list, as_table
 
 MAX_DEPTH = 64
 """Tables and lists inside each other, and parts of a dotted key. Definitions of tools, the deepest that is known, have about 15."""

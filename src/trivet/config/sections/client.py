@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from trivet.config.sections.addresses import Host, ServerAddress
 from trivet.config.sections.base import MAX_WAIT_S, Section
+from trivet.wire.servers import ServerAccess, server_root
 
 
 class ElasticConfig(Section):
@@ -49,11 +50,18 @@ class ClientConfig(Section):
         return self
 
     def api_key(self, base_url: str, environ: Mapping[str, str]) -> str | None:
-        """Return the key for the server at `base_url`, or None if its variable is not set."""
-        roots = [server_root(url) for url in self.base_url]
-        root = server_root(base_url)
-        index = roots.index(root) if root in roots and len(self.api_key_var) > 1 else 0
-        return environ.get(self.api_key_var[index])
+        """Return the key for the server at `base_url`, None when its variable is not set."""
+        return self.access.api_key(base_url, environ)
+
+    @property
+    def access(self) -> ServerAccess:
+        """How an environment worker reaches the servers."""
+        return ServerAccess(
+            base_urls=list(self.base_url),
+            key_variables=list(self.api_key_var),
+            headers=dict(self.headers),
+            timeout_s=self.timeout,
+        )
 
 
 class ConcurrencyConfig(Section):
@@ -72,8 +80,3 @@ class ConcurrencyConfig(Section):
     """The limit never falls below this."""
     interval: float = Field(default=5.0, gt=0)
     """Time between two readings of the servers' load, seconds."""
-
-
-def server_root(base_url: str) -> str:
-    """Return a server's address without `/v1`, which names it in events and logs."""
-    return base_url.rstrip("/").removesuffix("/v1")

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from trivet.config.loading.keys import as_table
 from trivet.config.sections.base import Section
+from trivet.config.tables import as_table
 from trivet.errors import ConfigError
 
 

@@ -92,7 +92,8 @@ def _names(wanted: Sequence[ProbeTarget]) -> str:
 def _probe(request: _Request) -> _Verdict:
     # Late, because it imports verifiers, which the process that asks does not need.
     with without_collections():
-        from trivet.environments.packages.load import load_host, traceback_tail
+        from trivet.environments.apis import load_host
+        from trivet.environments.apis.loading import traceback_tail
 
     verdict = _Verdict(request.nonce, infos={}, problems=[])
     for each in request.environments:

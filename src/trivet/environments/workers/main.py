@@ -44,7 +44,7 @@ from trivet.wire.workers import (
 )
 
 if TYPE_CHECKING:
-    from trivet.environments.host import EnvironmentHost
+    from trivet.environments.apis.host import EnvironmentHost
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,8 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     _set_up_logging(settings)
     stages = StageBoard()
     with without_collections():
-        from trivet.environments.packages.load import load_host, traceback_tail
+        from trivet.environments.apis import load_host
+        from trivet.environments.apis.loading import traceback_tail
     try:
         host = load_host(settings, environ=os.environ, stages=stages)
     except EnvironmentLoadError as exc:

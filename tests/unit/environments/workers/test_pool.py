@@ -13,6 +13,7 @@ from trivet.environments.workers.restarts import RestartBudget
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.servers import ServerAccess
 from trivet.wire.workers import HostSettings
 
 
@@ -31,7 +32,8 @@ class DeafWorker:
 
 def test_a_group_that_its_worker_does_not_end_in_time_fails():
     async def scenario() -> None:
-        settings = HostSettings(env_id="deaf", name="deaf", args={}, client={}, model_name="tiny", rollout_timeout_s=60.0)
+        servers = ServerAccess(base_urls=[], key_variables=["K"])
+        settings = HostSettings(env_id="deaf", name="deaf", args={}, servers=servers, model_name="tiny", rollout_timeout_s=60.0)
         pool = WorkerPool([settings], log_of=Path, limits=PoolLimits())
         slot = _Slot(name="deaf-0", settings=settings, budget=RestartBudget(limit=5))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

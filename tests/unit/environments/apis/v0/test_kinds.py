@@ -10,9 +10,9 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 
 from support.scripted_model import ScriptedModel, call_of
-from trivet.environments.host import EnvironmentHost
+from trivet.environments.apis.v0.host import V0Host
+from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.environments.local_pool import LocalPool
-from trivet.environments.runner import GroupRunner
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import GroupId
 
@@ -37,7 +37,7 @@ def run(env: vf.Environment, answer, *, num_rollouts: int = 2, example_id: int =
     """Run a group of `env` through a pool. The model answers with `answer`."""
 
     async def go():
-        host = EnvironmentHost(GroupRunner(env=env, label="toy", model_name="m"), make_client=lambda _: ScriptedModel(answer))
+        host = V0Host(GroupRunner(env=env, label="toy", model_name="m"), make_client=lambda _: ScriptedModel(answer))
         pool = LocalPool({"toy": host})
         try:
             request = GroupRequest(

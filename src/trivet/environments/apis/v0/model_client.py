@@ -1,8 +1,10 @@
-"""Asks an inference server for the completions of a verifiers environment.
+"""Asks an inference server for completions, as the client type of verifiers 0.1.11 and newer.
 
 The client keeps what verifiers would drop: the policy version of each sampled token, and the token ids of earlier turns. It sends
 these ids with the next turn, so that the server need not tokenize the text again.
 """
+
+from __future__ import annotations  # some types are not in every release
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +12,7 @@ from typing import Any
 import verifiers as vf
 from openai import AsyncOpenAI, BadRequestError
 
-from trivet.algorithms.seeds import derive_seed
-from trivet.wire.versions import PolicyVersion, VersionRun
+from trivet.environments.apis.requests import turn_seed
 
 
 class ModelClient(vf.OpenAIChatCompletionsClient):
@@ -26,6 +27,10 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
         super().__init__(client)
         self._keeps_tokens = keeps_tokens
 
+    def for_rollout(self) -> ModelClient:
+        """Return the client of one rollout: this one, which finds earlier turns in the state that verifiers passes."""
+        return self
+
     async def get_response(
         self, prompt: vf.Messages, model: str, sampling_args: vf.SamplingArgs, tools: list[vf.Tool] | None = None, **kwargs: Any
     ) -> vf.Response:
@@ -33,9 +38,8 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
         state = kwargs.get("state")
         trajectory = state["trajectory"] if state is not None else []
         sampling_args = dict(sampling_args)
-        if trajectory and sampling_args.get("seed") is not None:
-            # With one seed for all turns, each turn would draw the same random numbers.
-            sampling_args["seed"] = derive_seed(sampling_args["seed"], "turn", len(trajectory)) % 2**31
+        if sampling_args.get("seed") is not None:
+            sampling_args["seed"] = turn_seed(sampling_args["seed"], len(trajectory))
         if self._keeps_tokens and (known := known_tokens(prompt, trajectory)):
             sampling_args["extra_body"] = {**sampling_args.get("extra_body", {}), "known_token_ids": known}
         return await super().get_response(prompt, model, sampling_args, tools, **kwargs)
@@ -60,7 +64,7 @@ class ModelClient(vf.OpenAIChatCompletionsClient):
         """Add the policy versions of the sampled tokens to verifiers' response."""
         converted = await super().from_native_response(response)
         extra = response.choices[0].model_extra or {}
-        converted["policy_versions"] = extra.get("policy_versions")
+        converted.policy_versions = extra.get("policy_versions")  # type: ignore[attr-defined]  extra fields are allowed
         return converted
 
 
@@ -76,33 +80,3 @@ def known_tokens(prompt: vf.Messages, trajectory: Sequence[Mapping[str, Any]]) -
         if tokens is not None and prompt[: len(messages)] == messages:
             return [*tokens.prompt_ids, *tokens.completion_ids]
     return None
-
-
-def make_model_client(
-    base_url: str,
-    *,
-    api_key: str | None,
-    timeout_s: float,
-    headers: Mapping[str, str] | None = None,
-    keeps_tokens: bool = False,
-) -> ModelClient:
-    """Make the client of one server.
-
-    Args:
-        base_url: the server's, with `/v1` at its end or without.
-        headers: sent with every request.
-        keeps_tokens: see `ModelClient`. Only a trivet server accepts the token ids.
-    """
-    root = base_url.rstrip("/").removesuffix("/v1")
-    openai = AsyncOpenAI(
-        base_url=f"{root}/v1", api_key=api_key or "EMPTY", timeout=timeout_s, default_headers=headers, max_retries=0
-    )
-    return ModelClient(openai, keeps_tokens=keeps_tokens)
-
-
-def response_versions(response: vf.Response) -> list[VersionRun] | None:
-    """Return the policy versions of the sampled tokens; None when the server does not report them."""
-    runs = response.get("policy_versions")
-    if runs is None:
-        return None
-    return [VersionRun(PolicyVersion(version), length) for version, length in runs]

@@ -10,10 +10,13 @@ import verifiers as vf
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai import AsyncOpenAI
 
-from support.multi_turn import QUESTION, Interview, add, assert_trains_on_what_was_sampled
+from support.multi_turn import QUESTION, Interview, add
+from support.served_turns import assert_trains_on_what_was_sampled
 from support.template_server import SENTENCE_END, TemplateServer
-from trivet.environments.runner import GroupRunner
+from trivet.environments.apis.v0.model_client import ModelClient
+from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 
@@ -119,7 +122,8 @@ def run(
     runner = GroupRunner(env=env, label="toy", model_name="m", trajectory_strategy=strategy)
 
     async def scenario() -> Rollout:
-        client = server.client(keeps_tokens=keeps_tokens and strategy == "interleaved")
+        openai = AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=server.http(), max_retries=0)
+        client = ModelClient(openai, keeps_tokens=keeps_tokens and strategy == "interleaved")
         try:
             [rollout] = await runner.run(
                 env.get_dataset()[0],

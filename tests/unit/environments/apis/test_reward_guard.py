@@ -8,7 +8,8 @@ import verifiers as vf
 from datasets import Dataset
 
 from support.scripted_model import ScriptedModel
-from trivet.environments.reward_guard import collect_reward_errors, guard_rewards
+from trivet.environments.apis.reward_guard import collect_reward_errors
+from trivet.environments.apis.v0.rubrics import guard_rewards
 
 
 def make_env(*functions) -> vf.Environment:

@@ -1,10 +1,20 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trivet.environments.packages.load import load_environment, traceback_tail
+from trivet.config.sections.client import ClientConfig
+from trivet.config.sections.environment import EnvConfig
+from trivet.environments.apis.loading import traceback_tail
+from trivet.environments.apis.v0.load import load_environment
+from trivet.environments.settings import host_settings
 from trivet.errors import EnvironmentLoadError
+from trivet.wire.workers import HostSettings
+
+
+def settings(env_id: str, *, name: str, args: dict[str, Any]) -> HostSettings:
+    return host_settings(EnvConfig(id=env_id, name=name, args=args), model_name="m", client=ClientConfig())
 
 
 def write_module(directory: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +26,7 @@ def write_module(directory: Path, name: str, source: str, monkeypatch: pytest.Mo
 def test_a_package_without_load_environment_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, "tasks_of_v1", "taskset = 1\n", monkeypatch)
     with pytest.raises(EnvironmentLoadError, match=r"has no load_environment.*v1 API"):
-        load_environment("tasks-of-v1", name="tasks", args={})
+        load_environment(settings("tasks-of-v1", name="tasks", args={}))
 
 
 def test_what_load_environment_raises_is_named_with_the_place_in_the_users_code(
@@ -25,7 +35,7 @@ def test_what_load_environment_raises_is_named_with_the_place_in_the_users_code(
     source = "def load_environment(path):\n    raise FileNotFoundError(path)\n"
     write_module(tmp_path, "data_is_gone", source, monkeypatch)
     with pytest.raises(EnvironmentLoadError, match="FileNotFoundError: /nowhere") as failed:
-        load_environment("data-is-gone", name="gone", args={"path": "/nowhere"})
+        load_environment(settings("data-is-gone", name="gone", args={"path": "/nowhere"}))
     assert "environment 'gone'" in str(failed.value)
     assert "raise FileNotFoundError(path)" in traceback_tail(failed.value, {})
 
@@ -33,7 +43,7 @@ def test_what_load_environment_raises_is_named_with_the_place_in_the_users_code(
 def test_a_load_environment_that_leaves_the_process_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, "leaves", "def load_environment():\n    raise SystemExit(5)\n", monkeypatch)
     with pytest.raises(EnvironmentLoadError, match="SystemExit: 5"):
-        load_environment("leaves", name="leaves", args={})
+        load_environment(settings("leaves", name="leaves", args={}))
 
 
 def test_an_error_shows_neither_secrets_nor_what_a_terminal_obeys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +51,7 @@ def test_an_error_shows_neither_secrets_nor_what_a_terminal_obeys(tmp_path: Path
     write_module(tmp_path, "spills", source, monkeypatch)
     args = {"api_key": "planted", "pin_token": "q7z"}  # the second is too short to be looked for in texts
     with pytest.raises(EnvironmentLoadError, match="raised ValueError") as failed:
-        load_environment("spills", name="spills", args=args)
+        load_environment(settings("spills", name="spills", args=args))
     said = f"{failed.value}{traceback_tail(failed.value, args)}"
     assert "planted" not in said
     assert "q7z" not in said

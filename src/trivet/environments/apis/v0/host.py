@@ -1,28 +1,22 @@
-"""Answers group requests with one loaded environment: data sets by split, a model client per server.
-
-Every pool is built on it: `LocalPool` holds hosts in this process, a worker process holds one.
-"""
+"""Answers group requests with one environment of the v0 API: data sets by split, a client per server."""
 
 from collections.abc import Callable
 from typing import Any
 
+from trivet.environments.apis.messages import to_messages
+from trivet.environments.apis.v0.runner import GroupRunner, ServerClient
 from trivet.environments.examples import example_hashes
-from trivet.environments.model_client import ModelClient
-from trivet.environments.runner import GroupRunner, to_messages
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 
-MakeClient = Callable[[str], ModelClient]
+MakeClient = Callable[[str], ServerClient]
 """Makes the client of the server at a base URL."""
 
 
-class EnvironmentHost:
-    """A loaded environment, its data sets, and its clients of the servers.
+class V0Host:
+    """Implements `apis.host.EnvironmentHost` for verifiers 0.1.2 to 0.3.1."""
 
-    >>> host = EnvironmentHost(runner, make_client=make_client)
-    >>> rollouts = await host.run_group(request)
-    >>> await host.aclose()
-    """
+    api = "v0"
 
     def __init__(self, runner: GroupRunner, *, make_client: MakeClient, hash_keys: tuple[str, ...] = ()) -> None:
         """Read the data sets of the runner's environment.
@@ -32,13 +26,10 @@ class EnvironmentHost:
         """
         self._runner = runner
         self._make_client = make_client
-        self._clients: dict[str, ModelClient] = {}
+        self._clients: dict[str, ServerClient] = {}
         self.name = runner.label
-        self._datasets: dict[Split, Any] = {
-            Split.TRAIN: runner.env.build_dataset(),
-            Split.EVAL: runner.env.build_eval_dataset(),
-        }
-        train, held_out = self._datasets[Split.TRAIN], self._datasets[Split.EVAL]
+        train, held_out = _datasets(runner.env)
+        self._datasets: dict[Split, Any] = {Split.TRAIN: train, Split.EVAL: held_out}
         self.info = EnvironmentInfo(
             num_examples=0 if train is None else len(train),
             num_eval_examples=0 if held_out is None else len(held_out),
@@ -69,8 +60,15 @@ class EnvironmentHost:
         for client in clients.values():
             await client.close()
 
-    def _client(self, base_url: str) -> ModelClient:
+    def _client(self, base_url: str) -> ServerClient:
         client = self._clients.get(base_url)
         if client is None:
             client = self._clients[base_url] = self._make_client(base_url)
         return client
+
+
+def _datasets(env: Any) -> tuple[Any, Any]:
+    """Return the data sets to train on and to evaluate on, None for one that the environment does not have."""
+    if hasattr(env, "build_dataset"):  # since 0.1.10
+        return env.build_dataset(), env.build_eval_dataset()
+    return env.dataset, env.eval_dataset

@@ -1,6 +1,6 @@
 import numpy as np
 
-from trivet.environments.trajectories import Turn, to_samples
+from trivet.environments.apis.trajectories import Turn, to_samples
 from trivet.wire.versions import VersionRun
 
 

@@ -9,10 +9,9 @@ from openai.types.chat import ChatCompletion
 
 from support.scripted_model import ScriptedModel
 from trivet.config.sections.sampling import EvalSamplingConfig
-from trivet.environments import runner as runner_module
-from trivet.environments.model_client import make_model_client
-from trivet.environments.reward_guard import guard_rewards
-from trivet.environments.runner import GroupRunner
+from trivet.environments.apis import attempts, messages
+from trivet.environments.apis.v0.rubrics import guard_rewards
+from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.environments.sampling import sampling_arguments
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import SamplingArguments
@@ -22,7 +21,7 @@ from trivet.wire.versions import VersionRun
 
 @pytest.fixture(autouse=True)
 def _no_delay(monkeypatch):
-    monkeypatch.setattr(runner_module, "_RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(attempts, "_RETRY_DELAY_S", 0.0)
 
 
 def make_runner(reward, *, env_type=vf.SingleTurnEnv, **env_args) -> GroupRunner:
@@ -101,13 +100,6 @@ def test_turns_that_continue_each_other_become_one_sample():
     assert rollouts[0].num_turns == 3
 
 
-def test_a_server_is_reached_with_or_without_v1_in_its_url():
-    urls = {
-        str(make_model_client(url, api_key=None, timeout_s=1.0).client.base_url) for url in ("http://h:1", "http://h:1/v1/")
-    }
-    assert urls == {"http://h:1/v1/"}
-
-
 def with_guard(reward, **fields) -> GroupRunner:
     runner = dataclasses.replace(make_runner(reward), **fields)
     guard_rewards(runner.env)
@@ -151,7 +143,7 @@ def test_a_group_that_takes_too_long_fails_with_the_key_to_raise():
 
 
 def test_long_texts_are_cut_where_they_are_kept_to_be_read_and_tokens_are_not():
-    length = runner_module._MAX_TEXT_CHARS + 1
+    length = messages._MAX_TEXT_CHARS + 1
     [rollout] = run(make_runner(exact), ScriptedModel(lambda prompt: "x" * length), num_rollouts=1)
     assert rollout.completion[0]["content"].endswith(f"… ({length} characters)")
     assert rollout.samples[0].num_loss_tokens == length

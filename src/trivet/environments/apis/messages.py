@@ -1,0 +1,42 @@
+"""Makes messages and errors short enough to be kept for a human to read. Training uses the tokens, which are never cut."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_MAX_ERROR_CHARS = 2_000
+_MAX_TEXT_CHARS = 200_000
+"""Longer messages are cut where they are kept to be read."""
+
+
+def to_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages in the OpenAI chat form, as plain data."""
+    if isinstance(messages, str):
+        return [{"role": "text", "content": messages}]
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    if hasattr(message, "model_dump"):
+        return message.model_dump(exclude_none=True, mode="json")
+    plain = dict(message)
+    if plain.get("tool_calls"):  # verifiers 0.1.2 leaves the objects of the OpenAI client in its messages
+        plain["tool_calls"] = [_plain(call) if hasattr(call, "model_dump") else call for call in plain["tool_calls"]]
+    return plain
+
+
+def shorten_messages(messages: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages as `to_messages` does, with long texts cut."""
+    return [
+        {name: cut(value, _MAX_TEXT_CHARS) if isinstance(value, str) else value for name, value in message.items()}
+        for message in to_messages(messages)
+    ]
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the text of an error, cut to a length that a log line can carry."""
+    return cut(f"{type(error).__name__}: {error}")
+
+
+def cut(text: str, max_chars: int = _MAX_ERROR_CHARS) -> str:
+    """Return `text`, or its first `max_chars` characters with a note of its length."""
+    return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"

@@ -1,0 +1,123 @@
+"""Loads an environment of the v1 API, verifiers 0.4 and newer: its configuration, its tasks, and the clients of the servers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verifiers.v1 import ClientConfig, EvalClientConfig, Task
+from verifiers.v1.configs.select import SelectConfig  # pyright: ignore[reportMissingImports]  checked with 0.3.1
+from verifiers.v1.utils.loaders import load_environment
+
+from trivet.environments.apis.loading import load_failure
+from trivet.environments.apis.reward_guard import guard
+from trivet.environments.apis.v1.client import TrivetClientConfig, use_trivet_clients
+from trivet.environments.apis.v1.configuration import make_config, read_arguments
+from trivet.environments.apis.v1.host import V1Host, V1Rules
+from trivet.environments.apis.v1.programs import tie_programs
+from trivet.environments.apis.v1.served_turns import ServedTurns
+from trivet.environments.examples import hash_fields
+from trivet.environments.packages.installed import require_installed
+from trivet.environments.workers.stages import StageBoard
+from trivet.errors import EnvironmentLoadError
+from trivet.wire.groups import EnvironmentInfo
+from trivet.wire.servers import server_root
+from trivet.wire.workers import HostSettings
+
+_CONNECT_TIMEOUT_S = 30.0
+"""verifiers' own: an address that does not exist is reported soon, whatever the limit of a request is."""
+
+
+def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard) -> V1Host:
+    """Load the environment that `settings` name.
+
+    Args:
+        environ: not read: verifiers takes the key of a server from the process's own variables.
+
+    Raises:
+        EnvironmentLoadError: the package is not installed, its configuration refuses the args, or its own code raised.
+    """
+    use_trivet_clients()
+    tie_programs()
+    try:
+        data, select = read_arguments(settings.env_id, settings.args)
+        env = load_environment(make_config(data, name=settings.name))
+        tasks = _read_tasks(env.taskset, select, name=settings.name)
+    except EnvironmentLoadError:
+        raise
+    except ModuleNotFoundError as exc:
+        require_installed(settings.env_id)
+        raise load_failure(settings, exc, called="loading the taskset") from exc
+    except (Exception, SystemExit) as exc:  # an environment is the user's code: whatever it raises is reported with its name
+        raise load_failure(settings, exc, called="loading the taskset") from exc
+    guard_rewards(type(env.taskset).task_type())
+    turns = ServedTurns()
+    return V1Host(
+        env,
+        tasks,
+        info=EnvironmentInfo(
+            num_examples=len(tasks), num_eval_examples=len(tasks), example_hashes=task_hashes(tasks, settings.hash_keys)
+        ),
+        name=settings.name,
+        rules=V1Rules(
+            model_name=settings.model_name,
+            trajectory_strategy=settings.trajectory_strategy,
+            on_reward_error=settings.on_reward_error,
+            timeout_s=settings.rollout_timeout_s,
+            is_plain=settings.is_plain,
+        ),
+        make_client_config=_config_maker(settings, turns),
+        turns=turns,
+        stages=stages,
+    )
+
+
+def _read_tasks(taskset: Any, select: SelectConfig, *, name: str) -> list[Task]:
+    chosen = taskset.select(select)
+    if not chosen.bounded and select.limit is None:
+        raise EnvironmentLoadError(
+            f"the tasks of environment {name!r} have no end; say how many are used with args.select.limit"
+        )
+    return list(chosen)
+
+
+def task_hashes(tasks: Sequence[Task], keys: Sequence[str]) -> list[str]:
+    """Return a fingerprint of each task: of its fields `keys`, or, when no task has one of them, of its own key."""
+    if not keys:
+        return []
+    rows = [task.data.model_dump(mode="json") for task in tasks]
+    names = [name for name in keys if any(row.get(name) is not None for row in rows)]
+    if not names:
+        return hash_fields([[task.key for task in tasks]])
+    return hash_fields([[row.get(name) for row in rows] for name in names])
+
+
+def guard_rewards(task_class: type[Task]) -> None:
+    """Wrap every reward function and metric of the tasks, those that a configuration plugs in too. May be called again."""
+    find_hooks = task_class.hooks
+
+    def hooks(task: Task, attr: str) -> list[Callable[..., Any]]:
+        functions = find_hooks(task, attr)
+        return [guard(function) for function in functions] if attr in ("reward", "metric") else functions
+
+    task_class.hooks = hooks  # type: ignore[method-assign]  verifiers has no other place to wrap them
+
+
+def _config_maker(settings: HostSettings, turns: ServedTurns) -> Callable[[str], ClientConfig]:
+    servers = settings.servers
+
+    def make_client_config(base_url: str) -> ClientConfig:
+        options = {
+            "base_url": f"{server_root(base_url)}/v1",
+            "api_key_var": servers.key_variable(base_url),
+            "headers": servers.headers,
+            "timeout": {"connect": min(_CONNECT_TIMEOUT_S, servers.timeout_s), "read": servers.timeout_s},
+        }
+        if settings.is_plain:
+            return EvalClientConfig.model_validate(options)
+        return TrivetClientConfig.for_policy(
+            options,
+            turns=turns,
+            model_name=settings.model_name,
+            keeps_tokens=settings.trajectory_strategy == "interleaved",
+        )
+
+    return make_client_config

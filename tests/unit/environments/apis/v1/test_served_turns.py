@@ -1,0 +1,49 @@
+"""The turn behind a sampled message is found by the message itself, for as long as its trace is kept."""
+
+from dataclasses import dataclass
+
+from trivet.environments.apis.trajectories import Turn
+from trivet.environments.apis.v1.served_turns import ServedTurns
+
+
+@dataclass
+class Message:
+    """Two with the same text are equal, and cannot be hashed, as verifiers' messages."""
+
+    text: str
+
+
+def turn(token: int) -> Turn:
+    return Turn(prompt_ids=[1], completion_ids=[token], logprobs=[-0.5], versions=[])
+
+
+def test_equal_messages_have_turns_of_their_own_and_a_copy_has_none() -> None:
+    turns = ServedTurns()
+    first, second = Message("yes"), Message("yes")
+    turns.record("a", first, turn(7))
+    turns.record("a", second, turn(8))
+    assert turns.find("a", first) == turn(7)
+    assert turns.find("a", second) == turn(8)
+    assert turns.find("a", Message("yes")) is None
+    assert turns.find("b", first) is None
+
+
+def test_the_turns_of_a_trace_that_is_over_are_dropped() -> None:
+    turns = ServedTurns()
+    message = Message("yes")
+    turns.record("a", message, turn(7))
+    turns.record("b", message, turn(8))
+    turns.forget("a")
+    turns.forget("a")
+    assert turns.find("a", message) is None
+    assert turns.find("b", message) == turn(8)
+    assert len(turns) == 1
+
+
+def test_a_trace_has_its_number_in_its_episode_until_it_is_over() -> None:
+    turns = ServedTurns()
+    turns.begin("a", number=0)
+    turns.begin("b", number=1)
+    assert (turns.number("a"), turns.number("b"), len(turns)) == (0, 1, 2)
+    turns.forget("b")
+    assert (turns.number("b"), len(turns)) == (0, 1)
