@@ -42,7 +42,6 @@ from trivet.environments.apis.trajectories import Turn, to_samples
 from trivet.environments.apis.v0.host import V0Host
 from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.environments.local_pool import LocalPool
-from trivet.lifetime import die_with_parent
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals

@@ -14,8 +14,8 @@ import httpx
 import msgspec
 
 from trivet.client.load import ServerLoad, read_load
-from trivet.durable import DECODE_ERRORS
 from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused
+from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.servers import server_root
 from trivet.wire.versions import PolicyVersion, VersionRun
 

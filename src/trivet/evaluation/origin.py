@@ -20,7 +20,7 @@ from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.tables import as_table
 from trivet.errors import ConfigError
-from trivet.lock import holder_of
+from trivet.process.lock import holder_of
 from trivet.wire.servers import server_root
 
 logger = logging.getLogger(__name__)

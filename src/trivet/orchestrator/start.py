@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 
 from trivet.algorithms.staleness import required_version
@@ -168,11 +167,7 @@ async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: Environ
     if not is_comparable:
         logger.info("self-check left out: the servers serve policy %s as they did before", loop.watcher.version)
     draws = loop.sampler.preview(config.self_check_rollouts if is_comparable else 0)
-    client = config.client
-    clients = [
-        InferenceClient(root, api_key=client.api_key(root, os.environ), timeout_s=client.timeout, headers=client.headers)
-        for root in servers.roots
-    ]
+    clients = [inference_client(config.client, root, timeout_s=config.client.timeout) for root in servers.roots]
     try:
         batch = await make_self_check(
             [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws],

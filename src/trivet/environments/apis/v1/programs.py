@@ -8,7 +8,7 @@ from typing import Any
 
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
-from trivet.lifetime import tied_command
+from trivet.process.lifetime import tied_command
 
 _STARTERS = ("run", "open_process", "run_background")
 """The methods of the runtime that start a program. Their first argument is its command line."""
