@@ -15,6 +15,7 @@ from trivet.environments.runner import GroupRunner
 from trivet.environments.settings import client_config
 from trivet.environments.workers.stages import StageBoard
 from trivet.errors import EnvironmentLoadError
+from trivet.imports import import_by_path, is_in_a_file
 from trivet.shown_text import printable
 from trivet.wire.workers import HostSettings
 
@@ -65,7 +66,11 @@ def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.E
     """
     require_installed(env_id)
     try:
-        return vf.load_environment(env_id, **args)
+        return (
+            _require_environment(import_by_path(env_id)(**args))
+            if is_in_a_file(env_id)
+            else vf.load_environment(env_id, **args)
+        )
     except (Exception, SystemExit) as exc:  # an environment is the user's code: whatever it raises is reported with its name
         cause = exc.__cause__ or exc
         if isinstance(cause, AttributeError) and "does not expose load_environment" in str(cause):
@@ -80,6 +85,12 @@ def load_environment(env_id: str, *, name: str, args: Mapping[str, Any]) -> vf.E
         if isinstance(cause, TypeError):
             said += "; check the args against its signature"
         raise EnvironmentLoadError(printable(hide_values(said, args))) from exc
+
+
+def _require_environment(made: object) -> vf.Environment:
+    if not isinstance(made, vf.Environment):
+        raise TypeError(f"it returned {type(made).__name__}, not a verifiers.Environment")
+    return made
 
 
 def traceback_tail(error: EnvironmentLoadError, args: Mapping[str, Any]) -> str:
