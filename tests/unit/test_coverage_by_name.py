@@ -41,6 +41,9 @@ ELSEWHERE = {
     "launcher/commands/sft.py": "integration/test_sft_command.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
     "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
+    "library/evaluation.py": "integration/test_library.py",
+    "library/messages.py": "unit/library/test_trainers.py",
+    "library/process.py": "unit/library/test_trainers.py",
     "listening.py": "unit/launcher/test_ports.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
     "orchestrator/main.py": "integration/test_rl_run.py",
