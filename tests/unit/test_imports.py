@@ -25,7 +25,6 @@ LAYERS = [
     {"history"},
     {"view"},
     {"tools", "library"},
-    {"trivet"},
 ]
 """Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
 
@@ -73,14 +72,15 @@ def unit(module: str) -> str:
 
 
 def layer(name: str) -> int:
-    return next(index for index, names in enumerate(LAYERS) if name in names)
+    """The place of a unit; `trivet` itself, whose names are those of the library, is above all."""
+    return len(LAYERS) if name == "trivet" else next(index for index, names in enumerate(LAYERS) if name in names)
 
 
 SOURCES = sorted(SOURCE.rglob("*.py"))
 
 
 def test_every_package_has_its_place_in_the_table():
-    units = {unit(module_name(path)) for path in SOURCES}
+    units = {unit(module_name(path)) for path in SOURCES if module_name(path) != "trivet"}
     assert units == set().union(*LAYERS)
 
 
