@@ -60,8 +60,7 @@ for step in trainer:
     print(step.number, round(step.reward, 4), "mine/mean" in step.metrics, bool(step.rollouts[0].text), flush=True)
     if step.number == 2:
         break
-from trivet.config.loading.dump import to_toml
-open(CONFIG, "w").write(to_toml(trainer._process._config))
+trainer.save_config(CONFIG)
 print(trainer.run.status.state, trainer.policy.save(SAVED).name)
 """
 )

@@ -52,6 +52,8 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
     functions = FunctionFiles(output_dir)
     env_args = {**fixed, **env_args}
     written = {key: value for key, value in written_values(args).items() if key in VfTrainerArgs.model_fields}
+    if args.deterministic:
+        written.setdefault("bf16", False)  # the dialect's default is the device's own dtype
     dialect = {
         "model": str(model),
         "env": {"id": name, "args": env_args},
@@ -128,7 +130,7 @@ def _chosen(value: Any, functions: FunctionFiles, *, argument: str) -> dict[str,
     if value is None:
         return {}
     if isinstance(value, str):
-        return {"type": value}
+        return {"type": "none" if value == "None" else value}
     if not callable(value):
         return dict(value) if isinstance(value, dict) else written_values(value)
     function, fixed = split_partial(value)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trivet.config.layout import RunLayout
+from trivet.config.loading.dump import to_toml
 from trivet.config.sections.base import Section
+from trivet.durable import write_atomically
 from trivet.errors import ConfigError
 from trivet.launcher.terminal import describe_activity
 from trivet.library.arguments import RLArguments, SFTArguments
@@ -43,6 +45,7 @@ class _Trainer:
         callbacks: Sequence[Callable[[RunStep], object]],
         progress: bool,
     ) -> None:
+        self._config = config
         self._process = RunProcess(module, config, stop_timeout_s=stop_timeout_s)
         self._layout = RunLayout(output_dir)
         self._max_steps = max_steps
@@ -75,6 +78,11 @@ class _Trainer:
     def stop(self) -> None:
         """End the run: what is committed stays, and a loop over the steps ends. May be called from a callback."""
         self._process.stop()
+
+    def save_config(self, path: str | Path) -> Path:
+        """Write the configuration as a file that the command takes after `@`. Only its owner may read it: it may hold secrets."""
+        write_atomically(Path(path), to_toml(self._config).encode(), is_private=True)
+        return Path(path)
 
     @property
     def run(self) -> Run:

@@ -55,6 +55,25 @@ def test_sections_lie_over_the_dialect(functions: ModuleType) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"deterministic": True},
+        {"loss": "ipo", "beta": 0.1},
+        {"loss": {"adv_tau": 0.5}, "mask_ratio_high": 4.0},
+        {"advantage": "None", "eval_strategy": "steps", "wandb": {"project": "p"}},
+        {"inference": None, "orchestrator": {"client": {"base_url": ["http://127.0.0.1:8000/v1"]}}},
+        {"inference_gpu_ids": [0, 1], "trainer_gpu_ids": [2, 3], "trainer": {"optim": {"type": "muon"}}},
+    ],
+)
+def test_dialect_and_sections_go_together(values: dict[str, object]) -> None:
+    args = RLArguments(**values)
+    config = plan_run("models/x", "reverse-text", args, env_args={}).config
+    assert config.deterministic == (args.deterministic or False)
+    assert config.trainer_gpu_ids == (args.trainer_gpu_ids or [1])
+    assert (config.orchestrator.advantage.type == "none") == (args.advantage is not None)
+
+
 def test_functions_go_by_their_import_paths(functions: ModuleType, tmp_path: Path) -> None:
     args = RLArguments(
         loss=functools.partial(functions.my_loss, scale=2.0),

@@ -12,6 +12,7 @@ import pytest
 
 from support.processes import heed_signals, wait_until
 from support.stand_in_command import COMMITTED, ENDLESS, FAILING, REFUSED
+from trivet.config.loading.load import load_config
 from trivet.config.sections.rl import RLConfig
 from trivet.errors import ConfigError, RoleFailed
 from trivet.library.run import RunStep
@@ -27,7 +28,11 @@ def _find_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trainer(tmp_path: Path, max_steps: int, *, callbacks: list[Callable[[RunStep], object]] | None = None) -> _Trainer:
     return _Trainer(
-        RLConfig(output_dir=tmp_path, max_steps=max_steps),
+        load_config(
+            RLConfig,
+            ["--output-dir", str(tmp_path), "--max-steps", str(max_steps), "--orchestrator.rollouts-per-example", "2"],
+            environ={},
+        ).config,
         module="support.stand_in_command",
         output_dir=tmp_path,
         max_steps=max_steps,
@@ -49,6 +54,12 @@ def test_every_step_is_yielded_however_slow_the_loop_is(tmp_path: Path) -> None:
 
 def test_training_returns_what_the_run_wrote(tmp_path: Path) -> None:
     assert len(trainer(tmp_path, 3).train().steps) == 3
+
+
+def test_the_configuration_can_be_given_to_the_command(tmp_path: Path) -> None:
+    file = trainer(tmp_path, 3).save_config(tmp_path / "run.toml")
+    assert load_config(RLConfig, ["@", str(file)], environ={}).config.max_steps == 3
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_leaving_the_loop_lets_the_run_commit_and_end(tmp_path: Path) -> None:
