@@ -1,0 +1,41 @@
+"""Asynchronous reinforcement learning for language models. The names of the library are documented in docs/python.md.
+
+Each name is imported when it is first used: `import trivet` itself imports nothing, and none of the names imports torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trivet.library.arguments import EvalArguments as EvalConfig
+    from trivet.library.arguments import RLArguments as RLConfig
+    from trivet.library.arguments import SFTArguments as SFTConfig
+    from trivet.library.evaluation import evaluate
+    from trivet.library.run import Run
+    from trivet.library.trainers import RLTrainer, SFTTrainer
+
+__all__ = ["EvalConfig", "RLConfig", "RLTrainer", "Run", "SFTConfig", "SFTTrainer", "evaluate"]
+
+_PLACES = {
+    "EvalConfig": "trivet.library.arguments:EvalArguments",
+    "RLConfig": "trivet.library.arguments:RLArguments",
+    "RLTrainer": "trivet.library.trainers:RLTrainer",
+    "Run": "trivet.library.run:Run",
+    "SFTConfig": "trivet.library.arguments:SFTArguments",
+    "SFTTrainer": "trivet.library.trainers:SFTTrainer",
+    "evaluate": "trivet.library.evaluation:evaluate",
+}
+"""The module of each name, and its name there."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a name of the library when it is first used."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; the library has {', '.join(__all__)}")
+    module, _, attribute = _PLACES[name].partition(":")
+    value = globals()[name] = getattr(importlib.import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

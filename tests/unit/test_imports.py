@@ -24,7 +24,7 @@ LAYERS = [
     {"orchestrator", "dialects"},
     {"history"},
     {"view"},
-    {"tools"},
+    {"tools", "library"},
 ]
 """Lowest first. A package imports lower layers and itself, never a neighbour of its own layer."""
 
@@ -45,6 +45,8 @@ WITHOUT_TORCH = [
     "history",
     "view",
     "tools",
+    "library",
+    "trivet",
 ]
 
 
@@ -70,7 +72,8 @@ def unit(module: str) -> str:
 
 
 def layer(name: str) -> int:
-    return next(index for index, names in enumerate(LAYERS) if name in names)
+    """The place of a unit; `trivet` itself, whose names are those of the library, is above all."""
+    return len(LAYERS) if name == "trivet" else next(index for index, names in enumerate(LAYERS) if name in names)
 
 
 SOURCES = sorted(SOURCE.rglob("*.py"))

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trivet.config.loading.findings import Findings
@@ -78,12 +78,15 @@ RUN_KEYS = {
 _VLLM_ARGS = "inference.vllm_args."
 
 
-def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) -> LoadedConfig[RLConfig]:
+def load_run(
+    loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str], run_entries: Sequence[Entry] = ()
+) -> LoadedConfig[RLConfig]:
     """Return the run that a `vf-rl` configuration describes, checked like any other.
 
     Args:
         loaded: the configuration in the dialect.
         environ: variables with our prefix set keys of the run; what the user wrote in the dialect wins, its defaults do not.
+        run_entries: values of the run's own keys, which win over all others.
 
     Raises:
         ConfigError: lists every problem, by the names that the user wrote.
@@ -97,7 +100,9 @@ def load_run(loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str]) ->
     translated = list(translate(loaded))
     by_default, written = ([each.entry for each in translated if each.is_written == wanted] for wanted in (False, True))
     variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
-    return load_sources(RLConfig, [by_default, variables, written], findings)
+    if any(entry.path == ("trainer", "loss", "type") for entry in run_entries):  # the dialect's defaults are of another loss
+        by_default = [entry for entry in by_default if entry.path[:2] != ("trainer", "loss")]
+    return load_sources(RLConfig, [by_default, variables, written, list(run_entries)], findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

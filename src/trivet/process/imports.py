@@ -1,10 +1,18 @@
 """Imports what a user names by its path, and makes the import of large libraries faster."""
 
 import gc
+import hashlib
 import importlib
+import importlib.util
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+_IN_A_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
 
 
 @contextmanager
@@ -23,13 +31,72 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+def is_in_a_file(path: str) -> bool:
+    """Return whether `path` has the form `path/to/file.py:name`."""
+    return _IN_A_FILE.fullmatch(path) is not None
+
+
+def file_of(path: str) -> Path | None:
+    """Return the file of `path/to/file.py:name`, or None for a path of another form."""
+    found = _IN_A_FILE.fullmatch(path)
+    return None if found is None else Path(found["file"])
+
+
 def import_by_path(path: str) -> Any:
-    """Return the attribute that `path` names: `package.module.name` or `package.module:name`.
+    """Return the attribute that `path` names: `package.module.name`, `package.module:name` or `path/to/file.py:name`.
 
     Raises:
         ValueError: `path` names no module.
         ImportError: the module cannot be imported; its own code may raise anything else.
         AttributeError: the module has no such attribute.
     """
+    if (file := file_of(path)) is not None:
+        return getattr(import_file(file), path.rpartition(":")[2])
     module, _, name = path.replace(":", ".").rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def import_file(file: Path) -> ModuleType:
+    """Import a Python file, once for each process.
+
+    The folder of the file, or the one that holds its package, becomes the last in which modules are searched: nothing in it can
+    stand in for an installed package.
+
+    Raises:
+        ImportError: there is no such file, or its package has the name of another one; its own code may raise anything else.
+    """
+    file = file.resolve()
+    if not file.is_file():
+        raise ImportError(f"there is no file {file}")
+    folder, package = file.parent, list[str]()
+    while (folder / "__init__.py").is_file():
+        package.insert(0, folder.name)
+        folder = folder.parent
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return _import_of_package(file, package) if package else _import_alone(file)
+
+
+def _import_of_package(file: Path, package: list[str]) -> ModuleType:
+    """Import a file under its name in its package, by which its relative imports work."""
+    module = importlib.import_module(".".join(package if file.stem == "__init__" else [*package, file.stem]))
+    if module.__file__ is None or Path(module.__file__).resolve() != file:
+        raise ImportError(f"{file} is of a package {package[0]!r}, and {module.__file__} is another of that name; rename one")
+    return module
+
+
+def _import_alone(file: Path) -> ModuleType:
+    """Import a file that is of no package under a name that no other module has."""
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, "the name ends in .py"
+    assert spec.loader is not None, "a spec that is made for a file has a loader"
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -60,7 +60,8 @@ class AdvantageConfig(Section):
     """With `std_norm`: added to the standard deviation."""
     import_path: str | None = None
     """With `custom`: `module.function` of (inputs, **kwargs), with inputs.rewards and inputs.completion_lengths of one group,
-    that returns one advantage per rollout. The module is installed, or in a directory that PYTHONPATH names."""
+    that returns one advantage per rollout. The module is installed, or in a directory that PYTHONPATH names;
+    `path/to/file.py:function` names one in any file."""
     kwargs: dict[str, Any] = {}
     """With `custom`: further arguments of the function."""
 

@@ -1,11 +1,13 @@
 """Section of one environment, `[[orchestrator.env]]` and `[[env]]` of `eval`, and the keys of the processes that run them."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
 from trivet.config.sections.base import MAX_PROCESSES, MAX_WAIT_S, Section
 from trivet.config.sections.sampling import EnvSamplingConfig
+from trivet.imports import is_in_a_file
 
 Credential = Literal["WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
 CREDENTIALS: tuple[str, ...] = get_args(Credential)
@@ -23,7 +25,12 @@ def _require_name(name: str) -> str:
     return name
 
 
+def _require_id(id_or_function: str) -> str:
+    return id_or_function if is_in_a_file(id_or_function) and id_or_function.isprintable() else _require_name(id_or_function)
+
+
 EnvName = Annotated[str, AfterValidator(_require_name)]
+EnvId = Annotated[str, AfterValidator(_require_id)]
 
 
 class EnvWorkersConfig(Section):
@@ -45,10 +52,10 @@ class EnvWorkersConfig(Section):
 class EnvConfig(Section):
     """An environment: its package, its arguments, and how the policy is sampled in it."""
 
-    id: EnvName = "reverse-text"
-    """Package name of the environment."""
+    id: EnvId = "reverse-text"
+    """Package name of the environment, or `path/to/file.py:load_environment`: a function that returns one."""
     name: EnvName | None = None
-    """Name in logs and metrics; defaults to the id. Unique."""
+    """Name in logs and metrics; defaults to the id, and for a function to the name of its file. Unique."""
     args: dict[str, Any] = {}
     """Passed to load_environment."""
     on_reward_error: Literal["drop", "zero"] = "drop"
@@ -67,4 +74,4 @@ class EnvConfig(Section):
     @property
     def label(self) -> str:
         """The environment's name in logs, metrics and file names."""
-        return self.name or self.id
+        return self.name or (Path(self.id).stem if is_in_a_file(self.id) else self.id)

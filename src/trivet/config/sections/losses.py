@@ -133,9 +133,9 @@ class CustomLossConfig(PolicyLossConfig):
     """A function of yours, called for each sample: see `trainer.losses.custom`."""
 
     type: Literal["custom"] = "custom"
-    import_path: str = Field(pattern=r"^[\w.]+[.:]\w+$")
-    """`package.module.function`, of a package that is installed or of a directory that PYTHONPATH names. The working directory is
-    not searched: files there would stand in for packages of the same name."""
+    import_path: str = Field(pattern=r"^([\w.]+[.:]|.+\.py:)\w+$")
+    """`package.module.function`, of a package that is installed or of a directory that PYTHONPATH names, or
+    `path/to/file.py:function`. The working directory is not searched: files there would stand in for packages of the same name."""
     kwargs: dict[str, Any] = {}
     """Passed to the function."""
     unit: Literal["token", "sample"] = "token"

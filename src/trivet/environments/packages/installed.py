@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from trivet.errors import EnvironmentLoadError
+from trivet.imports import file_of
 
 LIBRARY = "verifiers"
 """The library that environments are written with. They require it; trivet does not."""
@@ -15,8 +16,13 @@ def require_installed(env_id: str, *, environments_dir: Path = Path("environment
     """Check that the module of `env_id` can be found.
 
     Raises:
-        EnvironmentLoadError: there is none; the message says how to install it, from this checkout when it is there.
+        EnvironmentLoadError: there is none; the message says how to install it, from this checkout when it is there. Or the
+            file of a function is missing.
     """
+    if (file := file_of(env_id)) is not None:
+        if not file.is_file():
+            raise EnvironmentLoadError(f"env.id = {env_id!r}: there is no file {file}")
+        return
     package = env_id.split("/")[-1]
     module = package.replace("-", "_")
     if importlib.util.find_spec(module) is not None:

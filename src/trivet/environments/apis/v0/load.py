@@ -12,6 +12,7 @@ from trivet.environments.apis.v0.runner import GroupRunner, ServerClient
 from trivet.environments.packages.installed import require_installed
 from trivet.environments.workers.stages import StageBoard
 from trivet.errors import EnvironmentLoadError
+from trivet.process.imports import import_by_path, is_in_a_file
 from trivet.wire.servers import server_root
 from trivet.wire.workers import HostSettings
 
@@ -49,6 +50,8 @@ def load_environment(settings: HostSettings) -> vf.Environment:
     env_id = settings.env_id
     require_installed(env_id)
     try:
+        if is_in_a_file(env_id):
+            return _require_environment(import_by_path(env_id)(**settings.args))
         return vf.load_environment(env_id, **settings.args)
     except (Exception, SystemExit) as exc:  # an environment is the user's code: whatever it raises is reported with its name
         cause = exc.__cause__ or exc
@@ -59,6 +62,12 @@ def load_environment(settings: HostSettings) -> vf.Environment:
                 f"uv run trivet env install {env_id}"
             ) from None
         raise load_failure(settings, exc, called="load_environment") from exc
+
+
+def _require_environment(made: object) -> vf.Environment:
+    if not isinstance(made, vf.Environment):
+        raise TypeError(f"it returned {type(made).__name__}, not a verifiers.Environment")
+    return made
 
 
 def _client_maker(settings: HostSettings, environ: Mapping[str, str]) -> Callable[[str], ServerClient]:

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.environment import EnvConfig
@@ -57,3 +58,26 @@ def test_an_error_shows_neither_secrets_nor_what_a_terminal_obeys(tmp_path: Path
     assert "q7z" not in said
     assert said.replace("\n", "").isprintable()
     assert r"\x1b[2J" in said
+
+
+def test_a_function_of_a_file_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "words.py"
+    file.write_text(
+        "import verifiers as vf\nfrom datasets import Dataset\n\n\ndef make(n):\n"
+        "    return vf.SingleTurnEnv(dataset=Dataset.from_list([{'question': 'q', 'answer': 'a'}] * n))\n\n\n"
+        "def forget(n): ...\n"
+    )
+    env = load_environment(settings(f"{file}:make", name="words", args={"n": 3}))
+    assert len(env.build_dataset()) == 3
+    with pytest.raises(EnvironmentLoadError, match=r"TypeError: it returned NoneType, not a verifiers\.Environment"):
+        load_environment(settings(f"{file}:forget", name="words", args={"n": 3}))
+    with pytest.raises(EnvironmentLoadError, match=r"there is no file .*gone\.py"):
+        load_environment(settings(f"{tmp_path}/gone.py:make", name="gone", args={}))
+
+
+def test_the_environment_of_a_function_is_named_after_its_file() -> None:
+    assert EnvConfig(id="/somewhere/words.py:make").label == "words"
+    assert EnvConfig(id="/somewhere/words.py:make", name="w").label == "w"
+    with pytest.raises(ValidationError, match="names a directory of results"):
+        EnvConfig(id="/somewhere/words")

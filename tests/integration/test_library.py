@@ -1,0 +1,153 @@
+"""`import trivet` on the real vLLM: a script and a notebook with functions of their own, fine-tuning, and an evaluation."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+from support.histories import assert_proven
+from trivet.config.layout import RunLayout
+from trivet.history.check import check_run
+
+FUNCTIONS = """
+import verifiers as vf
+from datasets import Dataset
+
+import trivet
+from trivet.trainer.losses.custom import SampleInputs, SampleLoss
+
+VOWELS = set("aeiou")
+
+
+def vowel_share(completion, **kwargs) -> float:
+    text = completion[-1]["content"] or ""
+    return sum(character in VOWELS for character in text) / max(len(text), 1)
+
+
+def load_environment(num_examples: int = 32) -> vf.Environment:
+    data = Dataset.from_list([{"question": f"say {index}", "answer": ""} for index in range(num_examples)])
+    return vf.SingleTurnEnv(dataset=data, eval_dataset=data, rubric=vf.Rubric(funcs=[vowel_share]))
+
+
+def reinforce(inputs: SampleInputs) -> SampleLoss:
+    return SampleLoss(-(inputs.advantages_L * inputs.trainer_logprobs_L).sum(), {"mine": inputs.advantages_L})
+
+
+INFERENCE = {
+    "max_num_seqs": 16,
+    "cpu_kv_cache_gib": 0.125,
+    "model": {"dtype": "float32", "enforce_eager": True, "max_model_len": 256},
+}
+
+
+def arguments(**others):
+    return trivet.RLConfig(
+        max_steps=4, batch_size=8, micro_batch_size=4, rollouts_per_example=4, max_seq_len=256, max_tokens=12, bf16=False,
+        learning_rate=1e-2, use_lora=False, save_steps=2, loss=reinforce, output_dir=OUTPUT, inference=INFERENCE, **others,
+    )
+"""
+
+SCRIPT = (
+    FUNCTIONS
+    + """
+trainer = trivet.RLTrainer(MODEL, load_environment, arguments(), env_args={"num_examples": 16})
+for step in trainer:
+    print(step.number, round(step.reward, 4), "mine/mean" in step.metrics, bool(step.rollouts[0].text), flush=True)
+    if step.number == 2:
+        break
+trainer.save_config(CONFIG)
+print(trainer.run.status.state, trainer.policy.save(SAVED).name)
+"""
+)
+EVALUATION = (
+    FUNCTIONS
+    + """
+measured = trivet.EvalConfig(num_examples=4, sampling={"max_tokens": 12}, output_dir=OUTPUT)
+[summary] = trivet.evaluate(MODEL, load_environment, measured, inference=INFERENCE)
+print(summary.env, summary.step, summary.num_examples, summary.num_failed)
+"""
+)
+FINE_TUNING = """
+import trivet
+args = trivet.SFTConfig(
+    max_steps=3, output_dir=OUTPUT, model={"seq_len": 64, "compute_dtype": "float32"}, data={"batch_size": 2}, optim={"lr": 1e-3}
+)
+trainer = trivet.SFTTrainer(MODEL, DATA, args)
+print([(step.number, step.loss > 0, step.rollouts) for step in trainer], trainer.policy.version)
+"""
+CELLS = [
+    FUNCTIONS,
+    "trainer = trivet.RLTrainer(MODEL, load_environment, arguments())",
+    """
+for step in trainer:
+    print(step.number, bool(step.rollouts[0].text))
+    if step.number == 2:
+        raise RuntimeError("no more")
+""",
+    "print(trainer._process.is_running, trainer.run.status.state, len(trainer.run.steps) >= 2)",
+]
+
+
+def names(**values: Path) -> str:
+    return "".join(f"{name} = {str(value)!r}\n" for name, value in values.items())
+
+
+def run_script(tmp_path: Path, script: str) -> list[str]:
+    file = tmp_path / "train.py"
+    file.write_text(script)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=900, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.vllm
+def test_a_script_trains_with_its_own_functions_and_the_command_resumes_it(tmp_path: Path, tiny_model: Path) -> None:
+    layout = RunLayout(tmp_path / "outputs")
+    config, saved = tmp_path / "run.toml", tmp_path / "saved"
+    printed = run_script(tmp_path, names(MODEL=tiny_model, OUTPUT=layout.root, CONFIG=config, SAVED=saved) + SCRIPT)
+    assert [line.split()[0] for line in printed[:2]] == ["1", "2"]
+    assert all(line.endswith("True True") for line in printed[:2])
+    assert printed[2:] == ["interrupted saved"]
+    assert (saved / "model.safetensors").exists()
+    command = [sys.executable, "-P", "-m", "trivet.launcher.commands.rl", "@", str(config), "--trainer.ckpt.resume-step", "-1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert assert_proven(check_run(layout)).last_step == 4
+
+
+@pytest.mark.vllm
+def test_a_cell_that_fails_ends_the_run_of_a_notebook(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    cells = [names(MODEL=tiny_model, OUTPUT=tmp_path / "outputs"), *CELLS]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(
+        notebook, timeout=900, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    outputs = [[output for output in cell.outputs if output.get("name") != "stderr"] for cell in notebook.cells]
+    assert [output.get("ename") for output in outputs[3] if output.output_type == "error"] == ["RuntimeError"], outputs
+    text = "".join(output.text for output in outputs[3] if output.output_type == "stream")
+    assert text.splitlines()[:2] == ["1 True", "2 True"]
+    [bar] = [output.data["text/html"] for output in outputs[3] if output.output_type == "display_data"]
+    assert "step 2/4: reward=" in bar
+    assert outputs[4][0].text == "False interrupted True\n"
+
+
+@pytest.mark.vllm
+def test_a_model_is_evaluated_on_a_server_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
+    printed = run_script(tmp_path, names(MODEL=tiny_model, OUTPUT=tmp_path / "outputs") + EVALUATION)
+    assert printed == ["train 0 4 0"]
+
+
+def test_fine_tuning_yields_its_steps(tmp_path: Path, tiny_model: Path) -> None:
+    data = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "aaa"}]}
+    data.write_text(f"{json.dumps(row)}\n" * 8)
+    printed = run_script(tmp_path, names(MODEL=tiny_model, OUTPUT=tmp_path / "outputs", DATA=data) + FINE_TUNING)
+    assert printed == ["[(1, True, []), (2, True, []), (3, True, [])] 3"]

@@ -1,0 +1,47 @@
+"""A command that the library starts in place of `rl`: `python -m support.stand_in_command @ FILE`.
+
+It takes a step every 50 ms. The number of steps says how it ends: from `FAILING` on with an error, else well.
+"""
+
+import signal
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+from trivet.config.layout import RunLayout
+from trivet.telemetry.metrics import MetricsWriter
+
+REFUSED, FAILING, ENDLESS = 1001, 1002, 1003
+STEP_S = 0.05
+COMMITTED = "COMMITTED_BY_STAND_IN"
+
+
+def main() -> int:
+    config = tomllib.loads(Path(sys.argv[2]).read_text())
+    max_steps, layout = config["max_steps"], RunLayout(Path(config["output_dir"]))
+    if max_steps == REFUSED:
+        print("error: batch is wrong; add --clean", file=sys.stderr)
+        return 2
+    (layout.root / "started").touch()
+
+    def commit(number: int, frame: object) -> None:
+        (layout.root / COMMITTED).touch()
+        sys.exit(130)
+
+    signal.signal(signal.SIGINT, commit)
+    writers = [MetricsWriter(layout.metrics / f"{role}.jsonl") for role in ("orchestrator", "trainer")]
+    step = 0
+    while step < max_steps:
+        step += 1
+        for writer in writers:
+            writer.write(step, {"reward/mean": step / 10, "loss/mean": 1.0})
+        time.sleep(STEP_S)
+        if max_steps == FAILING and step == 3:
+            print("last words of a role")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""Import paths of functions."""
+
+import functools
+import importlib
+import os.path
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from trivet.errors import ConfigError
+from trivet.imports import import_by_path
+from trivet.library.functions import FunctionFiles, split_partial
+
+
+def write_module(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+    module = importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, name, module)  # removed at the end of the test
+    return module
+
+
+def test_a_function_of_an_installed_module_goes_by_its_name(tmp_path: Path) -> None:
+    path = FunctionFiles(tmp_path).path_of(os.path.join, argument="loss")
+    assert import_by_path(path) is os.path.join
+    assert ".py" not in path
+
+
+def test_a_function_of_a_users_file_goes_by_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = write_module(tmp_path, "file_of_a_user", "def f():\n    return 3\n", monkeypatch)
+    path = FunctionFiles(tmp_path).path_of(module.f, argument="loss")
+    assert path == f"{tmp_path}/file_of_a_user.py:f"
+    assert import_by_path(path)() == 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda inputs: inputs, print, functools.partial(print), test_a_function_of_a_users_file_goes_by_that_file.__str__],
+)
+def test_what_has_no_name_of_its_own_is_refused(tmp_path: Path, function: object) -> None:
+    with pytest.raises(ConfigError, match="advantage must be a function that is defined with def"):
+        FunctionFiles(tmp_path).path_of(function, argument="advantage")
+
+
+def test_a_function_that_its_module_has_no_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = write_module(tmp_path, "changed_meanwhile", "def f():\n    return 3\n", monkeypatch)
+    old, module.f = module.f, print
+    with pytest.raises(ConfigError, match="loss: module changed_meanwhile has no function f"):
+        FunctionFiles(tmp_path).path_of(old, argument="loss")
+
+
+def test_rewards_replace_the_rubric_of_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def half(completion, **kwargs):\n    return 0.5\n\n\ndef one(completion, **kwargs):\n    return 1.0\n"
+    module = write_module(tmp_path, "rewards_of_a_user", source, monkeypatch)
+    files = FunctionFiles(tmp_path / "outputs")
+    rewards = [files.path_of(function, argument="rewards") for function in (module.half, module.one)]
+    path = files.with_rewards("reverse-text", rewards, weights=[1.0, 0.25])
+    assert not (tmp_path / "outputs").exists()  # nothing is written before the run is started
+    files.write()
+    file = Path(path.rpartition(":")[0])
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (file.parent, file)] == [0o700, 0o600]
+    env = import_by_path(path)(num_examples=4)
+    assert ([each.__name__ for each in env.rubric.funcs], env.rubric.weights) == (["half", "one"], [1.0, 0.25])
+    files = FunctionFiles(tmp_path / "outputs")
+    again = files.with_rewards(f"{file}:load_environment", rewards[:1], weights=[1.0])
+    assert again != path
+    files.write()
+    env = import_by_path(again)(num_examples=4)
+    assert [each.__name__ for each in env.rubric.funcs] == ["half"]
+
+
+def test_a_partial_is_a_function_and_its_keywords() -> None:
+    def f(inputs: object, *, scale: float, power: int) -> None: ...
+
+    assert split_partial(functools.partial(functools.partial(f, scale=1.0, power=2), scale=3.0)) == (
+        f,
+        {"scale": 3.0, "power": 2},
+    )
+    with pytest.raises(ConfigError, match="fixes arguments by position"):
+        split_partial(functools.partial(f, 1))
