@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trivet.durable import write_atomically
 from trivet.errors import ConfigError
-from trivet.imports import is_in_a_file
 from trivet.library.main_source import MAIN, is_installed, source_of
+from trivet.process.imports import is_in_a_file
+from trivet.storage.durable import write_atomically
 
 FOLDER = ".functions"
 """Below the output directory: a name with a dot does not count as a result of another run, and stays when the run is resumed."""
@@ -21,7 +21,7 @@ from functools import partial
 
 import verifiers as vf
 
-from trivet.imports import import_by_path
+from trivet.process.imports import import_by_path
 
 
 def load_environment(**args):

@@ -20,9 +20,9 @@ from typing import Any
 
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.base import Section
-from trivet.durable import write_private
 from trivet.launcher.logs import last_lines
-from trivet.lifetime import module_command, tied_command
+from trivet.process.lifetime import module_command, tied_command
+from trivet.storage.durable import write_private
 
 _POLL_INTERVAL_S = 0.05
 _KILL_TIMEOUT_S = 5.0

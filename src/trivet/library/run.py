@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import MANIFEST, ROLLOUTS_FILE, STABLE, RunLayout
-from trivet.durable import DECODE_ERRORS, sync_tree
 from trivet.errors import HistoryError, WeightsError
 from trivet.step_directories import list_steps
+from trivet.storage.durable import DECODE_ERRORS, sync_tree
 from trivet.view.files import GrowingLines
 from trivet.view.rollouts import RolloutRow
 from trivet.view.run import open_run

@@ -18,10 +18,10 @@ from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.dialects.vf_translation import load_run
 from trivet.environments.packages.installed import LOADER, require_installed
 from trivet.errors import ConfigError
-from trivet.imports import file_of
 from trivet.library.arguments import RUN_KEYS, RLArguments, SFTArguments, entries_of, show_notices, written_values
 from trivet.library.functions import FunctionFiles, split_partial
 from trivet.library.messages import in_python
+from trivet.process.imports import file_of
 
 Environment = str | Callable[..., Any]
 """An environment: its id, or a function that returns it."""

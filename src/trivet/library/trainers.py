@@ -14,7 +14,6 @@ from typing import Any
 from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.base import Section
-from trivet.durable import write_atomically
 from trivet.errors import ConfigError
 from trivet.launcher.terminal import describe_activity
 from trivet.library.arguments import RLArguments, SFTArguments
@@ -24,6 +23,7 @@ from trivet.library.process import RunProcess
 from trivet.library.progress import ProgressBar, open_progress
 from trivet.library.run import Policy, Run, RunStep, StepReader
 from trivet.library.run_config import Environment, plan_run, plan_sft
+from trivet.storage.durable import write_atomically
 from trivet.view.status import read_status
 from trivet.wire.status import RunStatus
 

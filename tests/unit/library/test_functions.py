@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trivet.errors import ConfigError
-from trivet.imports import import_by_path
 from trivet.library.functions import FunctionFiles, split_partial
+from trivet.process.imports import import_by_path
 
 
 def write_module(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> object:

@@ -9,9 +9,9 @@ import pytest
 
 from trivet.config.sections.losses import CustomLossConfig, GrpoLossConfig
 from trivet.errors import ConfigError, EnvironmentLoadError
-from trivet.imports import file_of
 from trivet.library.arguments import RLArguments, SFTArguments
 from trivet.library.run_config import name_of_environment, plan_run, plan_sft
+from trivet.process.imports import file_of
 
 SOURCE = """
 def my_loss(inputs, *, scale=1.0): ...

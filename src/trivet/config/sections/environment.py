@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from trivet.config.sections.base import MAX_PROCESSES, MAX_WAIT_S, Section
 from trivet.config.sections.sampling import EnvSamplingConfig
-from trivet.imports import is_in_a_file
+from trivet.process.imports import is_in_a_file
 
 Credential = Literal["WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
 CREDENTIALS: tuple[str, ...] = get_args(Credential)

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from trivet.errors import EnvironmentLoadError
-from trivet.imports import file_of
+from trivet.process.imports import file_of
 
 LIBRARY = "verifiers"
 """The library that environments are written with. They require it; trivet does not."""
