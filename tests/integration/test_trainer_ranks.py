@@ -72,7 +72,7 @@ def continued_by_four(model: Path, outputs: Outputs) -> Path:
 
 def check_gradients(results: dict[tuple[str, str], Any], model: Path) -> None:
     oracle, program = load_module(ORACLE), load_module(PROGRAM)
-    examples = oracle.make_examples(count=9, vocab_size=100)
+    examples = oracle.make_examples(count=9, vocab_size=100, prompt_length=program.PROMPT_LENGTH)
     layouts = {*oracle.layouts(examples), "packed anew"}
     assert {layout for _, layout in results} == layouts
     for loss, config in program.LOSSES.items():

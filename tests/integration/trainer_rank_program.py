@@ -30,8 +30,11 @@ LORA = LoRAConfig(rank=3, alpha=6.0, target_modules=["q_proj", "o_proj", "down_p
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {"muon": MuonConfig(lr=1e-3), "sgd": SGDConfig(lr=1e-2)}
 
-MICRO_BATCH_TOKENS = 30
-"""The longest samples have 23 tokens: several rows for each rank, some of them dummies."""
+PROMPT_LENGTH = 20
+"""Tokens that samples share: enough to be computed once."""
+
+MICRO_BATCH_TOKENS = 50
+"""The longest of the samples have 43: several rows for each rank, some of them dummies."""
 
 LOSSES = {"token": DefaultLossConfig(kl_tau=0.1), "sequence": DefaultLossConfig(ratio_type="sequence", kl_tau=0.1)}
 
@@ -72,7 +75,7 @@ def unsettle(model: PolicyModel) -> None:
 
 def measure_gradients(model_dir: str, oracle: ModuleType, world: World, *, lora: LoRAConfig | None) -> dict:
     results = {}
-    examples = oracle.make_examples(count=9, vocab_size=100)
+    examples = oracle.make_examples(count=9, vocab_size=100, prompt_length=PROMPT_LENGTH)
     for loss, config in LOSSES.items():
         learner = make_learner(model_dir, world, optim=AdamWConfig(lr=0.0), loss=config, lora=lora)
         layouts = oracle.layouts(examples)

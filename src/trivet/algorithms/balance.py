@@ -6,64 +6,64 @@ Ranks compute row by row in lock step, so a good deal has equally many rows on e
 and similar sums.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trivet.algorithms.packing import first_fit_decreasing
 
-Cost = Callable[[Sequence[int]], float]
-"""A function that returns the cost of a row whose samples have these lengths."""
-
 
 def arrange(
-    rows: Sequence[Sequence[int]], lengths: Sequence[int], *, num_ranks: int, cost: Cost, max_tokens: int | None = None
+    rows: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    *,
+    costs: Sequence[float],
+    num_ranks: int,
+    max_tokens: int | None = None,
 ) -> list[list[list[int]]]:
     """Return the rows of each rank, the one with the most tokens first: if memory does not suffice, that shows at once.
 
     Without `max_tokens` rows stay as they are, but for as many as must be divided to give every rank equally many.
 
     Args:
-        rows: indices of samples, each sample in one row.
-        lengths: tokens of each sample.
-        max_tokens: pack all samples again, into rows of at most this many tokens; a longer sample gets a row of its own.
+        rows: indices of items, each item in one row. An item is a sample, or samples that must stay together.
+        lengths: tokens of each item.
+        costs: the cost of each item. The cost of a row is their sum.
+        max_tokens: pack all items again, into rows of at most this many tokens; a longer item gets a row of its own.
 
     Returns:
         The rows of each rank. A rank has one row less than others only when there is no row left to divide.
     """
     packed = [list(row) for row in rows] if max_tokens is None else repack(lengths, max_tokens=max_tokens)
+    packed = divide(packed, lengths, multiple_of=num_ranks, costs=costs)
+    dealt = deal([_sum_of(costs, row) for row in packed], num_ranks=num_ranks)
+    return [sorted((packed[place] for place in places), key=lambda row: -_sum_of(lengths, row)) for places in dealt]
 
-    def row_cost(row: Sequence[int]) -> float:
-        """Return the cost of a row of sample indices."""
-        return cost([lengths[index] for index in row])
 
-    packed = divide(packed, lengths, multiple_of=num_ranks, cost=cost)
-    dealt = deal([row_cost(row) for row in packed], num_ranks=num_ranks)
-    return [
-        sorted((packed[place] for place in places), key=lambda row: -sum(lengths[index] for index in row)) for places in dealt
-    ]
+def _sum_of(values: Sequence[float], row: Sequence[int]) -> float:
+    return sum(values[index] for index in row)
 
 
 def repack(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Pack all samples into rows of at most `max_tokens`; a longer sample gets a row of its own."""
+    """Pack all items into rows of at most `max_tokens`; a longer item gets a row of its own."""
     long = [[index] for index, length in enumerate(lengths) if length > max_tokens]
     short = [index for index, length in enumerate(lengths) if length <= max_tokens]
     bins = first_fit_decreasing([lengths[index] for index in short], capacity=max_tokens)
     return long + [[short[place] for place in bin_] for bin_ in bins]
 
 
-def divide(rows: Sequence[list[int]], lengths: Sequence[int], *, multiple_of: int, cost: Cost) -> list[list[int]]:
-    """Divide the most costly rows of several samples until their number is a multiple, or none can be divided."""
+def divide(rows: Sequence[list[int]], lengths: Sequence[int], *, multiple_of: int, costs: Sequence[float]) -> list[list[int]]:
+    """Divide the most costly rows of several items until their number is a multiple, or none can be divided."""
     divided = list(rows)
     while len(divided) % multiple_of:
         candidates = [place for place, row in enumerate(divided) if len(row) > 1]
         if not candidates:
             break
-        row = divided.pop(max(candidates, key=lambda place: cost([lengths[index] for index in divided[place]])))
+        row = divided.pop(max(candidates, key=lambda place: _sum_of(costs, divided[place])))
         divided += _halve(row, lengths)
     return divided
 
 
 def _halve(row: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Split a row into two of about equally many tokens: the longest sample first, each to the row with fewer."""
+    """Split a row into two of about equally many tokens: the longest item first, each to the row with fewer."""
     halves: list[list[int]] = [[], []]
     sums = [0, 0]
     for index in sorted(row, key=lambda each: -lengths[each]):

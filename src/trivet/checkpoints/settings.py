@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "data.record",
     "data.replay",
     "model.attn",
+    "model.share_prefixes",
     "model.reshard_after_forward",
     "model.ac",
     "model.ac_offloading",

@@ -110,14 +110,14 @@ def is_out_of_memory(exc: BaseException) -> bool:
 
 
 def _explain_row(row: RowTensors, exc: BaseException, *, chunk_size: int, key_prefix: str) -> str:
-    num_tokens, longest = row.token_ids_1T.shape[1], max(row.segments.lengths)
+    num_tokens, longest = row.num_tokens, row.segments.longest_sample
     num_trained = len(row.targets_N)
-    if len(row.segments.lengths) > 1:
+    if row.num_samples > 1:
         shorter = f"{key_prefix}micro_batch_tokens = {max(longest, math.ceil(num_tokens / 2))}"
     else:
         shorter = f"a smaller {key_prefix}model.seq_len, such as {max(2, num_tokens // 2)}, as the row is one sample"
     return (
-        f"memory ran out in a row of {num_tokens} tokens ({len(row.segments.lengths)} samples, the longest of {longest} tokens, "
+        f"memory ran out in a row of {num_tokens} tokens ({row.num_samples} samples, the longest of {longest} tokens, "
         f"{num_trained} tokens trained): {_first_line(exc)}. Set {shorter}; [{key_prefix}model.ac] freq = 1, if it is not set; "
         f"or {key_prefix}model.fused_lm_head_chunk_size = {max(1, min(chunk_size, num_trained) // 2)}"
     )

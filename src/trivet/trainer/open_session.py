@@ -22,7 +22,6 @@ from trivet.trainer.checkpoint.saver import CheckpointSaver
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume
 from trivet.trainer.disk_budget import Sizes, measure_sizes, require_budget
 from trivet.trainer.losses.terms import Loss
-from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.measurement.profiling import Profiler
 from trivet.trainer.model.export import Exporter, load_tokenizer
 from trivet.trainer.model.policy_model import load_policy, torch_dtype
@@ -114,7 +113,6 @@ def open_session(
         retention=_make_retention(config, layout, from_step, keep_recent=keep_recent, reference_interval=reference_interval),
         reporter=StepReporter(
             world=world,
-            cost=model_cost(learner.model),
             telemetry=telemetry,
             profiler=profiler,
             background={"write_weights": publisher.work, "write_ckpt": saver.writer.work},

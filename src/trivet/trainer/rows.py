@@ -1,31 +1,35 @@
 """Turns the packed rows of a batch into the rows that one rank computes on. Called by `trainer.step`.
 
-Legend: T tokens of a row, S samples in it, N its loss tokens.
+Legend: T tokens of a row, U of them that are computed (without those that samples share), S samples in it, N its loss tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from trivet.algorithms.balance import Cost, arrange
+from trivet.algorithms.balance import arrange
 from trivet.trainer.attention.packed import Segments
+from trivet.trainer.prefixes import build_tree, flat_tree, group_by_prefix
 from trivet.wire.batches import MicroBatch
 
 Place = tuple[int, int]
 """A row of the batch, and a sample in it, both counted from 0."""
+Cost = Callable[[Sequence[int], Sequence[int]], float]
+"""The cost of segments of these lengths behind prefixes of these lengths, in tokens. Costs of several samples add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTensors:
     """One row on the device. Only hidden states that predict a loss token reach the language-model head."""
 
-    token_ids_1T: torch.Tensor
-    position_ids_1T: torch.Tensor
+    token_ids_1U: torch.Tensor
+    position_ids_1U: torch.Tensor
     segments: Segments
     predictors_N: torch.Tensor
-    """int64: position of the token before each loss token; its hidden state predicts the loss token."""
+    """int64: position of the token before each loss token; its hidden state predicts the loss token. Samples that continue one
+    prefix differently have the same position here."""
     targets_N: torch.Tensor
     temperatures_N: torch.Tensor
     sampler_logprobs_N: torch.Tensor
@@ -45,26 +49,64 @@ class RowTensors:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the row, T."""
-        return self.token_ids_1T.shape[1]
+        """Tokens to compute, U."""
+        return self.token_ids_1U.shape[1]
 
 
-def rows_of_rank(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """The rows of every rank. Each rank makes the same plan of the same batch."""
+
+    batch: Sequence[MicroBatch]
+    rows_by_rank: Sequence[Sequence[Sequence[Place]]]
+    """Of each rank its rows, of each row its samples."""
+    shares_prefixes: bool
+    max_tokens: int
+    """Tokens of a row at most; only samples that exceed it alone have longer ones."""
+    num_tokens: int
+    """Tokens to compute, on all ranks together. A token that samples of a row share counts once."""
+    cost: float
+    """The sum of the costs of all rows."""
+
+    def take(self, rank: int, *, device: torch.device) -> list[RowTensors]:
+        """Return the rows of `rank`, with dummies up to the number that every rank has."""
+        rows = [self._tensors(row, device=device) for row in self.rows_by_rank[rank]]
+        rows = [row for row in rows if row.num_samples]
+        return rows + [_dummy(device)] * (max(map(len, self.rows_by_rank)) - len(rows))
+
+    def _tensors(self, places: Sequence[Place], *, device: torch.device) -> RowTensors:
+        row = self.batch[places[0][0]]
+        is_whole = len(places) == len(row.sequence_lengths_S) and all(
+            place == (places[0][0], number) for number, place in enumerate(places)
+        )
+        return to_tensors(
+            row if is_whole else join_samples(self.batch, places),
+            device=device,
+            places=places,
+            shares_prefixes=self.shares_prefixes,
+        )
+
+
+def plan_rows(
     rows: Sequence[MicroBatch],
     *,
-    rank: int,
     num_ranks: int,
-    device: torch.device,
-    cost: Cost = sum,
+    cost: Cost | None = None,
     max_tokens: int | None = None,
-) -> list[RowTensors]:
-    """Return this rank's rows, with dummies up to the number that every rank has. Samples without loss tokens may be left out.
+    shares_prefixes: bool = True,
+) -> RowPlan:
+    """Decide which samples of a batch share a row, and which rank computes it. Samples without loss tokens may be left out.
+
+    Samples that share a prefix stay together: as long as one such sample exists, all samples are packed again, into rows of no more
+    tokens than the batch's longest row has.
 
     Args:
         cost: the cost of a row, by which ranks are balanced; by default its tokens.
         max_tokens: pack the batch's samples again, into rows of at most this many tokens; None: keep the batch's rows.
+        shares_prefixes: compute tokens that samples of a row begin with in common once.
     """
     samples: list[Place] = []
+    tokens: list[np.ndarray] = []
     packed: list[list[int]] = []
     for index, row in enumerate(rows):
         trained = _trained_samples(row)
@@ -73,25 +115,46 @@ def rows_of_rank(
             kept = [number for number in range(len(trained)) if max_tokens is None or trained[number]]
             packed.append(list(range(len(samples), len(samples) + len(kept))))
             samples += [(index, number) for number in kept]
-    lengths = [int(rows[index].sequence_lengths_S[number]) for index, number in samples]
-    rows_by_rank = arrange(packed, lengths, num_ranks=num_ranks, cost=cost, max_tokens=max_tokens)
-    own_rows = [_take(rows, [samples[each] for each in row], device=device) for row in rows_by_rank[rank]]
-    return [row for row in own_rows if row.num_samples] + [_dummy(device)] * (
-        max(map(len, rows_by_rank)) - sum(row.num_samples > 0 for row in own_rows)
+            parts = np.split(row.token_ids_T, np.cumsum(row.sequence_lengths_S)[:-1])
+            tokens += [parts[number] for number in kept]
+    items = [[number] for number in range(len(samples))]
+    row_limit = max_tokens or max((row.num_tokens for row in rows), default=0)
+    if shares_prefixes:
+        # A group that is larger than a rank's part of the batch would leave other ranks without work.
+        of_rank = -(-sum(map(len, tokens)) // num_ranks)
+        grouped = group_by_prefix(tokens, max_tokens=min(row_limit, of_rank))
+        if len(grouped) < len(items):
+            items, max_tokens = grouped, row_limit
+    sizes = [_Size.of([tokens[number] for number in item], cost=cost) for item in items]
+    lengths, costs = [size.num_tokens for size in sizes], [size.cost for size in sizes]
+    dealt = arrange(packed, lengths, costs=costs, num_ranks=num_ranks, max_tokens=max_tokens)
+    return RowPlan(
+        batch=rows,
+        rows_by_rank=[[[samples[number] for item in row for number in items[item]] for row in mine] for mine in dealt],
+        shares_prefixes=shares_prefixes,
+        max_tokens=row_limit,
+        num_tokens=sum(lengths),
+        cost=sum(costs),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Tokens to compute, and their cost, of samples that stay together."""
+
+    num_tokens: int
+    cost: float
+
+    @classmethod
+    def of(cls, samples: Sequence[np.ndarray], *, cost: Cost | None) -> "_Size":
+        tree = build_tree(samples)
+        return cls(tree.num_tokens, cost(tree.lengths, tree.prefix_lengths) if cost else float(tree.num_tokens))
 
 
 def _trained_samples(row: MicroBatch) -> np.ndarray:
     """Return a bool [S]: the samples that have loss tokens."""
     starts_S = np.cumsum(row.sequence_lengths_S) - row.sequence_lengths_S
     return np.add.reduceat(row.loss_mask_T, starts_S, dtype=np.int64) > 0 if len(starts_S) else np.zeros(0, dtype=np.bool_)
-
-
-def _take(rows: Sequence[MicroBatch], places: Sequence[Place], *, device: torch.device) -> RowTensors:
-    index = places[0][0]
-    if len(places) == len(rows[index].sequence_lengths_S) and all(place == (index, n) for n, place in enumerate(places)):
-        return to_tensors(rows[index], device=device, places=places)
-    return to_tensors(join_samples(rows, places), device=device, places=places)
 
 
 def join_samples(rows: Sequence[MicroBatch], places: Sequence[Place]) -> MicroBatch:
@@ -110,13 +173,17 @@ def join_samples(rows: Sequence[MicroBatch], places: Sequence[Place]) -> MicroBa
     return MicroBatch(sequence_lengths_S=lengths_S, **joined)  # type: ignore[arg-type]  # only optional fields are None
 
 
-def to_tensors(row: MicroBatch, *, device: torch.device, places: Sequence[Place] = ()) -> RowTensors:
+def to_tensors(
+    row: MicroBatch, *, device: torch.device, places: Sequence[Place] = (), shares_prefixes: bool = True
+) -> RowTensors:
     """Move one packed row to the device.
 
     Args:
         places: where in the batch the row's samples are.
+        shares_prefixes: the row on the device holds tokens that its samples begin with in common once.
     """
-    lengths = [int(length) for length in row.sequence_lengths_S]
+    samples = np.split(row.token_ids_T, np.cumsum(row.sequence_lengths_S)[:-1])
+    tree = build_tree(samples) if shares_prefixes else flat_tree(samples)
     loss_N = np.flatnonzero(row.loss_mask_T)
     starts_S = np.cumsum(row.sequence_lengths_S) - row.sequence_lengths_S
     assert not row.loss_mask_T[starts_S].any(), "the first token of a sample is predicted by nothing and cannot be trained on"
@@ -129,10 +196,10 @@ def to_tensors(row: MicroBatch, *, device: torch.device, places: Sequence[Place]
         return torch.from_numpy(values[loss_N].astype(np.float32)).to(device)
 
     return RowTensors(
-        token_ids_1T=ints(row.token_ids_T)[None],
-        position_ids_1T=ints(row.position_ids_T)[None],
-        segments=Segments.of(lengths, device=device),
-        predictors_N=ints(loss_N - 1),
+        token_ids_1U=ints(row.token_ids_T[tree.sources_U])[None],
+        position_ids_1U=ints(row.position_ids_T[tree.sources_U])[None],
+        segments=Segments.of_tree(tree, device=device),
+        predictors_N=ints(tree.places_T[loss_N - 1]),
         targets_N=ints(row.token_ids_T[loss_N]),
         temperatures_N=floats(row.temperatures_T),
         sampler_logprobs_N=floats(row.logprobs_T),
@@ -148,8 +215,8 @@ def _dummy(device: torch.device) -> RowTensors:
     index = torch.zeros(1, dtype=torch.int64, device=device)
     number = torch.ones(1, device=device)
     return RowTensors(
-        token_ids_1T=torch.zeros(1, 2, dtype=torch.int64, device=device),
-        position_ids_1T=torch.arange(2, device=device)[None],
+        token_ids_1U=torch.zeros(1, 2, dtype=torch.int64, device=device),
+        position_ids_1U=torch.arange(2, device=device)[None],
         segments=Segments.of([2], device=device),
         predictors_N=index,
         targets_N=index,

@@ -9,7 +9,7 @@ from trivet.errors import TrivetError
 from trivet.trainer.losses.terms import mismatch_kl
 from trivet.trainer.model.policy_model import PolicyModel, free_gathered, without_dropout
 from trivet.trainer.ranks.world import World, sum_over_ranks
-from trivet.trainer.rows import rows_of_rank
+from trivet.trainer.rows import plan_rows
 from trivet.wire.batches import MicroBatch
 
 
@@ -19,7 +19,8 @@ def measure_mismatch(model: PolicyModel, rows: Sequence[MicroBatch], world: Worl
         return None
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     with torch.no_grad(), without_dropout(model):
-        for row in rows_of_rank(rows, rank=world.rank, num_ranks=world.size, device=world.device):
+        plan = plan_rows(rows, num_ranks=world.size, shares_prefixes=model.shares_prefixes)
+        for row in plan.take(world.rank, device=world.device):
             scores = model(row)
             if not row.is_dummy:
                 log_ratio_N = scores.logprobs_N - row.sampler_logprobs_N

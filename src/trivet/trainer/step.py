@@ -21,7 +21,7 @@ from trivet.trainer.model.policy_model import PolicyModel, set_last_row
 from trivet.trainer.model.reference import Reference
 from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
 from trivet.trainer.ranks.world import World, gather_values, join_values, sum_over_ranks
-from trivet.trainer.rows import RowTensors, rows_of_rank
+from trivet.trainer.rows import RowPlan, RowTensors, plan_rows
 from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
 
@@ -57,6 +57,10 @@ class StepResult:
     lr: float
     values: dict[str, np.ndarray]
     """Per-token and per-sample values by metric name. Rank 0 has the values of all ranks, any other rank has its own."""
+    num_computed_tokens: int
+    """Tokens that all ranks computed: fewer than the batch has where samples share prefixes."""
+    flops: float
+    """Operations that these tokens need, forward and backward, by `ModelCost.flops`."""
     forward_backward_s: float
     optimizer_s: float
 
@@ -74,7 +78,9 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     """
     started = time.monotonic()
     learner.optimizer.zero_grad(set_to_none=True)
-    loss, parts, outcomes = _accumulate(learner, rows, counts=_count_units(rows, step=step))
+    counts = _count_units(rows, step=step)
+    plan = _plan(learner, rows)
+    loss, parts, outcomes = _accumulate(learner, plan, counts=counts)
     computed = time.monotonic()
     if not np.isfinite(loss):
         raise _diverged("loss", loss, learner=learner, step=step, where=describe_rows(outcomes, learner.world))
@@ -100,26 +106,31 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
         grad_norm=norm,
         lr=lr,
         values=gather_values(learner.world, join_values(parts)),
+        num_computed_tokens=plan.num_tokens,
+        flops=plan.cost,
         forward_backward_s=computed - started,
         optimizer_s=time.monotonic() - computed,
     )
 
 
+def _plan(learner: Learner, rows: Sequence[MicroBatch]) -> RowPlan:
+    model = learner.model
+    longest = learner.micro_batch_tokens or max(len(row.token_ids_T) for row in rows)
+    return plan_rows(
+        rows,
+        num_ranks=learner.world.size,
+        cost=model_cost(model).flops,
+        max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else model.lanes.max_tokens(longest),
+        shares_prefixes=model.shares_prefixes,
+    )
+
+
 def _accumulate(
-    learner: Learner, rows: Sequence[MicroBatch], *, counts: Mapping[LossUnit, int]
+    learner: Learner, plan: RowPlan, *, counts: Mapping[LossUnit, int]
 ) -> tuple[float, list[dict[str, np.ndarray]], list[RowOutcome]]:
     """Add the gradients of the step's loss to the parameters; return the loss, each row's values and each row's outcome."""
     world, model = learner.world, learner.model
-    longest = learner.micro_batch_tokens or max(len(row.token_ids_T) for row in rows)
-    lane_tokens = model.lanes.max_tokens(longest)
-    own_rows = rows_of_rank(
-        rows,
-        rank=world.rank,
-        num_ranks=world.size,
-        device=world.device,
-        cost=model_cost(model).flops,
-        max_tokens=learner.micro_batch_tokens if model.lanes.count == 1 else lane_tokens,
-    )
+    own_rows = plan.take(world.rank, device=world.device)
     if learner.reference is not None:
         learner.before_update()  # scoring puts the reference's weights into the model for a while
         own_rows = learner.reference.score(model, own_rows)
@@ -129,7 +140,7 @@ def _accumulate(
         return _compute(learner, own_rows[index], counts=counts)
 
     model.renew_casts()
-    num_alone = sum(row.num_tokens > lane_tokens for row in own_rows)  # rows too long for a lane; they come first
+    num_alone = sum(row.num_tokens > plan.max_tokens for row in own_rows)  # rows too long for a lane; they come first
     results = [compute(index) for index in range(num_alone)] + model.lanes.map(compute, range(num_alone, len(own_rows)))
     computed_rows = [result for result in results if result is not None]  # without dummies
     total = torch.zeros((), dtype=torch.float64, device=world.device)

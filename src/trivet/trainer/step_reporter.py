@@ -9,7 +9,7 @@ from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.state import TrainerProgress
-from trivet.trainer.measurement.performance import ModelCost, speed_metrics
+from trivet.trainer.measurement.performance import speed_metrics
 from trivet.trainer.measurement.profiling import Profiler
 from trivet.trainer.ranks.world import World
 from trivet.trainer.step import StepResult
@@ -27,7 +27,6 @@ class StepReporter:
     """
 
     world: World
-    cost: ModelCost
     telemetry: Telemetry | None
     """Set on rank 0 only."""
     profiler: Profiler
@@ -60,7 +59,14 @@ class StepReporter:
         for name, work in self.background.items():
             if (times := work.take_times()) is not None:
                 metrics |= {f"time/{name}": times.seconds, f"time/{name}_cpu": times.cpu_s}
-        metrics |= speed_metrics(self.cost, rows, seconds=seconds, num_ranks=self.world.size, device=self.world.device)
+        metrics |= speed_metrics(
+            rows,
+            num_computed_tokens=result.num_computed_tokens,
+            flops=result.flops,
+            seconds=seconds,
+            num_ranks=self.world.size,
+            device=self.world.device,
+        )
         self.times.clear()
         if self.telemetry is not None:
             self.telemetry.write_step(step, metrics | dict(extra))

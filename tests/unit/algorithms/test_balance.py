@@ -7,8 +7,8 @@ LENGTHS = st.lists(st.integers(min_value=1, max_value=60), min_size=1, max_size=
 RANKS = st.integers(min_value=1, max_value=6)
 
 
-def quadratic(lengths) -> float:
-    return sum(lengths) + 0.1 * sum(length * length for length in lengths)
+def quadratic(lengths: list[int]) -> list[float]:
+    return [length + 0.1 * length * length for length in lengths]
 
 
 def pairs(count: int) -> list[list[int]]:
@@ -35,7 +35,7 @@ def test_full_rounds_leave_no_more_than_the_spread_of_costs(costs: list[int], nu
 def test_every_sample_is_in_one_row_and_no_row_is_over_the_cap(
     lengths: list[int], num_ranks: int, max_tokens: int | None
 ) -> None:
-    dealt = arrange(pairs(len(lengths)), lengths, num_ranks=num_ranks, cost=quadratic, max_tokens=max_tokens)
+    dealt = arrange(pairs(len(lengths)), lengths, costs=quadratic(lengths), num_ranks=num_ranks, max_tokens=max_tokens)
     rows = [row for rank in dealt for row in rank]
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     if max_tokens is not None:
@@ -47,14 +47,14 @@ def test_every_sample_is_in_one_row_and_no_row_is_over_the_cap(
 
 @given(LENGTHS, RANKS)
 def test_ranks_have_equally_many_rows_unless_every_row_is_a_single_sample(lengths: list[int], num_ranks: int) -> None:
-    dealt = arrange(pairs(len(lengths)), lengths, num_ranks=num_ranks, cost=quadratic)
+    dealt = arrange(pairs(len(lengths)), lengths, costs=quadratic(lengths), num_ranks=num_ranks)
     counts = {len(rank) for rank in dealt}
     assert len(counts) == 1 or all(len(row) == 1 for rank in dealt for row in rank)
 
 
 def test_the_most_costly_row_is_divided_to_fill_the_last_places() -> None:
     lengths = [5, 4, 3, 2, 1]
-    assert divide([[0, 1, 2], [3, 4]], lengths, multiple_of=3, cost=sum) == [[3, 4], [0], [1, 2]]
+    assert divide([[0, 1, 2], [3, 4]], lengths, multiple_of=3, costs=lengths) == [[3, 4], [0], [1, 2]]
 
 
 def test_a_sample_longer_than_the_cap_is_alone() -> None:
@@ -62,4 +62,4 @@ def test_a_sample_longer_than_the_cap_is_alone() -> None:
 
 
 def test_rows_of_one_rank_stay_as_they_came() -> None:
-    assert arrange([[0], [1, 2]], [3, 9, 1], num_ranks=1, cost=quadratic) == [[[1, 2], [0]]]
+    assert arrange([[0], [1, 2]], [3, 9, 1], costs=quadratic([3, 9, 1]), num_ranks=1) == [[[1, 2], [0]]]

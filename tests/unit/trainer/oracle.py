@@ -23,19 +23,22 @@ class Example:
     temperature: float
 
 
-def make_examples(*, count: int, vocab_size: int, seed: int = 0) -> list[Example]:
+def make_examples(*, count: int, vocab_size: int, seed: int = 0, prompt_length: int = 0) -> list[Example]:
+    """Make samples of 3 to 23 tokens; with a `prompt_length`, two in three begin with one of two prompts of so many more."""
     rng = np.random.default_rng(seed)
+    prompts = [*rng.integers(0, vocab_size, (2, prompt_length)).tolist(), []]
     examples = []
-    for _ in range(count):
+    for number in range(count):
+        prompt = prompts[number % 3]
         length = int(rng.integers(3, 24))
         start = int(rng.integers(1, length))
         mask = [t >= start and bool(rng.random() < 0.9) for t in range(length)]
         mask[-1] = True
         examples.append(
             Example(
-                token_ids=rng.integers(0, vocab_size, length).tolist(),
-                is_trained=mask,
-                sampler_logprobs=np.float32(-np.log(vocab_size) + rng.normal(0, 1.2, length)).tolist(),
+                token_ids=prompt + rng.integers(0, vocab_size, length).tolist(),
+                is_trained=[False] * len(prompt) + mask,
+                sampler_logprobs=[0.0] * len(prompt) + np.float32(-np.log(vocab_size) + rng.normal(0, 1.2, length)).tolist(),
                 advantage=float(np.float32(rng.normal())),
                 temperature=float(rng.choice([0.5, 1.0, 1.5])),
             )

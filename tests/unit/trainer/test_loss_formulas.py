@@ -29,8 +29,8 @@ def make_row(sampler, advantages, reference=None, teacher=None) -> RowTensors:
         return torch.tensor([value for sample in samples for value in sample], dtype=torch.float64)
 
     return RowTensors(
-        token_ids_1T=index[None],
-        position_ids_1T=index[None],
+        token_ids_1U=index[None],
+        position_ids_1U=index[None],
         segments=Segments.of([len(index)], device=CPU),
         predictors_N=index,
         targets_N=index,

@@ -23,8 +23,8 @@ def score(ratios: list[list[float]], *, advantages: list[float] | None = None, *
     index = torch.zeros(len(flat), dtype=torch.int64)
     logprobs_N = torch.full((len(flat),), TRAINER_LOGPROB, requires_grad=True)
     row = RowTensors(
-        token_ids_1T=index[None],
-        position_ids_1T=index[None],
+        token_ids_1U=index[None],
+        position_ids_1U=index[None],
         segments=Segments.of([len(flat)], device=CPU),
         predictors_N=index,
         targets_N=index,

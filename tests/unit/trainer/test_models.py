@@ -107,7 +107,7 @@ def test_what_is_published_scores_the_same_in_plain_transformers(
     row = to_tensors(oracle.make_row(examples[:1]), device=torch.device("cpu"))
     with torch.no_grad():
         ours = learner.model(row).logprobs_N
-        logits = plain(input_ids=row.token_ids_1T).logits[0] / examples[0].temperature
+        logits = plain(input_ids=row.token_ids_1U).logits[0] / examples[0].temperature
     theirs = torch.log_softmax(logits, dim=-1)[row.predictors_N, row.targets_N]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
 

@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from trivet.trainer.rows import join_samples, rows_of_rank, to_tensors
+from trivet.trainer.rows import join_samples, plan_rows, to_tensors
 
 CPU = torch.device("cpu")
 
 
 def test_ranks_without_a_row_of_their_own_get_dummies(oracle) -> None:
     rows = [oracle.make_row([example]) for example in oracle.make_examples(count=4, vocab_size=50)]
-    per_rank = [rows_of_rank(rows, rank=rank, num_ranks=3, device=CPU) for rank in range(3)]
+    per_rank = [plan_rows(rows, num_ranks=3).take(rank, device=CPU) for rank in range(3)]
     assert [len(mine) for mine in per_rank] == [2, 2, 2]
     assert sum(row.is_dummy for mine in per_rank for row in mine) == 2
 
@@ -45,19 +45,19 @@ def test_samples_are_packed_anew_under_a_cap_and_know_where_they_came_from(oracl
     examples = oracle.make_examples(count=8, vocab_size=50)
     rows = [oracle.make_row(examples[:5]), oracle.make_row(examples[5:])]
     longest = max(len(example.token_ids) for example in examples)
-    packed = rows_of_rank(rows, rank=0, num_ranks=1, device=CPU, max_tokens=longest)
+    packed = plan_rows(rows, num_ranks=1, max_tokens=longest).take(0, device=CPU)
     assert len(packed) > 2
-    assert max(row.token_ids_1T.shape[1] for row in packed) == longest == packed[0].token_ids_1T.shape[1]
+    assert max(row.token_ids_1U.shape[1] for row in packed) == longest == packed[0].token_ids_1U.shape[1]
     places = [place for row in packed for place in row.places]
     assert sorted(places) == [(0, number) for number in range(5)] + [(1, number) for number in range(3)]
     for row in packed:
-        parts = row.token_ids_1T[0].split(list(row.segments.lengths))
+        parts = row.token_ids_1U[0].split(list(row.segments.lengths))
         assert [part.tolist() for part in parts] == [examples[5 * index + number].token_ids for index, number in row.places]
 
 
 def test_a_row_is_divided_so_that_no_rank_waits_with_a_dummy(oracle) -> None:
     rows = [oracle.make_row(oracle.make_examples(count=6, vocab_size=50))]
-    per_rank = [rows_of_rank(rows, rank=rank, num_ranks=2, device=CPU) for rank in range(2)]
+    per_rank = [plan_rows(rows, num_ranks=2).take(rank, device=CPU) for rank in range(2)]
     assert [len(mine) for mine in per_rank] == [1, 1]
     assert not any(row.is_dummy for mine in per_rank for row in mine)
     assert sorted(place for mine in per_rank for row in mine for place in row.places) == [(0, number) for number in range(6)]

@@ -29,13 +29,17 @@ def full_gradients(model) -> dict[str, torch.Tensor]:
     return {name.removeprefix("causal_lm."): gather_tensor(parameter.grad) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize("prompt_length", [0, 20], ids=["nothing-shared", "shared-prompts"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradients_equal_the_oracle_in_every_layout(any_model: Path, make_learner, oracle, loss: str) -> None:
-    examples = oracle.make_examples(count=9, vocab_size=100)
+def test_loss_and_gradients_equal_the_oracle_in_every_layout(
+    any_model: Path, make_learner, oracle, loss: str, prompt_length: int
+) -> None:
+    examples = oracle.make_examples(count=9, vocab_size=100, prompt_length=prompt_length)
     expected_loss, expected = oracle.loss_and_gradients(any_model, examples, LOSSES[loss])
     learner = make_learner(any_model, loss=LOSSES[loss])
     for name, rows in oracle.layouts(examples).items():
         result = train_step(learner, rows, step=1)
+        assert (result.num_computed_tokens < sum(row.num_tokens for row in rows)) == (prompt_length > 0), name
         assert result.loss == pytest.approx(expected_loss, rel=TOLERANCE), name
         gradients = full_gradients(learner.model)
         assert oracle.gradient_error(gradients, expected) < TOLERANCE, name

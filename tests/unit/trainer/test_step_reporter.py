@@ -6,13 +6,19 @@ import pytest
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.state import TrainerProgress
 from trivet.trainer.measurement.fake_data import fake_rows
-from trivet.trainer.measurement.performance import ModelCost
 from trivet.trainer.step import StepResult
 from trivet.trainer.step_reporter import StepReporter, step_metrics
 from trivet.wire.versions import Step
 
 RESULT = StepResult(
-    loss=0.5, grad_norm=2.0, lr=0.1, values={"ratio": np.array([1.0, 3.0])}, forward_backward_s=0.2, optimizer_s=0.1
+    loss=0.5,
+    grad_norm=2.0,
+    lr=0.1,
+    values={"ratio": np.array([1.0, 3.0])},
+    num_computed_tokens=12,
+    flops=1e6,
+    forward_backward_s=0.2,
+    optimizer_s=0.1,
 )
 PROGRESS = TrainerProgress(step=4, total_tokens=100, total_samples=7)
 
@@ -30,7 +36,6 @@ def reporter(world, telemetry) -> Iterator[StepReporter]:
     background = Background("test", is_async=False)
     yield StepReporter(
         world=world,
-        cost=ModelCost(matmul_parameters=1, num_layers=1, attention_width=1, hidden_size=1),
         telemetry=telemetry,
         profiler=FakeProfiler(),
         background={"write_weights": background},
@@ -60,6 +65,7 @@ def test_a_report_has_the_steps_times_its_speed_and_what_the_caller_adds(reporte
     metrics = report(reporter, step=4, extra={"data/epoch": 1})
     assert {"time/wait_for_batch", "perf/throughput", "loss/mean"} <= metrics.keys()
     assert metrics["data/epoch"] == 1
+    assert metrics["perf/computed_tokens"] == 12
     assert reporter.profiler.steps == [4]
     assert reporter.times == {}, "the next step starts at 0"
 

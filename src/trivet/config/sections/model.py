@@ -77,6 +77,9 @@ class TrainerModelConfig(Section):
     """Hugging Face name or a directory."""
     seq_len: int = Field(default=2048, ge=2, le=MAX_TOKENS)
     """Tokens of one packed row; longer samples are cut."""
+    share_prefixes: bool = True
+    """Compute tokens that samples begin with in common once: the prompt of a group's rollouts, the past of a conversation's
+    branches. Loss and gradients are the same, up to rounding."""
     attn: Literal["auto", "sdpa", "grouped", "flash_varlen", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention over packed rows. On CUDA `flash_varlen` (torch's own), or `flash_attention_2` and `flash_attention_3` where those
     packages are installed; on the CPU `grouped` (samples of like length at once); `sdpa` (sample by sample) runs anywhere.

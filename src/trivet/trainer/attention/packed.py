@@ -2,7 +2,11 @@
 
 Called by `trainer.model.policy_model`, which registers one of the functions here with transformers.
 
-Legend: T tokens of a row, S samples in it, H query heads, K key-value heads, D head dimension.
+Segments are what `trainer.prefixes` makes of the samples: a segment sees its prefix and itself. Where nothing is shared, a segment
+is a sample, and its prefix is empty.
+
+Legend: T tokens of a row, S segments in it, E tokens of all segments with their prefixes, H query heads, K key-value heads,
+D head dimension.
 """
 
 import logging
@@ -19,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from trivet.errors import ConfigError
 from trivet.trainer.attention.grouped import Groups, grouped_attention
+from trivet.trainer.prefixes import PrefixTree
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +38,69 @@ _HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeyTokens:
+    """The tokens whose keys and values the segments of a row read, where segments continue others."""
+
+    tokens: torch.Tensor
+    """int64 [E]: tokens of the row, each segment behind its prefix."""
+    offsets: torch.Tensor
+    """int32 [S + 1]: 0 and the cumulated lengths, prefixes included."""
+    lengths: tuple[int, ...]
+    """Of each segment with its prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The places of a row's samples."""
+    """The places of a row's segments."""
 
     lengths: tuple[int, ...]
     offsets: torch.Tensor
     """int32 [S + 1] on the device: 0 and the cumulated lengths."""
+    keys: KeyTokens | None
+    """None when no segment continues another: each reads its own tokens."""
     groups: Groups | None
-    """The samples that are computed at once; set on a CPU only."""
+    """The segments that are computed at once; set on a CPU only."""
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest segment, its prefix included."""
+        return max(self.keys.lengths if self.keys else self.lengths)
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device) -> "Segments":
-        """Describe a row of samples of these lengths, in tokens, for `device`."""
-        offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        """Describe a row of samples of these lengths, in tokens, that share nothing, for `device`."""
         groups = Groups.of(lengths) if device.type == "cpu" else None
-        return cls(lengths=tuple(lengths), offsets=offsets.to(device), groups=groups)
+        return cls(lengths=tuple(lengths), offsets=_offsets(lengths, device), keys=None, groups=groups)
+
+    @classmethod
+    def of_tree(cls, tree: PrefixTree, *, device: torch.device) -> "Segments":
+        """Describe a row that holds the segments of `tree`, one behind the other, for `device`."""
+        return cls.behind(tree.lengths, [tree.path(segment) for segment in range(len(tree.lengths))], device=device)
+
+    @classmethod
+    def behind(cls, lengths: Sequence[int], paths: Sequence[Sequence[int]], *, device: torch.device) -> "Segments":
+        """Describe a row of segments of these lengths, in tokens.
+
+        Args:
+            paths: for each segment, those that it continues, the first of the sample first.
+        """
+        if not any(paths):
+            return cls.of(lengths, device=device)
+        own = torch.arange(sum(lengths)).split(list(lengths))
+        empty = own[0][:0]
+        prefixes = [torch.cat([empty, *(own[each] for each in path)]) for path in paths]
+        key_lengths = [len(prefix) + length for prefix, length in zip(prefixes, lengths, strict=True)]
+        tokens = torch.cat([part for pair in zip(prefixes, own, strict=True) for part in pair])
+        return cls(
+            lengths=tuple(lengths),
+            offsets=_offsets(lengths, device),
+            keys=KeyTokens(tokens=tokens.to(device), offsets=_offsets(key_lengths, device), lengths=tuple(key_lengths)),
+            groups=Groups.of(lengths, prefixes) if device.type == "cpu" else None,
+        )
+
+
+def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
 def register_attention(attn: str, *, device: torch.device, dtype: torch.dtype, has_softcap: bool = False) -> str:
@@ -159,7 +212,7 @@ def sdpa_packed(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention sample by sample.
+    """Compute causal attention segment by segment.
 
     Args:
         query: [1, H, T, D]; key and value [1, K, T, D].
@@ -173,26 +226,49 @@ def sdpa_packed(
         # Without matrix units for bf16 the CPU kernel's backward takes 5 times as long in bf16 as in float32.
         query, key, value = query.float(), key.float(), value.float()
     enable_gqa = query.shape[1] != key.shape[1]
-    lengths = list(segments.lengths)
-    parts = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
-    if softcap is None:
-        outputs = [
-            scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=enable_gqa) for q, k, v in parts
-        ]
-    else:
+    key_lengths = segments.lengths
+    if segments.keys is not None:
+        key, value = (tensor.index_select(2, segments.keys.tokens) for tensor in (key, value))
+        key_lengths = segments.keys.lengths
+    parts = zip(
+        query.split(list(segments.lengths), dim=2),
+        key.split(list(key_lengths), dim=2),
+        value.split(list(key_lengths), dim=2),
+        strict=True,
+    )
+    if softcap is not None:
         outputs = [_capped_attention(q, k, v, scaling=scaling, softcap=softcap) for q, k, v in parts]
+    else:
+        outputs = [_causal_attention(q, k, v, scaling=scaling, enable_gqa=enable_gqa) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
+
+
+def _causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, enable_gqa: bool
+) -> torch.Tensor:
+    """Compute attention of one segment; its queries are the last of its keys' tokens."""
+    if query.shape[2] == key.shape[2]:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=enable_gqa)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=~_is_later(query, key), scale=scaling, enable_gqa=enable_gqa
+    )
+
+
+def _is_later(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return bool [queries, keys]: the key comes behind the query."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1 + num_keys - num_queries)
 
 
 def _capped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, softcap: float
 ) -> torch.Tensor:
-    """Compute causal attention of one sample with all scores in memory, because no kernel of torch caps them."""
+    """Compute causal attention of one segment with all scores in memory, because no kernel of torch caps them."""
+    is_later = _is_later(query, key)
     num_groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(num_groups, dim=1), value.repeat_interleave(num_groups, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
-    is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     weights = scores.masked_fill(is_later, float("-inf")).softmax(
         dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)
     )
@@ -210,7 +286,7 @@ def grouped_packed(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute what `sdpa_packed` computes, by matrix products over samples of similar length; the shapes are the same."""
+    """Compute what `sdpa_packed` computes, by matrix products over segments of similar length; the shapes are the same."""
     assert segments.groups is not None, "attention by groups is for the CPU"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -231,21 +307,34 @@ def flash_varlen_packed(
     """Compute what `sdpa_packed` computes in one kernel, for float16 and bfloat16; the shapes are the same."""
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = max(segments.lengths)
+    query, key, value, lengths = _unpack(query, key, value, segments)
     output = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        segments.offsets,
-        segments.offsets,
-        longest,
-        longest,
+        query,
+        key,
+        value,
+        *lengths,
         scale=scaling,
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, torch.Tensor)
     return output[None], None
+
+
+def _unpack(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, int, int]]:
+    """Return queries [T, H, D], keys and values [E, K, D], and the offsets and longest lengths of queries and keys.
+
+    Flash attention aligns a causal mask with the last query and the last key, as a segment behind its prefix needs it.
+    """
+    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    longest = max(segments.lengths)
+    keys = segments.keys
+    if keys is None:
+        return query_THD, key_TKD, value_TKD, (segments.offsets, segments.offsets, longest, longest)
+    key_EKD, value_EKD = key_TKD.index_select(0, keys.tokens), value_TKD.index_select(0, keys.tokens)
+    return query_THD, key_EKD, value_EKD, (segments.offsets, keys.offsets, longest, max(keys.lengths))
 
 
 def package_packed(
@@ -264,13 +353,13 @@ def package_packed(
 
     Shapes are as in `sdpa_packed`, dtypes as in `flash_varlen_packed`.
     """
-    longest = max(segments.lengths)
+    query, key, value, (offsets_q, offsets_k, longest_q, longest_k) = _unpack(query, key, value, segments)
     output = import_module(_PACKAGES[attn]).flash_attn_varlen_func(
-        *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),
-        cu_seqlens_q=segments.offsets,
-        cu_seqlens_k=segments.offsets,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        *(tensor.contiguous() for tensor in (query, key, value)),
+        cu_seqlens_q=offsets_q,
+        cu_seqlens_k=offsets_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
         softmax_scale=scaling,
         causal=True,
     )

@@ -31,9 +31,15 @@ class ModelCost:
     """Query heads times head dimension."""
     hidden_size: int
 
-    def flops(self, sequence_lengths: Sequence[int]) -> float:
-        """Count forward and backward of samples of these lengths: attention causally, recomputation not at all."""
-        tokens, squares = sum(sequence_lengths), sum(length * length for length in sequence_lengths)
+    def flops(self, lengths: Sequence[int], prefix_lengths: Sequence[int] | None = None) -> float:
+        """Count forward and backward of segments of these lengths: attention causally, recomputation not at all.
+
+        Args:
+            prefix_lengths: tokens that each segment continues, which are computed elsewhere; None: the segments are samples.
+        """
+        prefix_lengths = prefix_lengths or [0] * len(lengths)
+        tokens = sum(lengths)
+        squares = sum((prefix + own) ** 2 - prefix**2 for own, prefix in zip(lengths, prefix_lengths, strict=True))
         of_parameters = 6.0 * self.matmul_parameters - 2.0 * self.frozen_parameters
         return of_parameters * tokens + 6.0 * self.num_layers * self.attention_width * squares
 
@@ -120,16 +126,28 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def speed_metrics(
-    cost: ModelCost, rows: Sequence[MicroBatch], *, seconds: float, num_ranks: int, device: torch.device
+    rows: Sequence[MicroBatch],
+    *,
+    num_computed_tokens: int,
+    flops: float,
+    seconds: float,
+    num_ranks: int,
+    device: torch.device,
 ) -> dict[str, float]:
-    """Return the metrics under `perf/` of a step that took `seconds`."""
-    lengths = [int(length) for row in rows for length in row.sequence_lengths_S]
-    throughput = sum(lengths) / seconds
+    """Return the metrics under `perf/` of a step that took `seconds`.
+
+    Args:
+        rows: the whole batch. Its tokens count for the throughput, a shared one in each sample that has it.
+        num_computed_tokens: tokens that the step computed, on all ranks.
+        flops: operations that those tokens need.
+    """
+    throughput = sum(row.num_tokens for row in rows) / seconds
     metrics = {
         "perf/throughput": throughput,
         "perf/throughput_per_gpu": throughput / num_ranks,
+        "perf/computed_tokens": float(num_computed_tokens),
         "perf/peak_memory": peak_memory_gib(device),
     }
     if peak := peak_flops(device):
-        metrics["perf/mfu"] = 100.0 * cost.flops(lengths) / (seconds * peak * num_ranks)
+        metrics["perf/mfu"] = 100.0 * flops / (seconds * peak * num_ranks)
     return metrics

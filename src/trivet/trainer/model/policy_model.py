@@ -40,6 +40,7 @@ class PolicyModel(torch.nn.Module):
         logit_rule: LogitRule,
         masters: MasterWeights | None = None,
         lanes: Lanes | None = None,
+        shares_prefixes: bool = True,
     ) -> None:
         """Wrap `causal_lm`.
 
@@ -48,18 +49,20 @@ class PolicyModel(torch.nn.Module):
             logit_rule: how the model makes logits from its head's product.
             masters: the model's master weights, where it casts them and sums their gradients itself.
             lanes: where rows may be computed side by side.
+            shares_prefixes: tokens that samples of a row begin with in common are computed once.
         """
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_size = chunk_size
         self.lanes = lanes or Lanes()
+        self.shares_prefixes = shares_prefixes
         self._logit_rule = logit_rule
         self._masters = masters
 
     def forward(self, row: RowTensors) -> TokenScores:
         """Score the loss tokens of `row`."""
         outputs = self.causal_lm.base_model(
-            input_ids=row.token_ids_1T, position_ids=row.position_ids_1T, use_cache=False, segments=row.segments
+            input_ids=row.token_ids_1U, position_ids=row.position_ids_1U, use_cache=False, segments=row.segments
         )
         hidden_NH, weight = outputs.last_hidden_state[0].index_select(0, row.predictors_N), self.head.weight
         return score_tokens(
@@ -150,6 +153,7 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         logit_rule=logit_rule,
         masters=masters if is_whole else None,
         lanes=Lanes.of(seq_len=config.seq_len) if is_whole else None,
+        shares_prefixes=config.share_prefixes,
     )
     if masters is not None:
         masters.sums_gradients = is_whole and dtype == torch.float32  # sums in narrower dtypes would lose small gradients

@@ -13,7 +13,7 @@ from trivet.config.sections.sft import SftConfig
 from trivet.errors import ConfigError, Diverged
 from trivet.trainer.model.policy_model import PolicyModel, free_gathered, without_dropout
 from trivet.trainer.ranks.world import World, sum_over_ranks
-from trivet.trainer.rows import rows_of_rank
+from trivet.trainer.rows import plan_rows
 from trivet.trainer.sft.batches import held_out_items
 from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
@@ -52,7 +52,8 @@ class Validation:
         with torch.no_grad(), without_dropout(model):
             for start in range(0, len(self.rows), size):
                 part = self.rows[start : start + size]
-                for row in rows_of_rank(part, rank=world.rank, num_ranks=world.size, device=world.device):
+                plan = plan_rows(part, num_ranks=world.size, shares_prefixes=model.shares_prefixes)
+                for row in plan.take(world.rank, device=world.device):
                     logprobs_N = model(row).logprobs_N
                     if not row.is_dummy:
                         totals[0] -= logprobs_N.double().sum()

@@ -39,7 +39,7 @@ def test_trained_weights_score_the_same_in_plain_transformers(any_model: Path, m
     with torch.no_grad():
         row = to_tensors(oracle.make_row([example]), device=torch.device("cpu"))
         ours = learner.model(row).logprobs_N
-        logits = plain(input_ids=row.token_ids_1T).logits[0] / example.temperature
+        logits = plain(input_ids=row.token_ids_1U).logits[0] / example.temperature
     theirs = torch.log_softmax(logits, dim=-1)[row.predictors_N, row.targets_N]
     torch.testing.assert_close(ours, theirs)
     start = AutoModelForCausalLM.from_pretrained(any_model)
@@ -138,7 +138,7 @@ def test_stretched_positions_are_trained_with_and_saved(tiny_model: Path, oracle
     with torch.no_grad():
         ours = model(row).logprobs_N
         theirs, others = (
-            torch.log_softmax(each(input_ids=row.token_ids_1T).logits[0] / example.temperature, dim=-1)[
+            torch.log_softmax(each(input_ids=row.token_ids_1U).logits[0] / example.temperature, dim=-1)[
                 row.predictors_N, row.targets_N
             ]
             for each in (plain, unscaled)

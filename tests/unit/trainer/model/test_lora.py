@@ -130,12 +130,12 @@ def test_what_is_written_scores_the_same_in_plain_peft(
     tensors = to_tensors(row, device=CPU)
     plain = oracle.load_model(any_model, adapter=directory).float()
     with torch.no_grad():
-        logits = plain(input_ids=tensors.token_ids_1T).logits[0] / example.temperature
+        logits = plain(input_ids=tensors.token_ids_1U).logits[0] / example.temperature
     theirs = torch.log_softmax(logits, dim=-1)[tensors.predictors_N, tensors.targets_N]
     torch.testing.assert_close(logprobs_of(learner, row), theirs)
     base = AutoModelForCausalLM.from_pretrained(any_model, dtype=torch.float32)
     with torch.no_grad():
-        assert not torch.allclose(base(input_ids=tensors.token_ids_1T).logits[0] / example.temperature, logits, atol=1e-3)
+        assert not torch.allclose(base(input_ids=tensors.token_ids_1U).logits[0] / example.temperature, logits, atol=1e-3)
 
 
 def test_what_is_written_is_the_adapter_alone_and_names_its_base(

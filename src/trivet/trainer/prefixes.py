@@ -1,0 +1,141 @@
+"""Finds the tokens that samples begin with in common, so that the trainer computes each of them once.
+
+Used by `trainer.rows`. The rollouts of a group share their prompt, and the branches of a conversation share its past. Samples with
+equal beginnings form a tree of segments: a segment holds tokens that the same samples share, and continues its parent. A causal
+model gives a token the same hidden state in every sample that begins alike, so the result does not change. Pure: arrays only.
+
+Legend: T tokens of the samples one behind the other, U of them that are computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_SHARED_TOKENS = 16
+"""Shorter beginnings are computed in each sample: one more segment costs about as much as so many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTree:
+    """The segments of some samples. A segment stands behind its parent."""
+
+    parents: tuple[int, ...]
+    """The segment that each one continues; -1 for one that begins a sample."""
+    lengths: tuple[int, ...]
+    """Tokens of each segment, without its prefix."""
+    prefix_lengths: tuple[int, ...]
+    """Tokens before each segment, in the segments that it continues."""
+    sources_U: np.ndarray
+    """int64 [U]: for each token to compute, its place among the samples' tokens."""
+    places_T: np.ndarray
+    """int64 [T]: for each token of the samples, its place among the tokens to compute."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute, U."""
+        return len(self.sources_U)
+
+    def path(self, segment: int) -> list[int]:
+        """Return the segments before `segment`, the first of the sample first."""
+        path: list[int] = []
+        while (segment := self.parents[segment]) >= 0:
+            path.append(segment)
+        return path[::-1]
+
+
+def order_by_tokens(samples: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
+    """Order samples so that those which begin alike are neighbours.
+
+    Args:
+        samples: integers [tokens of the sample].
+
+    Returns:
+        Indices of the samples in this order, and for each the number of tokens that it shares with the one before it.
+    """
+    keys = [np.ascontiguousarray(sample).tobytes() for sample in samples]
+    order = sorted(range(len(samples)), key=keys.__getitem__)
+    shared = [0] * len(order)
+    for place in range(1, len(order)):
+        before, sample = samples[order[place - 1]], samples[order[place]]
+        length = min(len(before), len(sample))
+        differs = before[:length] != sample[:length]
+        shared[place] = int(differs.argmax()) if differs.any() else length
+    return order, shared
+
+
+def group_by_prefix(samples: Sequence[np.ndarray], *, max_tokens: int) -> list[list[int]]:
+    """Group samples that share a beginning, so that a group has at most `max_tokens` tokens to compute.
+
+    Returns:
+        Indices of the samples of each group. A sample that shares nothing, or alone exceeds `max_tokens`, is a group of its own.
+    """
+    groups: list[list[int]] = []
+    num_tokens = 0
+    for index, shared in zip(*order_by_tokens(samples), strict=True):
+        added = len(samples[index]) - shared
+        if groups and shared >= MIN_SHARED_TOKENS and num_tokens + added <= max_tokens:
+            groups[-1].append(index)
+            num_tokens += added
+        else:
+            groups.append([index])
+            num_tokens = len(samples[index])
+    return groups
+
+
+def build_tree(samples: Sequence[np.ndarray]) -> PrefixTree:
+    """Return the segments of `samples`, integers [tokens of the sample] each."""
+    order, shared = order_by_tokens(samples)
+    if max(shared, default=0) < MIN_SHARED_TOKENS:
+        return flat_tree(samples)
+    starts = np.cumsum([0, *map(len, samples)])
+    places_T = np.empty(starts[-1], dtype=np.int64)
+    sources: list[np.ndarray] = []
+    parents: list[int] = []
+    lengths: list[int] = []
+    prefix_lengths: list[int] = []
+
+    def add(first: int, stop: int, *, begin: int, end: int, parent: int) -> int:
+        """Add tokens `begin` to `end` of the samples at places `first` to `stop` of the order as one segment; return it."""
+        place = sum(lengths)
+        for index in order[first:stop]:
+            places_T[starts[index] + begin : starts[index] + end] = np.arange(place, place + end - begin)
+        sources.append(np.arange(begin, end) + starts[order[first]])
+        parents.append(parent)
+        lengths.append(end - begin)
+        prefix_lengths.append(begin)
+        return len(lengths) - 1
+
+    # Samples at places first to stop of the order, of which all tokens before `begin` are in segments, the last of them `parent`.
+    pending = [(0, len(order), 0, -1)]
+    while pending:
+        first, stop, begin, parent = pending.pop()
+        if stop - first == 1:
+            if (end := len(samples[order[first]])) > begin:
+                add(first, stop, begin=begin, end=end, parent=parent)
+            continue
+        common = min(shared[first + 1 : stop])
+        if common - begin >= MIN_SHARED_TOKENS:
+            begin, parent = common, add(first, stop, begin=begin, end=common, parent=parent)
+        ends = [place for place in range(first + 1, stop) if shared[place] == common]
+        parts = list(zip([first, *ends], [*ends, stop], strict=True))
+        pending += [(start, end, begin, parent) for start, end in reversed(parts)]
+    return PrefixTree(
+        parents=tuple(parents),
+        lengths=tuple(lengths),
+        prefix_lengths=tuple(prefix_lengths),
+        sources_U=np.concatenate(sources),
+        places_T=places_T,
+    )
+
+
+def flat_tree(samples: Sequence[np.ndarray]) -> PrefixTree:
+    """Return the segments of samples that share nothing: each sample is one, in the order given."""
+    places_T = np.arange(sum(map(len, samples)))
+    return PrefixTree(
+        parents=(-1,) * len(samples),
+        lengths=tuple(map(len, samples)),
+        prefix_lengths=(0,) * len(samples),
+        sources_U=places_T,
+        places_T=places_T,
+    )

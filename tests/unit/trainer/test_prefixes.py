@@ -1,0 +1,79 @@
+"""Samples that begin alike become a tree of segments; every sample can be read back from it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trivet.trainer.prefixes import MIN_SHARED_TOKENS, build_tree, group_by_prefix
+
+PROMPT = list(range(100, 100 + MIN_SHARED_TOKENS + 4))
+
+
+def arrays(samples: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(sample, dtype=np.int32) for sample in samples]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[list[int]]:
+    """Samples that continue one another at random places, some of them equal."""
+    samples = [draw(st.lists(st.integers(0, 2), min_size=1, max_size=60))]
+    for _ in range(draw(st.integers(0, 7))):
+        earlier = draw(st.sampled_from(samples))
+        kept = draw(st.integers(0, len(earlier)))
+        samples.append(earlier[:kept] + draw(st.lists(st.integers(0, 2), min_size=0 if kept else 1, max_size=40)))
+    return samples
+
+
+@given(conversations())
+def test_every_sample_is_the_path_of_its_segments(samples: list[list[int]]) -> None:
+    tokens = np.concatenate(arrays(samples))
+    tree = build_tree(arrays(samples))
+    assert tokens[tree.sources_U][tree.places_T].tolist() == tokens.tolist()
+    starts = np.cumsum([0, *tree.lengths])
+    segment_U = np.repeat(np.arange(len(tree.lengths)), tree.lengths)
+    for places in np.split(tree.places_T, np.cumsum([len(sample) for sample in samples])[:-1]):
+        last = int(segment_U[places[-1]])
+        path = [*tree.path(last), last]
+        assert places.tolist() == [place for each in path for place in range(starts[each], starts[each + 1])][: len(places)]
+        assert [tree.prefix_lengths[each] for each in path] == np.cumsum(
+            [0, *(tree.lengths[each] for each in path[:-1])]
+        ).tolist()
+
+
+@given(conversations())
+def test_segments_that_others_continue_are_long_enough(samples: list[list[int]]) -> None:
+    tree = build_tree(arrays(samples))
+    assert all(tree.lengths[parent] >= MIN_SHARED_TOKENS for parent in tree.parents if parent >= 0)
+
+
+def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
+    tree = build_tree(arrays([[*PROMPT, 1, 2], [*PROMPT, 3], [*PROMPT, 1, 4, 5]]))
+    assert tree.parents == (-1, 0, 0, 0)
+    assert tree.num_tokens == len(PROMPT) + 2 + 1 + 3
+
+
+def test_equal_samples_are_computed_once() -> None:
+    tree = build_tree(arrays([PROMPT, PROMPT]))
+    assert (tree.parents, tree.num_tokens) == ((-1,), len(PROMPT))
+
+
+def test_samples_that_share_little_keep_their_order() -> None:
+    samples = arrays([[3, 1, 2], [3, 1, 9, 9], [1]])
+    tree = build_tree(samples)
+    assert tree.lengths == (3, 4, 1)
+    assert tree.places_T.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "sizes"), [(1000, [2, 4]), (len(PROMPT) + 4, [2, 2, 2]), (1, [1] * 6)], ids=["all", "two", "none"]
+)
+def test_groups_stay_below_the_cap(max_tokens: int, sizes: list[int]) -> None:
+    other = [token + 50 for token in PROMPT]
+    samples = [[*PROMPT, token, token] for token in range(4)] + [[*other, token] for token in range(2)]
+    groups = group_by_prefix(arrays(samples), max_tokens=max_tokens)
+    assert sorted(len(group) for group in groups) == sizes
+    assert sorted(index for group in groups for index in group) == list(range(6))
+    for group in groups:
+        tokens = build_tree(arrays([samples[index] for index in group])).num_tokens
+        assert tokens <= max_tokens or len(group) == 1
