@@ -38,7 +38,9 @@ def make_examples(*, count: int, vocab_size: int, seed: int = 0, prompt_length: 
             Example(
                 token_ids=prompt + rng.integers(0, vocab_size, length).tolist(),
                 is_trained=[False] * len(prompt) + mask,
-                sampler_logprobs=np.float32([*(0.0 for _ in prompt), *(rng.normal(0, 1.2, length) - np.log(vocab_size))]).tolist(),
+                sampler_logprobs=np.float32(
+                    [*(0.0 for _ in prompt), *(rng.normal(0, 1.2, length) - np.log(vocab_size))]
+                ).tolist(),
                 advantage=float(np.float32(rng.normal())),
                 temperature=float(rng.choice([0.5, 1.0, 1.5])),
             )
