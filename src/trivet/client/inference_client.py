@@ -228,9 +228,17 @@ class InferenceClient:
 
         Args:
             fields: further ones of the request's body, such as `temperature`.
+
+        Raises:
+            InferenceError: the server refused, or does not say what the model read.
         """
         asked = {"messages": list(messages), "model": model, "logprobs": True, "return_token_ids": True, **fields}
-        return _generation(await self._ask("POST", "/v1/chat/completions", _Answer, body=asked))
+        answer = await self._ask("POST", "/v1/chat/completions", _Answer, body=asked)
+        if not answer.prompt_token_ids:
+            raise InferenceError(
+                f"{self.base_url} answered a chat completion without prompt_token_ids; is it `uv run inference`?"
+            )
+        return _generation(answer)
 
     async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
         """Have the server's model score tokens that someone else sampled. Any vLLM server answers, not only ours.

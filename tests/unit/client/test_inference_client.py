@@ -124,6 +124,24 @@ def test_generation_carries_ids_logprobs_and_the_policy_of_each_token() -> None:
     assert server.requests[-1][2]["sampling_params"] == {"max_tokens": 2, "temperature": 0.7, "seed": 1, "logprobs": 0}
 
 
+def test_messages_are_completed_with_the_tokens_that_were_read_and_sampled() -> None:
+    server = FakeInference(model="m", script=lambda _: [(7, -0.5)])
+    messages = [{"role": "user", "content": "hello"}]
+    answer = ask(server, lambda client: client.complete_chat(messages, model="m", fields={"temperature": 0.5, "top_k": 4}))
+    assert (answer.prompt_ids, answer.token_ids, answer.logprobs) == ([1, 2, 3], [7], [-0.5])
+    assert answer.versions == [VersionRun(PolicyVersion(0), 1)]
+    [(_, path, body)] = server.requests
+    assert path == "/v1/chat/completions"
+    assert body == {
+        "messages": messages,
+        "model": "m",
+        "logprobs": True,
+        "return_token_ids": True,
+        "temperature": 0.5,
+        "top_k": 4,
+    }
+
+
 def test_waiting_ends_when_the_engine_answers() -> None:
     server = FakeInference()
     server.num_unhealthy = 3
