@@ -16,6 +16,7 @@ from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.examples import training_problem
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
+from trivet.environments.workers.memory import memory_limit
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.errors import EnvironmentLoadError
 from trivet.orchestrator.assembly import RunContext, make_loop
@@ -64,6 +65,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     if part.progress.step:
         discard_evals_after(layout, PolicyVersion(part.progress.step))
     pool.report_to(telemetry.write_event)
+    pool.limit_versions(lambda: latest_version(layout) or START_VERSION)
     process_report.set_worker_source(pool.status)
     reason = "failed"
     loop: Loop | None = None
@@ -123,6 +125,7 @@ async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[Worker
         max_restarts=config.max_env_worker_restarts,
         blocked_timeout_s=config.env_worker_timeout_s,
         start_timeout_s=config.env_start_timeout_s,
+        max_memory_bytes=memory_limit(config.max_worker_memory),
     )
     async with open_worker_pool(settings, log_of=RunLayout(config.output_dir).env_worker_log, limits=limits) as pool:
         yield pool

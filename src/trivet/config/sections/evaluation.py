@@ -95,6 +95,9 @@ class EvalConfig(Section):
     """Processes that run each environment."""
     max_env_worker_restarts: int = Field(default=5, ge=-1)
     """A worker that ended this often in a row, without finishing a group in between, ends the evaluation; -1: never."""
+    max_worker_memory: float | None = Field(default=None, gt=0)
+    """Most memory of one worker with all that it started, GiB. One that takes more is ended, named and started again. Unset: half
+    of the machine's memory, or of its container's."""
     env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest time for load_environment, downloads of data included, seconds."""
     env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
