@@ -42,5 +42,5 @@ def _describe(info: object, seen: set[str]) -> object:
 def test_a_changed_message_has_a_new_version_of_the_protocol() -> None:
     assert list(DIGESTS) == list(range(1, PROTOCOL + 1))
     assert schema_digest() == DIGESTS[PROTOCOL], (
-        "a message between pool and worker changed: raise trivet.wire.workers.PROTOCOL if a release has the old one, and add its digest"
+        "a message between pool and worker changed: raise trivet.wire.workers.PROTOCOL and add the digest"
     )

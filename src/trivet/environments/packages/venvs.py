@@ -33,6 +33,8 @@ class InstalledEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """The module to import; its name with dashes is the `id` in a configuration."""
     source: list[str]
     """What the installer was told: a requirement with its version, a wheel, or `-e` and a directory."""
+    index: str = ""
+    """The index that the installer was told besides; empty for none."""
     origin: str
     """The kind and the location of the source, for people."""
 

@@ -35,7 +35,8 @@ async def measure_sessions(leaders: Collection[int], *, turn: int) -> dict[int, 
 
 def describe_excess(taken_bytes: int, limit_bytes: int) -> str:
     """Return why a worker was ended, as the end of a sentence."""
-    return f"was ended because it had {taken_bytes / 2**30:.2f} GiB of memory, and max_worker_memory is {limit_bytes / 2**30:.2f} GiB"
+    taken, limit = (f"{number / 2**30:.2f} GiB" for number in (taken_bytes, limit_bytes))
+    return f"was ended because it had {taken} of memory, and max_worker_memory is {limit}"
 
 
 def resident_bytes(pid: int) -> int:
