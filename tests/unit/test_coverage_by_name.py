@@ -27,6 +27,8 @@ ELSEWHERE = {
     "environments/apis/v1/*.py": "unit/environments/apis/v1/test_host.py",  # with verifiers 0.4
     "environments/local_pool.py": "unit/environments/apis/v0/test_kinds.py",
     "environments/packages/import_*.py": "unit/environments/packages/test_discovery.py",
+    "environments/packages/interpreters.py": "unit/tools/test_environment_installer.py",
+    "environments/packages/venvs.py": "unit/tools/test_environment_installer.py",
     "environments/packages/probe*.py": "integration/test_env_workers.py",  # a process of its own
     "environments/port.py": "unit/environments/workers/test_pool.py",
     "environments/sampling.py": "unit/environments/apis/test_requests.py",
