@@ -208,6 +208,8 @@ class WorkerPool:
         """End every worker. May be called again."""
         workers = [worker for slot in self._slots() if (worker := slot.worker or slot.starting) is not None]
         await asyncio.gather(*(worker.aclose(timeout_s=_CLOSE_TIMEOUT_S) for worker in workers))
+        for environment in self._environments.values():
+            environment.log.limit_size()
 
     async def start(self) -> None:
         """Start all workers and wait until they have loaded their environments.
