@@ -17,11 +17,13 @@ from support.fake_inference import FakeInference
 from support.http_fake import serve_fake
 from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive, wait_until
 from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import CREDENTIALS, Credential, EnvConfig
-from trivet.environments.packages.probe import ProbeTarget, require_loadable
+from trivet.config.sections.environment import EnvConfig
+from trivet.environments.packages.probe import require_loadable
+from trivet.environments.packages.probe_program import ProbeTarget
 from trivet.environments.settings import host_settings
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
+from trivet.environments.workers.worker_log import WorkerLog
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.secret import SECRET_FILE
 from trivet.wire.events import EnvRestart, Event
@@ -30,6 +32,8 @@ from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.workers import HostSettings
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"
+
+SECRETS = (SECRET_FILE, "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "JUDGE_KEY")
 
 FAILING = {
     "raise": "ValueError",
@@ -257,18 +261,18 @@ def test_what_can_be_loaded_is_described() -> None:
 
 @pytest.mark.parametrize("kept", [[], ["HF_TOKEN"]], ids=["none-kept", "one-kept"])
 def test_environments_do_not_get_the_credentials_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: list[Credential]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: list[str]
 ) -> None:
-    """Neither the process that loads environments nor a worker gets them, but both get what a judge needs."""
-    for name in (SECRET_FILE, *CREDENTIALS, "OPENAI_API_KEY", "JUDGE_KEY"):
+    """Neither where they are tried nor in a worker; the key of the servers they do get."""
+    for name in (*SECRETS, "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "planted")
     seen = tmp_path / "seen.jsonl"
-    env = EnvConfig(id="witness", args={"file": str(seen)}, keep_variables=kept)
+    env = EnvConfig(id="witness", args={"file": str(seen)}, env_vars=kept)
     settings = host_settings(env, model_name="m", client=ClientConfig(), hash_keys=["prompt"])
     require_loadable([ProbeTarget(settings=settings, is_trained=True)], timeout_s=120)
 
     async def load() -> None:
-        worker = await WorkerClient.start(settings, log=tmp_path / "log")
+        worker = await WorkerClient.start(settings, log=WorkerLog(tmp_path / "log"))
         await worker.loaded(timeout_s=120)
         await worker.aclose(timeout_s=20)
 
@@ -276,19 +280,20 @@ def test_environments_do_not_get_the_credentials_of_the_run(
     lines = [json.loads(line) for line in seen.read_text().splitlines()]
     assert len(lines) == 2
     for names in (names for line in lines for names in line):
-        assert {name for name in names if name in (SECRET_FILE, *CREDENTIALS)} == set(kept)
-        assert {"OPENAI_API_KEY", "JUDGE_KEY", "PATH"} <= set(names)
+        assert {name for name in names if name in SECRETS} == set(kept)
+        assert {"OPENAI_API_KEY", "PATH"} <= set(names)
 
 
 _FORGER = """
 import os, secrets
 from trivet.wire.codec import encode
-from trivet.environments.packages.probe import _Verdict
+from trivet.environments.packages.probe_program import ProbeVerdict
+from trivet.environments.workers.hello import make_hello
 from trivet.wire.groups import EnvironmentInfo
 
 def load_environment():
     info = EnvironmentInfo(num_examples=8, num_eval_examples=0)
-    verdict = _Verdict(nonce=secrets.token_hex(), infos={"forger": info})
+    verdict = ProbeVerdict(nonce=secrets.token_hex(), hello=make_hello(), infos={"forger": info})
     for descriptor in range(3, 20):
         try:
             os.write(descriptor, encode(verdict))

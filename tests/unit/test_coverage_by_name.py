@@ -27,11 +27,18 @@ ELSEWHERE = {
     "environments/apis/v0/host.py": "unit/environments/apis/v0/test_kinds.py",
     "environments/apis/v1/*.py": "unit/environments/apis/v1/test_host.py",  # with verifiers 0.4
     "environments/local_pool.py": "unit/environments/apis/v0/test_kinds.py",
-    "environments/packages/import_check.py": "unit/environments/packages/test_discovery.py",
-    "environments/packages/probe.py": "integration/test_env_workers.py",  # a process of its own
+    "environments/packages/import_*.py": "unit/environments/packages/test_discovery.py",
+    "environments/packages/interpreters.py": "unit/tools/test_environment_installer.py",
+    "environments/packages/venvs.py": "unit/tools/test_environment_installer.py",
+    "environments/packages/probe*.py": "integration/test_env_workers.py",  # a process of its own
     "environments/port.py": "unit/environments/workers/test_pool.py",
     "environments/sampling.py": "unit/environments/apis/test_requests.py",
     "environments/workers/main.py": "integration/test_env_workers.py",  # a process of its own
+    "environments/workers/hello.py": "integration/test_env_workers.py",
+    "environments/workers/confinement.py": "integration/test_hostile_workers.py",
+    "environments/workers/memory.py": "integration/test_hostile_workers.py",
+    "environments/workers/worker_directory.py": "integration/test_hostile_workers.py",
+    "environments/workers/worker_log.py": "integration/test_hostile_workers.py",
     "errors.py": "unit/orchestrator/test_start.py",  # declarations, and `first_error`
     "evaluation/re*.py": "unit/evaluation/test_offline.py",
     "evaluation/*.py": "unit/evaluation/test_evaluate.py",
@@ -81,7 +88,6 @@ ELSEWHERE = {
     "wire/*.py": "unit/wire/test_codec.py",  # declarations
     "wire/events.py": "unit/history/test_replay.py",
     "wire/status.py": "unit/telemetry/test_process_report.py",
-    "wire/workers.py": "unit/environments/workers/test_pool.py",
 }
 """A pattern and its test. An exact name comes before a pattern."""
 

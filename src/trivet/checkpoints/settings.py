@@ -3,6 +3,7 @@
 A key that is not listed here may have a part in the results: the same run goes on only with the same value.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +61,10 @@ MAY_CHANGE = (
     "env_start_timeout_s",
     "env_worker_timeout_s",
     "max_env_worker_restarts",
+    "max_worker_memory",
+    "env.*.venv",
+    "env.*.env_vars",
+    "env.*.keep_variables",
     "rollout_timeout_s",
     "buffer.easy_fraction",
     "buffer.hard_fraction",
@@ -78,6 +83,8 @@ and what says by itself that it is about a resume."""
 EVERY_KEY = "*"
 """Entry of ckpt.allow_changes that allows every key. The roles of a fork are started with it."""
 
+_POSITION = re.compile(r"\.\d+(?=\.)")
+"""The position of a table in a list, as `flatten` writes it."""
 Values = Mapping[str, Any]
 """Values by dotted key."""
 
@@ -122,7 +129,10 @@ def changes(saved: Values, now: Values, *, defaults: Values, allowed: list[str])
     if EVERY_KEY in allowed:
         return differing
     for key in sorted({*saved, *now}):
-        if any(key == prefix or key.startswith(f"{prefix}.") for prefix in (*MAY_CHANGE, *allowed)):
+        anywhere = _POSITION.sub(".*", key)
+        if any(
+            name == prefix or name.startswith(f"{prefix}.") for prefix in (*MAY_CHANGE, *allowed) for name in (key, anywhere)
+        ):
             continue
         old, new = saved.get(key, defaults.get(key)), now.get(key)
         if old != new:

@@ -52,6 +52,11 @@ def mask(path: Sequence[str | int], value: object) -> object:
     return value
 
 
+def names_secret(name: str) -> bool:
+    """Return whether a variable or a key of this name may hold a secret."""
+    return _SECRET.search(_HARMLESS.sub("", name)) is not None
+
+
 def mask_table(table: Mapping[str, object]) -> dict[str, object]:
     """Return `table` with every value masked, in all that is below it too."""
     return {name: mask((name,), value) for name, value in table.items()}
@@ -71,7 +76,7 @@ def hide_values(text: str, table: Mapping[str, object]) -> str:
 
 def _is_secret(name: str, value: object) -> bool:
     is_count = isinstance(value, int | float) and _COUNTED.search(name) is not None
-    return not is_count and _SECRET.search(_HARMLESS.sub("", name)) is not None
+    return not is_count and names_secret(name)
 
 
 def _secrets(table: Mapping[str, object]) -> Iterator[str]:

@@ -55,7 +55,11 @@ class EnvironmentPool(Protocol):
         ...
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:
-        """Write an event with `write_event` at every restart from now on."""
+        """Write an event with `write_event` for each environment that is loaded, and at every restart from now on."""
+        ...
+
+    def limit_versions(self, newest: Callable[[], int]) -> None:
+        """Refuse rollouts of policies newer than `newest()`, the newest that was published."""
         ...
 
     async def aclose(self) -> None:

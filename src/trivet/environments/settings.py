@@ -1,14 +1,19 @@
 """Derives the settings of an environment's host from the configuration, and the variables that its process gets."""
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from trivet.config.layout import SECRET_FILE
+from trivet.config.masking import names_secret
 from trivet.config.sections.client import ClientConfig
-from trivet.config.sections.environment import CREDENTIALS, EnvConfig
+from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.secret import SECRET_FILE
+from trivet.environments.packages.interpreters import find_interpreter
 from trivet.wire.workers import HostSettings
 
 
@@ -27,6 +32,9 @@ def host_settings(
 
     Args:
         is_plain: the servers are not trivet servers and answer text alone.
+
+    Raises:
+        EnvironmentLoadError: `env.venv` names a virtual environment that is not there.
     """
     return HostSettings(
         env_id=env.id,
@@ -34,10 +42,11 @@ def host_settings(
         args=env.args,
         model_name=model_name,
         servers=client.access,
+        python=find_interpreter(env),
         trajectory_strategy=trajectory_strategy,
         hash_keys=list(hash_keys),
         on_reward_error=env.on_reward_error,
-        keep_variables=list(env.keep_variables),
+        env_vars=[*env.env_vars, *env.keep_variables],
         rollout_timeout_s=rollout_timeout_s,
         log_level=log_level,
         is_plain=is_plain,
@@ -64,12 +73,23 @@ def run_settings(config: OrchestratorConfig) -> dict[str, HostSettings]:
 
 
 def worker_environment(environ: Mapping[str, str], *, settings: Iterable[HostSettings] = ()) -> dict[str, str]:
-    """Return `environ` for a process that imports environments, without the run's secret and credentials.
+    """Return `environ` for a process that imports environments, without the run's secret and without other secrets.
 
-    Credentials stay that one of `settings` keeps or names as the key of a server.
+    A variable whose name is that of a secret stays when one of `settings` names it, as the key of a server or in `env_vars`.
     """
-    kept: set[str] = set()
-    for each in settings:
-        kept |= {*each.keep_variables, *each.servers.key_variables}
-    withheld = {SECRET_FILE, *(set(CREDENTIALS) - kept)}
+    withheld = withheld_variables(environ, settings=settings)
     return {name: value for name, value in environ.items() if name not in withheld}
+
+
+def withheld_variables(environ: Iterable[str], *, settings: Iterable[HostSettings] = ()) -> set[str]:
+    """Return the names of those variables of `environ` that a process for `settings` does not get."""
+    kept = {name for each in settings for name in (*each.env_vars, *each.servers.key_variables)}
+    return {name for name in environ if name == SECRET_FILE or (names_secret(name) and name not in kept)}
+
+
+def interpreter_variables(python: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that differ where `python` runs instead of this interpreter: programs are found beside it first."""
+    if python == sys.executable:
+        return {}
+    programs = Path(python).parent
+    return {"VIRTUAL_ENV": str(programs.parent), "PATH": f"{programs}{os.pathsep}{environ.get('PATH', os.defpath)}"}

@@ -13,6 +13,7 @@ from rich.console import Console
 from trivet.config.command import run_command
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.environments.settings import host_settings
+from trivet.environments.workers.memory import memory_limit
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.evaluation.offline import OfflineEval, ScoreSink
 from trivet.evaluation.plan import EvalPlan, check_servers, export_key, make_plan
@@ -124,6 +125,7 @@ def _limits(config: EvalConfig) -> PoolLimits:
         max_restarts=config.max_env_worker_restarts,
         blocked_timeout_s=config.env_worker_timeout_s,
         start_timeout_s=config.env_start_timeout_s,
+        max_memory_bytes=memory_limit(config.max_worker_memory),
     )
 
 

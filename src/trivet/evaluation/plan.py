@@ -8,7 +8,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
-from trivet.environments.packages.installed import require_installed
+from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError, ForeignPolicy, InferenceError, WeightsError
 from trivet.evaluation.endpoints import KEY_VARIABLE, Endpoint, choose_client
 from trivet.evaluation.origin import PolicyOrigin, read_origin, require_free_servers
@@ -47,7 +47,7 @@ def make_plan(config: EvalConfig, *, environ: Mapping[str, str]) -> EvalPlan:
         where = f" ({config.weights_dir.parent} names none)" if config.weights_dir else ""
         raise ConfigError(f"no environment to evaluate on{where}: add --env.id ID")
     for env in envs:
-        require_installed(env.id)
+        require_environment(env)
     targets = present_targets(config, envs)
     client, endpoint = choose_client(config.client, endpoints_path=config.endpoints_path, environ=environ)
     require_free_servers(client, origin, config.weights_dir)

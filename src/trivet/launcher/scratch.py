@@ -1,9 +1,8 @@
 """Keeps the temporary files of servers and ranks. A process that is killed leaves its own: vLLM its sockets, ranks their directory.
 
-Environments keep to the directory that the user has for such files: what they put there may be meant to stay.
+The orchestrator keeps to the directory that the user has for such files. Its environment workers have directories of their own.
 """
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from types import TracebackType
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
+from trivet.lock import lock_directory, remove_if_free
 from trivet.machine import compile_cache_directory
 from trivet.storage.durable import write_atomically
 
@@ -43,12 +43,14 @@ class Scratch:
             ConfigError: there is no directory for temporary files.
         """
         with suppress(OSError):  # mostly there is none
-            _remove_if_free(Path(self._note.read_text().strip()))
+            left = Path(self._note.read_text().strip())
+            if left.name.startswith(_PREFIX):
+                remove_if_free(left)
         with ExitStack() as begun:
             try:
                 self.directory = _make_directory()
                 begun.callback(shutil.rmtree, self.directory, ignore_errors=True)
-                begun.callback(os.close, _lock(self.directory))
+                begun.callback(os.close, lock_directory(self.directory))
             except OSError as exc:
                 raise ConfigError(f"no temporary directory can be made: {exc}; free disk space there, or set TMPDIR") from exc
             write_atomically(self._note, f"{self.directory}\n".encode())
@@ -76,33 +78,6 @@ def _make_directory() -> Path:
         return directory
     directory.rmdir()
     return Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
-
-
-def _lock(directory: Path) -> int:
-    """Lock the directory until the file descriptor that is returned is closed.
-
-    Raises:
-        OSError: another process has locked it, or it is no directory.
-    """
-    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise
-    return file
-
-
-def _remove_if_free(directory: Path) -> None:
-    try:
-        file = _lock(directory)
-    except OSError:  # gone, or a run that still lives has its files there
-        return
-    try:
-        if directory.name.startswith(_PREFIX) and os.fstat(file).st_uid == os.getuid():
-            shutil.rmtree(directory, ignore_errors=True)
-    finally:
-        os.close(file)
 
 
 def _kept_caches() -> dict[str, str]:

@@ -14,6 +14,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.settings import run_settings
+from trivet.environments.workers.memory import memory_limit
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.orchestrator.teacher import Teacher
 from trivet.secret import RunSecret, find_secret
@@ -40,6 +41,7 @@ async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[Worker
         max_restarts=config.max_env_worker_restarts,
         blocked_timeout_s=config.env_worker_timeout_s,
         start_timeout_s=config.env_start_timeout_s,
+        max_memory_bytes=memory_limit(config.max_worker_memory),
     )
     async with open_worker_pool(settings, log_of=RunLayout(config.output_dir).env_worker_log, limits=limits) as pool:
         yield pool

@@ -8,7 +8,7 @@ from trivet.checkpoints.resume import require_resumable
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
-from trivet.environments.packages.installed import require_installed
+from trivet.environments.packages.interpreters import require_environment
 from trivet.faults import arm
 from trivet.orchestrator.advantage import make_advantage
 from trivet.process.imports import without_collections
@@ -32,7 +32,7 @@ def main() -> int:
 def check(config: OrchestratorConfig) -> None:
     """Refuse what cannot start, before anything does."""
     for env in config.environments.values():
-        require_installed(env.id)
+        require_environment(env)
     require_resumable(config)
     make_advantage(config.advantage)
 

@@ -54,6 +54,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     if part.progress.step:
         discard_evals_after(layout, PolicyVersion(part.progress.step))
     pool.report_to(telemetry.write_event)
+    pool.limit_versions(lambda: latest_version(layout) or START_VERSION)
     process_report.set_worker_source(pool.status)
     reason = "failed"
     loop: Loop | None = None

@@ -1,11 +1,13 @@
-"""Locks a file for one process at a time.
+"""Locks a file, or a directory of temporary files, for one process at a time.
 
-The launcher holds the lock of a run's directory, trainer and orchestrator each that of their role in it.
+The launcher holds the lock of a run's directory, trainer and orchestrator each that of their role in it. A directory of temporary
+files is locked by its owner, so that whoever finds it later knows whether it may go.
 """
 
 import errno
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +138,34 @@ class FileLock:
 def _is_number(text: str) -> bool:
     """Return whether `text` can be a process id or a time in seconds; the file may hold anything."""
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+
+
+def lock_directory(directory: Path) -> int:
+    """Lock `directory` until the file descriptor that is returned is closed, or the process ends in any way.
+
+    Raises:
+        OSError: another process has locked it, or it is no directory.
+    """
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def remove_if_free(directory: Path) -> None:
+    """Remove a directory of this user that nobody has locked, with all that it holds; leave any other as it is."""
+    try:
+        file = lock_directory(directory)
+    except OSError:  # gone, or whoever uses it still lives
+        return
+    try:
+        if os.fstat(file).st_uid == os.getuid():
+            shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(file)
 
 
 def hold_role(path: Path) -> FileLock:

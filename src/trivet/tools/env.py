@@ -1,29 +1,30 @@
 """The command `trivet env`: writes, installs, lists and removes environment packages.
 
-It never changes a package that trivet itself runs on: `installer` holds those at their version, and `remove` refuses them.
+It never changes a package that trivet itself runs on: environments are installed into virtual environments of their own.
 """
 
 import argparse
 import importlib.util
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
 from packaging.utils import canonicalize_name
 
-from trivet.dependencies import InstalledPackages, find_project_packages
+from trivet.dependencies import InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
 from trivet.environments.packages.import_check import check_imports
-from trivet.environments.packages.installed import LIBRARY
+from trivet.environments.packages.interpreters import AUTO, OWN
+from trivet.environments.packages.venvs import VenvStore, find_home
 from trivet.errors import ConfigError
-from trivet.tools.installer import choose_installer, install_under_constraints, uninstall
+from trivet.tools import environment_installer
+from trivet.tools.environment_source import PackageSource, choose_source
 
 FOLDER = Path("environments")
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
-_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9,._-]+\])?(?:[=<>!~]=?[A-Za-z0-9.*]+)?")
-_NAME_OF_REQUIREMENT = re.compile(r"[\[=<>!~]")
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -34,16 +35,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     init.add_argument("name", metavar="NAME", help="its id, in lower case with dashes: my-env")
     init.add_argument("--path", type=Path, default=FOLDER, help="the folder of environments (default: environments)")
     install = actions.add_parser(
-        "install", help="install an environment into this Python; what trivet runs on keeps its version"
+        "install", help="install an environment into a virtual environment beside trivet's own, which does not change"
     )
     install.add_argument(
         "what",
-        metavar="NAME|PATH",
-        help="a package's directory or wheel, its name in environments/, or a package to download",
+        metavar="NAME|PATH|REQUIREMENT",
+        help="its name in environments/, a package's directory or wheel, OWNER/NAME of the hub, or with --from-index a requirement",
     )
+    install.add_argument(
+        "--venv", metavar="NAME", help="the virtual environment (default: the one of its verifiers API, v0 or v1, else its own)"
+    )
+    install.add_argument("--from-index", action="store_true", help="download a package that is not here from the package index")
     install.add_argument("--path", type=Path, default=FOLDER, help="the folder of environments (default: environments)")
     actions.add_parser("list", help="show the installed environments: version, where each came from, whether it loads")
-    remove = actions.add_parser("remove", help="uninstall an environment; its dependencies and its directory stay")
+    remove = actions.add_parser("remove", help="remove an environment from its virtual environment; its directory stays")
     remove.add_argument("name", metavar="NAME", help="its name as in `trivet env list`")
 
 
@@ -51,20 +56,36 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out one of the actions; returns the exit code.
 
     Raises:
-        ConfigError: a bad name, files in the way, nothing to install, or something to remove that is no environment.
-        DependencyError: the package needs another version of what trivet runs on.
+        ConfigError: a bad name, files in the way, nothing to install, or something to remove that is not there.
+        DependencyError: what the package needs cannot be installed together.
     """
+    store = VenvStore(find_home())
     match arguments.action:
         case "init":
             directory = write_package(arguments.name, folder=arguments.path)
             print(f"environment {arguments.name} in {directory}; install it with: uv run trivet env install {arguments.name}")
             return 0
         case "install":
-            return install(choose_source(arguments.what, folder=arguments.path))
+            source = choose_source(arguments.what, folder=arguments.path, is_index_allowed=arguments.from_index)
+            return install(source, store=store, venv=require_venv_name(arguments.venv))
         case "list":
-            return list_environments()
+            return list_environments(store)
         case _:
-            return remove(arguments.name)
+            return remove(arguments.name, store=store)
+
+
+def require_venv_name(name: str | None) -> str | None:
+    """Return `name`, the name of a virtual environment or None for any.
+
+    Raises:
+        ConfigError: it is none that a directory and a configuration can have.
+    """
+    if name is not None and (_NAME.fullmatch(name) is None or name in (OWN, AUTO)):
+        raise ConfigError(
+            f"--venv {name} is no name of a virtual environment: it has lower-case letters, digits and dashes, and is neither "
+            f"{OWN} nor {AUTO}"
+        )
+    return name
 
 
 def write_package(name: str, *, folder: Path) -> Path:
@@ -107,72 +128,51 @@ def package_files(name: str) -> Mapping[str, str]:
     }
 
 
-def choose_source(what: str, *, folder: Path) -> Sequence[str]:
-    """Return what the installer is told: a directory, editable, a wheel, or a requirement.
+def install(source: PackageSource, *, store: VenvStore, venv: str | None) -> int:
+    """Install into a virtual environment, and say what is where; returns 0.
 
     Raises:
-        ConfigError: it is a path without a package, or nothing that could be one.
+        ConfigError: the package cannot be fetched or built, or is no environment.
+        DependencyError: what it needs cannot be installed together; nothing was changed.
     """
-    name = what.rpartition("/")[2] if not Path(what).exists() else what
-    for directory in (Path(what), folder / what, folder / name.replace("-", "_")):
-        if (directory / "pyproject.toml").is_file():
-            return ("-e", str(directory))
-    if what.endswith(".whl") and Path(what).is_file():
-        return (what,)
-    if what.startswith((".", "/", "~")) or Path(what).is_dir():
-        raise ConfigError(f"{what} has no pyproject.toml: it is no package; `trivet env init NAME` writes one")
-    if _REQUIREMENT.fullmatch(what) is None:
-        there = sorted(path.parent.name for path in folder.glob("*/pyproject.toml"))
-        raise ConfigError(
-            f"{what!r} is neither a directory, nor one of {folder}/ ({', '.join(there) or 'which has none'}), nor a package's name"
-        )
-    return (what,)
+    print("installing:", source.describe(), flush=True)
+    started = time.monotonic()
+    record = environment_installer.install(source, store=store, venv=venv)
+    names = ", ".join(f"{env.env_id} {env.version}" for env in record.environments)
+    print(
+        f"virtual environment {record.name} in {store.python(record).parents[1]}: {names}; verifiers {record.verifiers} "
+        f"({record.api} API), Python {record.python}, {time.monotonic() - started:.1f} s"
+    )
+    return 0
 
 
-def install(source: Sequence[str]) -> int:
-    """Install into the Python that runs this; returns the installer's exit code.
+def list_environments(store: VenvStore, installed: InstalledPackages | None = None) -> int:
+    """Print every installed environment with its version, its virtual environment, where it came from, and whether it loads.
 
-    Raises:
-        ConfigError: the package is one that trivet itself runs on, or there is no installer.
-        DependencyError: it needs another version of what trivet runs on; nothing was changed.
-    """
-    project = find_project_packages()
-    name = canonicalize_name(_NAME_OF_REQUIREMENT.split(source[0])[0])
-    if name == LIBRARY:
-        raise ConfigError(f"{source[0]} is no environment: it comes with the environments, which are written with it")
-    if name in project:
-        raise ConfigError(
-            f"{source[0]} is no environment: trivet itself runs on {name} {project[name].version}, which keeps its version"
-        )
-    print("installing:", *source, flush=True)
-    return install_under_constraints(source, installer=choose_installer(), project=project)
-
-
-def list_environments(installed: InstalledPackages | None = None) -> int:
-    """Print every installed environment with its version, where it came from, and whether it loads.
+    Args:
+        installed: the packages of trivet's own Python.
 
     Returns:
         1 when one does not load, else 0.
     """
-    environments = find_environments(installed)
-    if not environments:
+    rows: list[tuple[str, str, str, str, str]] = []
+    for record in store.records().values():
+        environments = record.environments
+        problems = check_imports([env.module for env in environments], python=str(store.python(record)))
+        where = f"{record.name} (verifiers {record.verifiers})"
+        rows += [(env.env_id, env.version, where, env.origin, problems[env.module]) for env in environments]
+    own = find_environments(installed)
+    problems = check_imports([environment.module for environment in own])
+    rows += [(describe_name(env), env.version, OWN, env.origin.describe(base=Path.cwd()), problems[env.module]) for env in own]
+    if not rows:
         print("no environments are installed; `trivet env install NAME` installs one")
         return 0
-    problems = check_imports([environment.module for environment in environments])
-    rows = [("NAME", "VERSION", "FROM", "LOADS")]
-    for environment in environments:
-        rows.append(
-            (
-                describe_name(environment),
-                environment.version,
-                environment.origin.describe(base=Path.cwd()),
-                f"no: {problem}" if (problem := problems[environment.module]) else "yes",
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        print(*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3], sep="  ")
-    return int(any(problems.values()))
+    shown = [("NAME", "VERSION", "IN", "FROM", "LOADS")]
+    shown += [(*row[:4], f"no: {row[4]}" if row[4] else "yes") for row in rows]
+    widths = [max(len(row[column]) for row in shown) for column in range(4)]
+    for row in shown:
+        print(*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4], sep="  ")
+    return int(any(row[4] for row in rows))
 
 
 def describe_name(environment: EnvironmentPackage) -> str:
@@ -181,41 +181,13 @@ def describe_name(environment: EnvironmentPackage) -> str:
     return environment.name if env_id == canonicalize_name(environment.name) else f"{environment.name} (id {env_id})"
 
 
-def remove(name: str) -> int:
-    """Uninstall an environment; returns the installer's exit code.
+def remove(name: str, *, store: VenvStore) -> int:
+    """Remove an environment from its virtual environment, and that too when it was the last; returns 0.
 
     Raises:
-        ConfigError: it is not installed, is no environment, trivet runs on it, or another environment requires it.
+        ConfigError: no virtual environment has it.
     """
-    environment = choose_environment(name.rpartition("/")[2], InstalledPackages())
-    code = uninstall(environment.name, installer=choose_installer())
-    if code == 0 and environment.origin.kind == "editable":
-        print(f"its directory stays: {environment.origin.describe_location(base=Path.cwd())}")
-    return code
-
-
-def choose_environment(name: str, installed: InstalledPackages) -> EnvironmentPackage:
-    """Return the installed environment of that name, which may be removed.
-
-    Raises:
-        ConfigError: it is not installed, is no environment, trivet runs on it, or another environment requires it.
-    """
-    wanted = canonicalize_name(name)
-    environments = {canonicalize_name(environment.name): environment for environment in find_environments(installed)}
-    environment = environments.get(wanted)
-    if environment is None:
-        if wanted == LIBRARY:
-            raise ConfigError(f"{wanted} is no environment: environments are written with it, so it is not removed")
-        if wanted in find_project_packages(installed):
-            raise ConfigError(f"{wanted} is no environment: trivet itself runs on it, so it is not removed")
-        there = f"environments that are installed: {', '.join(environments) or 'none'}"
-        if installed.find(wanted) is not None:
-            raise ConfigError(
-                f"{wanted} is no environment: no module of it has load_environment, and it does not require verifiers; it is not "
-                f"removed. {there[0].upper()}{there[1:]}"
-            )
-        raise ConfigError(f"{wanted} is not installed; {there}")
-    if environment.required_by:
-        others = ", ".join(environment.required_by)
-        raise ConfigError(f"{environment.name} is required by {others}, which would no longer load; remove {others} first")
-    return environment
+    record = environment_installer.remove(name, store=store)
+    left = ", ".join(env.env_id for env in record.environments) if record is not None else ""
+    print(f"{name} was removed; " + (f"left in {record.name}: {left}" if record is not None else "its virtual environment too"))
+    return 0

@@ -16,8 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
+from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.inference import ServerConfig
-from trivet.environments.packages.installed import require_installed
+from trivet.environments.packages.interpreters import require_environment
 from trivet.errors import ConfigError, RoleFailed
 from trivet.examples.files import example_configs
 from trivet.launcher.ports import ReservedPorts
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a package keeps transformers from being imported.
         RoleFailed: the inference server ended during the measurement.
     """
-    require_installed("reverse-text")
+    require_environment(EnvConfig(id="reverse-text"))
     require_matching_companions(_installed_versions("torch", *COMPANIONS))
     layout, started = QuickstartLayout(root=arguments.output_dir), time.monotonic()
     configs = CONFIGS if CONFIGS.is_dir() else example_configs() / "quickstart"

@@ -167,6 +167,20 @@ class Stop(Event):
     """`done`, `failed`, `interrupted`, or `preempted`: it was asked to commit and to end."""
 
 
+class EnvLoad(Event):
+    """The workers of an environment have loaded it, before the first group of an attempt."""
+
+    env: str
+    package: str
+    """Version of the environment's distribution; empty when none has its name."""
+    api: str
+    """Generation of the verifiers API that it is written for: `v0` or `v1`."""
+    verifiers: str
+    python: str
+    worker: str
+    """Name and version of the distribution that its workers run from."""
+
+
 class EnvRestart(Event):
     """A worker of an environment ended and is started again. The groups it ran are dispatched again, or dropped as failed."""
 
@@ -203,6 +217,7 @@ AnyEvent = (
     | Evaluate
     | Commit
     | Stop
+    | EnvLoad
     | EnvRestart
     | Restart
 )

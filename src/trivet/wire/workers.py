@@ -1,13 +1,19 @@
-"""Defines the messages between a pool of environment workers and one worker: orders to it, answers and pulses from it."""
+"""Defines the messages between a pool of environment workers and one worker: orders to it, answers and pulses from it.
+
+The two sides may be of different releases: a worker runs in a virtual environment of its own. So the first message of a worker is
+its `WorkerHello`, which states the version of this protocol that it speaks. A pool refuses every other version.
+"""
 
 from typing import Any, Literal
 
 import msgspec
 
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
-from trivet.wire.rollouts import Rollout
+from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.servers import ServerAccess
 
+PROTOCOL = 1
+"""Version of these messages and of every struct in them. Raise it whenever one changes; a test compares their schema with it."""
 PULSE_INTERVAL_S = 1.0
 """Seconds between two pulses of a worker."""
 
@@ -21,12 +27,14 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     args: dict[str, Any]
     model_name: str
     servers: ServerAccess
+    python: str = ""
+    """Interpreter of the worker; empty: the one that runs the pool."""
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     hash_keys: list[str] = []
     """Fields that an example's hash covers; empty: hashes are not needed."""
     on_reward_error: Literal["drop", "zero"] = "drop"
-    keep_variables: list[str] = []
-    """Credentials of the run that stay in the worker's environment."""
+    env_vars: list[str] = []
+    """Variables that the worker gets although their names look like those of secrets."""
     rollout_timeout_s: float | None = None
     """Limit of a group's time, from its first request to its last score."""
     is_plain: bool = False
@@ -34,10 +42,25 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
 
+class WorkerHello(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message of a worker, before it reads any. A pool of any release can read it: fields may be added, never changed."""
+
+    protocol: int
+    """The `PROTOCOL` that the worker speaks."""
+    worker: str
+    """Name and version of the distribution that it runs from, such as `trivet-worker 0.1.0`."""
+    python: str
+    """Version of its interpreter."""
+    verifiers: str
+    """Version of verifiers in it; empty when there is none."""
+
+
 class LoadEnvironment(msgspec.Struct, frozen=True, tag=True):
     """The first order: load the environment."""
 
     settings: HostSettings
+    session: str
+    """Random, and repeated in every answer, so that an answer that was meant for another pool is refused."""
 
 
 class RunGroupOrder(msgspec.Struct, frozen=True, tag=True):
@@ -72,6 +95,10 @@ class EnvironmentLoaded(msgspec.Struct, frozen=True, tag=True):
     """Answer to `LoadEnvironment`."""
 
     info: EnvironmentInfo
+    api: str = ""
+    """Generation of the verifiers API that the environment is written for: `v0` or `v1`."""
+    package: str = ""
+    """Version of the distribution that has the name of the environment; empty when there is none."""
 
 
 class EnvironmentLoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -84,6 +111,8 @@ class GroupDone(msgspec.Struct, frozen=True, tag=True):
     """Answer to `RunGroupOrder`."""
 
     call_id: int
+    group_id: GroupId
+    """Repeats the request's."""
     rollouts: list[Rollout]
 
 
@@ -106,6 +135,8 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
 class WorkerAnswer(msgspec.Struct, frozen=True):
     """Envelope of an answer."""
 
+    session: str
+    """The pool's, from `LoadEnvironment`."""
     body: EnvironmentLoaded | EnvironmentLoadFailed | GroupDone | PromptFound | CallFailed
 
 

@@ -25,7 +25,9 @@ def compare(part: Path, saved: TrainerConfig, now: TrainerConfig) -> None:
 
 @pytest.mark.parametrize("prefix", MAY_CHANGE)
 def test_every_key_that_may_change_exists_in_some_role(prefix: str) -> None:
-    assert any(find_key(kind, tuple(prefix.split("."))) for kind in (TrainerConfig, SftConfig, OrchestratorConfig))
+    assert any(
+        find_key(kind, tuple(prefix.replace("*", "0").split("."))) for kind in (TrainerConfig, SftConfig, OrchestratorConfig)
+    )
 
 
 def test_paths_limits_logs_and_the_last_step_may_change(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from trivet.config.layout import SECRET_FILE
+from trivet.config.layout import OWN_VARIABLES
 from trivet.config.loading.arguments import FlagArgument
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.keys import ConfigKey, Shape, find_key
@@ -83,7 +83,7 @@ def read_environment(environ: Mapping[str, str]) -> list[Entry]:
             origin=f"variable {shorten(name)}",
         )
         for name, text in sorted(environ.items())
-        if name.startswith(ENVIRONMENT_PREFIX) and name != SECRET_FILE
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in OWN_VARIABLES
     ]
 
 

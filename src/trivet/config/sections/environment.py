@@ -1,17 +1,14 @@
 """Section of one environment, `[[orchestrator.env]]` and `[[env]]` of `eval`, and the keys of the processes that run them."""
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from trivet.config.layout import SECRET_FILE
 from trivet.config.sections.base import MAX_PROCESSES, MAX_WAIT_S, Section
 from trivet.config.sections.sampling import EnvSamplingConfig
 from trivet.process.imports import is_in_a_file
 
-Credential = Literal["WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"]
-CREDENTIALS: tuple[str, ...] = get_args(Credential)
-"""Variables that the run itself needs, and an environment only on request."""
 _MAX_NAME_CHARS = 128
 """Longest name. It becomes the name of a directory, which file systems limit to 255 bytes."""
 
@@ -29,8 +26,15 @@ def _require_id(id_or_function: str) -> str:
     return id_or_function if is_in_a_file(id_or_function) and id_or_function.isprintable() else _require_name(id_or_function)
 
 
+def _require_variable(name: str) -> str:
+    if name == SECRET_FILE or not name.isidentifier():
+        raise ValueError(f"names a variable of the environment, and never {SECRET_FILE}, which holds the secret of the run")
+    return name
+
+
 EnvName = Annotated[str, AfterValidator(_require_name)]
 EnvId = Annotated[str, AfterValidator(_require_id)]
+VariableName = Annotated[str, AfterValidator(_require_variable)]
 
 
 class EnvWorkersConfig(Section):
@@ -40,6 +44,9 @@ class EnvWorkersConfig(Section):
     """Processes that run each environment. One runs many rollouts at a time; more help where its own Python is slow."""
     max_env_worker_restarts: int = Field(default=5, ge=-1)
     """A worker that ended this often in a row, without finishing a group in between, ends the run or the evaluation; -1: never."""
+    max_worker_memory: float | None = Field(default=None, gt=0)
+    """Most memory of one worker with all that it started, GiB. One that takes more is ended, named and started again. Unset: half
+    of the machine's memory, or of its container's."""
     env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest time for load_environment, downloads of data included, seconds."""
     env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
@@ -61,15 +68,20 @@ class EnvConfig(Section):
     on_reward_error: Literal["drop", "zero"] = "drop"
     """A reward function that raises, or returns None: `drop` fails the group with that error, so that no bug is trained on;
     `zero` takes 0 for it, as verifiers does."""
-    keep_variables: list[Credential] = []
-    """Credentials of the run that the environment's workers get too, e.g. `["HF_TOKEN"]` for a private data set. They always get
-    every other variable (`OPENAI_API_KEY` of a judge), and the keys that `client.api_key_var` names."""
+    venv: str = "auto"
+    """Virtual environment of the environment's workers: the name of one that `trivet env install` made, or the path of another.
+    `auto` takes the one that the environment was installed into, else trivet's own; `trivet` takes trivet's own."""
+    env_vars: list[VariableName] = []
+    """Variables that the workers get although their name is that of a secret (`KEY`, `TOKEN`, `PASSWORD` and the like in it), e.g.
+    `["HF_TOKEN", "JUDGE_API_KEY"]`. They always get every other variable, and the keys that `client.api_key_var` names."""
+    keep_variables: list[VariableName] = []
+    """An older name of `env_vars`. Both count."""
     sampling: EnvSamplingConfig = EnvSamplingConfig()
 
     @property
-    def program(self) -> tuple[str, dict[str, Any], str, list[Credential]]:
+    def program(self) -> tuple[str, dict[str, Any], str, list[str], str]:
         """All that a worker is started with. Workers of one environment can run any other with an equal program."""
-        return self.id, self.args, self.on_reward_error, self.keep_variables
+        return self.id, self.args, self.on_reward_error, sorted({*self.env_vars, *self.keep_variables}), self.venv
 
     @property
     def label(self) -> str:

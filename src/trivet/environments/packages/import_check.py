@@ -1,10 +1,8 @@
 """Imports environment modules in a process of their own and says for each why it does not load.
 
-Commands call `check_imports`. It starts `python -m trivet.environments.packages.import_check MODULE …`, which answers after each
-module, so a module that ends the process is known by its missing answer. No `load_environment` is called.
+Commands call `check_imports`, which starts `import_program` with the interpreter that has the modules.
 """
 
-import importlib
 import json
 import os
 import subprocess
@@ -13,15 +11,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trivet.environments.packages.installed import LOADER
-from trivet.environments.settings import worker_environment
-from trivet.process.lifetime import module_command, tied_command
+from trivet.environments.settings import interpreter_variables, worker_environment
+from trivet.lifetime import module_command, tied_command
 
 _IMPORT_TIMEOUT_S = 120.0
 """For all modules of one process. verifiers alone takes 5 to 20 s on two busy cores."""
 
 
-def check_imports(modules: Sequence[str], *, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, str]:
+def check_imports(
+    modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _IMPORT_TIMEOUT_S
+) -> dict[str, str]:
     """Return the problem of each module in one line, by module; "" for one that loads.
 
     The modules share one process, so what they share is imported once. If a module ends that process or exceeds the time, it gets
@@ -30,7 +29,7 @@ def check_imports(modules: Sequence[str], *, timeout_s: float = _IMPORT_TIMEOUT_
     problems: dict[str, str] = {}
     remaining = list(modules)
     while remaining:
-        answers, ending = _run_process(remaining, timeout_s=timeout_s)
+        answers, ending = _run_process(remaining, python, timeout_s=timeout_s)
         problems |= answers
         remaining = [module for module in remaining if module not in problems]
         if remaining and ending:
@@ -38,20 +37,21 @@ def check_imports(modules: Sequence[str], *, timeout_s: float = _IMPORT_TIMEOUT_
     return problems
 
 
-def _run_process(modules: Sequence[str], *, timeout_s: float) -> tuple[dict[str, str], str]:
+def _run_process(modules: Sequence[str], python: str, *, timeout_s: float) -> tuple[dict[str, str], str]:
     """Return the answers, and how the process ended when it did not answer for all."""
     with tempfile.TemporaryDirectory(prefix="trivet-import-") as directory:
         answers = Path(directory) / "answers.jsonl"
-        command = tied_command(module_command("trivet.environments.packages.import_check", str(answers), *modules))
+        command = module_command("trivet.environments.packages.import_program", str(answers), *modules, python=python)
+        environ = worker_environment(os.environ)
         try:
             done = subprocess.run(
-                command,
+                tied_command(command),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 timeout=timeout_s,
                 check=False,
-                env=worker_environment(os.environ),
+                env={**environ, **interpreter_variables(python, environ)},
                 start_new_session=True,
             )
             ending = f"importing it ended the process with exit code {done.returncode}"
@@ -61,29 +61,3 @@ def _run_process(modules: Sequence[str], *, timeout_s: float) -> tuple[dict[str,
             ending = f"importing it took more than {timeout_s:.0f} s"
         lines = answers.read_text().splitlines() if answers.exists() else []
     return dict(json.loads(line) for line in lines), ending
-
-
-def find_problem(module: str) -> str:
-    """Import `module`; return why it does not load in one line, or "" when it does."""
-    try:
-        loaded = importlib.import_module(module)
-    except (Exception, SystemExit) as exc:  # noqa: BLE001  # whatever an environment raises is reported with its name
-        message = " ".join(str(exc).split())
-        return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
-    if not callable(getattr(loaded, LOADER, None)):
-        return f"the module {module} has no {LOADER}, by which environments are loaded"
-    return ""
-
-
-def main() -> None:
-    """Import the modules named on the command line and append an answer for each to a file."""
-    answers, *modules = sys.argv[1:]
-    with Path(answers).open("a") as file:
-        for module in modules:
-            file.write(json.dumps([module, find_problem(module)]) + "\n")
-            file.flush()
-    os._exit(0)  # does not wait for threads that the environments have started
-
-
-if __name__ == "__main__":
-    main()

@@ -33,8 +33,8 @@ def require_installed(env_id: str, *, environments_dir: Path = Path("environment
             f"env.id = {env_id!r} is not installed; install it with: uv run trivet env install {package}"
         )
     here = sorted(path.parent.name.replace("_", "-") for path in environments_dir.glob("*/pyproject.toml"))
-    command = f"uv tool run prime env install {env_id}" if "/" in env_id else f"uv run trivet env install {package}"
     raise EnvironmentLoadError(
-        f"env.id = {env_id!r} is not installed (no module {module!r}). If you trust it, install it with: {command}. "
+        f"env.id = {env_id!r} is not installed (no module {module!r}). If you trust it, install it with: "
+        f"uv run trivet env install {env_id}{'' if '/' in env_id else ' --from-index'}. "
         f"Environments of this checkout: {', '.join(here) or 'none'}"
     )

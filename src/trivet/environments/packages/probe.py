@@ -1,48 +1,26 @@
-"""Loads environments in a process of its own, to find what is wrong with them before a run starts.
+"""Loads environments in processes of their own, to find what is wrong with them before a run starts.
 
-Commands call `require_loadable`, which starts `python -m trivet.environments.packages.probe`: user code is never imported into a
-launcher. All environments of a run are loaded in one process, so what they share is imported once.
+Commands call `require_loadable`, which starts `probe_program` with each interpreter that workers will have: user code is never
+imported into a launcher. The environments of one interpreter are loaded in one process, so what they share is imported once.
 """
 
+import json
 import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
-
-import msgspec
+from collections.abc import Callable, Sequence
 
 from trivet.config.masking import hide_values
-from trivet.environments.examples import training_problem
-from trivet.environments.settings import worker_environment
+from trivet.environments.packages.probe_program import ProbeRequest, ProbeTarget, ProbeVerdict
+from trivet.environments.settings import interpreter_variables, withheld_variables, worker_environment
 from trivet.errors import EnvironmentLoadError, MessageRefused
-from trivet.process.imports import without_collections
-from trivet.process.lifetime import module_command, tied_command
+from trivet.lifetime import module_command, tied_command
 from trivet.wire.codec import decode, encode
 from trivet.wire.groups import EnvironmentInfo
-from trivet.wire.workers import HostSettings
+from trivet.wire.workers import PROTOCOL
 
 _STDERR_LINES = 15
-
-
-class ProbeTarget(msgspec.Struct, kw_only=True):
-    """An environment to load, and what its data is for."""
-
-    settings: HostSettings
-    is_trained: bool
-    """Its data must have examples to train on; otherwise, examples to evaluate on."""
-
-
-class _Request(msgspec.Struct):
-    environments: list[ProbeTarget]
-    nonce: str
-    """Random, and repeated in the verdict, so that nothing an environment prints by accident is read as a verdict."""
-
-
-class _Verdict(msgspec.Struct):
-    nonce: str
-    infos: dict[str, EnvironmentInfo] = {}
-    problems: list[str] = []
 
 
 def require_loadable(wanted: Sequence[ProbeTarget], *, timeout_s: float) -> dict[str, EnvironmentInfo]:
@@ -51,15 +29,28 @@ def require_loadable(wanted: Sequence[ProbeTarget], *, timeout_s: float) -> dict
     Raises:
         EnvironmentLoadError: one or more cannot be loaded or have no data; the message names them all.
     """
-    nonce = secrets.token_hex()
+    infos: dict[str, EnvironmentInfo] = {}
+    problems: list[str] = []
+    for python in dict.fromkeys(each.settings.python for each in wanted):
+        verdict = _ask([each for each in wanted if each.settings.python == python], python, timeout_s=timeout_s)
+        infos |= verdict.infos
+        problems += verdict.problems
+    if problems:
+        raise EnvironmentLoadError("\n- ".join(map(_explain_withheld(wanted), problems)))
+    return infos
+
+
+def _ask(wanted: Sequence[ProbeTarget], python: str, *, timeout_s: float) -> ProbeVerdict:
+    nonce, executable = secrets.token_hex(), python or sys.executable
+    environ = worker_environment(os.environ, settings=[each.settings for each in wanted])
     try:
         done = subprocess.run(
-            tied_command(module_command("trivet.environments.packages.probe")),
-            input=encode(_Request(list(wanted), nonce)),
+            tied_command(module_command("trivet.environments.packages.probe_program", str(PROTOCOL), python=executable)),
+            input=encode(ProbeRequest(list(wanted), nonce)),
             capture_output=True,
             timeout=timeout_s,
             check=False,
-            env=worker_environment(os.environ, settings=[each.settings for each in wanted]),
+            env={**environ, **interpreter_variables(executable, environ)},
             start_new_session=True,
         )
     except subprocess.TimeoutExpired as exc:
@@ -68,59 +59,37 @@ def require_loadable(wanted: Sequence[ProbeTarget], *, timeout_s: float) -> dict
             "load_environment needs longer"
         ) from exc
     try:
-        verdict = decode(done.stdout, _Verdict)
+        verdict = decode(done.stdout, ProbeVerdict)
     except MessageRefused as exc:
         args = {each.settings.name: each.settings.args for each in wanted}
         last = "\n  ".join(hide_values(done.stderr.decode(errors="replace"), args).splitlines()[-_STDERR_LINES:])
         raise EnvironmentLoadError(
             f"loading environments {_names(wanted)} ended their process with exit code {done.returncode}:\n  {last}"
         ) from exc
-    if verdict.problems:
-        raise EnvironmentLoadError("\n- ".join(verdict.problems))
-    if verdict.nonce != nonce or verdict.infos.keys() != {each.settings.name for each in wanted}:
+    is_whole = verdict.problems or verdict.infos.keys() == {each.settings.name for each in wanted}
+    if verdict.nonce != nonce or not is_whole:
         raise EnvironmentLoadError(
             f"loading environments {_names(wanted)} gave an answer that is not the loader's: one of them writes to a file "
             "descriptor that it did not open"
         )
-    return verdict.infos
+    return verdict
+
+
+def _explain_withheld(wanted: Sequence[ProbeTarget]) -> Callable[[str], str]:
+    """Return what adds to a problem the variables that it names and that the environment was not given."""
+    withheld = withheld_variables(os.environ, settings=[each.settings for each in wanted])
+
+    def explain(problem: str) -> str:
+        named = sorted(name for name in withheld if name in problem)
+        if not named:
+            return problem
+        return (
+            f"{problem}\n  workers do not get {', '.join(named)}, whose name is that of a secret; if that is the reason, add "
+            f"env_vars = {json.dumps(named)} to the environment"
+        )
+
+    return explain
 
 
 def _names(wanted: Sequence[ProbeTarget]) -> str:
     return ", ".join(repr(each.settings.name) for each in wanted)
-
-
-def _probe(request: _Request) -> _Verdict:
-    # Late, because it imports verifiers, which the process that asks does not need.
-    with without_collections():
-        from trivet.environments.apis import load_host
-        from trivet.environments.apis.loading import traceback_tail
-
-    verdict = _Verdict(request.nonce, infos={}, problems=[])
-    for each in request.environments:
-        name = each.settings.name
-        try:
-            info = load_host(each.settings, environ=os.environ).info
-        except EnvironmentLoadError as exc:
-            verdict.problems.append(f"{exc}{traceback_tail(exc, each.settings.args)}")
-            continue
-        verdict.infos[name] = msgspec.structs.replace(info, example_hashes=[])
-        if each.is_trained and (problem := training_problem(name, info, hash_keys=each.settings.hash_keys)):
-            verdict.problems.append(problem)
-        elif info.num_examples == info.num_eval_examples == 0:
-            verdict.problems.append(f"environment {name!r} has no data to evaluate on; check its args")
-    return verdict
-
-
-def main() -> None:
-    """Read a request from stdin and write the verdict to stdout."""
-    request = decode(sys.stdin.buffer.read(), _Request)
-    answer = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what environments print must not end up in the answer
-    verdict = _probe(request)
-    with os.fdopen(answer, "wb") as out:
-        out.write(encode(verdict))
-    os._exit(0)  # does not wait for threads that the environments have started
-
-
-if __name__ == "__main__":
-    main()

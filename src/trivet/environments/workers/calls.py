@@ -4,28 +4,36 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from trivet.errors import RolloutFailed, WorkerLost
+from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
+from trivet.shown_text import printable
 from trivet.wire.workers import AskPrompt, CallFailed, Cancel, GroupDone, PromptFound, RunGroupOrder, WorkerOrder
 
 AnswerT = TypeVar("AnswerT", GroupDone, PromptFound)
+
+_MAX_KIND_CHARS = 100
+"""Of the name of an error's type. It becomes part of a metric's name."""
+_MAX_MESSAGE_CHARS = 4_000
+"""Twice what a well-behaved worker sends: events and logs quote it."""
 
 
 class PendingCalls:
     """The calls in flight to one worker, by call id.
 
     >>> calls = PendingCalls(channel.post)
-    >>> answer = await calls.call(make_order, GroupDone)  # meanwhile: calls.resolve(GroupDone(call_id=0, rollouts=[]))
+    >>> answer = await calls.call(make_order, GroupDone)  # meanwhile: calls.resolve(answer)
     >>> calls.fail_all("the worker ended with exit code 7")
     """
 
     def __init__(self, send: Callable[[WorkerOrder], None]) -> None:
         self._send = send
-        self._futures: dict[int, asyncio.Future[GroupDone | PromptFound]] = {}
+        self._pending: dict[int, tuple[RunGroupOrder | AskPrompt, asyncio.Future[GroupDone | PromptFound]]] = {}
+        self._cancelled: set[int] = set()
+        """Calls whose answer may have been on its way when they were cancelled."""
         self._next_id = 0
         self._loss = ""
 
     def __len__(self) -> int:
-        return len(self._futures)
+        return len(self._pending)
 
     async def call(self, make_order: Callable[[int], RunGroupOrder | AskPrompt], kind: type[AnswerT]) -> AnswerT:
         """Send the order that `make_order` makes of a call id, and wait for its answer.
@@ -39,27 +47,41 @@ class PendingCalls:
         if self._loss:
             raise WorkerLost(self._loss)
         call_id, self._next_id = self._next_id, self._next_id + 1
-        future = self._futures[call_id] = asyncio.get_running_loop().create_future()
+        order, future = make_order(call_id), asyncio.get_running_loop().create_future()
+        self._pending[call_id] = order, future
         try:
-            self._send(WorkerOrder(body=make_order(call_id)))
+            self._send(WorkerOrder(body=order))
             answer = await future
         except asyncio.CancelledError:
+            self._cancelled.add(call_id)
             self._send(WorkerOrder(body=Cancel(call_id=call_id)))
             raise
         finally:
-            self._futures.pop(call_id, None)
+            self._pending.pop(call_id, None)
         assert isinstance(answer, kind)
         return answer
 
     def resolve(self, answer: GroupDone | PromptFound | CallFailed) -> None:
-        """Hand `answer` to its caller; an answer whose caller was cancelled is dropped."""
-        future = self._futures.get(answer.call_id)
-        if future is None or future.done():
+        """Hand `answer` to its caller; an answer whose caller was cancelled is dropped.
+
+        Raises:
+            MessageRefused: nothing waits for it: the call was never made, was answered before, or asked for something else.
+        """
+        if answer.call_id in self._cancelled:
+            self._cancelled.remove(answer.call_id)
             return
+        order, future = self._pending.get(answer.call_id, (None, None))
+        if future is not None and future.cancelled():
+            return  # its caller is about to be told
+        if order is None or future is None or future.done():
+            raise MessageRefused(f"an answer to call {answer.call_id}, which waits for none")
         if isinstance(answer, CallFailed):
-            future.set_exception(RolloutFailed(answer.message, kind=answer.kind))
-        else:
-            future.set_result(answer)
+            message = printable(answer.message[:_MAX_MESSAGE_CHARS])
+            future.set_exception(RolloutFailed(message, kind=printable(answer.kind[:_MAX_KIND_CHARS])))
+            return
+        if problem := _mismatch(order, answer):
+            raise MessageRefused(f"an answer to call {answer.call_id} {problem}")
+        future.set_result(answer)
 
     def fail_all(self, loss: str) -> None:
         """Fail every call in flight, and every later one, with WorkerLost.
@@ -68,6 +90,17 @@ class PendingCalls:
             loss: which worker ended and how; not empty.
         """
         self._loss = loss
-        for future in self._futures.values():
+        for _, future in self._pending.values():
             if not future.done():
                 future.set_exception(WorkerLost(loss))
+
+
+def _mismatch(order: RunGroupOrder | AskPrompt, answer: GroupDone | PromptFound) -> str:
+    """Return how `answer` differs from what `order` asked for; empty when it is an answer to it."""
+    if isinstance(order, AskPrompt):
+        return "" if isinstance(answer, PromptFound) else "that has rollouts where a prompt was asked for"
+    if isinstance(answer, PromptFound):
+        return "that has a prompt where a group was asked for"
+    if answer.group_id != order.request.group_id:
+        return f"that has group {answer.group_id} where group {order.request.group_id} was asked for"
+    return ""

@@ -1,24 +1,29 @@
 """One worker as its pool sees it: started, asked, listened to, ended. Knows nothing of other workers or of restarts.
 
-It joins three parts: the operating system's process (`process`), the calls in flight (`calls`) and the pulses (`pulses`).
+It joins three parts: the operating system's process (`process`), the calls in flight (`calls`) and the pulses (`pulses`). A worker
+that speaks another version of the protocol is refused, and one that sends what it must not is ended.
 """
 
 import asyncio
+import secrets
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from trivet.environments.workers.answers import find_info_fault
 from trivet.environments.workers.calls import PendingCalls
 from trivet.environments.workers.channel import Channel
 from trivet.environments.workers.process import WorkerProcess
 from trivet.environments.workers.pulses import PulseMonitor
+from trivet.environments.workers.worker_log import WorkerLog
 from trivet.errors import EnvironmentLoadError, MessageRefused, WaitTimeout, WorkerLost
+from trivet.shown_text import printable
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
 from trivet.wire.workers import (
+    PROTOCOL,
     AskPrompt,
     CallFailed,
     EnvironmentLoaded,
@@ -29,6 +34,7 @@ from trivet.wire.workers import (
     PromptFound,
     RunGroupOrder,
     WorkerAnswer,
+    WorkerHello,
     WorkerOrder,
 )
 
@@ -39,37 +45,51 @@ _EXIT_TIMEOUT_S = 10.0
 class WorkerClient:
     """A started worker with its process, its channel and its pulses.
 
-    >>> worker = await WorkerClient.start(settings, log=path)
+    >>> worker = await WorkerClient.start(settings, log=WorkerLog(path))
     >>> info = await worker.loaded(timeout_s=600)
     >>> rollouts = await worker.run_group(request)
     >>> await worker.aclose(timeout_s=5)
     """
 
-    def __init__(self, process: WorkerProcess, channel: Channel, pulses: PulseMonitor, *, name: str) -> None:
-        self.name = name
+    def __init__(
+        self, process: WorkerProcess, channel: Channel, pulses: PulseMonitor, *, settings: HostSettings, session: str
+    ) -> None:
+        self.name = settings.name
         """The environment's."""
         self.pulses = pulses
+        self.hello: WorkerHello | None = None
+        """What the worker says of itself; None before it does."""
+        self.api = ""
+        """Generation of the verifiers API that its environment uses; empty before it is loaded."""
+        self.package = ""
+        """Version of the environment's distribution; empty before it is loaded."""
+        self._env_id = settings.env_id
+        self._session = session
         self._process = process
         self._channel = channel
         self._calls = PendingCalls(channel.post)
         self._info: asyncio.Future[EnvironmentInfo] = asyncio.get_running_loop().create_future()
         self._ended = asyncio.Event()
-        self._watching = asyncio.create_task(self._watch(), name=f"{name}-watch")
+        self._watching = asyncio.create_task(self._watch(), name=f"{self.name}-watch")
 
     @classmethod
-    async def start(cls, settings: HostSettings, *, log: Path, clock: Callable[[], float] = time.monotonic) -> "WorkerClient":
+    async def start(
+        cls, settings: HostSettings, *, log: WorkerLog, clock: Callable[[], float] = time.monotonic
+    ) -> "WorkerClient":
         """Start a worker and have it load its environment.
 
         Args:
-            log: the worker's output is appended to this file.
+            log: the worker's output is appended to it.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         pulses, their_pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, their_pulses:
             process = await WorkerProcess.start(settings, log=log, channel=theirs, pulses=their_pulses)
         channel = await Channel.open(ours)
-        worker = cls(process, channel, PulseMonitor(pulses, clock=clock), name=settings.name)
-        channel.post(WorkerOrder(body=LoadEnvironment(settings=settings)))
+        session = secrets.token_hex(8)
+        monitor = PulseMonitor(pulses, clock=clock, on_fault=process.end)
+        worker = cls(process, channel, monitor, settings=settings, session=session)
+        channel.post(WorkerOrder(body=LoadEnvironment(settings=settings, session=session)))
         return worker
 
     @property
@@ -147,6 +167,14 @@ class WorkerClient:
             num_restarts=num_restarts,
         )
 
+    def end(self, cause: str) -> None:
+        """End the worker at once.
+
+        Args:
+            cause: why, as the end of a sentence; `ended` returns it.
+        """
+        self._process.end(cause)
+
     async def kill(self, cause: str) -> None:
         """End the worker after it has written its stacks to its log.
 
@@ -177,6 +205,7 @@ class WorkerClient:
         await exiting
         await self._channel.aclose()
         self.pulses.close()
+        self._process.clean_up()
         self._ended.set()
         loss = f"the worker of environment {self.name!r} (pid {self.pid}) {self._process.describe_end()}"
         self._calls.fail_all(loss)
@@ -186,14 +215,36 @@ class WorkerClient:
 
     async def _listen(self) -> None:
         try:
+            self.hello = await self._channel.receive(WorkerHello)
+            if self.hello is None or not self._speaks_our_protocol(self.hello):
+                return
             while (answer := await self._channel.receive(WorkerAnswer)) is not None:
                 self._handle(answer)
         except MessageRefused as exc:
             self._process.end(f"sent what is not an answer: {exc}")
 
+    def _speaks_our_protocol(self, hello: WorkerHello) -> bool:
+        if hello.protocol == PROTOCOL:
+            return True
+        said = (
+            f"runs {printable(hello.worker)}, which speaks version {hello.protocol} of the worker's protocol, and this trivet "
+            f"speaks version {PROTOCOL}; update its virtual environment with: uv run trivet env install {self._env_id}"
+        )
+        self._info.set_exception(EnvironmentLoadError(f"the worker of environment {self.name!r} {said}"))
+        self._process.end(said)
+        return False
+
     def _handle(self, answer: WorkerAnswer) -> None:
+        if answer.session != self._session:
+            raise MessageRefused("an answer to another pool")
         match answer.body:
-            case EnvironmentLoaded(info=info):
+            case EnvironmentLoaded() | EnvironmentLoadFailed() if self._info.done():
+                raise MessageRefused("a second answer to the order to load the environment")
+            case EnvironmentLoaded(info=info, api=api, package=package):
+                if fault := find_info_fault(info):
+                    raise MessageRefused(f"an environment that {fault}")
+                self.api, self.package = printable(api), printable(package)
+                self.pulses.expect()
                 self._info.set_result(info)
             case EnvironmentLoadFailed(message=message):
                 self._info.set_exception(EnvironmentLoadError(message))

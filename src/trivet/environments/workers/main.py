@@ -1,7 +1,9 @@
 """Runs one environment in a worker process: many groups at a time on its own event loop.
 
 Started by `workers.process` as `python -m trivet.environments.workers.main --channel FD --pulse FD`, tied to the pool's process.
-Orders come in and answers go out over the channel. A thread sends pulses over another socket, which go on while the loop is
+The interpreter may be one that has the distribution `trivet-worker` alone, so this module and all that it imports need msgspec and
+numpy, and nothing else of trivet's. The first message says which release this is. Orders come in and answers go out over the
+channel. A thread sends pulses over another socket, which go on while the loop is
 blocked. The process ends when the pool closes the channel.
 """
 
@@ -17,6 +19,8 @@ import time
 from typing import TYPE_CHECKING
 
 from trivet.environments.workers.channel import Channel, pack_message, receive_blocking
+from trivet.environments.workers.confinement import confine
+from trivet.environments.workers.hello import installed_version, make_hello
 from trivet.environments.workers.stages import StageBoard
 from trivet.errors import EnvironmentLoadError, MessageRefused, RolloutFailed
 from trivet.process.imports import without_collections
@@ -55,8 +59,10 @@ _MAX_PULSE_LAGS = 100
 class Worker:
     """Carries out the orders of the pool until the channel ends."""
 
-    def __init__(self, host: "EnvironmentHost", *, lag: LoopLag) -> None:
+    def __init__(self, host: "EnvironmentHost", *, env_id: str, session: str, lag: LoopLag) -> None:
         self._host = host
+        self._env_id = env_id
+        self._session = session
         self._lag = lag
         self._running: dict[int, asyncio.Task[None]] = {}
         self._pid = os.getpid()
@@ -65,7 +71,8 @@ class Worker:
         """Answer every order that comes over `sock`, each in a task of its own, until the pool closes it."""
         show_tasks_on_signal()
         channel = await Channel.open(sock)
-        await channel.send(WorkerAnswer(body=EnvironmentLoaded(info=self._host.info)))
+        package = installed_version(self._env_id.rpartition("/")[2])
+        await channel.send(self._envelope(EnvironmentLoaded(info=self._host.info, api=self._host.api, package=package)))
         async with asyncio.TaskGroup() as tasks:
             measuring = tasks.create_task(self._lag.run(), name="loop-lag")
             while (order := await channel.receive(WorkerOrder)) is not None:
@@ -89,33 +96,37 @@ class Worker:
             answer = await self._execute(asked)
             self._leave_if_forked()
             try:
-                await channel.send(answer)
+                await channel.send(self._envelope(answer))
             except MessageRefused as exc:
-                await channel.send(_failure(asked.call_id, exc))
+                await channel.send(self._envelope(_failure(asked.call_id, exc)))
         except OSError:
             return  # the pool is gone; `serve` is about to notice
+
+    def _envelope(self, body: EnvironmentLoaded | GroupDone | PromptFound | CallFailed) -> WorkerAnswer:
+        return WorkerAnswer(session=self._session, body=body)
 
     def _leave_if_forked(self) -> None:
         """End this process if it is a child that user code forked and that returned from there: the parent does its work."""
         if os.getpid() != self._pid:
             os._exit(0)
 
-    async def _execute(self, asked: RunGroupOrder | AskPrompt) -> WorkerAnswer:
+    async def _execute(self, asked: RunGroupOrder | AskPrompt) -> GroupDone | PromptFound | CallFailed:
         try:
             if isinstance(asked, AskPrompt):
                 messages = self._host.prompt(split=asked.split, example_id=asked.example_id)
-                return WorkerAnswer(body=PromptFound(call_id=asked.call_id, messages=messages))
-            return WorkerAnswer(body=GroupDone(call_id=asked.call_id, rollouts=await self._host.run_group(asked.request)))
+                return PromptFound(call_id=asked.call_id, messages=messages)
+            rollouts = await self._host.run_group(asked.request)
+            return GroupDone(call_id=asked.call_id, group_id=asked.request.group_id, rollouts=rollouts)
         except (Exception, SystemExit, KeyboardInterrupt) as exc:  # an error of the user's code fails its own group alone
             if not isinstance(exc, RolloutFailed):
                 logger.exception("call failed env=%s", self._host.name)
             return _failure(asked.call_id, exc)
 
 
-def _failure(call_id: int, error: BaseException) -> WorkerAnswer:
+def _failure(call_id: int, error: BaseException) -> CallFailed:
     kind = error.kind if isinstance(error, RolloutFailed) else type(error).__name__
     said = str(error) if isinstance(error, RolloutFailed) else f"{kind}: {error}"
-    return WorkerAnswer(body=CallFailed(call_id=call_id, kind=printable(kind), message=printable(said)))
+    return CallFailed(call_id=call_id, kind=printable(kind), message=printable(said))
 
 
 def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:
@@ -155,13 +166,14 @@ def detach_on_fork(selector: selectors.BaseSelector, *descriptors: int) -> None:
 
 
 def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
-    """Load the environment that the first order names and serve it; return the exit code."""
+    """Say which release this is, load the environment that the first order names, and serve it; return the exit code."""
+    sock.sendall(pack_message(make_hello()))
     order = receive_blocking(sock, WorkerOrder)
     if order is None:
         return 0
     if not isinstance(order.body, LoadEnvironment):
         raise MessageRefused(f"the first order to a worker is to load an environment, not {type(order.body).__name__}")
-    settings = order.body.settings
+    settings, session = order.body.settings, order.body.session
     _set_up_logging(settings)
     stages = StageBoard()
     with without_collections():
@@ -172,7 +184,7 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     except EnvironmentLoadError as exc:
         message = f"{exc}{traceback_tail(exc, settings.args)}"
         print(message, file=sys.stderr)  # noqa: T201
-        sock.sendall(pack_message(WorkerAnswer(body=EnvironmentLoadFailed(message=message))))
+        sock.sendall(pack_message(WorkerAnswer(session=session, body=EnvironmentLoadFailed(message=message))))
         return exc.exit_code
     logger.info("environment loaded env=%s examples=%s pid=%s", settings.name, host.info.num_examples, os.getpid())
     lag = LoopLag()
@@ -182,7 +194,7 @@ def run(sock: socket.socket, pulse_sock: socket.socket) -> int:
     selector = selectors.DefaultSelector()
     detach_on_fork(selector, sock.fileno(), pulse_sock.fileno())
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-        runner.run(Worker(host, lag=lag).serve(sock))
+        runner.run(Worker(host, env_id=settings.env_id, session=session, lag=lag).serve(sock))
     return 0
 
 
@@ -203,6 +215,7 @@ def main() -> int:
     parser.add_argument("--pulse", type=int, required=True)
     descriptors = parser.parse_args()
     show_stacks_on_signal()
+    confine()
     tie_forks()  # a scoring pool that the environment forks must not outlive a worker that is killed
     sock, pulse_sock = socket.socket(fileno=descriptors.channel), socket.socket(fileno=descriptors.pulse)
     for each in (sock, pulse_sock):

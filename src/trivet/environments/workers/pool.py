@@ -7,6 +7,7 @@ that the one that ends its worker does not fail the others.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
@@ -18,11 +19,15 @@ from typing import Any
 
 import msgspec
 
+from trivet.environments.workers.answers import VersionLimit, find_fault
 from trivet.environments.workers.client import WorkerClient
+from trivet.environments.workers.memory import MEASURE_INTERVAL_S, describe_excess, measure_sessions
 from trivet.environments.workers.restarts import RestartBudget
-from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
-from trivet.process.loop_lag import lag_metrics
-from trivet.wire.events import EnvRestart, Event
+from trivet.environments.workers.worker_directory import sweep_directories
+from trivet.environments.workers.worker_log import WorkerLog
+from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost, first_error
+from trivet.loop_lag import lag_metrics
+from trivet.wire.events import EnvLoad, EnvRestart, Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 from trivet.wire.status import WorkerStatus
@@ -37,6 +42,8 @@ _WATCH_INTERVAL_S = 1.0
 _WARN_BLOCKED_S = 10.0
 """A worker whose event loop is blocked for longer is reported once: reward functions often compute for a few seconds."""
 _CLOSE_TIMEOUT_S = 5.0
+_REFUSED = "AnswerRefused"
+"""The kind of failure of a group whose answer cannot be true."""
 _TIMEOUT_GRACE_S = 30.0
 """How long a worker has, beyond a group's own time limit, to report itself that the group exceeded it."""
 
@@ -50,6 +57,8 @@ class PoolLimits:
     """Consecutive restarts of one worker; -1: no limit."""
     blocked_timeout_s: float = 600.0
     start_timeout_s: float = 1800.0
+    max_memory_bytes: int | None = None
+    """Most memory of one worker with all that it started; None: no limit."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +80,7 @@ class _Slot:
 class _Environment:
     info: EnvironmentInfo
     slots: list[_Slot]
+    log: WorkerLog
     suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the one group that was lost twice and may run now."""
 
@@ -93,6 +103,7 @@ class WorkerPool:
     ) -> None:
         self._settings = settings
         self._log_of = log_of
+        self._version_limit = VersionLimit()
         self._limits = limits
         self._clock = clock
         self._environments: dict[str, _Environment] = {}
@@ -107,8 +118,26 @@ class WorkerPool:
         return {name: environment.info for name, environment in self._environments.items()}
 
     def report_to(self, write_event: Callable[[Event], None]) -> None:
-        """Write an event with `write_event` at every restart from now on."""
+        """Write an event with `write_event` for each environment that is loaded, and at every restart from now on."""
         self._write_event = write_event
+        for name, environment in self._environments.items():
+            worker = environment.slots[0].worker
+            if worker is not None and worker.hello is not None:
+                hello = worker.hello
+                write_event(
+                    EnvLoad(
+                        env=name,
+                        package=worker.package,
+                        api=worker.api,
+                        verifiers=hello.verifiers,
+                        python=hello.python,
+                        worker=hello.worker,
+                    )
+                )
+
+    def limit_versions(self, newest: Callable[[], int]) -> None:
+        """Refuse rollouts of policies newer than `newest()`, the newest that was published."""
+        self._version_limit = VersionLimit(newest)
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
         """Run a group on the worker with the fewest pending ones; see `EnvironmentPool.run_group`."""
@@ -141,6 +170,13 @@ class WorkerPool:
             raise
         slot.budget.finished_a_group()
         del self._losses[key]
+        if fault := find_fault(rollouts, request, limit=self._version_limit):
+            self._failures[request.env, _REFUSED] += 1
+            raise RolloutFailed(
+                f"environment worker {slot.name} (pid {worker.pid}): its answer for group {request.group_id} (example "
+                f"{request.example_id}) {fault}; it is not used",
+                kind=_REFUSED,
+            )
         return rollouts
 
     async def prompt(self, env: str, *, split: Split, example_id: int) -> list[dict[str, Any]]:
@@ -172,6 +208,8 @@ class WorkerPool:
         """End every worker. May be called again."""
         workers = [worker for slot in self._slots() if (worker := slot.worker or slot.starting) is not None]
         await asyncio.gather(*(worker.aclose(timeout_s=_CLOSE_TIMEOUT_S) for worker in workers))
+        for environment in self._environments.values():
+            environment.log.limit_size()
 
     async def start(self) -> None:
         """Start all workers and wait until they have loaded their environments.
@@ -181,14 +219,17 @@ class WorkerPool:
             WorkerLost: a worker ended while it loaded.
             WaitTimeout: one took too long.
         """
+        sweep_directories()
         self._environments = {settings.name: self._make_environment(settings) for settings in self._settings}
         try:
-            async with asyncio.TaskGroup() as starts:
-                for environment in self._environments.values():
-                    for slot in environment.slots:
+            async with asyncio.TaskGroup() as tasks:
+                measuring = tasks.create_task(self._measure(), name="measure-workers")
+                async with asyncio.TaskGroup() as starts:
+                    for slot in self._slots():
                         starts.create_task(self._start_worker(slot), name=f"start-{slot.name}")
+                measuring.cancel()
         except ExceptionGroup as failed:  # the first failure has ended the others
-            raise failed.exceptions[0] from None
+            raise first_error(failed) from None
         for environment in self._environments.values():
             first = environment.slots[0].worker
             assert first is not None
@@ -204,6 +245,7 @@ class WorkerPool:
             for slot in self._slots():
                 tasks.create_task(self._keep_alive(slot), name=f"keep-{slot.name}")
             tasks.create_task(self._watch(), name="watch-workers")
+            tasks.create_task(self._measure(), name="measure-workers")
 
     def _make_environment(self, settings: HostSettings) -> _Environment:
         slots = [
@@ -215,7 +257,8 @@ class WorkerPool:
             )
             for index in range(self._limits.workers_per_env)
         ]
-        return _Environment(info=EnvironmentInfo(num_examples=0), slots=slots)
+        log = WorkerLog(self._log_of(settings.name))
+        return _Environment(info=EnvironmentInfo(num_examples=0), slots=slots, log=log)
 
     def _slots(self) -> list[_Slot]:
         return [slot for environment in self._environments.values() for slot in environment.slots]
@@ -230,7 +273,8 @@ class WorkerPool:
                 await self._changed.wait_for(lambda: any(slot.worker for slot in environment.slots))
 
     async def _start_worker(self, slot: _Slot) -> None:
-        worker = await WorkerClient.start(slot.settings, log=self._log_of(slot.settings.name), clock=self._clock)
+        log = self._environments[slot.settings.name].log
+        worker = await WorkerClient.start(slot.settings, log=log, clock=self._clock)
         slot.starting = worker
         await worker.loaded(timeout_s=self._limits.start_timeout_s)
         slot.worker, slot.starting, slot.is_warned = worker, None, False
@@ -279,6 +323,19 @@ class WorkerPool:
                 if was_suspended:
                     slot.worker.pulses.restart_silence()
                 await self._handle_blocked(slot, slot.worker)
+
+    async def _measure(self) -> None:
+        """End workers that take too much memory, and cut logs that are too long. Loading may take the most, so it counts too."""
+        for turn in itertools.count(1):
+            await asyncio.sleep(MEASURE_INTERVAL_S)
+            if self._limits.max_memory_bytes is not None:
+                workers = [worker for slot in self._slots() if (worker := slot.worker or slot.starting) is not None]
+                taken = await measure_sessions([worker.pid for worker in workers], turn=turn)
+                for worker in workers:
+                    if taken[worker.pid] > self._limits.max_memory_bytes:
+                        worker.end(describe_excess(taken[worker.pid], self._limits.max_memory_bytes))
+            for environment in self._environments.values():
+                environment.log.limit_size()
 
     async def _handle_blocked(self, slot: _Slot, worker: WorkerClient) -> None:
         blocked_s = worker.pulses.blocked_for_s()

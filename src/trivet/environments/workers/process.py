@@ -1,22 +1,22 @@
 """Starts and ends the operating-system process of one worker, says how it ended, and quotes its log.
 
-Owned by `client.WorkerClient`. It knows nothing of what the worker is asked.
+Owned by `client.WorkerClient`. It knows nothing of what the worker is asked. The process runs the interpreter that the settings
+name, which may be that of another virtual environment, and has a directory of its own for temporary files.
 """
 
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from trivet.environments.settings import worker_environment
+from trivet.environments.settings import interpreter_variables, worker_environment
+from trivet.environments.workers.worker_directory import WorkerDirectory
+from trivet.environments.workers.worker_log import WorkerLog
 from trivet.exits import describe_exit
 from trivet.process.lifetime import end_session, module_command, tied_command
 from trivet.process.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 from trivet.wire.workers import HostSettings
-
-_LOG_TAIL_BYTES = 8_192
-_LOG_TAIL_LINES = 20
 
 
 class WorkerProcess:
@@ -33,40 +33,46 @@ class WorkerProcess:
         self,
         process: asyncio.subprocess.Process,
         *,
-        log: Path,
+        log: WorkerLog,
         log_offset: int = 0,
+        directory: WorkerDirectory | None = None,
         end_session: Callable[[int], object] = end_session,
     ) -> None:
         """Take over a started process.
 
         Args:
             log_offset: where its output begins in `log`, in bytes.
+            directory: of its temporary files; it is removed when the process is.
             end_session: kills every process of the session that a pid leads.
         """
         self._process = process
         self._log = log
         self._log_offset = log_offset
+        self._directory = directory
         self._end_session = end_session
         self._cause = ""
 
     @classmethod
     async def start(
-        cls, settings: HostSettings, *, log: Path, channel: socket.socket, pulses: socket.socket
+        cls, settings: HostSettings, *, log: WorkerLog, channel: socket.socket, pulses: socket.socket
     ) -> "WorkerProcess":
         """Start a worker that speaks over `channel` and `pulses`; its output is appended to `log`."""
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log.path.parent.mkdir(parents=True, exist_ok=True)
         descriptors = ("--channel", str(channel.fileno()), "--pulse", str(pulses.fileno()))
-        with log.open("ab") as output:
+        python = settings.python or sys.executable
+        environ = worker_environment(os.environ, settings=[settings])
+        directory = WorkerDirectory()
+        with log.path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *tied_command(module_command("trivet.environments.workers.main", *descriptors)),
+                *tied_command(module_command("trivet.environments.workers.main", *descriptors, python=python)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=(channel.fileno(), pulses.fileno()),
-                env=worker_environment(os.environ, settings=[settings]),
+                env={**environ, **interpreter_variables(python, environ), "TMPDIR": str(directory.path)},
                 start_new_session=True,
             )
-            return cls(process, log=log, log_offset=output.tell())
+            return cls(process, log=log, log_offset=output.tell(), directory=directory)
 
     @property
     def pid(self) -> int:
@@ -90,6 +96,11 @@ class WorkerProcess:
         """
         self._cause = cause or self._cause
         self._end_session(self.pid)
+
+    def clean_up(self) -> None:
+        """Remove the temporary files of the process, which has ended. May be called again."""
+        if self._directory is not None:
+            self._directory.remove()
 
     async def kill(self, cause: str) -> None:
         """Let the process write its stacks to its log, then end it.
@@ -123,9 +134,4 @@ class WorkerProcess:
 
     def last_lines(self) -> str:
         """Return the end of the process's output, for an error message; empty when it wrote nothing."""
-        with self._log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_offset, size - _LOG_TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        shown = lines[-_LOG_TAIL_LINES:]
-        return "\n  ".join([f" Last lines of {self._log}:", *shown]) if shown else ""
+        return self._log.last_lines(since=self._log_offset)

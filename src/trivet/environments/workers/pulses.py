@@ -1,9 +1,11 @@
 """Receives the pulses of one worker and says for how long its event loop has been blocked. Owned by `client.WorkerClient`."""
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable
 
+from trivet.errors import MessageRefused
 from trivet.wire.codec import decode
 from trivet.wire.workers import PULSE_INTERVAL_S, Pulse
 
@@ -12,6 +14,9 @@ _PULSE_BYTES = 65_536
 _BLOCKED_AFTER_S = 3 * PULSE_INTERVAL_S
 """A worker counts as blocked when no pulse came, or its event loop did not turn, for longer than this. One late pulse is common
 on a busy machine."""
+_ALLOWED_AT_ONCE = 100
+_ALLOWED_EACH_S = 10.0
+"""A worker sends one pulse a second. One that sends ten times as many, and a hundred at once, floods its pool."""
 _MAX_LAGS = 36_000
 """Lags kept between two calls of `take_lags`: an hour at ten a second (loop_lag). Later ones are dropped."""
 
@@ -19,18 +24,26 @@ _MAX_LAGS = 36_000
 class PulseMonitor:
     """The newest pulse of one worker, and when it came.
 
-    >>> monitor = PulseMonitor(sock, clock=time.monotonic)
+    >>> monitor = PulseMonitor(sock, clock=time.monotonic, on_fault=process.end)
     >>> monitor.blocked_for_s()
     0.0
     >>> monitor.close()
     """
 
-    def __init__(self, sock: socket.socket, *, clock: Callable[[], float]) -> None:
-        """Take over `sock` and listen to it on the running event loop."""
+    def __init__(self, sock: socket.socket, *, clock: Callable[[], float], on_fault: Callable[[str], None]) -> None:
+        """Take over `sock` and listen to it on the running event loop.
+
+        Args:
+            on_fault: called with the end of a sentence when what comes is no pulse, or is too much. It ends the worker.
+        """
         self._sock = sock
         self._clock = clock
+        self._on_fault = on_fault
         self._newest: Pulse | None = None
         self._received_at = 0.0
+        self._is_expected = False
+        self._opened_at = clock()
+        self._num_received = 0
         self._lags: list[float] = []
         sock.setblocking(False)
         asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
@@ -54,9 +67,14 @@ class PulseMonitor:
     def blocked_for_s(self) -> float:
         """Return for how many seconds the worker's event loop has not turned; 0 while it is well, and while it loads."""
         if self._newest is None:
-            return 0.0
+            return silent_s if self._is_expected and (silent_s := self._silent_for_s()) > _BLOCKED_AFTER_S else 0.0
         silent_s, loop_age_s = self._silent_for_s(), self._newest.loop_age_s
         return loop_age_s + silent_s if max(silent_s, loop_age_s) > _BLOCKED_AFTER_S else 0.0
+
+    def expect(self) -> None:
+        """Count the worker's silence from now: it has loaded its environment, and sends pulses from before that on."""
+        self._is_expected = True
+        self._received_at = self._clock()
 
     def restart_silence(self) -> None:
         """Count the worker's silence from now: the pool itself did not run for a while, so it could not hear a pulse."""
@@ -84,6 +102,24 @@ class PulseMonitor:
         if not data:
             self.close()
             return
-        self._newest = decode(data, Pulse)
+        self._num_received += 1
+        if self._num_received > _ALLOWED_AT_ONCE + _ALLOWED_EACH_S * (self._clock() - self._opened_at):
+            self._refuse(
+                f"sent {self._num_received} pulses in {self._clock() - self._opened_at:.1f} s, where one a second is due"
+            )
+            return
+        try:
+            pulse = decode(data, Pulse)
+        except MessageRefused as exc:
+            self._refuse(f"sent what is not a pulse: {exc}")
+            return
+        if not (all(map(math.isfinite, (pulse.loop_age_s, pulse.scoring_for_s, *pulse.lags_s))) and pulse.loop_age_s >= 0):
+            self._refuse("sent a pulse whose times are no numbers")
+            return
+        self._newest = pulse
         self._received_at = self._clock()
         self._lags.extend(self._newest.lags_s[: _MAX_LAGS - len(self._lags)])
+
+    def _refuse(self, fault: str) -> None:
+        self.close()
+        self._on_fault(fault)

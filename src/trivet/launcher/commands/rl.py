@@ -8,8 +8,9 @@ from trivet.config.command import run_command
 from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.layout import RunLayout
 from trivet.config.sections.rl import RLConfig
-from trivet.environments.packages.installed import require_installed
-from trivet.environments.packages.probe import ProbeTarget, require_loadable
+from trivet.environments.packages.interpreters import require_environment
+from trivet.environments.packages.probe import require_loadable
+from trivet.environments.packages.probe_program import ProbeTarget
 from trivet.environments.settings import run_settings
 from trivet.launcher.commands.bench import measure_trainer
 from trivet.launcher.custom_advantage import require_advantage
@@ -43,7 +44,7 @@ def check(config: RLConfig) -> None:
         share_gpus(config, inspect_machine().gpus)
         return
     for env in config.orchestrator.environments.values():
-        require_installed(env.id)
+        require_environment(env)
     share_gpus(config, inspect_machine().gpus)
     require_advantage(config.orchestrator.advantage)
     trained = {env.label for env in config.orchestrator.env}

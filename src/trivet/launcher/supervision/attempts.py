@@ -11,7 +11,7 @@ import msgspec
 
 from trivet.checkpoints.commit import committed_steps, verify_checkpoint
 from trivet.checkpoints.resume import Resumable, choose_resume_step
-from trivet.config.layout import RunLayout
+from trivet.config.layout import VENVS, RunLayout
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
@@ -200,4 +200,4 @@ def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: 
 
 def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what roles inherit: not the keys that the environment sets, which their configuration files already hold."""
-    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_")}
+    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_") or name == VENVS}

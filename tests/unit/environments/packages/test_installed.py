@@ -20,8 +20,8 @@ def test_a_missing_environment_of_this_checkout_names_its_folder(tmp_path: Path)
 @pytest.mark.parametrize(
     ("env_id", "command"),
     [
-        ("someone/chess-puzzles", "uv tool run prime env install someone/chess-puzzles"),
-        ("chess", "uv run trivet env install chess"),
+        ("someone/chess-puzzles", "uv run trivet env install someone/chess-puzzles"),
+        ("chess", "uv run trivet env install chess --from-index"),
     ],
 )
 def test_a_missing_environment_names_the_command_that_installs_it(env_id: str, command: str, tmp_path: Path) -> None:

@@ -8,20 +8,28 @@ import pytest
 
 from support.stand_in_process import StandInProcess
 from support.virtual_time import run_virtually
+from trivet.config.sections.client import ClientConfig
 from trivet.environments.workers.channel import Channel
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.process import WorkerProcess
 from trivet.environments.workers.pulses import PulseMonitor
+from trivet.environments.workers.worker_log import WorkerLog
 from trivet.errors import EnvironmentLoadError, WorkerLost
 from trivet.wire.groups import EnvironmentInfo, Split
 from trivet.wire.workers import (
+    PROTOCOL,
     AskPrompt,
     EnvironmentLoaded,
     EnvironmentLoadFailed,
+    HostSettings,
     PromptFound,
     WorkerAnswer,
+    WorkerHello,
     WorkerOrder,
 )
+
+SETTINGS = HostSettings(env_id="toy", name="toy", args={}, servers=ClientConfig().access, model_name="tiny")
+HELLO = WorkerHello(protocol=PROTOCOL, worker="trivet-worker 0.1.0", python="3.12.1", verifiers="0.3.1")
 
 
 def play(scenario: Callable[[WorkerClient, Channel, StandInProcess], Awaitable[None]], tmp_path) -> None:
@@ -33,10 +41,12 @@ def play(scenario: Callable[[WorkerClient, Channel, StandInProcess], Awaitable[N
         pulses, their_pulses = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stand_in, log = StandInProcess(), tmp_path / "log"
         log.touch()
-        process = WorkerProcess(stand_in, log=log, end_session=stand_in.end_session)  # type: ignore[arg-type]  # acts as one
+        process = WorkerProcess(stand_in, log=WorkerLog(log), end_session=stand_in.end_session)  # type: ignore[arg-type]  # acts as one
         worker_end = await Channel.open(theirs)
-        client = WorkerClient(process, await Channel.open(ours), PulseMonitor(pulses, clock=clock), name="toy")
+        monitor = PulseMonitor(pulses, clock=clock, on_fault=process.end)
+        client = WorkerClient(process, await Channel.open(ours), monitor, settings=SETTINGS, session="s")
         with their_pulses:
+            await worker_end.send(HELLO)
             await scenario(client, worker_end, stand_in)
         await worker_end.aclose()
         await client.aclose(timeout_s=0.0)
@@ -46,13 +56,15 @@ def play(scenario: Callable[[WorkerClient, Channel, StandInProcess], Awaitable[N
 
 def test_a_worker_loads_answers_and_lets_calls_fail_when_it_exits(tmp_path):
     async def scenario(client: WorkerClient, worker_end: Channel, stand_in: StandInProcess) -> None:
-        await worker_end.send(WorkerAnswer(body=EnvironmentLoaded(info=EnvironmentInfo(num_examples=3))))
+        await worker_end.send(WorkerAnswer(session="s", body=EnvironmentLoaded(info=EnvironmentInfo(num_examples=3))))
         assert (await client.loaded(timeout_s=1.0)).num_examples == 3
         first, second = (asyncio.create_task(client.prompt(split=Split.TRAIN, example_id=index)) for index in (0, 1))
         order = await worker_end.receive(WorkerOrder)
         assert order is not None
         assert isinstance(order.body, AskPrompt)
-        await worker_end.send(WorkerAnswer(body=PromptFound(call_id=order.body.call_id, messages=[{"content": "x"}])))
+        await worker_end.send(
+            WorkerAnswer(session="s", body=PromptFound(call_id=order.body.call_id, messages=[{"content": "x"}]))
+        )
         assert await first == [{"content": "x"}]
         assert client.num_pending == 1
         stand_in.exit(7)
@@ -102,7 +114,7 @@ def test_the_pool_hears_of_the_end_before_a_caller_can_retry(tmp_path):
 
 def test_an_environment_that_cannot_be_loaded_is_reported(tmp_path):
     async def scenario(client: WorkerClient, worker_end: Channel, stand_in: StandInProcess) -> None:
-        await worker_end.send(WorkerAnswer(body=EnvironmentLoadFailed(message="no such module")))
+        await worker_end.send(WorkerAnswer(session="s", body=EnvironmentLoadFailed(message="no such module")))
         with pytest.raises(EnvironmentLoadError, match="no such module"):
             await client.loaded(timeout_s=1.0)
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from support.virtual_time import run_virtually
+from trivet.config.sections.client import ClientConfig
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, _Environment, _Slot
 from trivet.environments.workers.pulses import PulseMonitor
 from trivet.environments.workers.restarts import RestartBudget
+from trivet.environments.workers.worker_log import WorkerLog
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
-from trivet.wire.servers import ServerAccess
 from trivet.wire.workers import HostSettings
 
 
@@ -32,14 +33,15 @@ class DeafWorker:
 
 def test_a_group_that_its_worker_does_not_end_in_time_fails():
     async def scenario() -> None:
-        servers = ServerAccess(base_urls=[], key_variables=["K"])
-        settings = HostSettings(env_id="deaf", name="deaf", args={}, servers=servers, model_name="tiny", rollout_timeout_s=60.0)
+        settings = HostSettings(
+            env_id="deaf", name="deaf", args={}, servers=ClientConfig().access, model_name="tiny", rollout_timeout_s=60.0
+        )
         pool = WorkerPool([settings], log_of=Path, limits=PoolLimits())
         slot = _Slot(name="deaf-0", settings=settings, budget=RestartBudget(limit=5))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pulses = PulseMonitor(ours, clock=asyncio.get_running_loop().time)
+        pulses = PulseMonitor(ours, clock=asyncio.get_running_loop().time, on_fault=print)
         slot.worker = DeafWorker(pulses)  # type: ignore[assignment]  # acts as one
-        pool._environments = {"deaf": _Environment(info=EnvironmentInfo(num_examples=1), slots=[slot])}
+        pool._environments = {"deaf": _Environment(info=EnvironmentInfo(num_examples=1), slots=[slot], log=WorkerLog(Path()))}
         request = GroupRequest(
             group_id=GroupId(7),
             env="deaf",

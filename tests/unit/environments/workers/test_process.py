@@ -8,12 +8,13 @@ import pytest
 from support.stand_in_process import StandInProcess
 from support.virtual_time import run_virtually
 from trivet.environments.workers.process import WorkerProcess
-from trivet.process.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
+from trivet.environments.workers.worker_log import WorkerLog
+from trivet.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 
 
 def make(log: Path = Path("log"), *, log_offset: int = 0) -> tuple[StandInProcess, WorkerProcess]:
     stand_in = StandInProcess()
-    process = WorkerProcess(stand_in, log=log, log_offset=log_offset, end_session=stand_in.end_session)  # type: ignore[arg-type]  # acts as one
+    process = WorkerProcess(stand_in, log=WorkerLog(log), log_offset=log_offset, end_session=stand_in.end_session)  # type: ignore[arg-type]  # acts as one
     return stand_in, process
 
 

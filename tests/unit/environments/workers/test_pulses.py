@@ -1,6 +1,9 @@
 import asyncio
+import math
 import socket
 from collections.abc import Awaitable, Callable
+
+import pytest
 
 from trivet.environments.workers.pulses import PulseMonitor
 from trivet.wire.codec import encode
@@ -14,24 +17,20 @@ class Clock:
         return self.now
 
 
+def pulse_of(*, loop_age_s: float = 0.0, num_scoring: int = 0, scoring_for_s: float = 0.0, lags_s=()) -> Pulse:
+    return Pulse(
+        loop_age_s=loop_age_s, num_generating=4, num_scoring=num_scoring, scoring_for_s=scoring_for_s, lags_s=list(lags_s)
+    )
+
+
 def watch(scenario: Callable[[PulseMonitor, Clock, Callable[..., Awaitable[None]]], Awaitable[None]]) -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        clock = Clock()
-        monitor = PulseMonitor(ours, clock=clock)
+        clock, faults = Clock(), list[str]()
+        monitor = PulseMonitor(ours, clock=clock, on_fault=faults.append)
 
-        async def pulse(*, loop_age_s: float = 0.0, num_scoring: int = 0, scoring_for_s: float = 0.0, lags_s=()) -> None:
-            theirs.send(
-                encode(
-                    Pulse(
-                        loop_age_s=loop_age_s,
-                        num_generating=4,
-                        num_scoring=num_scoring,
-                        scoring_for_s=scoring_for_s,
-                        lags_s=list(lags_s),
-                    )
-                )
-            )
+        async def pulse(**values) -> None:
+            theirs.send(encode(pulse_of(**values)))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
@@ -102,3 +101,44 @@ def test_lags_of_several_pulses_are_taken_once():
         assert monitor.take_lags() == []
 
     watch(scenario)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        pytest.param([b"no pulse"], "sent what is not a pulse", id="no pulse"),
+        pytest.param([encode(pulse_of(loop_age_s=math.nan))], "sent a pulse whose times are no numbers", id="no number"),
+        pytest.param([encode(pulse_of(lags_s=[math.inf]))], "sent a pulse whose times are no numbers", id="infinite lag"),
+        pytest.param([encode(pulse_of())] * 101, "sent 101 pulses in 0.0 s, where one a second is due", id="flood"),
+    ],
+)
+def test_a_worker_whose_pulses_cannot_be_true_is_reported_once(messages: list[bytes], said: str):
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        faults: list[str] = []
+        monitor = PulseMonitor(ours, clock=Clock(), on_fault=faults.append)
+        with theirs:
+            for message in messages:
+                theirs.send(message)
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            assert [fault.partition(":")[0] for fault in faults] == [said]
+        monitor.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_never_sends_a_pulse_counts_as_blocked_once_it_has_loaded():
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        clock = Clock()
+        monitor = PulseMonitor(ours, clock=clock, on_fault=print)
+        clock.now += 500.0
+        assert monitor.blocked_for_s() == 0.0
+        monitor.expect()
+        clock.now += 20.0
+        assert monitor.blocked_for_s() == 20.0
+        monitor.close()
+        theirs.close()
+
+    asyncio.run(scenario())

@@ -17,7 +17,7 @@ from trivet.wire.versions import Step
 def test_a_missing_environment_is_refused_with_the_command_that_installs_it() -> None:
     env = EnvConfig(id="owner/not-there")
     config = RLConfig.model_validate({"orchestrator": {"env": [env.model_dump()]}})
-    with pytest.raises(EnvironmentLoadError, match="install it with: uv tool run prime env install owner/not-there"):
+    with pytest.raises(EnvironmentLoadError, match="install it with: uv run trivet env install owner/not-there"):
         check(config)
 
 

@@ -1,0 +1,104 @@
+"""Finds the interpreter that runs the workers of an environment, and says what is wrong with it before anything is started."""
+
+import os
+import sys
+from pathlib import Path
+
+from trivet.config.sections.environment import EnvConfig
+from trivet.dependencies import InstalledPackages
+from trivet.environments.packages.installed import require_installed
+from trivet.environments.packages.venvs import VenvRecord, VenvStore, find_home
+from trivet.errors import EnvironmentLoadError
+from trivet.wire.workers import PROTOCOL
+
+OWN = "trivet"
+"""Names the interpreter that runs trivet itself."""
+AUTO = "auto"
+WORKER_SOURCE = Path(__file__).parents[2] / "worker_distribution"
+"""The directory that an installer builds `trivet-worker` from."""
+
+
+def find_interpreter(env: EnvConfig, *, store: VenvStore | None = None) -> str:
+    """Return the path of the interpreter for `env`; empty for trivet's own.
+
+    Raises:
+        EnvironmentLoadError: `env.venv` names no virtual environment, several have the environment, or its worker is too old.
+    """
+    store = store or VenvStore(find_home(os.environ))
+    if env.venv == OWN:
+        return ""
+    if os.sep in env.venv:
+        return _python_of_path(env)
+    records = store.records()
+    if env.venv != AUTO:
+        if env.venv not in records:
+            raise EnvironmentLoadError(
+                f"env.venv = {env.venv!r} of environment {env.label!r} is not there; virtual environments: "
+                f"{', '.join(records) or 'none'}. Make it with: uv run trivet env install {env.id} --venv {env.venv}"
+            )
+        return _python_of_record(env, records[env.venv], store)
+    found = [record for record in records.values() if record.find(env.id) is not None]
+    if len(found) > 1:
+        names = " and ".join(record.name for record in found)
+        raise EnvironmentLoadError(
+            f"environment {env.id!r} is in {names}: name one with env.venv, or remove it from the others"
+        )
+    return _python_of_record(env, found[0], store) if found else ""
+
+
+def require_environment(env: EnvConfig) -> None:
+    """Check that `env` can be started, without starting anything.
+
+    Raises:
+        EnvironmentLoadError: its virtual environment or its package is not there; the message says how to get it.
+    """
+    if not find_interpreter(env):
+        require_installed(env.id)
+
+
+def describe_interpreter(env: EnvConfig, *, store: VenvStore | None = None) -> str:
+    """Return where the workers of `env` run and with which versions, in one line."""
+    store = store or VenvStore(find_home(os.environ))
+    python = find_interpreter(env, store=store)
+    for record in store.records().values():
+        if str(store.python(record)) == python:
+            installed = record.find(env.id)
+            package = f"{installed.name} {installed.version}, " if installed else ""
+            return f"{record.name}: {package}verifiers {record.verifiers}, Python {record.python}"
+    package = InstalledPackages(_site_of(python)).find("verifiers")
+    return f"{python or 'trivet'}: verifiers {package.version if package else 'not installed'}"
+
+
+def _python_of_record(env: EnvConfig, record: VenvRecord, store: VenvStore) -> str:
+    python = store.python(record)
+    if record.protocol != PROTOCOL:
+        raise EnvironmentLoadError(
+            f"virtual environment {record.name!r} of environment {env.label!r} has trivet-worker {record.worker}, which speaks "
+            f"version {record.protocol} of the worker's protocol, and this trivet speaks version {PROTOCOL}; update it with: "
+            f"uv run trivet env install {env.id} --venv {record.name}"
+        )
+    if not python.is_file():
+        raise EnvironmentLoadError(f"{python} is not there; make it again with: uv run trivet env install {env.id}")
+    return str(python)
+
+
+def _python_of_path(env: EnvConfig) -> str:
+    python = Path(env.venv).expanduser().absolute() / "bin" / "python"
+    if not python.is_file():
+        raise EnvironmentLoadError(
+            f"env.venv = {env.venv!r} of environment {env.label!r} is no virtual environment: no {python}"
+        )
+    installed = InstalledPackages(_site_of(str(python)))
+    if installed.find("trivet-worker") is None and installed.find("trivet") is None:
+        raise EnvironmentLoadError(
+            f"env.venv = {env.venv!r} of environment {env.label!r} has no trivet-worker; install it with: uv pip install --python "
+            f"{python} {WORKER_SOURCE}"
+        )
+    return str(python)
+
+
+def _site_of(python: str) -> list[str] | None:
+    """Return the directories of packages of a virtual environment; None for those of this interpreter."""
+    if not python or python == sys.executable:
+        return None
+    return [str(path) for path in Path(python).parents[1].glob("lib/python*/site-packages")]

@@ -1,0 +1,127 @@
+"""Finds out what `trivet env install` is asked to install, before anything is made: the package, its module, its verifiers API.
+
+The package alone is fetched or built into a temporary directory, without its dependencies, and its metadata and sources are read
+there. None of its code is imported; building a package from its sources runs its build.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from trivet.dependencies import InstalledPackage, InstalledPackages
+from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
+from trivet.errors import ConfigError
+from trivet.tools.installer import Installer
+
+HUB = "https://hub.primeintellect.ai"
+"""The environments hub. The packages of an owner are an index of their own, at /OWNER/simple/."""
+
+_HUB_NAME = re.compile(r"(?P<owner>[A-Za-z0-9][\w.-]*)/(?P<package>[A-Za-z0-9][\w.-]*(?:==[\w.]+)?)")
+_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9,._-]+\])?(?:[=<>!~]=?[A-Za-z0-9.*,=<>!~]+)?")
+_FIRST_OF_V1 = Version("0.4.dev0")
+_V1_IMPORT = re.compile(r"^\s*(?:(?:import|from)\s+verifiers\.v1\b|from\s+verifiers\s+import\s+.*\bv1\b)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackageSource:
+    """A package to install, in the words of an installer."""
+
+    words: tuple[str, ...]
+    """A requirement, a wheel, or `-e` and a directory."""
+    index: str = ""
+    """An index to look in as well, where the package has an owner on the hub."""
+
+    @property
+    def index_words(self) -> tuple[str, ...]:
+        """The option that names the index."""
+        return ("--extra-index-url", self.index) if self.index else ()
+
+    def describe(self) -> str:
+        """Return what is fetched from where, in one line."""
+        return " ".join(self.words) + (f" from {self.index}" if self.index else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectedPackage:
+    """A package as it was found before its installation."""
+
+    environment: EnvironmentPackage
+    api: str
+    """Generation of the verifiers API that it is written for: `v0` or `v1`."""
+
+
+def choose_source(what: str, *, folder: Path, is_index_allowed: bool) -> PackageSource:
+    """Return the package that `what` names: a directory, one of `folder`, a wheel, one of the hub, or one of the package index.
+
+    Args:
+        is_index_allowed: a name that is none of the first may be that of a package to download.
+
+    Raises:
+        ConfigError: it is a path without a package, a name of nothing that is here, or nothing that could be one.
+    """
+    for directory in (Path(what), folder / what, folder / what.rpartition("/")[2].replace("-", "_")):
+        if (directory / "pyproject.toml").is_file():
+            return PackageSource(words=("-e", str(directory.absolute())))
+    if what.endswith(".whl") and Path(what).is_file():
+        return PackageSource(words=(str(Path(what).absolute()),))
+    if what.startswith((".", "/", "~")) or Path(what).is_dir():
+        raise ConfigError(f"{what} has no pyproject.toml: it is no package; `trivet env init NAME` writes one")
+    if hub := _HUB_NAME.fullmatch(what):
+        return PackageSource(words=(hub["package"],), index=f"{HUB}/{hub['owner']}/simple/")
+    there = ", ".join(sorted(path.parent.name for path in folder.glob("*/pyproject.toml"))) or "which has none"
+    if _REQUIREMENT.fullmatch(what) is None:
+        raise ConfigError(f"{what!r} is neither a directory, nor one of {folder}/ ({there}), nor a package's name")
+    if not is_index_allowed:
+        raise ConfigError(
+            f"{what!r} is none of {folder}/ ({there}). To download the package of that name from the package index, whoever "
+            f"published it there, add --from-index; OWNER/NAME takes one from the hub"
+        )
+    return PackageSource(words=(what,))
+
+
+def inspect(source: PackageSource, *, installer: Installer) -> InspectedPackage:
+    """Fetch or build the package alone, and read what it is.
+
+    Raises:
+        ConfigError: it cannot be fetched or built, or is no environment.
+    """
+    with tempfile.TemporaryDirectory(prefix="trivet-env-") as directory:
+        words = [word for word in source.words if word != "-e"]
+        command = [*installer.install, *source.index_words, "--no-deps", "--target", directory, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        if done.returncode != 0:
+            said = (done.stderr or done.stdout).strip()
+            raise ConfigError(f"{source.describe()} cannot be fetched or built, and nothing was changed:\n{said}")
+        installed = InstalledPackages([directory])
+        packages = installed.find_all()
+        environments = find_environments(installed)
+        if len(packages) != 1 or len(environments) != 1:
+            raise ConfigError(
+                f"{source.describe()} is no environment: no module of it has load_environment, and it does not require verifiers"
+            )
+        [package] = packages.values()
+        sources = [path.read_text(errors="replace") for path in Path(directory).rglob("*.py")]
+        return InspectedPackage(environment=environments[0], api=api_of(package, sources))
+
+
+def api_of(package: InstalledPackage, sources: Sequence[str]) -> str:
+    """Return the generation of the API that a package needs: `v1` if it requires verifiers 0.4 or imports verifiers.v1."""
+    specifiers = [
+        specifier
+        for requirement in package.active_requirements()
+        if requirement.name == "verifiers"
+        for specifier in Requirement(str(requirement)).specifier
+    ]
+    lower = [Version(each.version.removesuffix(".*")) for each in specifiers if each.operator in (">=", ">", "==", "~=")]
+    upper = [Version(each.version.removesuffix(".*")) for each in specifiers if each.operator in ("<", "<=")]
+    if any(version >= _FIRST_OF_V1 for version in lower):
+        return "v1"
+    if any(version <= Version("0.4") for version in upper):
+        return "v0"
+    return "v1" if any(_V1_IMPORT.search(text) for text in sources) else "v0"

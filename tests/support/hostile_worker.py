@@ -1,0 +1,136 @@
+"""A worker that speaks the protocol and misbehaves: `python hostile_worker.py WAY … --channel FD --pulse FD`.
+
+The way is the value of the variable HOSTILE_WAY. `-P -m MODULE`, which a pool puts before the descriptors, is ignored.
+"""
+
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+import numpy as np
+
+from trivet.environments.workers.channel import pack_message, receive_blocking
+from trivet.environments.workers.confinement import confine
+from trivet.environments.workers.hello import make_hello
+from trivet.wire.codec import encode
+from trivet.wire.groups import EnvironmentInfo
+from trivet.wire.rollouts import Rollout, Sample
+from trivet.wire.versions import VersionRun
+from trivet.wire.workers import (
+    EnvironmentLoaded,
+    GroupDone,
+    PromptFound,
+    Pulse,
+    RunGroupOrder,
+    WorkerAnswer,
+    WorkerOrder,
+)
+
+SAMPLE = Sample(
+    token_ids_T=np.array([5, 6, 7], dtype=np.int32),
+    loss_mask_T=np.array([False, True, True]),
+    logprobs_T=np.array([0, -0.5, -1.5], dtype=np.float32),
+    versions=[VersionRun(0, 2)],
+    temperature=1.0,
+)
+
+
+def rollouts_of(way: str, asked: RunGroupOrder) -> list[Rollout]:
+    """Return the rollouts of a group, wrong in the given way or right."""
+    sample, reward, count = SAMPLE, 1.0, asked.request.num_rollouts
+    match way:
+        case "short-logprobs":
+            sample = msgspec.structs.replace(SAMPLE, logprobs_T=np.zeros(2, dtype=np.float32))
+        case "nan-reward":
+            reward = math.nan
+        case "future-policy":
+            sample = msgspec.structs.replace(SAMPLE, versions=[VersionRun(99, 2)])
+        case "too-many":
+            count += 1
+    return [Rollout(index=index, reward=reward, samples=[sample]) for index in range(count)]
+
+
+def answer_group(way: str, asked: RunGroupOrder, send, session: str, pulses: socket.socket) -> None:
+    call, group = asked.call_id, asked.request.group_id
+    done = GroupDone(call_id=call, group_id=group, rollouts=rollouts_of(way, asked))
+    match way:
+        case "unknown-call":
+            send(session, msgspec.structs.replace(done, call_id=call + 1000))
+        case "another-group":
+            send(session, msgspec.structs.replace(done, group_id=group + 1))
+        case "another-run":
+            send("0123456789abcdef", done)
+        case "prompt-for-group":
+            send(session, PromptFound(call_id=call, messages=[]))
+        case "killed":
+            os.kill(os.getpid(), 9)
+        case "hangs" | "no-pulse":
+            time.sleep(3600)
+        case "floods-pulses":
+            while True:
+                pulses.send(encode(Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[])))
+        case "takes-memory":
+            taken = [np.ones(2**23) for _ in range(64)]
+            time.sleep(3600 + len(taken))
+        case "child-takes-memory":
+            subprocess.run([sys.executable, "-c", "x = b'1' * 2**30; import time; time.sleep(3600)"], check=False)
+        case "garbage":
+            send(None, None)
+        case "answers-twice":
+            send(session, done)
+            send(session, done)
+        case "leaves-files":
+            with open(os.path.join(os.environ["TMPDIR"], "left"), "w") as file:  # noqa: PTH118
+                file.write("x")
+            send(session, done)
+        case "opens-files":
+            opened = []
+            try:
+                while True:
+                    opened.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                print("opened", len(opened), flush=True)
+            for descriptor in opened:
+                os.close(descriptor)
+            send(session, done)
+        case "prints":
+            line = b"x" * 2**20
+            for _ in range(200):
+                os.write(1, line)
+            send(session, done)
+        case _:
+            send(session, done)
+
+
+def main() -> None:
+    way = os.environ["HOSTILE_WAY"]
+    arguments = dict(zip(sys.argv[-4::2], sys.argv[-3::2], strict=True))
+    confine()
+    sock, pulses = (socket.socket(fileno=int(arguments[name])) for name in ("--channel", "--pulse"))
+    hello = make_hello()
+    if way == "other-protocol":
+        hello = msgspec.structs.replace(hello, protocol=hello.protocol + 1, worker="trivet-worker 9.9")
+    sock.sendall(pack_message(hello))
+    order = receive_blocking(sock, WorkerOrder)
+    if order is None:
+        return
+    session = order.body.session
+
+    def send(under, body) -> None:
+        sock.sendall(b"\x08" + bytes(7) + b"nonsense" if body is None else pack_message(WorkerAnswer(session=under, body=body)))
+
+    num_examples = -5 if way == "negative-data" else 4
+    send(session, EnvironmentLoaded(info=EnvironmentInfo(num_examples=num_examples), api="v0"))
+    if way != "no-pulse":
+        pulses.send(encode(Pulse(loop_age_s=0.0, num_generating=0, num_scoring=0, scoring_for_s=0.0, lags_s=[])))
+    while (order := receive_blocking(sock, WorkerOrder)) is not None:
+        if isinstance(order.body, RunGroupOrder):
+            answer_group(way, order.body, send, session, pulses)
+
+
+if __name__ == "__main__":
+    main()

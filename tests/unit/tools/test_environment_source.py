@@ -1,0 +1,67 @@
+"""Which package a word means, and which generation of the verifiers API it needs."""
+
+from pathlib import Path
+
+import pytest
+
+from support.packages import write_installed, write_source
+from trivet.dependencies import InstalledPackages
+from trivet.errors import ConfigError
+from trivet.tools.environment_source import PackageSource, api_of, choose_source
+
+
+def test_a_name_means_the_folder_first(tmp_path: Path) -> None:
+    directory = write_source(tmp_path, "my-env")
+    for word in ("my-env", "owner/my-env", str(directory)):
+        source = choose_source(word, folder=tmp_path, is_index_allowed=False)
+        assert source == PackageSource(words=("-e", str(directory)))
+
+
+def test_the_owner_of_a_package_of_the_hub_is_kept_and_what_would_be_fetched_is_said(tmp_path: Path) -> None:
+    source = choose_source("some-owner/chess==0.2", folder=tmp_path, is_index_allowed=False)
+    assert source.describe() == "chess==0.2 from https://hub.primeintellect.ai/some-owner/simple/"
+    assert source.index_words == ("--extra-index-url", "https://hub.primeintellect.ai/some-owner/simple/")
+
+
+def test_an_unknown_name_is_downloaded_only_when_that_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'chess' is none of .* add --from-index"):
+        choose_source("chess", folder=tmp_path, is_index_allowed=False)
+    assert choose_source("chess>=1,<2", folder=tmp_path, is_index_allowed=True).words == ("chess>=1,<2",)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"), [("./nothing", "no pyproject.toml"), ("a b", "neither a directory"), ("a/b/c", "neither")]
+)
+def test_what_cannot_be_installed_is_refused(tmp_path: Path, what: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_source(what, folder=tmp_path, is_index_allowed=True)
+
+
+def test_a_wheel_is_installed_as_it_is(tmp_path: Path) -> None:
+    wheel = tmp_path / "my_env-0.1.0-py3-none-any.whl"
+    wheel.touch()
+    assert choose_source(str(wheel), folder=tmp_path, is_index_allowed=False).words == (str(wheel),)
+
+
+@pytest.mark.parametrize(
+    ("requirement", "text", "expected"),
+    [
+        ("verifiers>=0.4", "", "v1"),
+        ("verifiers==0.4.1", "", "v1"),
+        ("verifiers>=0.4.0.dev3", "", "v1"),
+        ("verifiers==0.1.14", "", "v0"),
+        ("verifiers>=0.1,<0.4", "import verifiers.v1 as v1", "v0"),
+        ("verifiers", "import verifiers as vf", "v0"),
+        ("verifiers", "import verifiers.v1 as vf", "v1"),
+        ("verifiers>=0.3", "x = 1\nfrom verifiers.v1 import Taskset", "v1"),
+        ("verifiers>=0.3", "from verifiers import Rubric, v1", "v1"),
+        ("other>=0.4", "", "v0"),
+    ],
+)
+def test_the_generation_comes_from_the_requirement_and_then_from_the_imports(
+    tmp_path: Path, requirement: str, text: str, expected: str
+) -> None:
+    write_installed(tmp_path, "env", "1", requires=[requirement])
+    package = InstalledPackages([str(tmp_path)]).find("env")
+    assert package is not None
+    assert api_of(package, ["", text]) == expected

@@ -1,0 +1,46 @@
+"""The schema of the messages between a pool and its workers, and the version of the protocol that stands for it."""
+
+import hashlib
+import json
+
+import msgspec
+
+from trivet.wire.workers import PROTOCOL, Pulse, WorkerAnswer, WorkerHello, WorkerOrder
+
+DIGESTS = {1: "b0fe3fd607a634c9982fc3927736826fdb4b31cece95b1311404417757662835"}
+"""Digest of the schema by version of the protocol. A released line never changes: a changed schema needs the next version."""
+
+
+def schema_digest() -> str:
+    """SHA-256 over the names, types and defaults of every field of every message."""
+    described = [_describe(msgspec.inspect.type_info(kind), set()) for kind in (WorkerHello, WorkerOrder, WorkerAnswer, Pulse)]
+    return hashlib.sha256(json.dumps(described, default=repr).encode()).hexdigest()
+
+
+def _describe(info: object, seen: set[str]) -> object:
+    if isinstance(info, msgspec.inspect.StructType):
+        name = info.cls.__name__
+        if name in seen:
+            return name
+        seen.add(name)
+        fields = [(field.encode_name, field.required, _describe(field.type, seen)) for field in info.fields]
+        return [name, info.tag_field, info.tag, info.array_like, fields]
+    if isinstance(info, msgspec.inspect.CustomType):
+        return info.cls.__name__
+    parts = {
+        name: getattr(info, name) for name in ("item_type", "key_type", "value_type", "types", "values") if hasattr(info, name)
+    }
+    described = {
+        name: [_describe(each, seen) for each in value] if isinstance(value, tuple) else _describe(value, seen)
+        for name, value in parts.items()
+    }
+    if isinstance(info, msgspec.inspect.EnumType):
+        return [info.cls.__name__, [member.value for member in info.cls]]
+    return [type(info).__name__, described]
+
+
+def test_a_changed_message_has_a_new_version_of_the_protocol() -> None:
+    assert list(DIGESTS) == list(range(1, PROTOCOL + 1))
+    assert schema_digest() == DIGESTS[PROTOCOL], (
+        "a message between pool and worker changed: raise trivet.wire.workers.PROTOCOL and add the digest"
+    )
