@@ -14,8 +14,8 @@ from types import TracebackType
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
-from trivet.lock import lock_directory, remove_if_free
 from trivet.machine import compile_cache_directory
+from trivet.process.lock import lock_directory, remove_if_free
 from trivet.storage.durable import write_atomically
 
 _PREFIX = "trivet-"

@@ -24,9 +24,10 @@ from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
+from trivet.weights.catalog import latest_version
 from trivet.wire.events import Start, Stop
 from trivet.wire.groups import Split
-from trivet.wire.versions import PolicyVersion, Step
+from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,6 @@
 """Section of one environment, `[[orchestrator.env]]` and `[[env]]` of `eval`, and the keys of the processes that run them."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field

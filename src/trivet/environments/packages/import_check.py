@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trivet.environments.settings import interpreter_variables, worker_environment
-from trivet.lifetime import module_command, tied_command
+from trivet.process.lifetime import module_command, tied_command
 
 _IMPORT_TIMEOUT_S = 120.0
 """For all modules of one process. verifiers alone takes 5 to 20 s on two busy cores."""

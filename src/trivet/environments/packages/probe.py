@@ -15,7 +15,7 @@ from trivet.config.masking import hide_values
 from trivet.environments.packages.probe_program import ProbeRequest, ProbeTarget, ProbeVerdict
 from trivet.environments.settings import interpreter_variables, withheld_variables, worker_environment
 from trivet.errors import EnvironmentLoadError, MessageRefused
-from trivet.lifetime import module_command, tied_command
+from trivet.process.lifetime import module_command, tied_command
 from trivet.wire.codec import decode, encode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.workers import PROTOCOL

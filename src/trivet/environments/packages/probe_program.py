@@ -12,7 +12,7 @@ import msgspec
 from trivet.environments.examples import training_problem
 from trivet.environments.workers.hello import make_hello
 from trivet.errors import EnvironmentLoadError
-from trivet.imports import without_collections
+from trivet.process.imports import without_collections
 from trivet.wire.codec import decode, encode
 from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.workers import PROTOCOL, HostSettings, WorkerHello

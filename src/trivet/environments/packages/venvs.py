@@ -15,9 +15,9 @@ import msgspec
 from packaging.utils import canonicalize_name
 
 from trivet.config.layout import VENVS
-from trivet.durable import DECODE_ERRORS, write_json_atomically
 from trivet.errors import ConfigError
-from trivet.lock import FileLock
+from trivet.process.lock import FileLock
+from trivet.storage.durable import DECODE_ERRORS, write_json_atomically
 
 _RECORD = "record.json"
 _KEPT = 2

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from trivet.process_table import read_processes
+from trivet.process.process_table import read_processes
 
 MEASURE_INTERVAL_S = 0.5
 """Seconds between two looks at workers. One can take a few GiB in that time."""

@@ -26,7 +26,7 @@ from trivet.environments.workers.restarts import RestartBudget
 from trivet.environments.workers.worker_directory import sweep_directories
 from trivet.environments.workers.worker_log import WorkerLog
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost, first_error
-from trivet.loop_lag import lag_metrics
+from trivet.process.loop_lag import lag_metrics
 from trivet.wire.events import EnvLoad, EnvRestart, Event
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from trivet.lock import lock_directory, remove_if_free
+from trivet.process.lock import lock_directory, remove_if_free
 
 _PREFIX = "trivet-worker-"
 

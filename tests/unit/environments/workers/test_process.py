@@ -9,7 +9,7 @@ from support.stand_in_process import StandInProcess
 from support.virtual_time import run_virtually
 from trivet.environments.workers.process import WorkerProcess
 from trivet.environments.workers.worker_log import WorkerLog
-from trivet.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
+from trivet.process.stacks import STACKS_SIGNAL, STACKS_WITHIN_S
 
 
 def make(log: Path = Path("log"), *, log_offset: int = 0) -> tuple[StandInProcess, WorkerProcess]:
