@@ -15,6 +15,7 @@ ELSEWHERE = {
     "config/chat_template.py": "unit/config/checks/test_all_checks.py",
     "config/checks/*.py": "unit/config/checks/test_all_checks.py",
     "config/loading/*.py": "unit/config/loading/test_load.py",
+    "config/tables.py": "unit/config/loading/test_load.py",
     "config/sections/*.py": "unit/config/loading/test_load.py",  # declarations, read through the loader
     "config/tables.py": "unit/config/loading/test_load.py",
     "config/vllm_keys.py": "unit/inference/test_arguments.py",

@@ -72,4 +72,7 @@ def find_conflicts(message: str, names: frozenset[str]) -> list[Conflict]:
 def describe_conflicts(conflicts: Sequence[Conflict], *, constraints: Sequence[str]) -> str:
     """Return which package requires what, and what holds in the virtual environment instead; empty without conflicts."""
     holding = {canonicalize_name(re.split(r"[=<>!~]", line)[0]): line for line in constraints}
-    return "; ".join(f"{each.package} requires {each.requirement}, and it holds {holding[each.name]}" for each in conflicts)
+    return "; ".join(
+        f"{each.package} requires {each.requirement}, and it holds {holding[canonicalize_name(each.name)]}"
+        for each in conflicts
+    )
