@@ -16,8 +16,7 @@ ELSEWHERE = {
     "config/checks/*.py": "unit/config/checks/test_all_checks.py",
     "config/loading/*.py": "unit/config/loading/test_load.py",
     "config/tables.py": "unit/config/loading/test_load.py",
-    "config/sections/*.py": "unit/config/loading/test_load.py",  # declarations, read through the loader
-    "config/tables.py": "unit/config/loading/test_load.py",
+    "config/sections/*.py": "unit/config/loading/test_load.py",
     "config/vllm_keys.py": "unit/inference/test_arguments.py",
     "dialects/vf_tmux.py": "integration/test_vf_tmux.py",
     "dialects/*.py": "unit/dialects/test_vf_rl.py",
