@@ -41,6 +41,7 @@ def test_a_dry_run_starts_and_creates_nothing(tmp_path: Path) -> None:
     result = rl(tmp_path, "--dry-run")
     assert result.returncode == 0, result.stderr
     assert "max_steps = 2" in result.stdout
+    assert "environment reverse-text: runs in the Python of trivet, verifiers " in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rl.toml"]
 
 

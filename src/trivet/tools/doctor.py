@@ -25,6 +25,7 @@ from trivet.config.compute_dtype import choose_dtype
 from trivet.config.sections.inference import ServerConfig
 from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR, TransportConfig
 from trivet.dependencies import RESTORE, Violation, find_violations
+from trivet.environments.packages.venvs import VenvStore, find_home
 from trivet.machine import Machine, inspect_machine
 from trivet.storage.disk import format_bytes, free_bytes
 from trivet.tools.torch_builds import COMPANIONS, mismatched_companions, removal_command
@@ -81,6 +82,8 @@ class Facts:
     programs: frozenset[str]
     """Which of uv and tmux are on PATH."""
     has_wandb_login: bool
+    venvs: Sequence[str]
+    """A line for each virtual environment of environments."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -122,6 +125,7 @@ def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
         max_open_files=_max_open_files(),
         programs=frozenset(name for name in ("uv", "tmux") if shutil.which(name)),
         has_wandb_login=_has_wandb_login(environ),
+        venvs=[record.describe() for record in VenvStore(find_home(environ)).records().values()],
     )
 
 
@@ -142,6 +146,7 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
         _uv,
         _tmux,
         _wandb,
+        _environments,
     ]
     return [judge(facts) for judge in judges]
 
@@ -271,6 +276,11 @@ def _wandb(facts: Facts) -> Diagnosis:
         return Diagnosis(subject="W&B", health=Health.OK, found="logged in")
     remedy = "for [wandb]: `uv run wandb login`, or wandb.offline = true; metrics/*.jsonl are written either way"
     return Diagnosis(subject="W&B", health=Health.NOTE, found="not logged in", remedy=remedy)
+
+
+def _environments(facts: Facts) -> Diagnosis:
+    found = "; ".join(facts.venvs) or "none in virtual environments of their own"
+    return Diagnosis(subject="environments", health=Health.OK, found=found)
 
 
 def _table(findings: Sequence[Diagnosis]) -> Table:

@@ -22,6 +22,7 @@ GOOD = Facts(
     max_open_files=1 << 20,
     programs=frozenset({"uv", "tmux"}),
     has_wandb_login=True,
+    venvs=["v0 (Python 3.12.1, verifiers 0.3.1): my-env 0.1.0"],
 )
 
 
@@ -32,6 +33,13 @@ def health(facts):
 def test_a_machine_that_has_all_is_told_nothing_to_do():
     assert {item.health for item in diagnose(GOOD)} == {Health.OK}
     assert not any(item.remedy for item in diagnose(GOOD))
+
+
+def test_virtual_environments_of_environments_are_shown_with_their_versions():
+    [found] = [item.found for item in diagnose(GOOD) if item.subject == "environments"]
+    assert found == "v0 (Python 3.12.1, verifiers 0.3.1): my-env 0.1.0"
+    [found] = [item.found for item in diagnose(replace(GOOD, venvs=[])) if item.subject == "environments"]
+    assert found == "none in virtual environments of their own"
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,14 @@ def require_environment(env: EnvConfig) -> None:
 
 
 def describe_interpreter(env: EnvConfig, *, store: VenvStore | None = None) -> str:
-    """Return where the workers of `env` run and with which versions, in one line."""
+    """Return in one line where the workers of `env` run, and with which versions."""
     store = store or VenvStore(find_home(os.environ))
     python = find_interpreter(env, store=store)
     for record in store.records().values():
         if str(store.python(record)) == python:
-            installed = record.find(env.id)
-            package = f"{installed.name} {installed.version}, " if installed else ""
-            return f"{record.name}: {package}verifiers {record.verifiers}, Python {record.python}"
+            return f"virtual environment {record.describe()}"
     package = InstalledPackages(_site_of(python)).find("verifiers")
-    return f"{python or 'trivet'}: verifiers {package.version if package else 'not installed'}"
+    return f"{python or 'the Python of trivet'}, verifiers {package.version if package else 'not installed'}"
 
 
 def _python_of_record(env: EnvConfig, record: VenvRecord, store: VenvStore) -> str:

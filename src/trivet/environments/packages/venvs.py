@@ -65,6 +65,11 @@ class VenvRecord(msgspec.Struct, frozen=True, kw_only=True):
         wanted = canonicalize_name(env_id.rpartition("/")[2])
         return next((env for env in self.environments if wanted in (canonicalize_name(env.name), env.env_id)), None)
 
+    def describe(self) -> str:
+        """Return the name, the versions and the environments in one line."""
+        environments = ", ".join(f"{env.env_id} {env.version}" for env in self.environments)
+        return f"{self.name} (Python {self.python}, verifiers {self.verifiers}): {environments}"
+
 
 class VenvStore:
     """The virtual environments of one installation of trivet.

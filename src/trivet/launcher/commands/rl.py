@@ -8,7 +8,7 @@ from trivet.config.command import run_command
 from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.layout import RunLayout
 from trivet.config.sections.rl import RLConfig
-from trivet.environments.packages.interpreters import require_environment
+from trivet.environments.packages.interpreters import describe_interpreter, require_environment
 from trivet.environments.packages.probe import require_loadable
 from trivet.environments.packages.probe_program import ProbeTarget
 from trivet.environments.settings import run_settings
@@ -43,8 +43,9 @@ def check(config: RLConfig) -> None:
     if config.trainer.bench is not None:
         share_gpus(config, inspect_machine().gpus)
         return
-    for env in config.orchestrator.environments.values():
+    for name, env in config.orchestrator.environments.items():
         require_environment(env)
+        print(f"environment {name}: runs in {describe_interpreter(env)}", file=sys.stderr)
     share_gpus(config, inspect_machine().gpus)
     require_advantage(config.orchestrator.advantage)
     trained = {env.label for env in config.orchestrator.env}
