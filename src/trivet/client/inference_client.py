@@ -61,7 +61,7 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
-    prompt_token_ids: list[int] = []
+    prompt_token_ids: list[int] | None = None
 
 
 class _Scored(msgspec.Struct):
@@ -324,7 +324,7 @@ def _generation(answer: _Answer) -> Generation:
         token_ids=choice.token_ids,
         logprobs=[token.logprob for token in choice.logprobs.content],
         versions=choice.policy_versions,
-        prompt_ids=answer.prompt_token_ids,
+        prompt_ids=answer.prompt_token_ids or [],
     )
 
 

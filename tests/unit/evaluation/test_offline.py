@@ -30,7 +30,7 @@ from trivet.wire.rollouts import Rollout
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch):
-    monkeypatch.setattr("trivet.evaluation.plan.require_installed", lambda env_id: None)
+    monkeypatch.setattr("trivet.evaluation.plan.require_environment", lambda env: None)
 
 
 @pytest.fixture
