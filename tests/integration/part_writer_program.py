@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from trainer_rank_program import LOSSES, load_oracle, make_learner
+from trainer_rank_program import LOSSES, make_learner
 
+from support.scripts import load_module
 from trivet.config.sections.optimizer import AdamWConfig
 from trivet.errors import CheckpointError
 from trivet.storage.durable import FileRecord, hash_file, list_files
@@ -31,7 +32,7 @@ from trivet.wire.versions import Step
 class Case:
     def __init__(self, model_dir: str, oracle_path: str, directory: Path, world: World) -> None:
         self.model_dir, self.directory, self.world = model_dir, directory, world
-        self.oracle = load_oracle(oracle_path)
+        self.oracle = load_module(Path(oracle_path))
         self.learner = self.make_learner()
         self.writer = PartWriter(world, is_async=True, timeout_s=60)
         self.learner.before_update = self.writer.release
