@@ -13,7 +13,7 @@ from trivet.wire.versions import VersionRun, join_versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTurn:
-    """What a server saw and answered."""
+    """The tokens that a server read and sampled in one turn."""
 
     text: str
     """The conversation as the template writes it."""
@@ -26,8 +26,8 @@ class ServedTurn:
 def assert_trains_on_what_was_sampled(
     rollout: Rollout, served: Sequence[ServedTurn], *, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Every turn is once in a sample: after exactly what was read, as it was sampled, with its own versions and log-probs. And
-    what was read is what the template writes."""
+    """Check that a sample has every turn once: after exactly the tokens that were read, as it was sampled, with its own
+    versions and log-probabilities. Check that the tokens read are those of the template's text."""
     turns = [turn for turn in served if turn.sampled]
     for sample in rollout.samples:
         token_ids = sample.token_ids_T.tolist()

@@ -32,7 +32,7 @@ def run_templates_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def make_model_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """With a template that ends turns as the model does."""
+    """Make a tokenizer whose template ends turns as the model does."""
     tokenizer = make_tokenizer(template)
     for stop in STOPS:
         tokenizer.chat_template = tokenizer.chat_template.replace(stop, STOPS[0])

@@ -18,7 +18,7 @@ from trivet.wire.workers import HostSettings
 
 
 class Order(msgspec.Struct):
-    """What to play."""
+    """The input of the program: the settings of the environment, and the group to run."""
 
     settings: HostSettings
     request: GroupRequest

@@ -36,7 +36,7 @@ class RecordedRollout(RolloutRow):
 
     @property
     def text(self) -> str:
-        """What the model wrote, turn after turn."""
+        """The text of the model, turn after turn."""
         turns = [message.get("content") or "" for message in self.completion if message.get("role") == "assistant"]
         return "\n".join(str(turn) for turn in turns)
 
@@ -144,7 +144,7 @@ class Run:
 
     @property
     def status(self) -> RunStatus:
-        """What the run does, or how it ended.
+        """The current state of the run, or its end.
 
         Raises:
             ConfigError: neither its launcher nor a role has said it.

@@ -105,7 +105,7 @@ print(json.dumps({"missing": missing, "arguments": arguments, "variables": varia
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    """What a fresh interpreter finds in the installed vLLM, which changes the process that imports it."""
+    """Look into the installed vLLM with a fresh interpreter, because importing vLLM changes the process."""
     given = json.dumps({name: sorted(attributes) for name, attributes in ATTRIBUTES.items()})
     program = [sys.executable, "-c", PROGRAM]
     answer = subprocess.run(program, input=given, capture_output=True, text=True, timeout=300, check=False)

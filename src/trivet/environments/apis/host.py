@@ -29,7 +29,7 @@ class EnvironmentHost(Protocol):
 
     @property
     def info(self) -> EnvironmentInfo:
-        """What is known of its data."""
+        """The number of its examples, and their hashes."""
         ...
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:

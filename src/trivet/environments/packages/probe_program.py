@@ -27,7 +27,7 @@ class ProbeTarget(msgspec.Struct, kw_only=True):
 
 
 class ProbeRequest(msgspec.Struct):
-    """What the program reads."""
+    """The input of the program: the environments to load."""
 
     environments: list[ProbeTarget]
     nonce: str
@@ -35,7 +35,7 @@ class ProbeRequest(msgspec.Struct):
 
 
 class ProbeVerdict(msgspec.Struct):
-    """What the program writes."""
+    """The output of the program: the result for each environment."""
 
     nonce: str
     hello: WorkerHello
