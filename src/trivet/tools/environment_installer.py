@@ -156,12 +156,10 @@ def _fill(directory: Path, plan: _Plan) -> Path:
         constraints.flush()
         indexes = [word for source in plan.sources for word in source.index_words]
         words = [word for source in plan.sources for word in source.words]
-        command = [*installer.install, *indexes, "--constraint", constraints.name, str(WORKER_SOURCE), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        done = installer.run([*indexes, "--constraint", constraints.name, str(WORKER_SOURCE), *words])
     if done.returncode != 0:
         said = (done.stdout + done.stderr).strip()
-        pinned = frozenset(canonicalize_name(line.partition("==")[0].partition(">")[0]) for line in plan.constraints)
-        reason = describe_conflicts(find_conflicts(said, pinned), constraints=plan.constraints) or said
+        reason = describe_conflicts(find_conflicts(said, plan.constraints), constraints=plan.constraints) or said
         raise DependencyError(
             f"{plan.sources[0].describe()} cannot be installed into virtual environment {plan.name!r}: {reason}"
         )

@@ -5,7 +5,6 @@ there. None of its code is imported; building a package from its sources runs it
 """
 
 import re
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,8 +92,7 @@ def inspect(source: PackageSource, *, installer: Installer) -> InspectedPackage:
     """
     with tempfile.TemporaryDirectory(prefix="trivet-env-") as directory:
         words = [word for word in source.words if word != "-e"]
-        command = [*installer.install, *source.index_words, "--no-deps", "--target", directory, *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        done = installer.run([*source.index_words, "--no-deps", "--target", directory, *words])
         if done.returncode != 0:
             said = (done.stderr or done.stdout).strip()
             raise ConfigError(f"{source.describe()} cannot be fetched or built, and nothing was changed:\n{said}")

@@ -4,9 +4,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from trivet.errors import ConfigError
@@ -24,6 +26,15 @@ class Installer:
 
     install: tuple[str, ...]
     """The command up to the requirements."""
+
+    def run(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Install what `words` name, paths absolute. It runs outside of every project: uv applies the constraints and overrides of
+        the project in its working directory, and those of trivet's would hold for the environment too.
+        """
+        with tempfile.TemporaryDirectory(prefix="trivet-install-") as nowhere:
+            return subprocess.run(
+                [*self.install, *words], cwd=nowhere, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,26 +63,38 @@ def choose_installer(python: str = sys.executable) -> Installer:
     return Installer(install=(*pip, "install"))
 
 
-def find_conflicts(message: str, names: frozenset[str]) -> list[Conflict]:
+def find_conflicts(message: str, constraints: Sequence[str]) -> list[Conflict]:
     """Read from a failed installation who wants another version of a constrained package.
 
     Args:
         message: what uv or pip printed.
-        names: canonical names of what was constrained.
+        constraints: the requirements that hold, such as `msgspec==0.20` and `verifiers>=0.3.1,<0.4`.
     """
+    holding = _by_name(constraints)
     found: dict[Conflict, None] = {}
     for match in _DEPENDS.finditer(" ".join(message.split())):
         name = canonicalize_name(match["name"])
         # A requirement of one constrained package for another explains the conflict, and is none itself.
-        if name in names and canonicalize_name(match["package"]) not in names:
+        if name in holding and canonicalize_name(match["package"]) not in holding:
             requirement = f"{match['name']}{match['specifier'].rstrip('.,')}"
-            found[Conflict(package=match["package"], requirement=requirement, name=name)] = None
+            if not _is_pin_within(requirement, holding[name]):
+                found[Conflict(package=match["package"], requirement=requirement, name=name)] = None
     return list(found)
+
+
+def _by_name(constraints: Sequence[str]) -> dict[str, str]:
+    return {canonicalize_name(re.split(r"[=<>!~]", line)[0]): line for line in constraints}
+
+
+def _is_pin_within(requirement: str, constraint: str) -> bool:
+    """Return whether a pin such as `verifiers==0.3.1` agrees with a constraint such as `verifiers>=0.3.1,<0.4`."""
+    _, is_pin, version = requirement.partition("==")
+    return bool(is_pin) and Requirement(constraint).specifier.contains(version)
 
 
 def describe_conflicts(conflicts: Sequence[Conflict], *, constraints: Sequence[str]) -> str:
     """Return which package requires what, and what holds in the virtual environment instead; empty without conflicts."""
-    holding = {canonicalize_name(re.split(r"[=<>!~]", line)[0]): line for line in constraints}
+    holding = _by_name(constraints)
     return "; ".join(
         f"{each.package} requires {each.requirement}, and it holds {holding[canonicalize_name(each.name)]}"
         for each in conflicts

@@ -65,6 +65,20 @@ def test_environments_of_a_generation_share_and_one_that_conflicts_has_its_own(
         assert store.python(record).is_file()
 
 
+def test_constraints_of_the_project_in_the_working_directory_do_not_hold_for_an_environment(
+    store: VenvStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "pyproject.toml").write_text(
+        '[project]\nname = "mine"\nversion = "1"\n[tool.uv]\nconstraint-dependencies = ["verifiers==0.3.1"]\n'
+    )
+    monkeypatch.chdir(project)
+    monkeypatch.delenv("UV_NO_CONFIG")
+    old = install(env_source(tmp_path, "old-env", "verifiers==0.1.14"), store=store, venv=None)
+    assert old.verifiers == "0.1.14"
+
+
 def test_an_installation_that_fails_leaves_the_one_before(store: VenvStore, tmp_path: Path) -> None:
     source = env_source(tmp_path, "my-env", "verifiers")
     before = install(source, store=store, venv=None)

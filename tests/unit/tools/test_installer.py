@@ -44,7 +44,7 @@ from trivet.tools.installer import Conflict, choose_installer, describe_conflict
     ],
 )
 def test_conflicts_are_read_from_the_message_of_the_tool(message: str, expected: list[Conflict]) -> None:
-    assert find_conflicts(message, frozenset({"msgspec", "msg-spec", "torch"})) == expected
+    assert find_conflicts(message, ["msgspec==0.20", "msg-spec==1", "torch==2"]) == expected
 
 
 def test_a_conflict_is_described_with_what_holds_instead() -> None:
