@@ -1,6 +1,7 @@
 """A command that the library starts in place of `rl`: `python -m support.stand_in_command @ FILE`.
 
-It takes a step every 50 ms. The number of steps says how it ends: from `FAILING` on with an error, else well.
+It takes a step every 50 ms. The number of steps says how it ends: from `FAILING` on with an error, else well. As the launcher does,
+it commits at SIGTERM, and ends without a commit at SIGINT.
 """
 
 import signal
@@ -27,9 +28,10 @@ def main() -> int:
 
     def commit(number: int, frame: object) -> None:
         (layout.root / COMMITTED).touch()
-        sys.exit(130)
+        sys.exit(143)
 
-    signal.signal(signal.SIGINT, commit)
+    signal.signal(signal.SIGTERM, commit)
+    signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))
     writers = [MetricsWriter(layout.metrics / f"{role}.jsonl") for role in ("orchestrator", "trainer")]
     step = 0
     while step < max_steps:

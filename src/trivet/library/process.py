@@ -1,7 +1,8 @@
 """Runs a command of trivet as a process of the program that uses the library: its end is the end of the run.
 
 The process leads a session of its own, so that Ctrl-C in a terminal reaches the program alone. The program passes it on, and waits
-for the process, which commits what can be committed. When the program is killed, the kernel ends the process.
+for the process. SIGTERM, by which the program ends the process itself, has it commit first. When the program is killed, the kernel
+ends the process.
 """
 
 import atexit
@@ -47,7 +48,7 @@ class RunProcess:
 
         Args:
             module: the program, which reads a file after `@`.
-            stop_timeout_s: the time that the command itself gives its processes to end.
+            stop_timeout_s: the time that the command itself gives its processes to commit and end.
             variables: environment variables for the command, besides those of this process.
         """
         self._variables = variables or {}
@@ -97,18 +98,12 @@ class RunProcess:
         """Return the last lines that the command printed."""
         return "\n".join(last_lines(self._output, offset=0, count=_NUM_LINES))
 
-    def interrupt(self) -> None:
-        """Ask the command to end. A second time: at once."""
-        self._is_interrupted = True
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-
     def stop(self) -> None:
-        """End the command and wait for it. Ctrl-C meanwhile asks it to hurry. May be called again."""
+        """Have the command commit and end, and wait for it. Ctrl-C meanwhile asks it to hurry. May be called again."""
         if self._process is None:
             return
-        if self._process.poll() is None and not self._is_interrupted:
-            self.interrupt()
+        if not self._is_interrupted:
+            self._send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self._stop_timeout_s
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
@@ -140,6 +135,11 @@ class RunProcess:
         assert self._folder is not None, "it was started and not closed"
         return self._folder / "output"
 
+    def _send_signal(self, number: signal.Signals) -> None:
+        self._is_interrupted = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
     def _pass_signals_on(self) -> None:
         """Pass SIGINT and SIGTERM on, in addition to what they did before. Only the main thread may set handlers."""
         if threading.current_thread() is not threading.main_thread():
@@ -152,7 +152,7 @@ class RunProcess:
 
     def _handler(self, before: Any) -> Callable[[int, FrameType | None], None]:
         def handle(number: int, frame: FrameType | None) -> None:
-            self.interrupt()
+            self._send_signal(signal.Signals(number))
             if callable(before):
                 before(number, frame)
             else:

@@ -53,7 +53,7 @@ class _Trainer:
         self._progress = progress
 
     def __iter__(self) -> Iterator[RunStep]:
-        """Start the run and yield each step that it has finished. Leaving the loop ends the run.
+        """Start the run and yield each step that it has finished. Leaving the loop commits and ends the run.
 
         Raises:
             TrivetError: the run failed; the text has the last lines of the process that did.
@@ -76,7 +76,7 @@ class _Trainer:
         return self.run
 
     def stop(self) -> None:
-        """End the run: what is committed stays, and a loop over the steps ends. May be called from a callback."""
+        """Commit and end the run; a loop over the steps ends. May be called from a callback."""
         self._process.stop()
 
     def save_config(self, path: str | Path) -> Path:
@@ -167,7 +167,7 @@ class RLTrainer(_Trainer):
             module="trivet.launcher.commands.rl",
             output_dir=planned.config.output_dir,
             max_steps=planned.config.max_steps,
-            stop_timeout_s=planned.config.shutdown_timeout_s,
+            stop_timeout_s=planned.config.recovery.preemption_grace_s + planned.config.shutdown_timeout_s,
             callbacks=args.callbacks,
             progress=progress,
         )
