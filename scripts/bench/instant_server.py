@@ -1,6 +1,7 @@
 """Provides a server that answers at once inside the process, an environment for it, and policies that are always ready.
 
-Used by scripts/bench/orchestrator.py, so that only the orchestrator is left to measure.
+Used by scripts/bench/orchestrator.py, so that only the orchestrator is left to measure. A worker process loads this file as an
+environment: `load_environment`.
 """
 
 import asyncio
@@ -88,11 +89,33 @@ def instant_client(num_tokens: int) -> ModelClient:
     return ModelClient(AsyncOpenAI(base_url=f"{ROOT}/v1", api_key="EMPTY", http_client=http, max_retries=0))
 
 
+class SelfServedEnv(vf.SingleTurnEnv):
+    """An environment whose rollouts ask the instant server in their own process, whatever server they are given."""
+
+    def __init__(self, *, num_tokens: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._client = instant_client(num_tokens)
+
+    async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
+        """Run one rollout."""
+        return await super().rollout(input, self._client.for_rollout(), model, sampling_args)
+
+
+def load_environment(num_tokens: int = 64) -> vf.Environment:
+    """Return the environment of a worker process."""
+    return SelfServedEnv(num_tokens=num_tokens, **environment_arguments())
+
+
 def make_environment() -> vf.Environment:
     """Return an environment whose rewards cost nothing."""
+    return vf.SingleTurnEnv(**environment_arguments())
+
+
+def environment_arguments() -> dict[str, Any]:
+    """Return the data set and the rubric."""
     rows = [{"prompt": [{"role": "user", "content": f"question {index}"}], "answer": "ok"} for index in range(NUM_EXAMPLES)]
 
     def is_right(completion: Any, answer: str, **_: object) -> float:
         return float(completion[-1]["content"] == answer)
 
-    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[is_right]))
+    return {"dataset": Dataset.from_list(rows), "rubric": vf.Rubric(funcs=[is_right])}

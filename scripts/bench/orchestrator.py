@@ -3,8 +3,9 @@
 The product's dispatcher, buffer, loop and sender, real ZeroMQ to a process that acknowledges and throws away. First with an
 environment that costs nothing: each group is answered after about a second, so that rollouts in flight really are, and
 turned into samples. Then through a verifiers SingleTurnEnv whose server answers at once inside this process, next to verifiers'
-own `generate` over as many rollouts with the same client: the ceiling of any orchestrator around it. Last, a shorter run
-with a stop watch around each part, CPU time of its thread.
+own `generate` over as many rollouts with the same client: the ceiling of any orchestrator around it. Then the same environment in a
+worker process, as a run has it: `through_worker` has this process's CPU time, to which the channel adds reading and checking
+answers. Last, a shorter run with a stop watch around each part, CPU time of its thread.
 
     uv run python scripts/bench/orchestrator.py [--rollouts 200000] [--in-flight 10000] [--tokens 64]
 """
@@ -21,12 +22,13 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import instant_server
 import numpy as np
 import psutil
 from instant_server import NUM_EXAMPLES, POLICIES, OneServer, instant_client, make_environment
@@ -42,6 +44,7 @@ from trivet.environments.apis.trajectories import Turn, to_samples
 from trivet.environments.apis.v0.host import V0Host
 from trivet.environments.apis.v0.runner import GroupRunner
 from trivet.environments.local_pool import LocalPool
+from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
@@ -57,7 +60,9 @@ from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import Rollout
+from trivet.wire.servers import ServerAccess
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
+from trivet.wire.workers import HostSettings
 
 GROUP_SIZE = 8
 SECRET = RunSecret(bytes(32))
@@ -158,9 +163,19 @@ def costless(num_tokens: int) -> RunDrawnGroup:
 
 
 def run_loop(
-    run_group: RunDrawnGroup, directory: Path, *, num_rollouts: int, in_flight: int, examples: list[str]
+    opening: AbstractAsyncContextManager[RunDrawnGroup],
+    directory: Path,
+    *,
+    num_rollouts: int,
+    in_flight: int,
+    examples: list[str],
+    publishes: bool = True,
 ) -> tuple[float, Watched]:
-    """Return rollouts per second from the second batch on, and what was measured meanwhile."""
+    """Return rollouts per second from the second batch on, and what was measured meanwhile.
+
+    Args:
+        publishes: each step has a new policy, which only environments inside this process can answer with.
+    """
     batch_size = int(in_flight / OVERSAMPLING) // GROUP_SIZE * GROUP_SIZE
     num_steps = max(3, num_rollouts // batch_size)
     config = OrchestratorConfig(
@@ -180,6 +195,8 @@ def run_loop(
 
     def on_step(loop: Loop) -> dict[str, float]:
         times.append(time.perf_counter())
+        if not publishes:
+            return {}
         loop.dispatcher.version = POLICIES.version = PolicyVersion(loop.progress.step)
         loop.dispatcher.changed.notify()
         return {}
@@ -188,20 +205,20 @@ def run_loop(
         telemetry = Telemetry("orchestrator", layout=RunLayout(directory), run=config.run)
         sender = ZmqSender(config.rollout_transport, secret=SECRET, run_id=config.run.id)
         try:
-            loop = make_loop(config, run_group, sender, telemetry, examples)
-            loop.gauges = lambda: on_step(loop)
-            loop.background_tasks = {"watched": lambda: watched.run(loop.dispatcher)}
-            started = time.perf_counter()
-            await loop.run()
-            watched.whole_rate = batch_size * len(times) / (times[-1] - started)
+            async with opening as run_group:
+                loop = make_loop(config, run_group, sender, telemetry, examples)
+                loop.gauges = lambda: on_step(loop)
+                loop.background_tasks = {"watched": lambda: watched.run(loop.dispatcher)}
+                started, started_cpu_s = time.perf_counter(), time.process_time()
+                await loop.run()
+                watched.cpu_s = time.process_time() - started_cpu_s
+                watched.whole_rate = batch_size * len(times) / (times[-1] - started)
         finally:
             await sender.aclose()
             telemetry.close()
 
     with draining(config.rollout_transport, num_steps):
-        before_s = time.process_time()
         asyncio.run(measure())
-        watched.cpu_s = time.process_time() - before_s
     return batch_size * (len(times) - 1) / (times[-1] - times[0]), watched
 
 
@@ -266,8 +283,36 @@ def rate_through_verifiers(num_rollouts: int, num_tokens: int, directory: Path) 
     runner = GroupRunner(env=make_environment(), label="toy", model_name="m")
     host = V0Host(runner, make_client=lambda _: instant_client(num_tokens))
     run_group = group_runner(LocalPool({"toy": host}), sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
-    _, watched = run_loop(run_group, directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 10, examples=EXAMPLES)
+    _, watched = run_loop(
+        nullcontext(run_group), directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 10, examples=EXAMPLES
+    )
     return watched.whole_rate
+
+
+def through_worker(num_rollouts: int, num_tokens: int, directory: Path) -> dict[str, float]:
+    """Return the rate through one worker process, and what that costs this process."""
+    settings = HostSettings(
+        env_id=f"{Path(instant_server.__file__)}:load_environment",
+        name="toy",
+        args={"num_tokens": num_tokens},
+        model_name="m",
+        servers=ServerAccess(base_urls=[instant_server.ROOT], key_variables=["OPENAI_API_KEY"]),
+    )
+
+    @asynccontextmanager
+    async def open_pool() -> AsyncIterator[RunDrawnGroup]:
+        async with open_worker_pool([settings], log_of=lambda name: directory / f"{name}.log", limits=PoolLimits()) as pool:
+            yield group_runner(pool, sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
+
+    _, watched = run_loop(
+        open_pool(), directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 10, examples=EXAMPLES, publishes=False
+    )
+    cpu_us = watched.cpu_s / num_rollouts * 1e6
+    return {
+        "rollouts_per_s": round(watched.whole_rate, 1),
+        "cpu_us_per_rollout": round(cpu_us, 1),
+        "cores_at_2000_per_s": round(cpu_us * 2000 / 1e6, 3),
+    }
 
 
 PARTS: list[tuple[str, object, str]] = [
@@ -316,7 +361,7 @@ def where_the_time_goes(run_group: RunDrawnGroup, directory: Path, *, in_flight:
     seconds: defaultdict[str, float] = defaultdict(float)
     started = time.process_time()
     with timed_parts(seconds):
-        run_loop(run_group, directory, num_rollouts=4 * in_flight, in_flight=in_flight, examples=EXAMPLES)
+        run_loop(nullcontext(run_group), directory, num_rollouts=4 * in_flight, in_flight=in_flight, examples=EXAMPLES)
     total = time.process_time() - started
     shares = {name: round(value / total, 3) for name, value in sorted(seconds.items(), key=lambda item: -item[1])}
     return {**shares, "turns to samples, tasks, timers and the rest": round(1 - sum(shares.values()), 3)}
@@ -343,12 +388,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         rate, watched = run_loop(
-            run_group, root / "core", num_rollouts=args.rollouts, in_flight=args.in_flight, examples=EXAMPLES
+            nullcontext(run_group), root / "core", num_rollouts=args.rollouts, in_flight=args.in_flight, examples=EXAMPLES
         )
         pairs = []
         for turn in range(3):
             theirs = rate_of_verifiers(args.verifiers_rollouts, args.tokens)
             pairs.append((rate_through_verifiers(args.verifiers_rollouts, args.tokens, root / f"verifiers-{turn}"), theirs))
+        worker = through_worker(args.verifiers_rollouts, args.tokens, root / "worker")
         shares = where_the_time_goes(run_group, root / "parts", in_flight=args.in_flight)
     lags_ms = np.array(watched.lags_s[len(watched.lags_s) // 10 :]) * 1e3
     result = {
@@ -364,6 +410,7 @@ def main() -> None:
         "rss_growth_mib": round(growth_mib(watched.rss_mib), 1),
         "through_verifiers_per_s": [round(ours, 1) for ours, _ in pairs],
         "verifiers_per_s": [round(theirs, 1) for _, theirs in pairs],
+        "through_worker": worker,
         "time_shares": shares,
         "config": {key: str(value) for key, value in vars(args).items()},
         "python": platform.python_version(),
