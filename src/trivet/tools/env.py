@@ -21,7 +21,7 @@ from trivet.environments.packages.interpreters import AUTO, OWN
 from trivet.environments.packages.venvs import VenvStore, find_home
 from trivet.errors import ConfigError
 from trivet.tools import environment_installer
-from trivet.tools.environment_source import PackageSource, choose_source
+from trivet.tools.environment_source import PackageSource, choose_source, require_on_hub
 
 FOLDER = Path("environments")
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
@@ -147,9 +147,10 @@ def install(source: PackageSource, *, store: VenvStore, venv: str | None) -> int
     """Install into a virtual environment, and say what is where; returns 0.
 
     Raises:
-        ConfigError: the package cannot be fetched or built, or is no environment.
+        ConfigError: the hub cannot be reached, or the package cannot be fetched or built, or is no environment.
         DependencyError: what it needs cannot be installed together; nothing was changed.
     """
+    require_on_hub(source)
     print("installing:", source.describe(), flush=True)
     started = time.monotonic()
     record = environment_installer.install(source, store=store, venv=venv)
