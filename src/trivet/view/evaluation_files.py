@@ -148,10 +148,11 @@ class EvaluationRollouts:
             return None
 
     def contains(self, head: RolloutHead, text: str) -> bool:
-        """Return whether the prompt or the completion contains `text`; case does not count."""
+        """Return whether a message or a tool call contains `text`; case does not count."""
         row = self.row(head)
         messages = (*row.prompt, *row.completion) if row is not None else ()
-        return any(text.casefold() in str(message.get("content", "")).casefold() for message in messages)
+        said = (f"{message.get('content')}\n{message.get('tool_calls') or ''}" for message in messages)
+        return any(text.casefold() in each.casefold() for each in said)
 
     def close(self) -> None:
         """Close the file. May be called again."""

@@ -82,6 +82,20 @@ def test_rollouts_of_two_policies_are_paired_by_example_and_attempt(tmp_path: Pa
     assert len(list(filter(PAIR_FILTERS["second worse"], pairs))) == 1
 
 
+def test_a_text_is_found_in_messages_and_in_tool_calls_whatever_its_case(tmp_path: Path):
+    path = write_evaluation(tmp_path, step=1, rewards=[[1.0]]) / "results.jsonl"
+    call = b'"tool_calls":[{"name":"look_up","arguments":"{}"}],"role":"assistant"'
+    path.write_bytes(path.read_bytes().replace(b'"role":"assistant"', call))
+    with closing(EvaluationRollouts(path)) as rollouts:
+        [head] = rollouts.heads
+        assert [rollouts.contains(head, text) for text in ("SPELL", "LOOK_UP", "policy 1", "policy 2")] == [
+            True,
+            True,
+            True,
+            False,
+        ]
+
+
 def test_only_the_heads_of_many_rollouts_are_kept(tmp_path: Path):
     path = write_evaluation(tmp_path, step=1, rewards=[[1.0]]) / "results.jsonl"
     path.write_bytes(path.read_bytes().replace(b"second line", b"x" * 500) * MANY)
