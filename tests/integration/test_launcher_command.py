@@ -45,11 +45,14 @@ def test_a_dry_run_starts_and_creates_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rl.toml"]
 
 
+@pytest.mark.parametrize("env", ["no-such-environment", "some-owner/no-such-environment"])
 @pytest.mark.parametrize("flags", [(), ("--dry-run",)])
-def test_an_environment_that_is_not_installed_is_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    result = rl(tmp_path, *flags, env="no-such-environment")
+def test_an_environment_that_is_not_installed_is_refused(tmp_path: Path, flags: tuple[str, ...], env: str) -> None:
+    result = rl(tmp_path, *flags, env=env)
     assert result.returncode == 2
-    assert "install it with: uv run trivet env install no-such-environment" in result.stderr
+    assert f"install it with: uv run trivet env install {env}" in result.stderr
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
     assert not (tmp_path / "outputs").exists()
 
 

@@ -8,7 +8,13 @@ import verifiers as vf
 from datasets import Dataset
 
 from wiki_search.index import Index, words_of
+from wiki_search.places import make_places
 from wiki_search.world import Article, Question, make_world
+
+_MIN_EVAL_QUESTIONS, _TRAIN_TO_EVAL = 40, 20
+"""Questions that are kept for evaluation: one in so many, and at least so many."""
+CORPORA = {"places": make_places, "invented": make_world}
+"""The encyclopedias by the name that `corpus` takes."""
 
 SYSTEM_PROMPT = (
     "Answer the question from the encyclopedia: search finds articles, read shows one. "
@@ -104,9 +110,10 @@ def make_dataset(questions: Sequence[Question], count: int, *, seed: str) -> Dat
 
 
 def load_environment(
+    corpus: str = "places",
     num_examples: int = -1,
     num_eval_examples: int = -1,
-    num_eval_questions: int = 40,
+    num_eval_questions: int | None = None,
     max_turns: int = 8,
     num_results: int = 5,
     seed: int = 0,
@@ -115,13 +122,18 @@ def load_environment(
     """Return a tool environment over the bundled encyclopedia. No evaluation question is ever trained on.
 
     Args:
+        corpus: "places", the countries and cities of the world, or "invented", a small country that no model can know.
         num_examples, num_eval_examples: -1 takes all there are.
-        num_eval_questions: questions that are kept for evaluation.
+        num_eval_questions: questions that are kept for evaluation; None keeps a twentieth of "places" and 40 of "invented".
         max_turns: model turns in a rollout; a rollout also ends with the first turn that calls no tool.
         num_results: titles that a search returns at most.
         seed: another seed gives another order of questions.
     """
-    world = make_world()
+    if corpus not in CORPORA:
+        raise ValueError(f"corpus must be one of {', '.join(map(repr, CORPORA))}, got {corpus!r}")
+    world = CORPORA[corpus]()
+    if num_eval_questions is None:
+        num_eval_questions = max(_MIN_EVAL_QUESTIONS, len(world.questions) // _TRAIN_TO_EVAL)
     train, held_out = split_questions(world.questions, num_eval=num_eval_questions)
     library = Library(world.articles, num_results=num_results)
     parser = vf.XMLParser(fields=["answer"])

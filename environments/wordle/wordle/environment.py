@@ -9,7 +9,7 @@ from datasets import Dataset
 from wordle.game import WORD_LENGTH, Mark, load_words, mark_guess, progress_of, render_marks, why_invalid
 
 SYSTEM_PROMPT = f"""You play a game: find a secret English word of {WORD_LENGTH} letters.
-Each turn, guess one word in <guess> tags, for example <guess>crane</guess>.
+Each turn, guess one word in <guess> tags, for example <guess>crane</guess>. It must be a real word.
 After each guess you are told about every letter: {Mark.HERE} it is in the right place, {Mark.ELSEWHERE} the word has it in
 another place, {Mark.ABSENT} the word does not have it (again)."""
 FIRST_MESSAGE = "The word is chosen. Your first guess?"
@@ -17,6 +17,9 @@ FIRST_MESSAGE = "The word is chosen. Your first guess?"
 
 class WordleEnv(vf.MultiTurnEnv):
     """Plays one game in `state["guesses"]`, the valid guesses so far. A turn without a valid guess is lost."""
+
+    is_any_word_allowed = False
+    """Any five letters are a valid guess, not only listed words."""
 
     async def setup_state(self, state: vf.State) -> vf.State:
         """Begin a game without guesses."""
@@ -45,7 +48,7 @@ class WordleEnv(vf.MultiTurnEnv):
         guess = (self.parser.parse_answer(messages[-1:]) or "").lower()
         if not guess:
             return "There was no guess in <guess> tags."
-        if problem := why_invalid(guess):
+        if problem := why_invalid(guess, is_any_word_allowed=self.is_any_word_allowed):
             return f"{problem}."
         state["guesses"].append(guess)
         return render_marks(guess, mark_guess(guess, state["answer"]))
@@ -95,9 +98,10 @@ def make_dataset(words: list[str], count: int, *, seed: str) -> Dataset:
 
 def load_environment(
     num_examples: int = 2000,
-    num_eval_examples: int = 100,
-    num_eval_words: int = 100,
+    num_eval_examples: int = 300,
+    num_eval_words: int = 300,
     max_turns: int = 6,
+    any_guess: bool = False,
     seed: int = 0,
     system_prompt: str = SYSTEM_PROMPT,
 ) -> vf.Environment:
@@ -106,13 +110,14 @@ def load_environment(
     Args:
         num_eval_words: words that are kept for evaluation.
         max_turns: guesses in a game.
+        any_guess: any five letters are a valid guess, for a model that has not learned words yet.
         seed: another seed gives another order of words.
     """
     if max_turns < 1:
         raise ValueError(f"max_turns must be >= 1, got {max_turns}")
     train_words, eval_words = split_words(num_eval_words)
     parser = vf.XMLParser(fields=["guess"], answer_field="guess")
-    return WordleEnv(
+    env = WordleEnv(
         dataset=make_dataset(train_words, num_examples, seed=f"{seed}/train"),
         eval_dataset=make_dataset(eval_words, num_eval_examples, seed=f"{seed}/eval"),
         system_prompt=system_prompt,
@@ -120,3 +125,5 @@ def load_environment(
         rubric=vf.Rubric(funcs=[solved, speed, progress, valid_guesses], weights=[1.0, 0.5, 0.2, 0.1], parser=parser),
         max_turns=max_turns,
     )
+    env.is_any_word_allowed = any_guess
+    return env

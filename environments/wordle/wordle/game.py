@@ -2,6 +2,7 @@
 
 from collections import Counter
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 WORD_LENGTH = 5
@@ -20,7 +21,17 @@ class Mark(StrEnum):
 
 def load_words() -> list[str]:
     """Return the bundled secret words, sorted."""
-    return Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split()
+    return _read_list("answers.txt")
+
+
+@cache
+def load_guesses() -> frozenset[str]:
+    """Return the words that may be guessed. Every secret word is one of them."""
+    return frozenset(_read_list("guesses.txt"))
+
+
+def _read_list(name: str) -> list[str]:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8").split()
 
 
 def mark_guess(guess: str, secret: str) -> list[Mark]:
@@ -38,10 +49,16 @@ def mark_guess(guess: str, secret: str) -> list[Mark]:
     return marks
 
 
-def why_invalid(guess: str) -> str | None:
-    """Return what is wrong with a guess, for the player; None when it counts."""
+def why_invalid(guess: str, *, is_any_word_allowed: bool = False) -> str | None:
+    """Return what is wrong with a guess in small letters, for the player; None when it counts.
+
+    Args:
+        is_any_word_allowed: any five letters count, listed or not.
+    """
     if len(guess) != WORD_LENGTH or not (guess.isascii() and guess.isalpha()):
         return f"{guess[:40]!r} is not a word of {WORD_LENGTH} letters"
+    if not is_any_word_allowed and guess not in load_guesses():
+        return f"{guess!r} is not in the word list"
     return None
 
 

@@ -24,8 +24,8 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "alphabet-sort": {"max_turns": 2, "max_names_per_turn": 2},
     "gsm8k": {"dataset": "bundled"},
     "math-python": {},
-    "wiki-search": {},
-    "wordle": {"max_turns": 3},
+    "wiki-search": {"corpus": "invented"},
+    "wordle": {"max_turns": 3, "any_guess": True},
 }
 """The arguments of each environment, besides the number of examples."""
 

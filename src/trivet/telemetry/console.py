@@ -97,14 +97,15 @@ def sample_lines(step: int, rollout: Rollout, *, max_chars: int) -> list[str]:
 
 def conversation_text(messages: Sequence[Mapping[str, Any]], *, max_chars: int) -> str:
     """Return the messages as one line; the role stands before each where there are several."""
-    parts = [_message_text(message) for message in messages]
+    parts = [message_text(message) for message in messages]
     if len(parts) > 1:
         parts = [f"[{message.get('role')}] {text}" for message, text in zip(messages, parts, strict=True)]
     text = " ".join(parts).replace("\n", "\\n")
     return text if len(text) <= max_chars else f"{text[:max_chars]}… ({len(text)} characters)"
 
 
-def _message_text(message: Mapping[str, Any]) -> str:
+def message_text(message: Mapping[str, Any]) -> str:
+    """Return what a message says: its text, then its tool calls as `name(arguments)`."""
     content: Any = message.get("content")
     if isinstance(content, list):
         parts = cast("list[dict[str, Any]]", content)

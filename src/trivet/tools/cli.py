@@ -50,6 +50,7 @@ TOOLS = {
         module="trivet.tools.view", does="a run as a web page on this machine: curves, time line, rollouts, evaluations"
     ),
     "top": Tool(module="trivet.tools.top", does="a run at a glance in the terminal"),
+    "evals": Tool(module="trivet.tools.evals", does="evaluations in the terminal: scores, rollouts, two policies side by side"),
     "check": Tool(
         module="trivet.tools.check", does="prove that a run lost and repeated nothing, or name the event that broke it"
     ),

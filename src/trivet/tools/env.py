@@ -21,11 +21,14 @@ from trivet.environments.packages.interpreters import AUTO, OWN
 from trivet.environments.packages.venvs import VenvStore, find_home
 from trivet.errors import ConfigError
 from trivet.tools import environment_installer
-from trivet.tools.environment_source import PackageSource, choose_source
+from trivet.tools.environment_source import PackageSource, choose_source, require_on_hub
 
 FOLDER = Path("environments")
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _TEMPLATES = Path(__file__).with_name("templates")
+_MODULES = {"v0": "environment_module.txt", "v1": "environment_v1_module.txt"}
+_READMES = {"v0": "environment_readme.md", "v1": "environment_v1_readme.md"}
+"""The templates of a new package, by the generation of the verifiers API."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     init = actions.add_parser("init", help="write a new environment package that works")
     init.add_argument("name", metavar="NAME", help="its id, in lower case with dashes: my-env")
+    init.add_argument(
+        "--api",
+        choices=sorted(_MODULES),
+        default="v0",
+        help="the generation of the verifiers API to write it for (default: v0)",
+    )
     init.add_argument("--path", type=Path, default=FOLDER, help="the folder of environments (default: environments)")
     install = actions.add_parser(
         "install", help="install an environment into a virtual environment beside trivet's own, which does not change"
@@ -62,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     store = VenvStore(find_home())
     match arguments.action:
         case "init":
-            directory = write_package(arguments.name, folder=arguments.path)
+            directory = write_package(arguments.name, folder=arguments.path, api=arguments.api)
             print(f"environment {arguments.name} in {directory}; install it with: uv run trivet env install {arguments.name}")
             return 0
         case "install":
@@ -88,8 +97,11 @@ def require_venv_name(name: str | None) -> str | None:
     return name
 
 
-def write_package(name: str, *, folder: Path) -> Path:
+def write_package(name: str, *, folder: Path, api: str = "v0") -> Path:
     """Write a new environment package; returns its directory.
+
+    Args:
+        api: the generation of the verifiers API, `v0` or `v1`.
 
     Raises:
         ConfigError: the name is none that a package and a module can have, or its directory exists.
@@ -109,32 +121,36 @@ def write_package(name: str, *, folder: Path) -> Path:
         directory.mkdir(parents=True)
     except OSError as exc:
         raise ConfigError(f"{directory} cannot be written: {exc.strerror}; choose another --path") from exc
-    for file, content in package_files(name).items():
+    for file, content in package_files(name, api=api).items():
         (directory / file).write_text(content)
     return directory
 
 
-def package_files(name: str) -> Mapping[str, str]:
+def package_files(name: str, *, api: str = "v0") -> Mapping[str, str]:
     """Return the content of a new package by file name."""
     module = name.replace("-", "_")
+    words = {
+        "name": name,
+        "module": module,
+        "class_name": "".join(part.capitalize() for part in name.split("-")),
+        "verifiers": environment_installer.SHARED_RELEASES[api],
+    }
     templates = {
         "pyproject.toml": "environment_pyproject.toml",
-        f"{module}.py": "environment_module.txt",
-        "README.md": "environment_readme.md",
+        f"{module}.py": _MODULES[api],
+        "README.md": _READMES[api],
     }
-    return {
-        file: Template((_TEMPLATES / template).read_text()).substitute(name=name, module=module)
-        for file, template in templates.items()
-    }
+    return {file: Template((_TEMPLATES / template).read_text()).substitute(words) for file, template in templates.items()}
 
 
 def install(source: PackageSource, *, store: VenvStore, venv: str | None) -> int:
     """Install into a virtual environment, and say what is where; returns 0.
 
     Raises:
-        ConfigError: the package cannot be fetched or built, or is no environment.
+        ConfigError: the hub cannot be reached, or the package cannot be fetched or built, or is no environment.
         DependencyError: what it needs cannot be installed together; nothing was changed.
     """
+    require_on_hub(source)
     print("installing:", source.describe(), flush=True)
     started = time.monotonic()
     record = environment_installer.install(source, store=store, venv=venv)

@@ -26,7 +26,7 @@ from trivet.tools.environment_source import InspectedPackage, PackageSource, ins
 from trivet.tools.installer import choose_installer, describe_conflicts, find_conflicts
 from trivet.wire.workers import PROTOCOL
 
-_SHARED = {"v0": "verifiers>=0.3.1,<0.4", "v1": "verifiers>=0.4,<0.5"}
+SHARED_RELEASES = {"v0": "verifiers>=0.3.1,<0.4", "v1": "verifiers>=0.4,<0.5"}
 """Constraint of the virtual environment that a generation shares: its newest release. A package that pins an older one has its
 own."""
 _WORKER = "trivet-worker"
@@ -106,7 +106,7 @@ def _install_into(
     plan = _Plan(
         name=name,
         sources=(source, *(PackageSource(words=tuple(env.source), index=env.index) for env in others)),
-        constraints=(*pins, *([_SHARED[inspected.api]] if is_shared else [])),
+        constraints=(*pins, *([SHARED_RELEASES[inspected.api]] if is_shared else [])),
     )
     words = list(source.words)
     if words[0] != "-e" and not words[0].endswith(".whl"):

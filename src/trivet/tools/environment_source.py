@@ -8,9 +8,12 @@ import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
+import httpx
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from trivet.dependencies import InstalledPackage, InstalledPackages
@@ -21,6 +24,8 @@ from trivet.tools.installer import Installer
 HUB = "https://hub.primeintellect.ai"
 """The environments hub. The packages of an owner are an index of their own, at /OWNER/simple/."""
 
+_HUB_TIMEOUT_S = 10.0
+"""For each of connecting and answering. The page of a package is small."""
 _HUB_NAME = re.compile(r"(?P<owner>[A-Za-z0-9][\w.-]*)/(?P<package>[A-Za-z0-9][\w.-]*(?:==[\w.]+)?)")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9,._-]+\])?(?:[=<>!~]=?[A-Za-z0-9.*,=<>!~]+)?")
 _FIRST_OF_V1 = Version("0.4.dev0")
@@ -82,6 +87,29 @@ def choose_source(what: str, *, folder: Path, is_index_allowed: bool) -> Package
             f"published it there, add --from-index; OWNER/NAME takes one from the hub"
         )
     return PackageSource(words=(what,))
+
+
+def require_on_hub(source: PackageSource) -> None:
+    """Check that the hub answers and has the package, where it is one of the hub. Anything else is left to the installer.
+
+    An installer that cannot reach an owner's index, or does not find the package in it, goes on to the package index, where
+    anybody may have published another package of that name.
+
+    Raises:
+        ConfigError: the hub cannot be reached, or has no such package.
+    """
+    if not source.index:
+        return
+    name = canonicalize_name(Requirement(source.words[0]).name)
+    try:
+        answer = httpx.get(f"{source.index}{name}/", timeout=_HUB_TIMEOUT_S, follow_redirects=True)
+    except (httpx.HTTPError, ImportError) as exc:  # the latter for a SOCKS proxy, which httpx needs another package for
+        raise ConfigError(
+            f"the environments hub cannot be reached at {source.index} ({exc or type(exc).__name__}), and nothing was changed; "
+            "check the network and the proxy (HTTPS_PROXY), or install from a directory or a wheel: uv run trivet env install PATH"
+        ) from exc
+    if answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+        raise ConfigError(f"{source.index} has no package {name!r}, and nothing was changed; check owner and name")
 
 
 def inspect(source: PackageSource, *, installer: Installer) -> InspectedPackage:

@@ -16,7 +16,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def env():
-    return load_environment()
+    return load_environment(corpus="invented")
 
 
 def test_the_world_is_the_same_every_time_and_no_title_appears_twice(world):
@@ -126,8 +126,15 @@ def test_no_evaluation_question_is_a_training_question(env):
 
 
 def test_a_seed_orders_the_questions():
-    first, same, other = (list(load_environment(num_examples=9, seed=seed).get_dataset()["question"]) for seed in (1, 1, 2))
+    first, same, other = (
+        list(load_environment("invented", num_examples=9, seed=seed).get_dataset()["question"]) for seed in (1, 1, 2)
+    )
     assert first == same != other
+
+
+def test_an_unknown_encyclopedia_is_refused():
+    with pytest.raises(ValueError, match="corpus must be one of 'places', 'invented', got 'wikipedia'"):
+        load_environment("wikipedia")
 
 
 def test_nothing_left_to_train_on_is_refused():

@@ -3,7 +3,7 @@ import pytest
 from support.scripted_policy import play, said
 from wordle import load_environment
 from wordle.environment import split_words
-from wordle.game import load_words, mark_guess, progress_of, why_invalid
+from wordle.game import load_guesses, load_words, mark_guess, progress_of, why_invalid
 
 
 @pytest.fixture
@@ -34,8 +34,19 @@ def test_a_letter_is_marked_as_often_as_the_secret_word_has_it(guess, secret, ma
 
 def test_every_bundled_word_is_distinct_lowercase_and_of_five_letters():
     words = load_words()
-    assert len(words) == len(set(words)) > 600
+    assert len(words) == len(set(words)) == 2315
     assert all(why_invalid(word) is None and word.islower() for word in words)
+
+
+def test_the_words_that_may_be_guessed_are_several_times_the_secret_ones():
+    assert set(load_words()) < load_guesses()
+    assert len(load_guesses()) == 12171
+    assert all(why_invalid(word) is None for word in load_guesses())
+
+
+def test_five_letters_that_are_no_word_count_only_where_any_guess_does():
+    assert why_invalid("xqzzy") == "'xqzzy' is not in the word list"
+    assert why_invalid("xqzzy", is_any_word_allowed=True) is None
 
 
 @pytest.mark.parametrize("guess", ["four", "sixsix", "ab cd", "cr4ne", "naïve"])
@@ -49,7 +60,7 @@ def test_no_evaluation_word_is_a_training_word():
 
 
 def test_every_word_is_played_before_one_is_played_again():
-    train, _ = split_words(100)
+    train, _ = split_words(300)
     answers = list(load_environment(num_examples=len(train)).get_dataset()["answer"])
     assert sorted(answers) == sorted(train)
 
@@ -87,6 +98,12 @@ def test_an_answer_without_a_valid_guess_costs_its_turn(env):
     assert said(state, "user")[1].startswith("'cranes' is not a word of 5 letters.")
     assert state["metrics"]["speed"] == pytest.approx(1 / 3)
     assert state["metrics"]["valid_guesses"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("args", "feedback"), [({}, "'qqqqq' is not in the word list."), ({"any_guess": True}, "Q Q Q Q Q")])
+def test_a_game_may_take_any_five_letters_as_a_guess(args, feedback):
+    env = load_environment(num_examples=1, max_turns=1, **args)
+    assert said(play(env, ["<guess>qqqqq</guess>"]), "user")[0].startswith(feedback)
 
 
 @pytest.mark.parametrize(("args", "message"), [({"num_eval_words": 0}, "num_eval_words"), ({"max_turns": 0}, "max_turns")])

@@ -1,7 +1,9 @@
+import asyncio
 import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +28,24 @@ def test_a_new_environment_loads_and_scores(tmp_path: Path) -> None:
     answer = env.get_dataset()[0]["answer"]
     assert module.share_of_letters([{"role": "assistant", "content": answer}], answer) == 1.0
     assert module.share_of_letters([{"role": "assistant", "content": "?"}], answer) == 0.0
+
+
+def test_a_new_environment_of_the_v1_api_yields_tasks_and_scores(tmp_path: Path) -> None:
+    pytest.importorskip("verifiers.v1")
+    assert main(["env", "init", "my-env", "--api", "v1", "--path", str(tmp_path)]) == 0
+    directory = tmp_path / "my_env"
+    project = tomllib.loads((directory / "pyproject.toml").read_text())["project"]
+    assert (project["name"], project["dependencies"]) == ("my-env", ["verifiers>=0.4,<0.5"])
+    spec = importlib.util.spec_from_file_location("my_env", directory / "my_env.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.__all__ == ["MyEnvTaskset", "OneReplyHarness"]
+    first, *others = module.MyEnvTaskset(module.MyEnvConfig(id="my-env", num_tasks=5)).load()
+    assert len(others) == 4
+    for reply, reward in ((first.data.answer, 1.0), ("?", 0.0)):
+        assert asyncio.run(first.letters(SimpleNamespace(last_reply=reply))) == reward
 
 
 @pytest.mark.parametrize("name", ["My-Env", "my_env", "1env", "a--b", "../x", "class", ""])

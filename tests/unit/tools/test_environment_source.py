@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from support.http_fake import serve
 from support.packages import write_installed, write_source
+from support.processes import find_free_port
 from trivet.dependencies import InstalledPackages
 from trivet.errors import ConfigError
-from trivet.tools.environment_source import PackageSource, api_of, choose_source
+from trivet.tools import environment_source
+from trivet.tools.cli import main
+from trivet.tools.environment_source import PackageSource, api_of, choose_source, require_on_hub
 
 
 def test_a_name_means_the_folder_first(tmp_path: Path) -> None:
@@ -65,3 +69,39 @@ def test_the_generation_comes_from_the_requirement_and_then_from_the_imports(
     package = InstalledPackages([str(tmp_path)]).find("env")
     assert package is not None
     assert api_of(package, ["", text]) == expected
+
+
+def test_a_hub_that_cannot_be_reached_is_one_error_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = f"http://127.0.0.1:{find_free_port()}"
+    monkeypatch.setattr(environment_source, "HUB", hub)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("TRIVET_VENVS", str(tmp_path / "venvs"))
+    assert main(["env", "install", "some-owner/chess", "--path", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    [error] = said.err.splitlines()
+    assert error.startswith(f"error: the environments hub cannot be reached at {hub}/some-owner/simple/ (")
+    assert error.endswith("or install from a directory or a wheel: uv run trivet env install PATH")
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_package_that_its_owner_has_on_the_hub_reaches_an_installer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    asked: list[str] = []
+
+    def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        asked.append(path)
+        return (200, b"[]") if path.endswith("/some-owner/simple/chess-puzzles/") else (404, b"[]")
+
+    with serve(answer) as url:
+        index = f"{url}/some-owner/simple/"
+        require_on_hub(PackageSource(words=("Chess_Puzzles==0.2",), index=index))
+        with pytest.raises(ConfigError, match="has no package 'go', and nothing was changed; check owner and name"):
+            require_on_hub(PackageSource(words=("go",), index=index))
+    assert [path.partition("/some-owner/")[2] for path in asked] == ["simple/chess-puzzles/", "simple/go/"]
+
+
+def test_a_package_of_no_hub_is_looked_for_nowhere() -> None:
+    require_on_hub(PackageSource(words=("-e", "/environments/mine")))

@@ -8,11 +8,9 @@ environment's process has msgspec, numpy, and what its environment brings.
 from collections.abc import Mapping
 
 from trivet.environments.apis.host import EnvironmentHost
-from trivet.environments.apis.release import require_release
+from trivet.environments.apis.release import FIRST_WITH_V1_ALONE, require_release
 from trivet.environments.workers.stages import StageBoard
 from trivet.wire.workers import HostSettings
-
-_FIRST_WITH_V1_ALONE = (0, 4, 0)
 
 
 def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoard | None = None) -> EnvironmentHost:
@@ -26,7 +24,7 @@ def load_host(settings: HostSettings, *, environ: Mapping[str, str], stages: Sta
         EnvironmentLoadError: verifiers or the package is not installed, or the package's own code raised.
     """
     release = require_release(settings.env_id)
-    if release >= _FIRST_WITH_V1_ALONE:
+    if release >= FIRST_WITH_V1_ALONE:
         from trivet.environments.apis.v1.load import load
     else:
         from trivet.environments.apis.v0.load import load

@@ -8,6 +8,9 @@ from trivet.errors import EnvironmentLoadError
 OLDEST_RELEASE = (0, 1, 2)
 """Earlier ones have no `load_environment`, block the event loop while the model answers, and keep no answers."""
 
+FIRST_WITH_V1_ALONE = (0, 4, 0)
+"""From here on environments are run by the v1 API, before by the v0 API."""
+
 _NUMBERS = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 

@@ -5,24 +5,49 @@ after each module, so a module that ends the process is known by its missing ans
 """
 
 import importlib
+import inspect
 import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
+from trivet.environments.apis.release import FIRST_WITH_V1_ALONE, verifiers_release
 from trivet.environments.packages.installed import LOADER
+
+_V1_CLASSES = ("Taskset", "Env")
+"""The classes of `verifiers.v1` of which a module of the v1 API exports one that is derived, through its `__all__`."""
 
 
 def find_problem(module: str) -> str:
-    """Import `module`; return why it does not load in one line, or "" when it does."""
+    """Import `module`; return why it does not load in one line, or "" when it does.
+
+    The installed release of verifiers decides what it must have: `load_environment`, or a taskset or environment of the v1 API.
+    """
     try:
         loaded = importlib.import_module(module)
     except (Exception, SystemExit) as exc:  # noqa: BLE001  # whatever an environment raises is reported with its name
         message = " ".join(str(exc).split())
         return f"{type(exc).__name__}: {message}" if message else type(exc).__name__
+    release = verifiers_release()
+    if release is not None and release >= FIRST_WITH_V1_ALONE:
+        return _find_v1_problem(loaded)
     if not callable(getattr(loaded, LOADER, None)):
         return f"the module {module} has no {LOADER}, by which environments are loaded"
     return ""
+
+
+def _find_v1_problem(loaded: ModuleType) -> str:
+    library = importlib.import_module("verifiers.v1")
+    bases = tuple(getattr(library, name) for name in _V1_CLASSES)
+    exported = [getattr(loaded, name, None) for name in getattr(loaded, "__all__", ())]
+    if any(inspect.isclass(each) and issubclass(each, bases) and each not in bases for each in exported):
+        return ""
+    if callable(getattr(loaded, LOADER, None)):
+        said = f"has {LOADER}, which is of the v0 API; verifiers here has the v1 API: require verifiers<0.4"
+    else:
+        said = "exports no Taskset or Env through __all__, by which environments of the v1 API are loaded"
+    return f"the module {loaded.__name__} {said}"
 
 
 def main() -> None:

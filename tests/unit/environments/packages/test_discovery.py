@@ -92,3 +92,27 @@ def test_a_module_that_hangs_or_ends_the_process_costs_no_other(tmp_path: Path, 
         "two": "",
         "hangs": "importing it took more than 3 s",
     }
+
+
+def test_a_release_of_the_v1_api_needs_an_exported_taskset_or_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = "class Taskset: ...\nclass Env: ..."
+    write_installed(tmp_path, "verifiers", "0.4.0", modules={"verifiers/__init__.py": "", "verifiers/v1.py": library})
+    header = "import verifiers.v1 as vf\n"
+    (tmp_path / "tasks.py").write_text(f"{header}class Mine(vf.Taskset): ...\n__all__ = ['Mine']")
+    (tmp_path / "plays.py").write_text(f"{header}class Mine(vf.Env): ...\n__all__ = ['Mine']")
+    (tmp_path / "hides.py").write_text(f"{header}class Mine(vf.Taskset): ...")
+    (tmp_path / "passes_on.py").write_text(f"{header}Taskset = vf.Taskset\n__all__ = ['Taskset', 'missing']")
+    (tmp_path / "older.py").write_text("def load_environment(): ...")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    problems = check_imports(["tasks", "plays", "hides", "passes_on", "older"])
+    exports = "exports no Taskset or Env through __all__, by which environments of the v1 API are loaded"
+    assert problems == {
+        "tasks": "",
+        "plays": "",
+        "hides": f"the module hides {exports}",
+        "passes_on": f"the module passes_on {exports}",
+        "older": "the module older has load_environment, which is of the v0 API; verifiers here has the v1 API: require "
+        "verifiers<0.4",
+    }
