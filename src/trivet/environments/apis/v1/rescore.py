@@ -49,7 +49,8 @@ def _require_scorable(env: Any, task: Any, *, name: str) -> None:
     kinds: Any = vf
     if not isinstance(env, kinds.SingleAgentEnv):
         raise RolloutFailed(
-            f"environment {name!r} ({type(env).__name__}) plays several agents: verifiers scores their traces within the episode alone",
+            f"environment {name!r} ({type(env).__name__}) plays several agents: "
+            "verifiers scores their traces within the episode alone",
             kind=_NOT_SUPPORTED,
         )
     if needy := sorted(_functions_with_runtime(task)):
