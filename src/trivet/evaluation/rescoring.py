@@ -15,7 +15,7 @@ from trivet.environments.port import EnvironmentPool
 from trivet.errors import RolloutFailed, WorkerLost
 from trivet.evaluation.saved_rollouts import SavedFile, SavedRollout
 from trivet.telemetry.console import conversation_text
-from trivet.wire.groups import GroupRequest, RecordedRollout, SamplingArguments
+from trivet.wire.groups import GroupRequest, RecordedConversation, SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 
 REWARD = "reward"
@@ -198,7 +198,7 @@ def _make_request(file: SavedFile, number: int, env: str, rows: Sequence[SavedRo
         num_rollouts=len(rows),
         base_url="http://127.0.0.1:9/v1",  # the discard port: nothing is asked
         sampling=SamplingArguments(temperature=None),
-        recorded=[RecordedRollout(prompt=row.prompt, completion=row.completion, is_truncated=row.is_truncated) for row in rows],
+        recorded=[RecordedConversation(prompt=row.prompt, completion=row.completion, is_truncated=row.is_truncated) for row in rows],
     )
 
 

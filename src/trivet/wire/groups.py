@@ -26,7 +26,7 @@ class SamplingArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Further fields of each chat-completions request, by name."""
 
 
-class RecordedRollout(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
     """The conversation of a rollout that is over, to be scored again."""
 
     prompt: list[dict[str, Any]]
@@ -50,7 +50,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     base_url: str
     """The inference server that gets all model requests of the group."""
     sampling: SamplingArguments
-    recorded: list[RecordedRollout] = []
+    recorded: list[RecordedConversation] = []
     """Rollouts of the example that are scored instead of new ones, `num_rollouts` of them; empty: new ones are sampled."""
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trivet.errors import RolloutFailed
-from trivet.wire.groups import RecordedRollout
+from trivet.wire.groups import RecordedConversation
 
 EXAMPLE_GONE, PROMPT_DIFFERS = "ExampleGone", "PromptDiffers"
 """Kinds of failure of a group whose recorded rollouts are not comparable with today's data."""
@@ -22,7 +22,7 @@ def find_example(examples: Sequence[Any] | None, example_id: int) -> Any:
     return examples[example_id]
 
 
-def require_same_prompt(prompt: Sequence[dict[str, Any]], recorded: RecordedRollout) -> None:
+def require_same_prompt(prompt: Sequence[dict[str, Any]], recorded: RecordedConversation) -> None:
     """Compare role and text of each message of `prompt`, which today's example starts with, with the recorded ones.
 
     Raises:

@@ -14,14 +14,14 @@ from trivet.environments.apis.messages import shorten_messages
 from trivet.environments.apis.rescoring import require_same_prompt
 from trivet.environments.apis.v0.rubrics import read_scores, score_group
 from trivet.errors import RolloutFailed
-from trivet.wire.groups import RecordedRollout
+from trivet.wire.groups import RecordedConversation
 from trivet.wire.rollouts import Rollout
 
 
 async def rescore(
     env: vf.Environment,
     example: Mapping[str, Any],
-    recorded: Sequence[RecordedRollout],
+    recorded: Sequence[RecordedConversation],
     *,
     client: Any,
     model_name: str,
@@ -62,7 +62,7 @@ async def rescore(
 
 
 async def _make_state(
-    env: Any, example: Mapping[str, Any], recorded: RecordedRollout, *, client: Any, model_name: str
+    env: Any, example: Mapping[str, Any], recorded: RecordedConversation, *, client: Any, model_name: str
 ) -> dict[str, Any]:
     """Return the state of a finished rollout, before it is scored.
 

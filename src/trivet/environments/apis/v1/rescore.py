@@ -20,13 +20,13 @@ from trivet.environments.apis.rescoring import require_same_prompt
 from trivet.environments.apis.reward_guard import collect_reward_errors, failed_reward
 from trivet.environments.apis.v1.episodes import task_messages
 from trivet.errors import RolloutFailed
-from trivet.wire.groups import RecordedRollout
+from trivet.wire.groups import RecordedConversation
 from trivet.wire.rollouts import Rollout
 
 _NOT_SUPPORTED = "NotSupported"
 
 
-async def rescore(env: Any, task: Any, recorded: Sequence[RecordedRollout], *, name: str) -> list[Rollout]:
+async def rescore(env: Any, task: Any, recorded: Sequence[RecordedConversation], *, name: str) -> list[Rollout]:
     """Return the recorded rollouts of `task` with the scores of its reward functions and metrics today.
 
     Args:
@@ -69,7 +69,7 @@ def _functions_with_runtime(task: Any) -> Iterator[str]:
             yield name
 
 
-async def _rescore_one(task: Any, prompt: list[dict[str, Any]], recorded: RecordedRollout, *, index: int, name: str) -> Rollout:
+async def _rescore_one(task: Any, prompt: list[dict[str, Any]], recorded: RecordedConversation, *, index: int, name: str) -> Rollout:
     require_same_prompt(prompt, recorded)
     trace = _make_trace(task, recorded)
     started = time.monotonic()
@@ -96,7 +96,7 @@ async def _rescore_one(task: Any, prompt: list[dict[str, Any]], recorded: Record
     )
 
 
-def _make_trace(task: Any, recorded: RecordedRollout) -> Any:
+def _make_trace(task: Any, recorded: RecordedConversation) -> Any:
     """Return a finished trace of the recorded messages; those of the model are the assistant's after the prompt."""
     kinds: Any = vf
     trace = kinds.Trace(
