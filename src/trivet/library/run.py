@@ -31,7 +31,7 @@ _COPY_LIFETIME_S = 600.0
 """For this long a policy that is being copied is kept, if the program is killed meanwhile."""
 
 
-class RecordedConversation(RolloutRow):
+class RecordedRollout(RolloutRow):
     """A rollout that was trained on, as `rollouts/step_N/rollouts.jsonl` has it."""
 
     @property
@@ -70,11 +70,11 @@ class RunStep:
         return self._metric("loss/mean")
 
     @cached_property
-    def rollouts(self) -> list[RecordedConversation]:
+    def rollouts(self) -> list[RecordedRollout]:
         """The rollouts that were trained on, read when they are asked for; none in supervised fine-tuning."""
         try:
             lines = (self.directory / ROLLOUTS_FILE).read_bytes().splitlines()
-            return [msgspec.json.decode(line, type=RecordedConversation) for line in lines]
+            return [msgspec.json.decode(line, type=RecordedRollout) for line in lines]
         except FileNotFoundError:
             return []
         except DECODE_ERRORS as exc:
