@@ -198,7 +198,9 @@ def _make_request(file: SavedFile, number: int, env: str, rows: Sequence[SavedRo
         num_rollouts=len(rows),
         base_url="http://127.0.0.1:9/v1",  # the discard port: nothing is asked
         sampling=SamplingArguments(temperature=None),
-        recorded=[RecordedConversation(prompt=row.prompt, completion=row.completion, is_truncated=row.is_truncated) for row in rows],
+        recorded=[
+            RecordedConversation(prompt=row.prompt, completion=row.completion, is_truncated=row.is_truncated) for row in rows
+        ],
     )
 
 

@@ -15,9 +15,10 @@ from rich.text import Text
 
 from trivet.config.layout import RunLayout
 from trivet.environments.workers.pool import PoolLimits, open_worker_pool
-from trivet.errors import ConfigError, first_error
+from trivet.errors import ConfigError
 from trivet.evaluation.rescoring import EnvironmentChange, RescoredRollout, compare, most_changed, rescore
 from trivet.evaluation.saved_rollouts import SavedFile, find_evaluated, find_trained, read_run_config, settings_for
+from trivet.process.signals import run_until_signalled
 from trivet.shown_text import printable
 from trivet.storage.durable import write_atomically
 from trivet.wire.workers import HostSettings
@@ -56,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score again and show the differences; returns 0, or 1 when no rollout could be scored.
+    """Score again and show the differences; returns 0, 1 when no rollout could be scored, 130 or 143 when a signal ended it.
 
     Raises:
         ConfigError: the directory holds no rollouts that the arguments select, or not what is needed to score them.
@@ -77,7 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_run_config(layout)
     settings = _select(settings_for(config, files), files, env=arguments.env)
     zeroes = bool(trained) and config is not None and config.zero_truncated_completions
-    rescored = asyncio.run(_rescore_all(files, settings, zeroes_truncated=zeroes))
+    rescored: list[RescoredRollout] = []
+
+    async def work() -> int:
+        rescored.extend(await _rescore_all(files, settings, zeroes_truncated=zeroes))
+        return 0
+
+    if exit_code := asyncio.run(run_until_signalled(work())):
+        return exit_code
     report = make_report(rescored, layout=layout, source="rollouts" if trained else "evals", limit=arguments.limit)
     if arguments.write is not None:
         write_atomically(arguments.write, b"".join(msgspec.json.encode(one) + b"\n" for one in rescored))
@@ -137,17 +145,12 @@ async def _rescore_all(
         for place in places.values():
             place.parent.mkdir(parents=True, exist_ok=True)
         async with open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=PoolLimits()) as pool:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    keeping = tasks.create_task(pool.run(), name="workers")
-                    found = [
-                        one
-                        for file in files
-                        for one in await rescore(pool, file, envs=settings, zeroes_truncated=zeroes_truncated)
-                    ]
-                    keeping.cancel()
-            except ExceptionGroup as failed:  # the first failure has ended the others
-                raise first_error(failed) from None
+            async with asyncio.TaskGroup() as tasks:
+                keeping = tasks.create_task(pool.run(), name="workers")
+                found = [
+                    one for file in files for one in await rescore(pool, file, envs=settings, zeroes_truncated=zeroes_truncated)
+                ]
+                keeping.cancel()
     return found
 
 

@@ -69,7 +69,9 @@ def _functions_with_runtime(task: Any) -> Iterator[str]:
             yield name
 
 
-async def _rescore_one(task: Any, prompt: list[dict[str, Any]], recorded: RecordedConversation, *, index: int, name: str) -> Rollout:
+async def _rescore_one(
+    task: Any, prompt: list[dict[str, Any]], recorded: RecordedConversation, *, index: int, name: str
+) -> Rollout:
     require_same_prompt(prompt, recorded)
     trace = _make_trace(task, recorded)
     started = time.monotonic()
