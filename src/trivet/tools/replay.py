@@ -144,14 +144,12 @@ async def _rescore_all(
         places = {name: RunLayout(Path(logs)).eval_worker_log(name) for name in settings}
         for place in places.values():
             place.parent.mkdir(parents=True, exist_ok=True)
-        async with open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=PoolLimits()) as pool:
-            async with asyncio.TaskGroup() as tasks:
-                keeping = tasks.create_task(pool.run(), name="workers")
-                found = [
-                    one for file in files for one in await rescore(pool, file, envs=settings, zeroes_truncated=zeroes_truncated)
-                ]
-                keeping.cancel()
-    return found
+        opening = open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=PoolLimits())
+        async with opening as pool, asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(pool.run(), name="workers")
+            scored = [await rescore(pool, file, envs=settings, zeroes_truncated=zeroes_truncated) for file in files]
+            keeping.cancel()
+    return [one for rollouts in scored for one in rollouts]
 
 
 def _show(report: ReplayReport) -> None:
