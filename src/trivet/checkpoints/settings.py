@@ -43,6 +43,8 @@ MAY_CHANGE = (
     "data.pack_function",
     "data.record",
     "data.replay",
+    "replay",
+    "record_rollouts",
     "model.attn",
     "model.share_prefixes",
     "model.reshard_after_forward",

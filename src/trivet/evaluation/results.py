@@ -18,7 +18,7 @@ from trivet.telemetry.events import drop_torn_line
 from trivet.wire.groups import SamplingArguments, Split
 from trivet.wire.rollouts import Rollout
 
-_TASK, _RESULTS, _SUMMARY = "task.json", "results.jsonl", "summary.json"
+TASK_FILE, RESULTS_FILE, _SUMMARY = "task.json", "results.jsonl", "summary.json"
 
 
 class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,18 +73,18 @@ class ResultsFile:
             ConfigError: the results to continue are of another task.
         """
         self._directory = directory
-        self._path = directory / _RESULTS
+        self._path = directory / RESULTS_FILE
         self.finished: dict[int, list[ResultRecord]] = {}
         """The rollouts of each finished example, by its id."""
         directory.mkdir(parents=True, exist_ok=True)
-        if does_continue and (directory / _TASK).exists():
-            _require_same(directory / _TASK, task)
+        if does_continue and (directory / TASK_FILE).exists():
+            _require_same(directory / TASK_FILE, task)
             drop_torn_line(self._path)
             self.finished = _read_finished(self._path, rollouts_per_example=task.rollouts_per_example)
         else:
-            for name in (_SUMMARY, _RESULTS):
+            for name in (_SUMMARY, RESULTS_FILE):
                 (directory / name).unlink(missing_ok=True)
-            write_json_atomically(directory / _TASK, task)
+            write_json_atomically(directory / TASK_FILE, task)
         self._file = self._path.open("ab", buffering=0)
 
     @property
@@ -113,7 +113,7 @@ class ResultsFile:
 def holds_task(directory: Path, task: TaskRecord) -> bool:
     """Return whether the results in `directory` are of this very task and can be continued."""
     try:
-        _require_same(directory / _TASK, task)
+        _require_same(directory / TASK_FILE, task)
     except (ConfigError, FileNotFoundError):
         return False
     return True
@@ -128,11 +128,11 @@ def require_continuable(directory: Path, task: TaskRecord, *, unknown: Collectio
     Raises:
         ConfigError: the results are of another task.
     """
-    if (directory / _TASK).exists():
-        _require_same(directory / _TASK, task, unknown=unknown)
+    if (directory / TASK_FILE).exists():
+        _require_same(directory / TASK_FILE, task, unknown=unknown)
         return True
-    if (directory / _RESULTS).exists():
-        raise ConfigError(f"{directory / _RESULTS} was not written by `uv run eval`: there is no {_TASK} next to it")
+    if (directory / RESULTS_FILE).exists():
+        raise ConfigError(f"{directory / RESULTS_FILE} was not written by `uv run eval`: there is no {TASK_FILE} next to it")
     return False
 
 

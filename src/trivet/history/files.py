@@ -335,6 +335,7 @@ class Files:
                     groups=formed,
                     written=groups.rollouts.get(step),
                     group_size=size if isinstance(size, int) else None,
+                    is_replay=groups.is_replay,
                 )
         for step in sorted(groups.rollouts.keys() - set(self.rollouts)):
             ledger.require(

@@ -119,6 +119,8 @@ class GroupHistory:
         """Events of groups and batches since the orchestrator started."""
         self.voided = 0
         """Dispatches that resumes took back."""
+        self.is_replay = False
+        """The orchestrator replays rollouts: their versions are of another run's policies, and may have any age."""
 
     @property
     def counts(self) -> GroupCounts:
@@ -157,8 +159,13 @@ class GroupHistory:
         live = dict.fromkeys(sorted(owed.in_flight), in_flight) | dict.fromkeys(sorted(owed.ready), _READY_ELSEWHERE)
         self._state = self._states[step] = _State(step=step, next_group_id=owed.next_group_id, live=live)
 
-    def start(self, from_step: Step) -> None:
-        """Go back to batch `from_step`: later events are void, and groups in flight then are owed another dispatch."""
+    def start(self, from_step: Step, *, is_replay: bool = False) -> None:
+        """Go back to batch `from_step`: later events are void, and groups in flight then are owed another dispatch.
+
+        Args:
+            is_replay: groups come from another run's record.
+        """
+        self.is_replay = is_replay
         dispatched = self._state.counts.dispatched
         state = self._states.get(from_step)
         if state is None:
@@ -185,7 +192,7 @@ class GroupHistory:
         """Check a group's first dispatch, or another after a lost try or a resume."""
         self.num_since_start += 1
         self._ledger.require(
-            event.version >= self._newest_dispatch,
+            event.version >= self._newest_dispatch or self.is_replay,
             _VERSIONS,
             "a group is dispatched at an older policy than the one before it",
         )
@@ -226,7 +233,8 @@ class GroupHistory:
         self._ledger.require(not group.is_owed, _ONCE, f"{name} finishes without being dispatched again after the resume")
         if event.newest_version != _NO_TOKENS:
             self._ledger.require(
-                group.version <= event.oldest_version <= event.newest_version <= newest_published,
+                group.version <= event.oldest_version <= event.newest_version
+                and (event.newest_version <= newest_published or self.is_replay),
                 _VERSIONS,
                 f"{name} holds tokens of policies {event.oldest_version} to {event.newest_version}; it was dispatched at "
                 f"policy {group.version} and the newest published is {newest_published}",
@@ -313,7 +321,7 @@ class GroupHistory:
     def _check_versions(self, event: BatchFormed, groups: Sequence[LiveGroup]) -> None:
         allowed = max(event.step - 1 - self._max_off_policy_steps, 0)
         self._ledger.require(
-            allowed <= event.oldest_version <= event.newest_version <= event.step - 1,
+            self.is_replay or allowed <= event.oldest_version <= event.newest_version <= event.step - 1,
             _VERSIONS,
             f"batch {event.step} holds tokens of policies {event.oldest_version} to {event.newest_version}; "
             f"max_off_policy_steps {self._max_off_policy_steps} allows {allowed} to {event.step - 1}",
@@ -330,6 +338,8 @@ class GroupHistory:
 
         One step of grace, because groups in flight are looked at between batches.
         """
+        if self.is_replay:
+            return
         for group_id, group in self._state.live.items():
             if not group.is_owed and group.env:
                 oldest = group.oldest if group.is_finished else group.version

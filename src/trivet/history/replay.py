@@ -133,7 +133,11 @@ class Replay:
         if event.role == ORCHESTRATOR:
             if self.starts[ORCHESTRATOR] == 1 and event.from_step and event.from_step == self.first_step:
                 self.groups.adopt(event.from_step, self._inherited)
-            self.groups.start(event.from_step)
+            self.groups.start(event.from_step, is_replay=bool(event.replayed_run))
+            if event.replayed_run and self.starts[ORCHESTRATOR] == 1:
+                self.ledger.not_examined.append(
+                    f"policies of the replayed rollouts: run {event.replayed_run!r} sampled them, and its own history proves them"
+                )
             self.policies.start_orchestrator()
         elif event.role in (TRAINER, SFT):
             self.trainer_role = event.role
@@ -142,7 +146,7 @@ class Replay:
             self.last_stop = None
 
     def _read_orchestrator(self, event: AnyEvent) -> None:
-        if isinstance(event, Dispatch):
+        if isinstance(event, Dispatch) and not self.groups.is_replay:
             self.policies.dispatch(event)
         if handle := self._orchestrator_handlers.get(type(event)):
             handle(event)

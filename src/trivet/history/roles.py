@@ -10,7 +10,7 @@ from trivet.wire.events import AnyEvent, Start, Stop
 
 LAUNCHER = "launcher"
 """Writes between the attempts of others, and has no start of its own."""
-_ORDERLY = ("done", "preempted")
+_ORDERLY = ("done", "preempted", "exhausted")
 """Reasons of a stop before which the role has finished everything that it began."""
 _RECORD, _ONCE = Invariant.INTACT_RECORD, Invariant.EXACTLY_ONCE
 

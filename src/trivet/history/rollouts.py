@@ -38,6 +38,7 @@ def compare_step(
     groups: Mapping[int, LiveGroup],
     written: RolloutsWritten | None,
     group_size: int | None,
+    is_replay: bool = False,
 ) -> None:
     """Compare the files in rollouts/step_N/ with the groups of batch N.
 
@@ -45,6 +46,7 @@ def compare_step(
         groups: of batch `step`, as they were when it was formed.
         written: the orchestrator's word about the files; None in histories of older versions.
         group_size: rollouts of each group; None if it is unknown.
+        is_replay: versions are of another run's policies.
 
     Raises:
         FileNotFoundError: a running run removed the files meanwhile.
@@ -58,7 +60,11 @@ def compare_step(
         return
     ledger.require(set(rows) == set(groups), _ONCE, f"{path} holds {_difference(rows, groups)} than step {step} trained")
     newest = max((run.version for found in rows.values() for row in found for run in row.versions), default=0)
-    ledger.require(newest < step, _VERSIONS, f"{path} holds tokens of policy {newest}; step {step} trained before it existed")
+    ledger.require(
+        newest < step or is_replay,
+        _VERSIONS,
+        f"{path} holds tokens of policy {newest}; step {step} trained before it existed",
+    )
     for group_id in sorted(rows.keys() & groups.keys()):
         _compare_group(ledger, path, rows[group_id], groups[group_id], group_size=group_size)
 

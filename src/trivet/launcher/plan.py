@@ -155,7 +155,7 @@ def plan(
             *_memory_notices("inference", config.inference, inference),
             *_memory_notices("teacher_inference", config.teacher_inference, teacher),
         ),
-        base_urls=tuple(orchestrator.client.base_url),
+        base_urls=tuple(orchestrator.client.base_url) if config.orchestrator.replay is None else (),
         teacher_urls=tuple(orchestrator.teacher_model.client.base_url) if teacher and orchestrator.teacher_model else (),
     )
 

@@ -22,6 +22,7 @@ from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, make_series
 from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
+from trivet.orchestrator.replay import UNLIMITED_STEPS, ReplaySource, UnservedPolicy
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
 from trivet.process.loop_lag import LoopLag, lag_metrics
@@ -58,7 +59,7 @@ def make_loop(context: RunContext) -> Loop:
     waiting, left_out = usable_groups(
         context.part.buffer, skip=context.config.ckpt.skip_buffer, has_teacher=context.teacher is not None
     )
-    buffer = _make_buffer(context, waiting)
+    buffer = _make_buffer(context.config, context.telemetry, waiting)
     for group_id, reason in left_out.items():
         context.telemetry.write_event(Drop(group_id=group_id, reason=reason))
     resumed_draws, gone = sampler.locate_draws(waiting.in_flight)
@@ -90,6 +91,47 @@ def make_loop(context: RunContext) -> Loop:
     )
 
 
+def make_replay_loop(
+    part: OrchestratorPart, *, config: OrchestratorConfig, layout: RunLayout, sender: BatchSender, telemetry: Telemetry
+) -> Loop:
+    """Return the loop of a run that trains on the rollouts in `config.replay`: it has no servers and no environments.
+
+    Raises:
+        BatchError: the record cannot be read.
+        CheckpointError: `part` is of a replay of another run.
+        ConfigError: a custom advantage cannot be used.
+    """
+    assert config.replay is not None
+    fill_changed, lag = ChangeEvent(), LoopLag()
+    waiting, left_out = usable_groups(part.buffer, skip=config.ckpt.skip_buffer, has_teacher=False)
+    buffer = _make_buffer(config, telemetry, waiting)
+    for group_id, reason in left_out.items():
+        telemetry.write_event(Drop(group_id=group_id, reason=reason))
+    source = ReplaySource(
+        config.replay,
+        buffer=buffer,
+        advantage=make_advantage(config.advantage),
+        limits=Limits.of(config),
+        groups_per_batch=config.batch_size // config.rollouts_per_example,
+        on_group_end=fill_changed.notify,
+        state=part.sampler,
+    )
+    return Loop(
+        config=config,
+        layout=layout,
+        progress=part.progress,
+        sampler=source,
+        buffer=buffer,
+        dispatcher=source,
+        watcher=UnservedPolicy(),
+        sender=sender,
+        telemetry=telemetry,
+        fill_changed=fill_changed,
+        background_tasks={"loop-lag": lag.run},
+        gauges=lambda: _lag_gauges(lag),
+    )
+
+
 def usable_groups(waiting: BufferState, *, skip: bool, has_teacher: bool) -> tuple[BufferState, dict[GroupId, str]]:
     """Split the groups of a checkpoint into those that the run goes on with and those left out, by id with the reason.
 
@@ -111,12 +153,11 @@ def _make_sampler(context: RunContext) -> ExampleSampler:
     return ExampleSampler(examples, seed=config.seed, rules=config.buffer, state=context.part.sampler)
 
 
-def _make_buffer(context: RunContext, waiting: BufferState) -> GroupBuffer:
-    config = context.config
+def _make_buffer(config: OrchestratorConfig, telemetry: Telemetry, waiting: BufferState) -> GroupBuffer:
     return GroupBuffer(
-        write_event=context.telemetry.write_event,
+        write_event=telemetry.write_event,
         online_difficulty_filtering=config.buffer.online_difficulty_filtering,
-        max_off_policy_steps=config.max_off_policy_steps,
+        max_off_policy_steps=config.max_off_policy_steps if config.replay is None else UNLIMITED_STEPS,
         filters=rollout_filters(config),
         ready=waiting.ready,
     )
@@ -174,5 +215,9 @@ def _gauges(context: RunContext, load_watcher: LoadWatcher, lag: LoopLag) -> Map
         **load_watcher.metrics(),
         **context.environments.metrics(),
         **(context.teacher.take_metrics() if context.teacher is not None else {}),
-        **lag_metrics("event_loop_lag", lag.take(), ("min", "mean", "med", "p90", "max")),
+        **_lag_gauges(lag),
     }
+
+
+def _lag_gauges(lag: LoopLag) -> Mapping[str, float]:
+    return lag_metrics("event_loop_lag", lag.take(), ("min", "mean", "med", "p90", "max"))

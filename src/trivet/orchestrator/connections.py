@@ -13,9 +13,11 @@ from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.environments.local_pool import LocalPool
+from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.memory import memory_limit
-from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
+from trivet.environments.workers.pool import PoolLimits, open_worker_pool
 from trivet.orchestrator.teacher import Teacher
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry.telemetry import Telemetry
@@ -29,12 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[WorkerPool, None]:
-    """Load every environment of the run in worker processes.
+async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[EnvironmentPool, None]:
+    """Load every environment of the run in worker processes; a replay has none.
 
     Raises:
         EnvironmentLoadError: one cannot be loaded.
     """
+    if config.replay is not None:
+        yield LocalPool({})
+        return
     settings = list(run_settings(config).values())
     limits = PoolLimits(
         workers_per_env=config.workers_per_env,

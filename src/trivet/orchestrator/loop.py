@@ -35,6 +35,7 @@ from trivet.orchestrator.garbage import collect_by_the_clock, rare_collections
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
 from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
+from trivet.orchestrator.replay import ReplaySource, UnservedPolicy
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.telemetry import process_report
@@ -42,6 +43,7 @@ from trivet.telemetry.telemetry import Telemetry
 from trivet.telemetry.timing import timed
 from trivet.transport.port import BatchSender
 from trivet.wire.batches import Batch, BatchPurpose
+from trivet.wire.events import RolloutsWritten
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -63,10 +65,10 @@ class Loop:
     config: OrchestratorConfig
     layout: RunLayout
     progress: RunTotals
-    sampler: ExampleSampler
+    sampler: ExampleSampler | ReplaySource
     buffer: GroupBuffer
-    dispatcher: Dispatcher
-    watcher: PolicyWatcher
+    dispatcher: Dispatcher | ReplaySource
+    watcher: PolicyWatcher | UnservedPolicy
     sender: BatchSender
     telemetry: Telemetry
     fill_changed: ChangeEvent
@@ -79,6 +81,8 @@ class Loop:
     """Further metrics, read at the end of each step."""
     preempt_requested: bool = False
     """Set by `preempt`."""
+    is_exhausted: bool = False
+    """Set when a replay has no groups left for another batch."""
 
     def preempt(self) -> None:
         """Request a preemption: fill no further batch, have the trainer commit the last batch sent, and end."""
@@ -138,7 +142,7 @@ class Loop:
             started = time.monotonic()
             groups = await self._fill(step)
             if groups is None:
-                await self._send_preemption(step, unwritten)
+                await self._send_ending(step, unwritten)
                 return
             # No await until `_hand_over`: checkpoint part and counters describe the state at the moment the batch was formed.
             part, is_due = self._part(), self.config.ckpt.is_due(step, max_steps=self.config.max_steps)
@@ -189,23 +193,29 @@ class Loop:
         with timed(times, "wait_for_receipt"), process_report.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
         process_report.set_numbers(step=step)
-        self.telemetry.write_event(await asyncio.to_thread(write_rollouts, self.layout, step, groups))
-        return times | await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
+        self.telemetry.write_event(await asyncio.to_thread(_write_rollouts, self.layout, step, groups, self.config))
+        measured = await asyncio.to_thread(batch_metrics, groups, step=step, num_tokens=batch.num_tokens)
+        if self.config.replay is not None:  # versions of another run say nothing of this run's steps
+            measured = {name: value for name, value in measured.items() if not name.startswith("batch/off_policy_")}
+        return times | measured
 
-    async def _send_preemption(self, step: Step, part: OrchestratorPart | None) -> None:
-        """Send a preemption instead of batch `step`. The trainer then commits the step before, and ends.
+    async def _send_ending(self, step: Step, part: OrchestratorPart | None) -> None:
+        """Send a preemption, or the end of a record, instead of batch `step`. The trainer then commits the step before, and ends.
 
         Args:
             part: orchestrator part of the checkpoint of the step before; None when its checkpoint was due anyway.
         """
         if part is not None:
             await asyncio.to_thread(write_part, self.layout, part, config=self.config)
-        logger.info("preempted after batch=%s commits=%s", step - 1, part is not None)
+        if self.is_exhausted:
+            logger.warning("the run ends after step %s: %s", step - 1, self.sampler.explain_drained())
+        else:
+            logger.info("preempted after batch=%s commits=%s", step - 1, part is not None)
         with process_report.waiting(f"the end of step {step - 1}", on="trainer"):
             await self.sender.send(
                 Batch(
                     step=step,
-                    purpose=BatchPurpose.PREEMPT,
+                    purpose=BatchPurpose.END if self.is_exhausted else BatchPurpose.PREEMPT,
                     micro_batches=[],
                     group_ids=[],
                     num_rollouts=0,
@@ -220,7 +230,7 @@ class Loop:
         self.dispatcher.changed.notify()
 
     async def _fill(self, step: Step) -> list[Group] | None:
-        """Return the groups of batch `step`; None when the run is preempted instead."""
+        """Return the groups of batch `step`; None when the run is preempted instead, or a replay has too few left."""
         num_groups = self.config.batch_size // self.config.rollouts_per_example
         limit = self.config.max_fruitless_batches * num_groups
         since = time.monotonic()
@@ -235,6 +245,9 @@ class Loop:
                     "check the reward function, raise sampling.temperature or rollouts_per_example, or take easier examples"
                 )
             if self.sampler.is_drained and not self.buffer.num_in_flight and not self.dispatcher.undispatched_draws:
+                if isinstance(self.sampler, ReplaySource) and step > 1:
+                    self.is_exhausted = True
+                    return None
                 raise BatchError(
                     f"batch {step} cannot be filled, {self.buffer.num_ready} of {num_groups} groups are ready: "
                     + self.sampler.explain_drained()
@@ -262,6 +275,10 @@ class Loop:
             buffer=self.buffer.snapshot(also_in_flight=self.dispatcher.undispatched_draws),
             rollouts_per_example=self.config.rollouts_per_example,
         )
+
+
+def _write_rollouts(layout: RunLayout, step: Step, groups: list[Group], config: OrchestratorConfig) -> RolloutsWritten:
+    return write_rollouts(layout, step, groups, recorded_for=config.run.id if config.record_rollouts else "")
 
 
 def _make_batch(step: Step, groups: list[Group], *, seq_len: int, has_part: bool) -> Batch:

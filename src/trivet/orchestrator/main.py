@@ -18,6 +18,7 @@ from trivet.process.signals import run_until_signalled
 from trivet.process.stacks import show_tasks_on_signal
 from trivet.telemetry import process_report
 from trivet.telemetry.logs import setup_logging
+from trivet.transport.recorded_groups import require_replayable
 
 if TYPE_CHECKING:
     from trivet.orchestrator.loop import Loop
@@ -35,6 +36,7 @@ def check(config: OrchestratorConfig) -> None:
         require_environment(env)
     require_resumable(config)
     make_advantage(config.advantage)
+    require_replayable(config)
 
 
 def start(config: OrchestratorConfig) -> int:

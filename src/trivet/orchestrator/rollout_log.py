@@ -1,7 +1,7 @@
 """Writes `rollouts/step_N/`: the rollouts trained in step N.
 
 `rollouts.jsonl` is for a human to read. From `tokens.msgpack.z`, `trivet view` shows which tokens were likely and which policy
-sampled them.
+sampled them. From `groups.msgpack.z`, another run can train on them (`orchestrator.replay`).
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import msgspec
 from trivet.config.layout import ROLLOUTS_FILE, RunLayout
 from trivet.step_directories import discard_after
 from trivet.storage.durable import digest_of, hash_bytes, replace_file
+from trivet.transport.recorded_groups import GROUPS_FILE, pack_groups
 from trivet.wire.events import RolloutsWritten
 from trivet.wire.rollout_tokens import TOKENS_FILE, pack_tokens
 from trivet.wire.rollouts import Group, Rollout
@@ -36,8 +37,11 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     completion: list[dict[str, object]]
 
 
-def write_rollouts(layout: RunLayout, step: Step, groups: Sequence[Group]) -> RolloutsWritten:
+def write_rollouts(layout: RunLayout, step: Step, groups: Sequence[Group], *, recorded_for: str = "") -> RolloutsWritten:
     """Each file appears whole, or not at all; the tokens first, so that who sees the rollouts finds them too.
+
+    Args:
+        recorded_for: id of this run, if another run is to replay its groups; empty: no file is written for that.
 
     Returns:
         The event that describes the files.
@@ -46,7 +50,10 @@ def write_rollouts(layout: RunLayout, step: Step, groups: Sequence[Group]) -> Ro
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lines = [encoder.encode(_record(group, rollout)) + b"\n" for group in groups for rollout in group.rollouts]
     directory = layout.rollouts_step(step)
-    contents = {TOKENS_FILE: pack_tokens(rollouts), ROLLOUTS_FILE: b"".join(lines)}
+    contents = {TOKENS_FILE: pack_tokens(rollouts)}
+    if recorded_for:
+        contents[GROUPS_FILE] = pack_groups(groups, run_id=recorded_for, step=step)
+    contents[ROLLOUTS_FILE] = b"".join(lines)
     for name, content in contents.items():
         replace_file(directory / name, content)
     digest = digest_of({name: hash_bytes(content) for name, content in contents.items()})

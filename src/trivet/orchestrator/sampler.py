@@ -58,6 +58,8 @@ class SamplerState(msgspec.Struct, kw_only=True):
     """Of each row's turns."""
     parked: dict[str, list[ParkedExample]] = {}
     """By environment, longest parked first."""
+    replayed_run: str = ""
+    """The run whose recorded groups are replayed, of which `next_group_id` were; empty in a run that samples."""
 
 
 class ExampleSampler:

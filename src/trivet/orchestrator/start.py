@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import resolve_resume_step
@@ -11,20 +12,23 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.examples import training_problem
 from trivet.environments.port import EnvironmentPool
-from trivet.errors import EnvironmentLoadError
-from trivet.orchestrator.assembly import RunContext, make_loop
+from trivet.errors import CheckpointError, EnvironmentLoadError
+from trivet.orchestrator.assembly import RunContext, make_loop, make_replay_loop
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
 from trivet.orchestrator.connections import inference_client, open_sender, open_servers, open_teacher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import discard_evals_after
+from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.rollout_log import discard_rollouts_after
-from trivet.orchestrator.sampler import SamplerState
+from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
+from trivet.transport.recorded_groups import read_groups, recorded_files
 from trivet.weights.catalog import latest_version
+from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Start, Stop
 from trivet.wire.groups import Split
 from trivet.wire.versions import START_VERSION, PolicyVersion, Step
@@ -39,7 +43,8 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         on_loop: gets the loop when it begins to fill batches, to preempt it.
     """
     layout = RunLayout(config.output_dir)
-    _require_examples(config, pool)
+    if config.replay is None:
+        _require_examples(config, pool)
     part = _starting_point(config, layout)
     telemetry = Telemetry(
         "orchestrator",
@@ -50,7 +55,8 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, shown_samples=config.shown_samples),
         resume_step=part.progress.step,
     )
-    telemetry.write_event(Start(run_id=config.run.id, from_step=part.progress.step))
+    replayed = read_groups(recorded_files(config.replay)[0]).run_id if config.replay is not None else ""
+    telemetry.write_event(Start(run_id=config.run.id, from_step=part.progress.step, replayed_run=replayed))
     discard_rollouts_after(layout, part.progress.step)
     if part.progress.step:
         discard_evals_after(layout, PolicyVersion(part.progress.step))
@@ -59,37 +65,64 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     process_report.set_worker_source(pool.status)
     reason = "failed"
     loop: Loop | None = None
-    process_report.begin_waiting("servers that answer", on="inference")
     try:
-        async with open_servers(config, telemetry) as servers, open_teacher(config) as teacher, open_sender(config) as sender:
-            loop = make_loop(
-                RunContext(
-                    config=config,
-                    layout=layout,
-                    part=part,
-                    environments=pool,
-                    servers=servers,
-                    sender=sender,
-                    telemetry=telemetry,
-                    teacher=teacher,
-                )
-            )
-            _report_numbers(loop)
-            process_report.begin_waiting("a policy to start from", on="trainer")
-            await _ensure_first_policy(loop, config)
-            if teacher is not None:
-                await _check_teacher(teacher, loop, config, pool, servers)
-            process_report.begin_waiting("the self-check to be received", on="trainer")
-            await _send_self_check(loop, config, pool, servers)
+        async with AsyncExitStack() as opened:
+            if config.replay is not None:
+                loop = await _begin_replay(opened, config, part, telemetry)
+            else:
+                loop = await _begin_sampling(opened, config, part, pool, telemetry)
             on_loop(loop)
             await loop.run()
-            reason = "preempted" if loop.preempt_requested else "done"
+            reason = "preempted" if loop.preempt_requested else "exhausted" if loop.is_exhausted else "done"
     except asyncio.CancelledError:
         reason = "interrupted"
         raise
     finally:
         telemetry.write_event(Stop(step=loop.progress.step if loop else part.progress.step, reason=reason))
         telemetry.close()
+
+
+async def _begin_sampling(
+    opened: AsyncExitStack, config: OrchestratorConfig, part: OrchestratorPart, pool: EnvironmentPool, telemetry: Telemetry
+) -> Loop:
+    """Return the loop of a run that samples, once the servers serve its first policy and the trainer has the self-check."""
+    process_report.begin_waiting("servers that answer", on="inference")
+    servers = await opened.enter_async_context(open_servers(config, telemetry))
+    teacher = await opened.enter_async_context(open_teacher(config))
+    loop = make_loop(
+        RunContext(
+            config=config,
+            layout=RunLayout(config.output_dir),
+            part=part,
+            environments=pool,
+            servers=servers,
+            sender=await opened.enter_async_context(open_sender(config)),
+            telemetry=telemetry,
+            teacher=teacher,
+        )
+    )
+    _report_numbers(loop)
+    process_report.begin_waiting("a policy to start from", on="trainer")
+    await _ensure_first_policy(loop, config)
+    if teacher is not None:
+        await _check_teacher(teacher, loop, config, pool, servers)
+    process_report.begin_waiting("the self-check to be received", on="trainer")
+    await _send_self_check(loop, config, pool, servers)
+    return loop
+
+
+async def _begin_replay(
+    opened: AsyncExitStack, config: OrchestratorConfig, part: OrchestratorPart, telemetry: Telemetry
+) -> Loop:
+    """Return the loop of a replay, once the trainer has received a self-check, which is empty without a server."""
+    sender = await opened.enter_async_context(open_sender(config))
+    loop = make_replay_loop(part, config=config, layout=RunLayout(config.output_dir), sender=sender, telemetry=telemetry)
+    _report_numbers(loop)
+    process_report.begin_waiting("the self-check to be received", on="trainer")
+    await sender.send(
+        Batch(step=part.progress.step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
+    )
+    return loop
 
 
 def _report_numbers(loop: Loop) -> None:
@@ -125,6 +158,12 @@ def _starting_point(config: OrchestratorConfig, layout: RunLayout) -> Orchestrat
         )
     step = resolve_resume_step(layout, config.ckpt.resume_step)
     part = read_part(layout, step, rollouts_per_example=config.rollouts_per_example)
+    if bool(part.sampler.replayed_run) != (config.replay is not None):
+        raise CheckpointError(
+            f"checkpoint step_{step} was made {'by' if part.sampler.replayed_run else 'without'} a replay, and "
+            f"orchestrator.replay is {config.replay or 'not set'}; set it back, or start a new run with --model.name "
+            f"{layout.weights_step(step)}"
+        )
     if config.ckpt.skip_progress:
         part.progress = RunTotals(step=step)
     logger.info(
@@ -138,6 +177,7 @@ async def _check_teacher(
 ) -> None:
     process_report.begin_waiting("a teacher that answers", on="teacher")
     await teacher.wait_ready()
+    assert isinstance(loop.sampler, ExampleSampler)
     messages = [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in loop.sampler.preview(1)]
     policy = inference_client(config.client, servers.roots[0])
     try:
@@ -151,6 +191,7 @@ async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
 
     A deterministic run goes back to the one that the next batch was sampled from when the run was not broken.
     """
+    assert isinstance(loop.watcher, PolicyWatcher)
     version = PolicyVersion(loop.progress.step)
     if config.deterministic:
         version = required_version(step=Step(loop.progress.step + 1), max_async_level=config.max_async_level)
@@ -165,6 +206,7 @@ async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: Environ
 
     Its acknowledgement says that the trainer has cleared away what an earlier attempt left.
     """
+    assert isinstance(loop.sampler, ExampleSampler)
     is_comparable = loop.watcher.version == loop.progress.step
     if not is_comparable:
         logger.info("self-check left out: the servers serve policy %s as they did before", loop.watcher.version)

@@ -54,6 +54,9 @@ TOOLS = {
     "check": Tool(
         module="trivet.tools.check", does="prove that a run lost and repeated nothing, or name the event that broke it"
     ),
+    "replay": Tool(
+        module="trivet.tools.replay", does="score a run's saved rollouts with today's reward functions, and show what changed"
+    ),
     "merge": Tool(
         module="trivet.tools.merge", does="put a trained adapter into its base model, as a model that any program loads"
     ),

@@ -153,15 +153,15 @@ def _check_agreement(session: Session, config: TrainerConfig, receiver: BatchRec
 
 
 def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver | None, step: Step) -> bool:
-    """Receive, train, publish and save one step; return False if the run was preempted instead of sending a batch."""
+    """Receive, train, publish and save one step; return False if the run ends instead of sending a batch."""
     with session.timed("step"):
         if config.max_async_level == 0:
             session.await_policy()  # without it the batch never comes: raise its failure instead of waiting
         with session.timed("wait_for_batch"), process_report.waiting(f"batch {step}", on="orchestrator"):
             batch = receive(session.world, receiver, step)
         session.raise_failure()
-        if batch.purpose is BatchPurpose.PREEMPT:
-            _end_preempted(session, batch)
+        if batch.purpose in (BatchPurpose.PREEMPT, BatchPurpose.END):
+            _end_early(session, batch)
             return False
         process_report.begin(f"training step {step}")
         with session.failing_together(), naming_last_weights(session.layout, await_policy=session.await_policy):
@@ -194,14 +194,15 @@ def _update_reference(session: Session, config: TrainerConfig, step: Step) -> No
         logger.info("reference policy version=%s", step)
 
 
-def _end_preempted(session: Session, batch: Batch) -> None:
-    """Commit the last step, unless it is committed already, and record that the run was preempted."""
+def _end_early(session: Session, batch: Batch) -> None:
+    """Commit the last step, unless it is committed already, and record that the run was preempted or used up its record."""
     last = Step(batch.step - 1)
-    logger.info("preempted after step=%s commits=%s", last, batch.has_orchestrator_part)
+    ending = "preempted" if batch.purpose is BatchPurpose.PREEMPT else "exhausted"
+    logger.info("%s after step=%s commits=%s", ending, last, batch.has_orchestrator_part)
     process_report.begin(f"committing step {last}")
     if batch.has_orchestrator_part:
         session.save(last, parts=PARTS)
-    session.ending = "preempted"
+    session.ending = ending
 
 
 def _parts_due(config: TrainerConfig, batch: Batch) -> Sequence[str]:

@@ -51,6 +51,8 @@ class BatchPurpose(StrEnum):
     PREEMPT = "stop"
     """Sent instead of a batch when the run is preempted: the trainer commits the step before, and ends. The other part of that
     checkpoint is on disk if `has_orchestrator_part`."""
+    END = "end"
+    """Sent instead of a batch when a replay has used up its record: the trainer does the same, and the run is done."""
 
 
 class Batch(msgspec.Struct, kw_only=True):

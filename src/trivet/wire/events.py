@@ -39,6 +39,9 @@ class Start(Event):
     run_id: str
     from_step: Step
     """0 for a fresh run; N when resumed from the checkpoint of step N."""
+    replayed_run: str = ""
+    """Of an orchestrator that replays rollouts (`orchestrator.replay`): the run that sampled them. The versions in its events of
+    groups and batches are of policies of that run, and no server is asked."""
 
 
 class Dispatch(Event):
@@ -164,7 +167,8 @@ class Stop(Event):
 
     step: Step
     reason: str
-    """`done`, `failed`, `interrupted`, or `preempted`: it was asked to commit and to end."""
+    """`done`, `failed`, `interrupted`; `preempted`: it was asked to commit and to end; `exhausted`: a replay used up its record
+    before the last step."""
 
 
 class EnvLoad(Event):

@@ -26,8 +26,19 @@ class SamplingArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Further fields of each chat-completions request, by name."""
 
 
+class RecordedConversation(msgspec.Struct, frozen=True, kw_only=True):
+    """The conversation of a rollout that is over, to be scored again."""
+
+    prompt: list[dict[str, Any]]
+    completion: list[dict[str, Any]]
+    is_truncated: bool = False
+
+
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to run `num_rollouts` rollouts of one example on one server and to score them together."""
+    """A request to run `num_rollouts` rollouts of one example on one server and to score them together.
+
+    With `recorded` nothing is sampled: these rollouts are scored.
+    """
 
     group_id: GroupId
     env: str
@@ -39,6 +50,8 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     base_url: str
     """The inference server that gets all model requests of the group."""
     sampling: SamplingArguments
+    recorded: list[RecordedConversation] = []
+    """Rollouts of the example that are scored instead of new ones, `num_rollouts` of them; empty: new ones are sampled."""
 
 
 class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.servers import ServerAccess
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages and of every struct in them. Raise it whenever one changes; a test compares their schema with it."""
 PULSE_INTERVAL_S = 1.0
 """Seconds between two pulses of a worker."""

@@ -173,20 +173,27 @@ def test_several_iterations_update_several_times_on_one_batch(tiny_model: Path, 
     assert metrics_of(twice)[0]["mismatch_kl/mean"] != metrics_of(once)[0]["mismatch_kl/mean"]
 
 
-def test_a_run_that_is_preempted_commits_the_last_step_and_ends(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("purpose", "reason"),
+    [(BatchPurpose.PREEMPT, "preempted"), (BatchPurpose.END, "exhausted")],
+    ids=["preempted", "at its end"],
+)
+def test_a_run_that_ends_early_commits_the_last_step(
+    tiny_model: Path, world, make_batches, tmp_path: Path, purpose: BatchPurpose, reason: str
+) -> None:
     layout = RunLayout(tmp_path)
 
     def prepare() -> dict[int, Batch]:
         batches = make_batches(layout, last=3, parts=(3,))
         batches[3].has_orchestrator_part = False  # it was not due; the part was written when the run was preempted
-        return batches | {4: make_batch(4, [], BatchPurpose.PREEMPT, has_part=True)}
+        return batches | {4: make_batch(4, [], purpose, has_part=True)}
 
     run_loop(make_config(tiny_model, tmp_path), world, prepare)
     assert committed_steps(layout) == [3]
     assert published_versions(layout)[-1] == 3
     stop = list(read_events(layout.events))[-1]
     assert isinstance(stop, Stop)
-    assert (stop.step, stop.reason) == (3, "preempted")
+    assert (stop.step, stop.reason) == (3, reason)
 
 
 def test_a_policy_that_a_reader_still_holds_stays(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:

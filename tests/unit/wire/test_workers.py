@@ -7,7 +7,10 @@ import msgspec
 
 from trivet.wire.workers import PROTOCOL, Pulse, WorkerAnswer, WorkerHello, WorkerOrder
 
-DIGESTS = {1: "a0658602df162e8f5d5d90f9aabe5db8644e9a05ddbb41817a4f746df2cbd90b"}
+DIGESTS = {
+    1: "a0658602df162e8f5d5d90f9aabe5db8644e9a05ddbb41817a4f746df2cbd90b",
+    2: "2bec8d027e1ced7983d1b5d60cffa7c84ebcb1713f4fe96f5888e355ed1bf7e0",
+}
 """Digest of the schema by version of the protocol. A released line never changes: a changed schema needs the next version."""
 
 

@@ -78,6 +78,27 @@ def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterato
     yield from run_sampling_problems(config, at)
     if config.eval is not None:
         yield from _eval_problems(config, config.eval, at.eval)
+    yield from _replay_problems(config, at)
+
+
+def _replay_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
+    """Yield what needs a server: a replay has none."""
+    if config.replay is None:
+        return
+    needs = {
+        at.eval: config.eval,
+        at.val: config.val,
+        at.teacher_model: config.teacher_model,
+        at.client.elastic: config.client.elastic,
+    }
+    for key, value in needs.items():
+        if value is not None:
+            yield f'{key} needs an inference server, and {at.replay} ({config.replay}) starts none; set {key} = "None"'
+    if config.ckpt.resume_from is not None:
+        yield (
+            f"{at.ckpt.resume_from} ({config.ckpt.resume_from}) goes on with the groups of that run, and {at.replay} takes those of"
+            f" a record; remove it, and start from its weights with {ROOT.model.name}"
+        )
 
 
 def _eval_problems(config: OrchestratorConfig, evals: OnlineEvalConfig, at: Key) -> Iterator[str]:

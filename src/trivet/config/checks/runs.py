@@ -91,7 +91,12 @@ def _port_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _teacher_problems(config: RLConfig) -> Iterator[str]:
-    if config.trainer.loss.needs_teacher and config.orchestrator.teacher_model is None:
+    if config.trainer.loss.needs_teacher and config.orchestrator.replay is not None:
+        yield (
+            f"{TRAINER.loss.teacher_tau} is above 0 and needs a teacher's server, and {ORCHESTRATOR.replay}"
+            f" ({config.orchestrator.replay}) starts none; set it to 0"
+        )
+    elif config.trainer.loss.needs_teacher and config.orchestrator.teacher_model is None:
         yield (
             f"{TRAINER.loss.teacher_tau} is above 0 and there is no teacher: set {ORCHESTRATOR.teacher_model.model.name}, and"
             f" {ROOT.teacher_gpu_ids} for a server that the run starts, or {ORCHESTRATOR.teacher_model.client.base_url} for one"
@@ -162,7 +167,7 @@ def run_notices(config: RLConfig) -> Iterator[str]:
     """Yield the notices of a run: those of each role, and those between roles."""
     if config.trainer.bench is not None:
         return
-    if config.max_steps is None:
+    if config.max_steps is None and config.orchestrator.replay is None:
         yield f"{ROOT.max_steps} is not set: the run goes on until it is stopped"
     yield from sampling_notices(config.orchestrator, ORCHESTRATOR)
     yield from _teacher_notices(config)

@@ -55,6 +55,7 @@ DETERMINISTIC: dict[str, object] = {
 
 def resolve(draft: Draft, findings: Findings) -> None:
     """Fill the roles' sections of a run in `draft`."""
+    _leave_out_servers(draft)
     _make_deterministic(draft, findings)
     _agree(draft, findings, _model_names(draft))
     _fill(draft, "model.name", ("orchestrator.model.name",))
@@ -93,6 +94,13 @@ def resolve(draft: Draft, findings: Findings) -> None:
         _agree(draft, findings, ("trainer.tokenizer.chat_template", "inference.model.chat_template"))
         for name in RopeScalingConfig.model_fields:
             _agree(draft, findings, (f"trainer.model.rope_scaling.{name}", f"inference.model.rope_scaling.{name}"))
+
+
+def _leave_out_servers(draft: Draft) -> None:
+    """A replay samples nothing: the run starts no inference server, whatever [inference] says."""
+    replay = draft.leaf("orchestrator.replay")
+    if replay is not None and replay.value is not None:
+        draft.tree["inference"] = Sourced(None, _derived("orchestrator.replay", replay), is_derived=True)
 
 
 def _make_deterministic(draft: Draft, findings: Findings) -> None:

@@ -1,5 +1,6 @@
 """Sections of the orchestrator."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -67,6 +68,12 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
     """Train on no token of a rollout that was cut at a length limit; its reward stays in its group's baseline."""
     zero_truncated_completions: bool = False
     """Give a rollout that was cut at a length limit the reward 0, before its group is compared."""
+    record_rollouts: bool = False
+    """Keep the tokens and log-probabilities of trained rollouts in rollouts/step_N/groups.msgpack.z, for orchestrator.replay of
+    another run: about as many bytes as a recorded batch."""
+    replay: Path | None = None
+    """Output directory of a run with record_rollouts: train on its rollouts, once and in their order, instead of sampling. No
+    inference server and no environment is started. Its own output_dir must be another."""
     reload_weights_on_start: bool = True
     """A run that starts from step 0 resets the servers to the start weights."""
     max_fruitless_batches: int = Field(default=10, ge=1)
@@ -92,7 +99,12 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
 
     @property
     def environments(self) -> dict[str, EnvConfig]:
-        """Every environment that the run loads, by the name of its workers: those trained on, then others to evaluate on."""
+        """Every environment that the run loads, by the name of its workers: those trained on, then others to evaluate on.
+
+        A replay loads none: its rollouts are scored.
+        """
+        if self.replay is not None:
+            return {}
         loaded: dict[str, EnvConfig] = {env.label: env for env in self.env}
         for env in self.eval.env if self.eval is not None else []:
             loaded.setdefault(self.pool_name(env), env)

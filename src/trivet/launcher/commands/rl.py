@@ -26,6 +26,7 @@ from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import inspect_machine
 from trivet.process.stacks import show_stacks_on_signal
 from trivet.secret import share_secret
+from trivet.transport.recorded_groups import require_replayable
 
 
 def main() -> int:
@@ -38,7 +39,7 @@ def check(config: RLConfig) -> None:
 
     Raises:
         EnvironmentLoadError: an environment is not installed, cannot be loaded, or has no data.
-        ConfigError: GPU ids that do not exist, or a custom advantage that does not work.
+        ConfigError: GPU ids that do not exist, a custom advantage that does not work, or a record that cannot be replayed.
     """
     if config.trainer.bench is not None:
         share_gpus(config, inspect_machine().gpus)
@@ -48,6 +49,11 @@ def check(config: RLConfig) -> None:
         print(f"environment {name}: runs in {describe_interpreter(env)}", file=sys.stderr)
     share_gpus(config, inspect_machine().gpus)
     require_advantage(config.orchestrator.advantage)
+    require_replayable(config.orchestrator)
+    if config.orchestrator.replay is not None:
+        print(
+            f"replay: trains on the rollouts in {config.orchestrator.replay}; no inference server is started", file=sys.stderr
+        )
     trained = {env.label for env in config.orchestrator.env}
     wanted = [
         ProbeTarget(settings=settings, is_trained=name in trained)

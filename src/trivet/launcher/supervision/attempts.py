@@ -187,15 +187,18 @@ def keep_every_part(config: RLConfig) -> RLConfig:
 
 
 def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: int | None) -> bool:
-    """Return whether `role` recorded in events.jsonl that this attempt of `run` reached the last step."""
-    if max_steps is None or not layout.events.exists():
+    """Return whether `role` recorded in events.jsonl that this attempt of `run` reached the last step, or the end of its record."""
+    if not layout.events.exists():
         return False
     try:
         stops = [event for event in read_events(layout.events) if isinstance(event, Stop)]
     except msgspec.DecodeError:
         return False
-    mine = [stop for stop in stops if stop.role == role and stop.attempt == run.attempt and stop.reason == "done"]
-    return any(stop.step >= max_steps for stop in mine)
+    mine = [stop for stop in stops if stop.role == role and stop.attempt == run.attempt]
+    return any(
+        stop.reason == "exhausted" or (stop.reason == "done" and max_steps is not None and stop.step >= max_steps)
+        for stop in mine
+    )
 
 
 def role_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -231,6 +231,31 @@ def test_made_up_batches_are_for_the_trainer_alone() -> None:
     assert "two sources of batches" in refusal(TrainerConfig, "--data.fake", "--data.replay", "elsewhere")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--orchestrator.eval.env.id", "a"],
+            "orchestrator.eval needs an inference server, and orchestrator.replay (r) starts none",
+        ),
+        (["--orchestrator.val"], "orchestrator.val needs an inference server"),
+        (["--orchestrator.client.elastic.hostname", "h"], 'set orchestrator.client.elastic = "None"'),
+        (["--orchestrator.teacher-model.model.name", "m"], "orchestrator.teacher_model needs an inference server"),
+        (["--trainer.loss.teacher-tau", "0.1"], "trainer.loss.teacher_tau is above 0 and needs a teacher's server"),
+        (["--ckpt.resume-from", "run"], "goes on with the groups of that run"),
+    ],
+)
+def test_a_replay_refuses_what_needs_a_server(words: list[str], said: str) -> None:
+    assert said in refusal(RLConfig, *GROUPED, "--orchestrator.replay", "r", *words)
+
+
+def test_a_replay_starts_no_server_whatever_the_configuration_says_of_it() -> None:
+    loaded = load_config(RLConfig, [*GROUPED, "--orchestrator.replay", "r", "--inference.max-num-seqs", "4"], environ={})
+    assert loaded.config.inference is None
+    assert loaded.config.orchestrator.environments == {}
+    assert load_config(RLConfig, [*GROUPED, "--orchestrator.replay", "None"], environ={}).config.inference is not None
+
+
 def test_a_trace_needs_the_steps_that_it_is_of() -> None:
     said = refusal(TrainerConfig, "--trace-path", "traces", "--max-steps", "2")
     assert said == "trace_path traces the third and fourth step, and max_steps is 2; raise it"

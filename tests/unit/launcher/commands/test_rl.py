@@ -39,5 +39,14 @@ def test_a_role_has_finished_when_it_recorded_the_last_step_in_this_attempt(
     assert has_completed(layout, "trainer", run=RunIdentity(attempt=2), max_steps=5) is expected
 
 
+@pytest.mark.parametrize("max_steps", [None, 9])
+def test_a_replay_has_finished_when_its_record_is_used_up(tmp_path: Path, max_steps: int | None) -> None:
+    layout = RunLayout(tmp_path)
+    writer = EventWriter(layout.events, role="trainer", attempt=1)
+    writer.write(Stop(step=Step(4), reason="exhausted"))
+    writer.close()
+    assert has_completed(layout, "trainer", run=RunIdentity(), max_steps=max_steps)
+
+
 def test_a_run_without_a_last_step_never_finishes(tmp_path: Path) -> None:
     assert has_completed(RunLayout(tmp_path), "trainer", run=RunIdentity(), max_steps=None) is False

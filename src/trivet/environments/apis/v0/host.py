@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trivet.environments.apis.messages import to_messages
+from trivet.environments.apis.rescoring import find_example
+from trivet.environments.apis.v0.rescore import rescore
 from trivet.environments.apis.v0.runner import GroupRunner, ServerClient
 from trivet.environments.examples import example_hashes
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
@@ -37,11 +39,20 @@ class V0Host:
         )
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        """Run a group and return its scored rollouts.
+        """Run a group, or score a recorded one, and return its scored rollouts.
 
         Raises:
-            RolloutFailed: a rollout could not be completed or scored.
+            RolloutFailed: a rollout could not be completed or scored, or a recorded one is not of today's example.
         """
+        if request.recorded:
+            return await rescore(
+                self._runner.env,
+                find_example(self._datasets[request.split], request.example_id),
+                request.recorded,
+                client=self._client(request.base_url).for_rollout(),
+                model_name=self._runner.model_name,
+                name=self.name,
+            )
         return await self._runner.run(
             self._datasets[request.split][request.example_id],
             group_id=request.group_id,

@@ -2,8 +2,9 @@
 
 import contextlib
 import inspect
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import verifiers as vf
@@ -50,6 +51,20 @@ async def score_group(env: vf.Environment, states: Sequence[Any], *, name: str, 
     if errors and drops_errors:
         raise failed_reward(errors[0], env=name)
     return time.monotonic() - started
+
+
+def read_scores(state: Mapping[str, Any], *, name: str) -> tuple[float, dict[str, float]]:
+    """Return the reward of a scored state, and the finite value of each reward function and metric by its name.
+
+    Raises:
+        RolloutFailed: the reward is no finite number.
+    """
+    reward = state.get("reward")
+    if reward is None or not math.isfinite(reward):
+        raise RolloutFailed(f"reward of environment {name!r} is {reward}, not a finite number", kind="RewardNotFinite")
+    metrics: dict[str, Any] = state.get("metrics") or {}
+    scores = {each: float(value) for each, value in metrics.items() if value is not None and math.isfinite(value)}
+    return float(reward), scores
 
 
 async def _score(env: vf.Environment, states: list[Any]) -> None:

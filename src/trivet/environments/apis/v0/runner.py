@@ -1,6 +1,5 @@
 """Runs one group of an environment: every rollout of one example, retried on its own, scored together."""
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,10 +12,9 @@ from trivet.environments.apis.messages import shorten_messages
 from trivet.environments.apis.requests import plain_arguments, request_arguments, rollout_seed
 from trivet.environments.apis.trajectories import to_samples
 from trivet.environments.apis.v0.play import play, steps_of
-from trivet.environments.apis.v0.rubrics import score_group
+from trivet.environments.apis.v0.rubrics import read_scores, score_group
 from trivet.environments.apis.v0.turns import counted_tokens, is_cut, to_turn
 from trivet.environments.workers.stages import Stage, StageBoard
-from trivet.errors import RolloutFailed
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
 
@@ -94,24 +92,18 @@ class GroupRunner:
     def _to_rollout(
         self, state: Mapping[str, Any], index: int, *, temperature: float, generation_s: float, scoring_s: float
     ) -> Rollout:
-        reward = state.get("reward")
-        if reward is None or not math.isfinite(reward):
-            raise RolloutFailed(
-                f"reward of environment {self.label!r} is {reward}, not a finite number", kind="RewardNotFinite"
-            )
+        reward, scores = read_scores(state, name=self.label)
         steps = steps_of(state)
         trajectory = to_samples(
             [] if self.is_plain else [to_turn(response, is_truncated=is_truncated) for response, is_truncated in steps],
             temperature=temperature,
             strategy=self.trajectory_strategy,
         )
-        metrics: dict[str, Any] = state.get("metrics") or {}
-        scores = {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
         if self.trajectory_strategy == "interleaved" and len(steps) > 1 and not self.is_plain:
             scores["broken_prefixes"] = float(trajectory.num_broken_prefixes)
         return Rollout(
             index=index,
-            reward=float(reward),
+            reward=reward,
             samples=trajectory.samples,
             scores=scores,
             prompt=shorten_messages(state["prompt"]),

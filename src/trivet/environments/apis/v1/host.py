@@ -10,8 +10,10 @@ from verifiers.v1 import ClientConfig, Env, ModelContext, Sampling, Task, Trace
 from trivet.environments.apis.attempts import play_group, within
 from trivet.environments.apis.messages import cut, shorten_messages
 from trivet.environments.apis.requests import plain_arguments, request_arguments, rollout_seed
+from trivet.environments.apis.rescoring import find_example
 from trivet.environments.apis.reward_guard import collect_reward_errors, failed_reward
 from trivet.environments.apis.v1.episodes import EpisodeReader, PlayedEpisode, task_messages
+from trivet.environments.apis.v1.rescore import rescore
 from trivet.environments.apis.v1.served_turns import ServedTurns
 from trivet.environments.apis.v1.serving import Serving
 from trivet.environments.workers.stages import Stage, StageBoard
@@ -70,12 +72,14 @@ class V1Host:
         self.info = info
 
     async def run_group(self, request: GroupRequest) -> list[Rollout]:
-        """Play the episodes of a group and return them as scored rollouts.
+        """Play the episodes of a group, or score recorded ones, and return them as scored rollouts.
 
         Raises:
-            RolloutFailed: an episode could not be completed or scored.
+            RolloutFailed: an episode could not be completed or scored, or a recorded one is not of today's task.
         """
-        task = self._tasks[request.example_id]
+        task = find_example(self._tasks, request.example_id)
+        if request.recorded:
+            return await rescore(self._env, task, request.recorded, name=self.name)
         rules = self._rules
         minted: list[str] = []
 

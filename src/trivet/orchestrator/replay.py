@@ -1,0 +1,164 @@
+"""Replays the rollouts that another run recorded, instead of sampling (`orchestrator.replay`). Used by the loop.
+
+    rollouts/step_N/groups.msgpack.z --group--> ReplaySource --advantages--> GroupBuffer --batch n--> Loop
+
+Groups come once, in the order in which the recorded run trained on them. They get ids of this run, from 0, so that the id of the
+next group is also the position in the record, which is in every checkpoint.
+
+A policy version in a replayed rollout names a policy of the recorded run and never one of this run. The recorded
+log-probabilities are those of that policy, so that the loss corrects for it as for any off-policy token. No limit on staleness
+applies.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trivet.algorithms.advantages import AdvantageFunction
+from trivet.errors import CheckpointError
+from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.change_event import ChangeEvent
+from trivet.orchestrator.dispatch_limits import Limits
+from trivet.orchestrator.group_runner import make_group
+from trivet.orchestrator.sampler import Draw, SamplerState
+from trivet.transport.recorded_groups import read_groups, recorded_files
+from trivet.wire.rollouts import Group, GroupId
+from trivet.wire.versions import PolicyVersion, Step
+
+UNLIMITED_STEPS = 1 << 62
+"""Limit on staleness of replayed groups, whose versions are not comparable with this run's steps: none."""
+
+
+_IDLE_WAIT_S = 60.0
+"""The source looks again at least this often, so that a missed notification costs a minute and not the run."""
+
+
+class ReplaySource:
+    """Hands recorded groups to the buffer. It stands in for the sampler and the dispatcher of a run that samples.
+
+    >>> source = ReplaySource(directory, buffer=buffer, advantage=advantage, limits=limits, groups_per_batch=8, ...)
+    >>> reading = tasks.create_task(source.run())
+    >>> source.is_drained  # True once every group was handed on
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        buffer: GroupBuffer,
+        advantage: AdvantageFunction,
+        limits: Limits,
+        groups_per_batch: int,
+        on_group_end: Callable[[], None],
+        state: SamplerState,
+    ) -> None:
+        """Start with the first recorded group, or where `state` ends.
+
+        Args:
+            directory: output_dir of the recorded run.
+            on_group_end: called after every group, and when the record has ended.
+            state: of the checkpoint that is resumed.
+
+        Raises:
+            BatchError: the record cannot be read.
+            CheckpointError: `state` is of another record.
+        """
+        self._directory = directory
+        self._buffer = buffer
+        self._advantage = advantage
+        self._limits = limits
+        self._groups_per_batch = groups_per_batch
+        self._on_group_end = on_group_end
+        self._files = deque(recorded_files(directory))
+        self._groups = deque[Group]()
+        self._num_to_skip = self.next_group_id = state.next_group_id
+        self.run_id = read_groups(self._files[0]).run_id
+        """The run that sampled the groups."""
+        if state.replayed_run not in ("", self.run_id):
+            raise CheckpointError(
+                f"the checkpoint was made by a replay of run {state.replayed_run!r}, and orchestrator.replay ({directory}) holds "
+                f"run {self.run_id!r}; give the directory of the first"
+            )
+        self.changed = ChangeEvent()
+        self.step = Step(1)
+        """The batch being filled."""
+        self.undispatched_draws: Sequence[Draw] = ()
+        """Always empty: a group is read and finished at one moment, so that none is in flight in a checkpoint."""
+
+    @property
+    def is_drained(self) -> bool:
+        """Every recorded group was handed on."""
+        return not self._files and not self._groups
+
+    async def run(self) -> None:
+        """Hand on groups whenever the next batch lacks some, until cancelled.
+
+        Raises:
+            BatchError: a file of the record cannot be read.
+        """
+        while True:
+            while self._buffer.num_ready < self._groups_per_batch and not self.is_drained:
+                if not self._groups:
+                    await self._read_file()
+                elif self._num_to_skip:
+                    self._groups.popleft()
+                    self._num_to_skip -= 1
+                else:
+                    self._hand_on(self._groups.popleft())
+                    await asyncio.sleep(0)
+            self._on_group_end()
+            await self.changed.wait(_IDLE_WAIT_S)
+
+    def begin_step(self, step: Step) -> None:
+        """Do nothing: examples come in the record's order, and none is parked."""
+
+    def snapshot(self) -> SamplerState:
+        """Return the state for a checkpoint."""
+        return SamplerState(next_group_id=self.next_group_id, replayed_run=self.run_id)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of groups replayed so far."""
+        return {"progress/replayed_groups": float(self.next_group_id)}
+
+    def explain_drained(self) -> str:
+        """Say that the record has ended."""
+        return f"the record in {self._directory} is used up after {self.next_group_id} groups"
+
+    async def _read_file(self) -> None:
+        recorded = await asyncio.to_thread(read_groups, self._files[0])
+        self._groups.extend(recorded.groups)
+        self._files.popleft()  # not before: `is_drained` must not hold while the last file is read
+
+    def _hand_on(self, recorded: Group) -> None:
+        """Take a group through the states of one that is sampled; no await, so that every checkpoint sees it whole."""
+        draw = Draw(
+            group_id=self.next_group_id,
+            env=recorded.env,
+            example_id=recorded.example_id,
+            example_hash="",
+            step=self.step,
+        )
+        self.next_group_id = GroupId(self.next_group_id + 1)
+        self._buffer.dispatched(draw, version=recorded.oldest_version)
+        self._buffer.finished(make_group(draw, recorded.rollouts, limits=self._limits, advantage=self._advantage))
+        self._on_group_end()
+
+
+class UnservedPolicy:
+    """Stands in for the policy watcher where no server loads policies."""
+
+    last_load_s = 0.0
+
+    def __init__(self) -> None:
+        self.step = Step(1)
+        """The batch being filled."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The newest policy that the batch being filled can be trained on."""
+        return PolicyVersion(self.step - 1)
+
+    async def run(self) -> None:
+        """Wait until cancelled: no policy is loaded."""
+        await asyncio.Event().wait()

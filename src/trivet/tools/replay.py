@@ -1,0 +1,191 @@
+"""`trivet replay OUTPUT_DIR`: scores saved rollouts with today's reward functions and shows what changed. Changes nothing there."""
+
+import argparse
+import asyncio
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trivet.config.layout import RunLayout
+from trivet.environments.workers.pool import PoolLimits, open_worker_pool
+from trivet.errors import ConfigError
+from trivet.evaluation.rescoring import EnvironmentChange, RescoredRollout, compare, most_changed, rescore
+from trivet.evaluation.saved_rollouts import SavedFile, find_evaluated, find_trained, read_run_config, settings_for
+from trivet.process.signals import run_until_signalled
+from trivet.shown_text import printable
+from trivet.storage.durable import write_atomically
+from trivet.wire.workers import HostSettings
+
+_WIDTH = 120
+"""Characters of a table where stdout is not a terminal."""
+
+
+class ReplayReport(msgspec.Struct, kw_only=True):
+    """What `--json` prints."""
+
+    output_dir: str
+    source: str
+    """`rollouts` of training, or `evals`."""
+    num_rollouts: int
+    num_scored: int
+    num_changed: int
+    num_not_comparable: int
+    environments: list[EnvironmentChange]
+    most_changed: list[RescoredRollout]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this tool."""
+    parser.add_argument(
+        "output_dir", type=Path, metavar="OUTPUT_DIR", help="output_dir of a run, or of `uv run eval`; the run may be going on"
+    )
+    parser.add_argument("--evals", action="store_true", help="the rollouts of a run's evaluations, not those it trained on")
+    parser.add_argument("--steps", type=_steps, metavar="A-B", help="these steps alone, or one step; default: all")
+    parser.add_argument("--env", metavar="ID", help="this environment alone, by its name or its id; default: all")
+    parser.add_argument("--limit", type=int, default=10, metavar="N", help="rollouts to show of those that changed most (10)")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write every rollout with its scores before and after, as JSONL"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Score again and show the differences; returns 0, 1 when no rollout could be scored, 130 or 143 when a signal ended it.
+
+    Raises:
+        ConfigError: the directory holds no rollouts that the arguments select, or not what is needed to score them.
+        EnvironmentLoadError: an environment cannot be loaded.
+    """
+    layout = RunLayout(arguments.output_dir)
+    if arguments.write is not None and arguments.write.resolve().is_relative_to(layout.root.resolve()):
+        raise ConfigError(
+            f"--write ({arguments.write}) lies in the run's directory, which is not changed; choose another place"
+        )
+    trained = [] if arguments.evals else find_trained(layout, arguments.steps)
+    files = trained or find_evaluated(layout, arguments.steps)
+    if not files:
+        raise ConfigError(
+            f"{str(layout.root)!r} holds no saved rollouts"
+            f"{'' if arguments.steps is None else ' of these steps (--steps)'}: give the output_dir of a run or an evaluation"
+        )
+    config = read_run_config(layout)
+    settings = _select(settings_for(config, files), files, env=arguments.env)
+    zeroes = bool(trained) and config is not None and config.zero_truncated_completions
+    rescored: list[RescoredRollout] = []
+
+    async def work() -> int:
+        rescored.extend(await _rescore_all(files, settings, zeroes_truncated=zeroes))
+        return 0
+
+    if exit_code := asyncio.run(run_until_signalled(work())):
+        return exit_code
+    report = make_report(rescored, layout=layout, source="rollouts" if trained else "evals", limit=arguments.limit)
+    if arguments.write is not None:
+        write_atomically(arguments.write, b"".join(msgspec.json.encode(one) + b"\n" for one in rescored))
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+    else:
+        _show(report)
+    return 0 if report.num_scored else 1
+
+
+def make_report(rescored: Sequence[RescoredRollout], *, layout: RunLayout, source: str, limit: int) -> ReplayReport:
+    """Return what is shown of the rescored rollouts; at most `limit` of them by themselves."""
+    changes = compare(rescored)
+    return ReplayReport(
+        output_dir=str(layout.root),
+        source=source,
+        num_rollouts=len(rescored),
+        num_scored=sum(change.num_scored for change in changes),
+        num_changed=sum(change.num_changed for change in changes),
+        num_not_comparable=sum(sum(change.not_comparable.values()) for change in changes),
+        environments=changes,
+        most_changed=most_changed(rescored, limit=limit),
+    )
+
+
+def _steps(text: str) -> range:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no step and no range A-B of steps")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+def _select(settings: Mapping[str, HostSettings], files: Sequence[SavedFile], *, env: str | None) -> dict[str, HostSettings]:
+    """Return the settings of the environments that the files name and the user wants.
+
+    Raises:
+        ConfigError: the files name none of them, or one whose settings are unknown.
+    """
+    named = {name for file in files for name, _ in file.groups()}
+    if unknown := sorted(name for name in named if name not in settings and env in (None, name)):
+        raise ConfigError(
+            f"the settings of environment {unknown[0]!r} are unknown: configs/orchestrator.toml names "
+            f"{', '.join(sorted(settings)) or 'none'}; give the directory of the run that sampled the rollouts"
+        )
+    chosen = {name: settings[name] for name in sorted(named) if name in settings and env in (None, name, settings[name].env_id)}
+    if not chosen:
+        raise ConfigError(f"--env {env!r} names none of the environments of the rollouts: {', '.join(sorted(named))}")
+    return chosen
+
+
+async def _rescore_all(
+    files: Sequence[SavedFile], settings: Mapping[str, HostSettings], *, zeroes_truncated: bool
+) -> list[RescoredRollout]:
+    """Score file after file. The workers' logs lie in a temporary directory, since the run's own is not changed."""
+    with tempfile.TemporaryDirectory(prefix="trivet-replay-") as logs:
+        places = {name: RunLayout(Path(logs)).eval_worker_log(name) for name in settings}
+        for place in places.values():
+            place.parent.mkdir(parents=True, exist_ok=True)
+        opening = open_worker_pool(list(settings.values()), log_of=places.__getitem__, limits=PoolLimits())
+        async with opening as pool, asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(pool.run(), name="workers")
+            scored = [await rescore(pool, file, envs=settings, zeroes_truncated=zeroes_truncated) for file in files]
+            keeping.cancel()
+    return [one for rollouts in scored for one in rollouts]
+
+
+def _show(report: ReplayReport) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    for change in report.environments:
+        console.print(_make_table(change))
+        for reason, count in sorted(change.not_comparable.items()):
+            console.print(f"not comparable, {reason}: {count} of {change.num_rollouts} rollouts", markup=False)
+        if change.num_failed:
+            said = f"not scored: {change.num_failed} of {change.num_rollouts} rollouts; the first: {change.first_error}"
+            console.print(printable(said), markup=False)
+    if report.most_changed:
+        console.print(_changed_table(report.most_changed))
+    console.print(
+        f"{report.num_changed} of {report.num_scored} scored rollouts have another reward; {report.num_rollouts} were saved",
+        markup=False,
+    )
+
+
+def _make_table(change: EnvironmentChange) -> Table:
+    table = Table(title=Text(printable(change.env)))
+    for column in ("reward function", "mean before", "mean after", "changed", "rollouts"):
+        table.add_column(column, justify="left" if column == "reward function" else "right")
+    for function in change.functions:
+        means = ("" if mean is None else f"{mean:.4f}" for mean in (function.mean_before, function.mean_after))
+        table.add_row(Text(printable(function.name)), *means, str(function.num_changed), str(function.num_rollouts))
+    return table
+
+
+def _changed_table(rescored: Sequence[RescoredRollout]) -> Table:
+    table = Table(title="rollouts that changed most")
+    for column in ("step", "environment", "example", "index", "before", "after"):
+        table.add_column(column, justify="left" if column == "environment" else "right")
+    table.add_column("completion", overflow="fold")
+    for one in rescored:
+        after = "" if one.reward_after is None else f"{one.reward_after:.4f}"
+        place = (str(one.step), Text(printable(one.env)), str(one.example_id), str(one.index))
+        table.add_row(*place, f"{one.reward_before:.4f}", after, Text(printable(one.completion)))
+    return table

@@ -1,0 +1,101 @@
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.groups import make_group
+from trivet.config.layout import RunLayout
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.errors import BatchError, ConfigError
+from trivet.orchestrator.rollout_log import write_rollouts
+from trivet.transport.recorded_groups import GROUPS_FILE, read_groups, recorded_files, require_replayable
+from trivet.wire.rollouts import MaskedTokens
+from trivet.wire.versions import Step
+
+
+def record(root: Path, *, steps: int = 2, recorded_for: str = "first") -> RunLayout:
+    layout = RunLayout(root / "recorded")
+    for step in range(1, steps + 1):
+        write_rollouts(layout, Step(step), [make_group(step)], recorded_for=recorded_for)
+    return layout
+
+
+def config(root: Path, **keys: object) -> OrchestratorConfig:
+    values = {"output_dir": root / "new", "replay": root / "recorded", "batch_size": 2, "rollouts_per_example": 2, **keys}
+    return OrchestratorConfig.model_validate(values)
+
+
+def test_groups_come_back_as_they_were_with_log_probabilities_of_full_precision(tmp_path: Path) -> None:
+    group = make_group(4)
+    group.rollouts[0].samples[0].logprobs_T[-1] = np.float32(-1.2345678)
+    layout = RunLayout(tmp_path)
+    write_rollouts(layout, Step(3), [group], recorded_for="first")
+    recorded = read_groups(layout.rollouts_step(3) / GROUPS_FILE)
+    assert (recorded.run_id, recorded.step) == ("first", 3)
+    [found] = recorded.groups
+    assert found.rollouts[0].samples[0].logprobs_T[-1] == np.float32(-1.2345678)
+    np.testing.assert_array_equal(found.rollouts[1].samples[0].token_ids_T, group.rollouts[1].samples[0].token_ids_T)
+
+
+def test_a_sample_that_a_filter_masked_is_recorded_unmasked_and_stays_masked_in_the_run(tmp_path: Path) -> None:
+    group = make_group(4)
+    sample = group.rollouts[0].samples[0]
+    before = copy.deepcopy(sample)
+    sample.masked = MaskedTokens(loss_mask_T=sample.loss_mask_T, logprobs_T=sample.logprobs_T)
+    sample.loss_mask_T, sample.logprobs_T = np.zeros_like(sample.loss_mask_T), np.zeros_like(sample.logprobs_T)
+    layout = RunLayout(tmp_path)
+    write_rollouts(layout, Step(1), [group], recorded_for="first")
+    found = read_groups(layout.rollouts_step(1) / GROUPS_FILE).groups[0].rollouts[0].samples[0]
+    assert found.masked is None
+    np.testing.assert_array_equal(found.loss_mask_T, before.loss_mask_T)
+    np.testing.assert_array_equal(found.logprobs_T, before.logprobs_T)
+    assert not sample.loss_mask_T.any()
+
+
+def test_a_run_without_the_key_writes_no_groups(tmp_path: Path) -> None:
+    layout = record(tmp_path, recorded_for="")
+    assert not (layout.rollouts_step(1) / GROUPS_FILE).exists()
+
+
+def test_the_record_is_listed_in_the_order_of_its_steps(tmp_path: Path) -> None:
+    layout = record(tmp_path, steps=11)
+    assert [file.parent.name for file in recorded_files(layout.root)] == [f"step_{step}" for step in range(1, 12)]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: b"\0" + data])
+def test_a_damaged_file_is_refused(tmp_path: Path, damage) -> None:
+    file = record(tmp_path, steps=1).rollouts_step(1) / GROUPS_FILE
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(BatchError, match=r"groups\.msgpack\.z cannot be read"):
+        read_groups(file)
+
+
+def test_a_whole_record_can_be_replayed(tmp_path: Path) -> None:
+    record(tmp_path)
+    require_replayable(config(tmp_path))
+
+
+def test_rollouts_without_tokens_are_refused_with_the_key_that_keeps_them(tmp_path: Path) -> None:
+    layout = record(tmp_path)
+    (layout.rollouts_step(2) / GROUPS_FILE).unlink()
+    said = r"lacks the tokens and log-probabilities of 1 of 2 steps, first step_2/.*orchestrator\.record_rollouts = true"
+    with pytest.raises(ConfigError, match=said):
+        require_replayable(config(tmp_path))
+
+
+def test_a_directory_without_rollouts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"orchestrator\.replay \(.*\) holds no rollouts"):
+        require_replayable(config(tmp_path))
+
+
+def test_groups_of_another_size_are_refused(tmp_path: Path) -> None:
+    record(tmp_path)
+    with pytest.raises(ConfigError, match=r"rollouts_per_example \(1\) must be that of the recorded groups .*, 2"):
+        require_replayable(config(tmp_path, rollouts_per_example=1))
+
+
+def test_a_run_cannot_replay_itself(tmp_path: Path) -> None:
+    record(tmp_path)
+    with pytest.raises(ConfigError, match="is output_dir: a replay is a run of its own"):
+        require_replayable(config(tmp_path, output_dir=tmp_path / "recorded"))
