@@ -11,7 +11,6 @@ from trivet.config.loading.arguments import parse_arguments
 from trivet.config.loading.dump import to_toml
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.load import LoadedConfig, SectionT, load_arguments
-from trivet.config.loading.reference import help_text
 from trivet.config.sections.base import Section
 from trivet.errors import ConfigError, DiskFull, TrivetError
 from trivet.key_names import from_variable, key_name, use_names
@@ -69,6 +68,8 @@ def run_translated(
         findings = Findings(name_of=name_of)
         arguments = parse_arguments(kind, sys.argv[1:] if argv is None else argv, findings)
         if arguments.wants_help:
+            from trivet.config.loading.reference import help_text  # here: it imports what only help needs
+
             print(help_text(kind))
             return 0
         try:
