@@ -27,4 +27,6 @@ def _docs_of_module(module: str) -> dict[tuple[str, str], str]:
                 match field, text:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
                         docs[node.name, name] = inspect.cleandoc(doc)
+                    case _:
+                        pass  # a method, or a field without a string under it
     return docs
