@@ -37,6 +37,19 @@ AT_ONCE = 32
 SIDES = {"bfloat16": ("ours", "trl_float32", "trl_bfloat16"), "float32": ("ours", "trl_float32")}
 """By the dtype that ours computes in. Bfloat16 is not TRL's fastest where the processor emulates it."""
 
+TRL_SETTINGS: dict[str, Any] = {
+    "learning_rate": 1e-6,
+    "max_grad_norm": 1.0,
+    "beta": 0.0,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+}
+"""Settings of every measurement of TRL: the loss and the update of ours, on a CPU, with nothing written."""
+
 
 class Clock(TrainerCallback):
     """Measures the seconds of each step of TRL's loop."""
@@ -84,15 +97,7 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
                 gradient_accumulation_steps=len(batches),
                 num_generations=min(count, AT_ONCE),
                 max_steps=WARM_UP + args.repeats,
-                learning_rate=1e-6,
-                max_grad_norm=1.0,
-                beta=0.0,
-                use_cpu=True,
-                bf16=False,
-                gradient_checkpointing=False,
-                save_strategy="no",
-                logging_strategy="no",
-                report_to="none",
+                **TRL_SETTINGS,
             ),
         )
         trainer.train()

@@ -21,19 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from training import make_our_learner
 
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.compute_dtype import choose_dtype
-from trivet.config.sections.losses import DefaultLossConfig
-from trivet.config.sections.model import TrainerModelConfig
-from trivet.config.sections.optimizer import AdamWConfig
-from trivet.config.sections.trainer import ConstantSchedule
 from trivet.examples.tiny_model import make_model, make_tokenizer
 from trivet.machine import inspect_machine
-from trivet.trainer.losses.select import make_policy_loss
-from trivet.trainer.model.policy_model import load_policy
-from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
-from trivet.trainer.ranks.world import World, open_world
+from trivet.trainer.ranks.world import open_world
 from trivet.trainer.step import Learner, StepResult, train_step
 from trivet.wire.batches import MicroBatch
 from trivet.wire.rollouts import Sample
@@ -80,20 +74,6 @@ def make_batches(vocab_size: int, *, num_long_groups: int) -> dict[str, list[Mic
     }
 
 
-def make_learner(model_dir: str, dtype: str, world: World) -> Learner:
-    """Make the trainer's own learner."""
-    config = TrainerModelConfig.model_validate({"name": model_dir, "seq_len": SEQ_LEN, "compute_dtype": dtype})
-    model = load_policy(config, world)
-    return Learner(
-        model=model,
-        optimizer=make_optimizer(model.trained_parameters, AdamWConfig()),
-        learning_rate=LearningRate(peak=1e-6, schedule=ConstantSchedule(), max_steps=None),
-        loss=make_policy_loss(DefaultLossConfig()),
-        max_norm=1.0,
-        world=world,
-    )
-
-
 def measure(learner: Learner, rows: list[MicroBatch], *, repeats: int) -> dict[str, float]:
     """Return medians of `repeats` pairs of steps, one with shared prefixes and one without."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -133,7 +113,7 @@ def main() -> None:
             name = str(Path(directory) / "tiny")
             tokenizer = make_tokenizer()
             make_model(tokenizer, hidden_size=128, layers=2, seed=1, tied=True).save_pretrained(name)
-        learner = make_learner(name, args.dtype, world)
+        learner = make_our_learner(name, args.dtype, world, seq_len=SEQ_LEN)
         batches = make_batches(learner.model.embedding.num_embeddings, num_long_groups=args.groups)
         found = {kind: measure(learner, rows, repeats=args.repeats) for kind, rows in batches.items()}
     result = {

@@ -98,9 +98,9 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, *, size: int = 2048) 
     return 2 * size**3 / min(time_steps(lambda: a @ b, repeats=10))
 
 
-def make_our_learner(model_name: str, dtype: ComputeDtype, world: World) -> Learner:
+def make_our_learner(model_name: str, dtype: ComputeDtype, world: World, *, seq_len: int = ROW_TOKENS) -> Learner:
     """Load the model as the trainer does, with the trainer's optimizer and its default loss."""
-    model = load_policy(TrainerModelConfig(name=model_name, seq_len=ROW_TOKENS, compute_dtype=dtype), world)
+    model = load_policy(TrainerModelConfig(name=model_name, seq_len=seq_len, compute_dtype=dtype), world)
     return Learner(
         model=model,
         optimizer=make_optimizer(model.trained_parameters, AdamWConfig()),

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import torch
 import verifiers as vf
-from beside_trl import AT_ONCE, SIDES, Clock, trl_environment
+from beside_trl import AT_ONCE, SIDES, TRL_SETTINGS, Clock, trl_environment
 from training import hardware
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,15 +84,7 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
                 max_completion_length=args.length,
                 generation_kwargs={"min_new_tokens": args.length},
                 max_steps=TRL_WARM_UP + args.repeats,
-                learning_rate=1e-6,
-                max_grad_norm=1.0,
-                beta=0.0,
-                use_cpu=True,
-                bf16=False,
-                gradient_checkpointing=False,
-                save_strategy="no",
-                logging_strategy="no",
-                report_to="none",
+                **TRL_SETTINGS,
             ),
         )
         started, cpu_started = time.perf_counter(), time.process_time()

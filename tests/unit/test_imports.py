@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "trivet"
 
 LAYERS = [
     {"shown_text", "errors"},
+    {"key_names"},
     {"backoff", "machine", "process", "storage"},
     {"faults", "dependencies"},
     {"startup"},

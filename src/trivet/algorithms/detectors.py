@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+from trivet.key_names import key_name, list_keys
+
 Metrics = Mapping[str, float]
 
 _REFERENCE_STEPS = 5
@@ -105,7 +107,7 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
         lasting(
             "truncated",
             lambda metrics: _above(metrics, "is_truncated/mean", thresholds.truncated_share, "of the rollouts are cut off"),
-            "raise orchestrator.sampling.max_tokens, seq_len and max_model_len, or reward shorter answers",
+            f"raise {list_keys('orchestrator.sampling.max_tokens', 'seq_len', 'max_model_len')}, or reward shorter answers",
         ),
         lasting(
             "entropy_collapse",
@@ -132,7 +134,8 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
         at_once(
             "no_loss_tokens",
             no_loss_tokens,
-            "every completion was empty, masked or cut at seq_len: raise seq_len and sampling.max_tokens, check the filters",
+            f"every completion was empty, masked or cut at {key_name('seq_len')}: raise "
+            f"{list_keys('seq_len', 'orchestrator.sampling.max_tokens')}, check the filters",
         ),
     ]
 

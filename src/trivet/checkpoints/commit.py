@@ -14,6 +14,7 @@ from trivet.checkpoints.parts import PARTS, TRAINER, is_part_done, read_listing,
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.errors import CheckpointError, ResumeError
 from trivet.faults import reach
+from trivet.key_names import key_name
 from trivet.step_directories import discard_after, discard_unfinished, list_steps
 from trivet.storage.durable import (
     DECODE_ERRORS,
@@ -106,15 +107,15 @@ def resolve_resume_step(layout: RunLayout, requested: int) -> Step:
     steps = committed_steps(layout)
     if not steps:
         raise ResumeError(
-            f"ckpt.resume_step = {requested}, but {layout.checkpoints} holds no committed checkpoint; "
-            "leave ckpt.resume_step out to start from the model, or give the output_dir of the run to resume"
+            f"{key_name('ckpt.resume_step')} = {requested}, but {layout.checkpoints} holds no committed checkpoint; "
+            f"leave {key_name('ckpt.resume_step')} out to start from the model, or give the output_dir of the run to resume"
         )
     if requested == -1:
         return steps[-1]
     if requested not in steps:
         known = ", ".join(str(step) for step in steps)
         raise ResumeError(
-            f"ckpt.resume_step = {requested} is not a committed checkpoint in {layout.checkpoints}; "
+            f"{key_name('ckpt.resume_step')} = {requested} is not a committed checkpoint in {layout.checkpoints}; "
             f"there are {known}; take one of these, or -1 for the newest"
         )
     return Step(requested)

@@ -11,6 +11,7 @@ from pathlib import Path
 from trivet.checkpoints.commit import committed_steps, resolve_resume_step, verify_checkpoint
 from trivet.config.layout import COMMITTED, STABLE, RunLayout
 from trivet.errors import ResumeError
+from trivet.key_names import key_name
 from trivet.storage.durable import list_files, remove_directory, sync_directory, sync_tree
 from trivet.wire.versions import Step
 
@@ -24,8 +25,8 @@ def choose_fork(layout: RunLayout, *, source: Path, resume_step: int | None) -> 
     """
     if source.resolve() == layout.root.resolve():
         raise ResumeError(
-            f"ckpt.resume_from = {str(source)!r} is the run's own output_dir; to go on with it set ckpt.resume_step "
-            "alone, for a new run choose another output_dir"
+            f"ckpt.resume_from = {str(source)!r} is the run's own output_dir; to go on with it set "
+            f"{key_name('ckpt.resume_step')} alone, for a new run choose another output_dir"
         )
     other = RunLayout(source)
     step = resolve_resume_step(other, -1 if resume_step is None else resume_step)

@@ -12,6 +12,7 @@ from trivet.config.sections.base import Section
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.errors import CheckpointError, ConfigError, ResumeError
+from trivet.key_names import key_name
 from trivet.wire.versions import Step
 
 
@@ -53,7 +54,7 @@ def choose_start(config: Resumable, *, is_whole_verified: bool = False) -> Step:
     if committed := committed_steps(layout):
         raise ConfigError(
             f"{layout.checkpoints} holds the committed checkpoints {', '.join(map(str, committed))}, which a fresh start "
-            "would remove; set ckpt.resume_step = -1 to go on from the newest, or choose another output_dir"
+            f"would remove; set {key_name('ckpt.resume_step')} = -1 to go on from the newest, or choose another output_dir"
         )
     return Step(0)
 
@@ -76,7 +77,7 @@ def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) ->
     if config.ckpt.resume_from is not None:
         raise ResumeError(
             f"ckpt.resume_from = {str(config.ckpt.resume_from)!r} starts a new run with all its roles: give it to `rl`, or to "
-            "`sft`; a role alone takes ckpt.resume_step"
+            f"`sft`; a role alone takes {key_name('ckpt.resume_step')}"
         )
     if config.ckpt.resume_step is None:
         return None

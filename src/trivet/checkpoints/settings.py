@@ -14,6 +14,7 @@ from trivet.config.masking import mask_table
 from trivet.config.sections.base import Section
 from trivet.config.sections.shared import CkptConfig
 from trivet.errors import CheckpointError, ResumeError
+from trivet.key_names import key_name
 from trivet.wire.versions import Step
 
 CONFIG_FILE = "config.toml"
@@ -117,7 +118,7 @@ def require_same_settings(part: Path, config: Section, *, ckpt: CkptConfig, step
         lines = "".join(f"\n- {key} was {_show(old)} and is {_show(new)} now" for key, (old, new) in changed.items())
         raise ResumeError(
             f"checkpoint step_{step} was made by the {part.name} with other settings:{lines}\nSet them back, or name them in "
-            f"ckpt.allow_changes = {literal(list(changed))} to change them from step {step + 1} on"
+            f"{key_name('ckpt.allow_changes')} = {literal(list(changed))} to change them from step {step + 1} on"
         )
 
 

@@ -11,9 +11,9 @@ from trivet.config.loading.arguments import parse_arguments
 from trivet.config.loading.dump import to_toml
 from trivet.config.loading.findings import Findings
 from trivet.config.loading.load import LoadedConfig, SectionT, load_arguments
-from trivet.config.loading.reference import help_text
 from trivet.config.sections.base import Section
-from trivet.errors import DiskFull, TrivetError
+from trivet.errors import ConfigError, DiskFull, TrivetError
+from trivet.key_names import from_variable, key_name, use_names
 from trivet.machine import inspect_machine
 from trivet.process.closed_output import run_until_output_closes
 from trivet.shown_text import print_error, printable
@@ -29,8 +29,17 @@ def run_command(
     *,
     check: Callable[[SectionT], None] | None = None,
 ) -> int:
-    """Load a `kind` from the command line and hand it to `main`: `run_translated` without a translation."""
-    return run_translated(kind, main, argv, translate=lambda loaded: loaded, check=check)
+    """Load a `kind` from the command line and hand it to `main`: `run_translated` without a translation.
+
+    Messages name the keys as the user of the command that started this process knows them.
+    """
+    try:
+        names = from_variable(os.environ)
+    except ConfigError as exc:
+        print_error(exc)
+        return exc.exit_code
+    with use_names(names):
+        return run_translated(kind, main, argv, translate=lambda loaded: loaded, check=check, name_of=key_name)
 
 
 def run_translated(
@@ -40,6 +49,7 @@ def run_translated(
     *,
     translate: Callable[[LoadedConfig[SectionT]], LoadedConfig[TargetT]],
     check: Callable[[TargetT], None] | None = None,
+    name_of: Callable[[str], str] = str,
 ) -> int:
     """Load a `kind` from the command line, make of it what the command works with, and hand that to `main`.
 
@@ -47,6 +57,7 @@ def run_translated(
         argv: the words after the command's name; None takes those of this process.
         check: raises a TrivetError for what only this command can know, such as an environment that is not installed.
             It starts nothing, and runs for `--dry-run` too.
+        name_of: returns the name by which the user knows a key of `kind`.
 
     Returns:
         The process's exit code: `main`'s, that of the TrivetError that ended it (2 for a bad configuration), or 141 when the
@@ -54,9 +65,11 @@ def run_translated(
     """
 
     def run() -> int:
-        findings = Findings()
+        findings = Findings(name_of=name_of)
         arguments = parse_arguments(kind, sys.argv[1:] if argv is None else argv, findings)
         if arguments.wants_help:
+            from trivet.config.loading.reference import help_text  # here: it imports what only help needs
+
             print(help_text(kind))
             return 0
         try:

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trivet.key_names import VARIABLE
+
 STABLE = "STABLE"
 COMMITTED = "COMMITTED"
 MANIFEST = "manifest.json"
@@ -11,7 +13,7 @@ SECRET_FILE = "TRIVET_SECRET_FILE"
 """The variable that names the file of the run's secret."""
 VENVS = "TRIVET_VENVS"
 """The variable that names the directory of the virtual environments of environments."""
-OWN_VARIABLES = frozenset({SECRET_FILE, VENVS})
+OWN_VARIABLES = frozenset({SECRET_FILE, VENVS, VARIABLE})
 """Variables with trivet's prefix that set no configuration key, as every other one does."""
 ROLLOUTS_FILE = "rollouts.jsonl"
 BATCH_SUFFIX = ".msgpack"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from trivet.config.layout import RunLayout
 from trivet.config.tables import as_table
-from trivet.dialects.vf_translation import RUN_KEYS
 from trivet.launcher.logs import LogFollower
 from trivet.telemetry.logs import text_line
 from trivet.telemetry.metrics import read_metrics
@@ -24,21 +23,6 @@ _STARTED = re.compile(r" rl started inference ")
 _READY = re.compile(r" rl inference ready ")
 _STEP_PARTS = (("reward", "reward/mean"), ("entropy", "entropy/mean"), ("importance_ratio", "importance_ratio/mean"))
 _DICTIONARY_PARTS = (("loss", "loss/mean"), ("learning_rate", "optim/lr"), ("grad_norm", "optim/grad_norm"))
-
-_FLAGS = {
-    "--trainer.ckpt.resume-step -1": "--trainer.args.resume-from-checkpoint true",
-    "--ckpt.resume-step -1": "--trainer.args.resume-from-checkpoint true",
-    "--clean": "--trainer.args.overwrite-output-dir true",
-    "ckpt.allow_changes = ": "the variable TRIVET_CKPT__ALLOW_CHANGES=",
-}
-"""What the launcher tells its user to type, to what a user of `vf-rl` types."""
-_ORDINARY_WORDS = {"seed", "clean"}
-"""Keys of the run that are ordinary words too: a line of the launcher keeps them."""
-_SPELLINGS = {**{key: name for key, name in RUN_KEYS.items() if key not in _ORDINARY_WORDS}, **_FLAGS}
-_RUN_KEY = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, sorted(_SPELLINGS, key=len, reverse=True)))})(?!\w|[.-]\w)")
-"""A whole key of the run, not a part of another."""
-_REPEATED_KEY = re.compile(r", (\S+) and \1\b")
-"""Two keys of the run that are one key of the dialect."""
 
 
 class VfConsole:
@@ -82,7 +66,7 @@ class VfConsole:
         elif found := None if _STEP_LINE.search(line) else _OTHER_SUCCESS.match(line):
             yield found[1]
         elif not _STEP_LINE.search(line):
-            yield in_dialect(line)
+            yield line
 
     def step_lines(self) -> Iterator[str]:
         """Yield the lines of steps that both roles have finished since the last call."""
@@ -104,11 +88,6 @@ class VfConsole:
         except (OSError, tomllib.TOMLDecodeError):
             return "unknown"
         return (as_table(written.get("server")) or {}).get("port", "unknown")
-
-
-def in_dialect(line: str) -> str:
-    """Return a line of the launcher, which is another process, with the keys that a user of the dialect knows."""
-    return _REPEATED_KEY.sub(r" and \1", _RUN_KEY.sub(lambda found: _SPELLINGS[found[0]], line))
 
 
 def dictionary_of(row: MetricsLine) -> dict[str, float]:

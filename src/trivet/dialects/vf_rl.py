@@ -23,8 +23,9 @@ from trivet.config.sections.vf_rl import VfRLConfig
 from trivet.dialects.vf_checkpoints import VfCheckpoints
 from trivet.dialects.vf_console import VfConsole, follow
 from trivet.dialects.vf_tmux import DEFAULT_SESSION, require_tmux, run_in_tmux
-from trivet.dialects.vf_translation import load_run
+from trivet.dialects.vf_translation import RUN_NAMES, load_run
 from trivet.errors import ConfigError
+from trivet.key_names import to_variable, use_names
 from trivet.launcher.commands import rl
 from trivet.launcher.supervision.interrupts import Interrupts, forward
 from trivet.process.closed_output import run_until_output_closes
@@ -81,7 +82,8 @@ def _run_command(words: Sequence[str]) -> int:
 
     if {"--help", "-h"} & set(rest):
         print(_USAGE)  # noqa: T201
-    return run_translated(VfRLConfig, start, rest, translate=translate, check=check)
+    with use_names(RUN_NAMES):
+        return run_translated(VfRLConfig, start, rest, translate=translate, check=check)
 
 
 def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
@@ -139,10 +141,11 @@ def run(config: RLConfig, dialect: VfRLConfig) -> int:
 
 
 def _start(file: Path, *, stdout: int) -> "subprocess.Popen[bytes]":
-    """Start `rl` on the resolved configuration; it ends when this process does."""
+    """Start `rl` on the resolved configuration, with messages in the dialect; it ends when this process does."""
     command = module_command("trivet.launcher.commands.rl", "@", str(file))
     return subprocess.Popen(
         tied_command(command),
+        env=os.environ | to_variable(RUN_NAMES),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=subprocess.STDOUT,

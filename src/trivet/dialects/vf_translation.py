@@ -75,6 +75,14 @@ RUN_KEYS = {
     "trainer_gpu_ids": "trainer.gpus",
 }
 """Key of the run to the key of the dialect that sets it."""
+RUN_NAMES = {
+    **RUN_KEYS,
+    "--trainer.ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
+    "--ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
+    "--clean": f"--{_ARGS}.overwrite-output-dir true",
+    "ckpt.allow_changes": "the variable TRIVET_CKPT__ALLOW_CHANGES",
+}
+"""What messages of the run's processes call a key or a flag of the run."""
 _VLLM_ARGS = "inference.vllm_args."
 
 

@@ -33,6 +33,7 @@ from trivet.inference.arguments import (
 )
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.inference.positions import position_overrides
+from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
 from trivet.process.imports import without_collections
 from trivet.process.lifetime import die_with_parent
@@ -176,7 +177,7 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
     try:
         vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, TypeError, OSError) as exc:
-        raise ConfigError(f"vLLM cannot serve inference.model.name {args.model!r} as configured: {exc}") from exc
+        raise ConfigError(f"vLLM cannot serve {key_name('inference.model.name')} {args.model!r} as configured: {exc}") from exc
     if is_one_process:
         # vLLM's CPU platform has chosen a new engine process and a new worker process: see engine_process.
         vllm_config.parallel_config.distributed_executor_backend = "uni"

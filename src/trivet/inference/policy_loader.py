@@ -21,6 +21,7 @@ from trivet.errors import InferenceError, WeightsError
 from trivet.faults import reach
 from trivet.inference.policy_ledger import PolicyLedger
 from trivet.inference.weight_roots import require_below
+from trivet.key_names import key_name
 from trivet.weights.adapters import base_of, is_adapter, is_same_model
 from trivet.weights.manifest import Manifest, describe_start_model, verify
 
@@ -151,11 +152,13 @@ class PolicyLoader:
 
     def _require_servable(self, adapter: Path) -> None:
         if not self._engine.serves_adapters:
-            raise WeightsError(f"{adapter} is an adapter, and this server was started without inference.enable_lora = true")
+            raise WeightsError(
+                f"{adapter} is an adapter, and this server was started without {key_name('inference.enable_lora')} = true"
+            )
         if not is_same_model(base := base_of(adapter), self._model_name):
             raise WeightsError(
                 f"{adapter} is an adapter for {base}, and this server serves {self._model_name}: start one with "
-                f"inference.model.name = {base!r}"
+                f"{key_name('inference.model.name')} = {base!r}"
             )
 
     async def _switch(self, directory: Path, manifest: Manifest) -> None:

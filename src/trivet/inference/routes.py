@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.policy_loader import PolicyLoader
+from trivet.key_names import key_name
 from trivet.weights.manifest import Manifest
 
 HEALTH_TIMEOUT_S = 60.0
@@ -111,7 +112,7 @@ def make_router(
     @router.post("/load_lora_adapter", response_model=LoadedAdapter)
     async def load_lora_adapter(body: LoadLoRAAdapter) -> LoadedAdapter | Response:
         if adapters is None:
-            return _refusal(409, "this server was started without inference.enable_lora = true")
+            return _refusal(409, f"this server was started without {key_name('inference.enable_lora')} = true")
         if body.lora_name == model_name:
             return _refusal(409, f"{model_name} is the policy's own name; its adapter is loaded with /update_weights")
         try:

@@ -14,6 +14,7 @@ from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError
+from trivet.key_names import key_name
 from trivet.launcher.role_configs import SERVER_KEY, TEACHER_KEY, Ports, orchestrator_config, server_config, trainer_config
 from trivet.machine import Machine
 from trivet.process.lifetime import module_command
@@ -179,14 +180,16 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
     if len(gpus) == 1 and trainer_ids == [1]:
         trainer_ids = [0]
         if serves:
-            notices.append("one GPU: inference and trainer share it (set trainer_gpu_ids = [0] to say so yourself)")
+            notices.append(
+                f"one GPU: inference and trainer share it (set {key_name('trainer_gpu_ids')} = [0] to say so yourself)"
+            )
     for key, ids, is_used in (
         ("inference_gpu_ids", inference_ids, serves),
         ("trainer_gpu_ids", trainer_ids, trains),
         ("teacher_gpu_ids", teacher_ids, teaches),
     ):
         if is_used:
-            _check_ids(key, ids, len(gpus))
+            _check_ids(key_name(key), ids, len(gpus))
     return GpuShares(
         inference=tuple(gpus[index] for index in inference_ids),
         trainer=tuple(gpus[index] for index in trainer_ids),
@@ -282,7 +285,7 @@ def _port_notices(config: RLConfig, ports: Ports) -> list[str]:
         wanted.insert(0, ("inference.server.port", config.inference.server.port, ports.inference))
     if config.teacher_inference is not None:
         wanted.append(("teacher_inference.server.port", config.teacher_inference.server.port, ports.teacher))
-    return [f"{key} {port} is not free; using {found}" for key, port, found in wanted if port != found]
+    return [f"{key_name(key)} {port} is not free; using {found}" for key, port, found in wanted if port != found]
 
 
 def _memory_notices(section: str, configured: InferenceConfig | None, planned: InferenceConfig | None) -> list[str]:

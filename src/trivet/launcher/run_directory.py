@@ -17,6 +17,7 @@ from trivet.config.loading.dump import to_toml
 from trivet.config.sections.base import Section
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import CheckpointError, ConfigError
+from trivet.key_names import key_name
 from trivet.process.lock import FileLock, holder_of
 from trivet.storage.durable import DECODE_ERRORS, write_atomically, write_json_atomically
 from trivet.telemetry.events import drop_torn_line
@@ -97,7 +98,9 @@ class RunDirectory:
         """
         if resume_step is not None and resume_from is None:
             if does_clean:
-                raise ConfigError("--clean removes the checkpoints that ckpt.resume_step needs; use one of the two")
+                raise ConfigError(
+                    f"{key_name('--clean')} removes the checkpoints that {key_name('ckpt.resume_step')} needs; use one of the two"
+                )
             try:
                 return resolve_resume_step(self.layout, resume_step)
             except CheckpointError as exc:
@@ -194,10 +197,10 @@ def write_configs(configs: Mapping[Path, Section]) -> None:
 
 def _describe_results(layout: RunLayout, results: list[str]) -> str:
     steps = committed_steps(layout)
-    resume = f"add --trainer.ckpt.resume-step -1 to go on from step {steps[-1]}, " if steps else ""
+    resume = f"add {key_name('--trainer.ckpt.resume-step -1')} to go on from step {steps[-1]}, " if steps else ""
     return (
         f"output_dir {str(layout.root)!r} holds {', '.join(results)} of an earlier run or measurement; "
-        f"{resume}add --clean to remove them, or choose another output_dir"
+        f"{resume}add {key_name('--clean')} to remove them, or choose another output_dir"
     )
 
 

@@ -1,11 +1,11 @@
 """Prints for the launcher: plain lines, and on a terminal a bar below them that says how far the run is and what it waits for."""
 
-from typing import TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, TextIO
 
 from trivet.wire.status import RunStatus
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class Terminal:
@@ -19,7 +19,7 @@ class Terminal:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._progress = _make_progress(file) if file.isatty() else None
+        self._progress = make_progress(file, follows_prints=False) if file.isatty() else None
 
     def print(self, line: str) -> None:
         """Print a line above the bar."""
@@ -71,7 +71,16 @@ def finished_step(status: RunStatus) -> int:
     return max((report.step for role in status.roles if role.name == "trainer" for report in role.reports), default=0)
 
 
-def _make_progress(file: TextIO) -> Progress:
+def make_progress(file: TextIO, *, follows_prints: bool) -> "Progress":
+    """Make the bar of a run: the step, the time so far and left, and what the run does (the field `doing`).
+
+    Args:
+        follows_prints: stays below what anybody in this process prints, from a thread of its own. False leaves standard output
+            alone, and the bar changes only when it is refreshed.
+    """
+    from rich.console import Console  # here: most outputs are no terminal, and `--help` and `--dry-run` have no bar
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
     return Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -81,9 +90,8 @@ def _make_progress(file: TextIO) -> Progress:
         TimeRemainingColumn(),
         TextColumn("{task.fields[doing]}", markup=False),
         console=Console(file=file),
-        # No thread of its own, and nobody else's output: the launcher's loop says when something has changed.
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
+        auto_refresh=follows_prints,
+        redirect_stdout=follows_prints,
+        redirect_stderr=follows_prints,
         transient=True,
     )

@@ -5,8 +5,7 @@ import sys
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from trivet.launcher.terminal import make_progress
 
 
 class ProgressBar(Protocol):
@@ -61,17 +60,7 @@ class _TerminalBar(_NoBar):
     """A bar below what the program prints."""
 
     def __init__(self, max_steps: int | None) -> None:
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=30),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[doing]}", markup=False),
-            console=Console(file=sys.stdout),
-            transient=True,
-        )
+        self._progress = make_progress(sys.stdout, follows_prints=True)
         self._task = self._progress.add_task("", total=max_steps, doing="starting")
 
     def update(self, step: int, *, doing: str) -> None:

@@ -13,6 +13,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import CheckpointError
 from trivet.faults import reach
+from trivet.key_names import key_name
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.sampler import SamplerState
 from trivet.wire.codec import encode
@@ -61,8 +62,8 @@ def read_part(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> Or
     part = read_state(layout, step, OrchestratorPart)
     if part.rollouts_per_example != rollouts_per_example:
         raise CheckpointError(
-            f"orchestrator.rollouts_per_example was {part.rollouts_per_example} when checkpoint step_{step} was made and is "
-            f"{rollouts_per_example} now; the groups that wait in it have that size: set it back, or start a new run "
+            f"{key_name('orchestrator.rollouts_per_example')} was {part.rollouts_per_example} when checkpoint step_{step} was "
+            f"made and is {rollouts_per_example} now; the groups that wait in it have that size: set it back, or start a new run "
             f"from {layout.weights_step(step)}"
         )
     return part

@@ -10,6 +10,7 @@ from trivet.config.sections.sampling import SamplingConfig
 from trivet.environments.apis.trajectories import Turn, to_samples
 from trivet.environments.sampling import sampling_arguments
 from trivet.errors import InferenceError
+from trivet.key_names import key_name
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.versions import Step
 
@@ -56,8 +57,9 @@ async def make_self_check(
     rows = pack([item for answer in answers for item in answer], seq_len=seq_len)
     if prompts and not rows:
         raise InferenceError(
-            f"the self-check of {len(prompts)} prompts sampled nothing to compare: every prompt fills orchestrator.seq_len "
-            f"({seq_len}), or every completion is empty; raise seq_len, or set orchestrator.self_check_rollouts = 0"
+            f"the self-check of {len(prompts)} prompts sampled nothing to compare: every prompt fills "
+            f"{key_name('orchestrator.seq_len')} ({seq_len}), or every completion is empty; raise {key_name('seq_len')}, or set "
+            "orchestrator.self_check_rollouts = 0"
         )
     return Batch(
         step=step,

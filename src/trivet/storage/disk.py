@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trivet.errors import DiskFull
+from trivet.key_names import key_name, list_keys
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEXTS = tuple(text for number in _FULL for text in (f"[Errno {number}]", f"os error {number})", os.strerror(number)))
@@ -80,6 +81,6 @@ def _explain(path: Path, *, what: str, needed: int | None, free: int) -> str:
     amount = "" if needed is None else f"{format_bytes(needed)} needed, "
     return (
         f"not enough free disk space to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is "
-        "whole. Free disk space, or keep less: ckpt.keep_last, a larger ckpt.interval or ckpt.weights.interval; then go on with "
-        "ckpt.resume_step = -1"
+        f"whole. Free disk space, or keep less: set {key_name('ckpt.keep_last')}, or raise "
+        f"{list_keys('ckpt.interval', 'ckpt.weights.interval')}; then go on with {key_name('ckpt.resume_step')} = -1"
     )

@@ -9,6 +9,7 @@ from trivet.checkpoints.retention import removable_steps
 from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import CkptConfig
 from trivet.config.sections.trainer import TrainingConfig
+from trivet.key_names import key_name
 from trivet.storage.disk import format_bytes, free_bytes, require_free_space
 from trivet.trainer.model.policy_model import PolicyModel, torch_dtype
 from trivet.trainer.optim.optimizer import state_bytes
@@ -85,10 +86,12 @@ def require_budget(config: TrainingConfig, layout: RunLayout, sizes: Sizes, *, f
         return
     logger.warning(
         "the run will write %s of checkpoints (%s each) and weights (%s each), and %s are free in %s: it will stop when they "
-        "are used up; set ckpt.keep_last, or a larger ckpt.interval",
+        "are used up; set %s, or a larger %s",
         format_bytes(needed.total),
         format_bytes(sizes.checkpoint),
         format_bytes(sizes.weights),
         format_bytes(free),
         layout.root,
+        key_name("ckpt.keep_last"),
+        key_name("ckpt.interval"),
     )

@@ -23,6 +23,7 @@ from trivet.checkpoints.parts import PARTS, TRAINER
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, WeightsError
 from trivet.faults import reach
+from trivet.key_names import key_name
 from trivet.telemetry import process_report
 from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import make_policy_loss
@@ -129,8 +130,8 @@ def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: b
             )
         if row.num_tokens > seq_len:
             raise BatchError(
-                f"batch {batch.step} has a row of {row.num_tokens} tokens, trainer.model.seq_len is {seq_len}; "
-                "orchestrator.seq_len must not be larger"
+                f"batch {batch.step} has a row of {row.num_tokens} tokens, {key_name('trainer.model.seq_len')} is {seq_len}; "
+                f"{key_name('orchestrator.seq_len')} must not be larger"
             )
         if row.num_tokens and not 0 <= row.token_ids_T.min() <= row.token_ids_T.max() < vocab_size:
             raise BatchError(

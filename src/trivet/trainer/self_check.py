@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from trivet.errors import TrivetError
+from trivet.key_names import key_name
 from trivet.trainer.losses.terms import mismatch_kl
 from trivet.trainer.model.policy_model import PolicyModel, free_gathered, without_dropout
 from trivet.trainer.ranks.world import World, sum_over_ranks
@@ -40,8 +41,8 @@ def require_agreement(mismatch: float, *, limit: float) -> None:
         return
     raise TrivetError(
         f"trainer and inference server disagree: mean mismatch KL {mismatch:.4g} of the self-check is above "
-        f"trainer.max_mismatch_kl = {limit:g}. Compare: model.name and tokenizer of both; inference.model.dtype with "
-        "trainer.model.compute_dtype; orchestrator.sampling.temperature (top_p, top_k, min_p and penalties must be off); "
-        "after a resume, whether the server holds the weights of that step (GET /policy). Raise trainer.max_mismatch_kl "
+        f"trainer.max_mismatch_kl = {limit:g}. Compare: model.name and tokenizer of both; {key_name('inference.model.dtype')} with "
+        f"trainer.model.compute_dtype; {key_name('orchestrator.sampling.temperature')} (top_p, top_k, min_p and penalties must be "
+        "off); after a resume, whether the server holds the weights of that step (GET /policy). Raise trainer.max_mismatch_kl "
         "only when the difference is explained"
     )

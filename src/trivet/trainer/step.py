@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
+from trivet.key_names import key_name, list_keys
 from trivet.trainer.failures import RowOutcome, describe_gradients, describe_rows, explaining_memory, explaining_update_memory
 from trivet.trainer.losses.terms import Loss, LossUnit
 from trivet.trainer.measurement.performance import model_cost
@@ -178,8 +179,8 @@ def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[LossUnit, in
     num_tokens = sum(int(np.count_nonzero(row.loss_mask_T)) for row in rows)
     if num_tokens == 0:
         raise BatchError(
-            f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at seq_len; "
-            "look at rollouts/ and raise seq_len or sampling.max_tokens"
+            f"batch {step} has {len(rows)} rows and no token to train on: every completion is empty or cut at "
+            f"{key_name('seq_len')}; look at rollouts/ and raise {list_keys('seq_len', 'orchestrator.sampling.max_tokens')}"
         )
     return {LossUnit.TOKEN: num_tokens, LossUnit.SAMPLE: sum(_count_samples(row) for row in rows)}
 

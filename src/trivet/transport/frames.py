@@ -9,6 +9,7 @@ import msgspec
 
 from trivet.config.sections.shared import TransportConfig
 from trivet.errors import MessageRefused, WaitTimeout
+from trivet.key_names import key_name
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.batches import Batch
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
@@ -149,5 +150,5 @@ def no_acknowledgement(step: Step, *, config: TransportConfig, met: str = "") ->
 def _too_large(name: str, num_bytes: int, max_message_mib: int) -> str:
     return (
         f"{name} has {num_bytes / 2**20:.2f} MiB, the limit is rollout_transport.max_message_mib = {max_message_mib}; "
-        "raise it in both roles, or make orchestrator.batch_size or seq_len smaller"
+        f"raise it in both roles, or make {key_name('orchestrator.batch_size')} or {key_name('seq_len')} smaller"
     )

@@ -11,6 +11,7 @@ import msgspec
 
 from trivet.config.layout import BATCH_SUFFIX, RunLayout
 from trivet.errors import BatchError, MessageRefused
+from trivet.key_names import key_name
 from trivet.step_directories import discard_after, list_steps
 from trivet.storage.durable import write_atomically
 from trivet.transport.port import BatchReceiver
@@ -66,7 +67,7 @@ def read_recorded(layout: RunLayout, step: Step) -> Batch:
     except FileNotFoundError as exc:
         raise BatchError(
             f"batch {step} was not recorded in {layout.batches}, which holds {describe_steps(recorded_steps(layout))}; "
-            "lower max_steps"
+            f"lower {key_name('max_steps')}"
         ) from exc
     except MessageRefused as exc:
         raise BatchError(f"{path} cannot be read: {exc}") from exc

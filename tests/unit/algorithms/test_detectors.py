@@ -1,6 +1,7 @@
 import pytest
 
 from trivet.algorithms.detectors import Thresholds, make_detectors
+from trivet.key_names import use_names
 
 THRESHOLDS = Thresholds(
     failed_share=0.5, truncated_share=0.5, entropy_share=0.1, mismatch_kl=0.1, gradient_factor=10.0, stuck_policy_steps=3
@@ -79,3 +80,9 @@ def test_a_policy_that_does_not_advance_is_said_after_its_own_number_of_steps():
 
 def test_metrics_of_the_other_role_say_nothing():
     assert findings([{}] * 20) == []
+
+
+def test_a_remedy_names_each_key_of_the_user_once() -> None:
+    with use_names({"seq_len": "args.length", "max_model_len": "args.length"}):
+        remedies = {detector.name: detector.remedy for detector in make_detectors(THRESHOLDS, patience=1)}
+    assert remedies["truncated"] == "raise orchestrator.sampling.max_tokens and args.length, or reward shorter answers"

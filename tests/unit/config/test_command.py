@@ -8,6 +8,7 @@ from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import ConfigError, Diverged, EnvironmentLoadError
+from trivet.key_names import VARIABLE, key_name
 
 
 class Recorder:
@@ -35,6 +36,26 @@ def test_a_bad_configuration_ends_with_2_before_main(capsys: pytest.CaptureFixtu
     assert run_command(TrainerConfig, main, ["--optim.lr", "x"]) == 2
     assert main.configs == []
     assert capsys.readouterr().err == 'error: optim.lr must be a number, got "x" (flag --optim.lr)\n'
+
+
+def test_messages_name_keys_as_the_starter_of_the_process_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, '{"optim.lr": "args.learning_rate"}')
+    assert run_command(TrainerConfig, Recorder(), ["--optim.lr", "x"]) == 2
+    assert capsys.readouterr().err.startswith("error: args.learning_rate must be a number")
+
+    def refuse(_config: TrainerConfig) -> int:
+        raise ConfigError(f"{key_name('optim.lr')} is too large")
+
+    assert run_command(TrainerConfig, refuse, []) == 2
+    assert "args.learning_rate is too large" in capsys.readouterr().err
+
+
+def test_names_that_cannot_be_read_end_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(VARIABLE, "no JSON")
+    assert run_command(TrainerConfig, Recorder(), []) == 2
+    assert VARIABLE in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
 from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
-from trivet.dialects.vf_console import in_dialect
-from trivet.dialects.vf_translation import load_run
+from trivet.dialects.vf_translation import RUN_NAMES, load_run
 from trivet.errors import ConfigError
+from trivet.key_names import key_name, use_names
 
 BASE = """
 model = "Qwen/Qwen3-4B-Instruct-2507"
@@ -290,24 +290,18 @@ def test_a_file_that_cannot_be_read_is_the_only_complaint(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("said", "in_its_words"),
+    ("key", "name"),
     [
-        (
-            "add --trainer.ckpt.resume-step -1 to go on from step 3, add --clean to remove them",
-            "add --trainer.args.resume-from-checkpoint true to go on from step 3, add --trainer.args.overwrite-output-dir true "
-            "to remove them",
-        ),
-        ("raise orchestrator.sampling.max_tokens, seq_len", "raise trainer.args.max_tokens, trainer.args.max_seq_len"),
-        (
-            "raise orchestrator.sampling.max_tokens, seq_len and max_model_len, or reward shorter answers",
-            "raise trainer.args.max_tokens and trainer.args.max_seq_len, or reward shorter answers",
-        ),
-        ("inference.parallel.tp (3)", "inference.args.tensor_parallel_size (3)"),
-        ("trainer.args.max_steps, --clean-up, my.max_steps", "trainer.args.max_steps, --clean-up, my.max_steps"),
+        ("--trainer.ckpt.resume-step -1", "--trainer.args.resume-from-checkpoint true"),
+        ("--clean", "--trainer.args.overwrite-output-dir true"),
+        ("orchestrator.sampling.max_tokens", "trainer.args.max_tokens"),
+        ("inference.parallel.tp", "inference.args.tensor_parallel_size"),
+        ("orchestrator.buffer.type", "orchestrator.buffer.type"),
     ],
 )
-def test_messages_about_the_run_name_the_keys_of_the_dialect(said: str, in_its_words: str) -> None:
-    assert in_dialect(said) == in_its_words
+def test_messages_of_the_runs_processes_name_the_keys_of_the_dialect(key: str, name: str) -> None:
+    with use_names(RUN_NAMES):
+        assert key_name(key) == name
 
 
 def test_wandb_gets_samples_at_every_logged_step(tmp_path: Path) -> None:

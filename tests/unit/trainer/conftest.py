@@ -1,4 +1,4 @@
-"""Fixtures for tiny models with a tokenizer, a world of one rank, and the oracle."""
+"""Fixtures for tiny models with a tokenizer, a world of one rank, a learner, batches for it, and the oracle."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -7,7 +7,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from support.prepared_batches import make_batch
 from support.scripts import load_module
+from trivet.checkpoints.parts import ORCHESTRATOR, begin_part, finish_part
+from trivet.config.layout import RunLayout
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.trainer import AdamWConfig, ConstantSchedule, TrainerModelConfig
@@ -16,8 +19,11 @@ from trivet.trainer.losses.select import cross_entropy, make_policy_loss
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
 from trivet.trainer.ranks.world import World, open_world
+from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import Learner
+from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Event
+from trivet.wire.versions import Step
 
 MakeLearner = Callable[..., Learner]
 
@@ -103,5 +109,24 @@ def make_learner(world: World) -> MakeLearner:
             max_norm=max_norm,
             world=world,
         )
+
+    return make
+
+
+@pytest.fixture
+def make_batches(make_learner, tiny_model: Path, oracle):
+    def make(layout: RunLayout, *, from_step: int = 0, last: int = 6, parts: tuple[int, ...] = ()) -> dict[int, Batch]:
+        check = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
+        with torch.no_grad():
+            scores = make_learner(tiny_model).model(to_tensors(check, device=torch.device("cpu")))
+        check.logprobs_T[check.loss_mask_T] = scores.logprobs_N.numpy()
+        batches = {from_step: make_batch(from_step, [check], BatchPurpose.SELF_CHECK)}
+        for step in range(from_step + 1, last + 1):
+            row = oracle.make_row(oracle.make_examples(count=4, vocab_size=100, seed=step))
+            batches[step] = make_batch(step, [row], BatchPurpose.TRAIN, has_part=step in parts)
+            if step in parts:
+                (begin_part(layout, Step(step), ORCHESTRATOR) / "state").write_text("x")
+                finish_part(layout, Step(step), ORCHESTRATOR)
+        return batches
 
     return make

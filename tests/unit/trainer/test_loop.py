@@ -1,106 +1,25 @@
 """Run the RL loop over a receiver with prepared batches, and check what it publishes, commits, reports and refuses."""
 
-import errno
 import json
 import shutil
-import threading
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from support.processes import wait_until
+from support.prepared_batches import make_batch, make_config, run_loop
 from trivet.checkpoints.commit import committed_steps, read_record, verify_checkpoint
-from trivet.checkpoints.parts import ORCHESTRATOR, begin_part, finish_part
 from trivet.config.layout import RunLayout
-from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, ConfigError, DiskFull, Diverged, ResumeError, TrivetError
 from trivet.telemetry.events import read_events
-from trivet.trainer import loop, policy_publisher
 from trivet.trainer.loop import check_batch, run
 from trivet.trainer.main import open_receiver
-from trivet.trainer.rows import to_tensors
-from trivet.trainer.step import Learner, StepResult, train_step
 from trivet.transport.recording import record_batch
 from trivet.weights.catalog import published_versions
-from trivet.weights.manifest import Manifest, verify
-from trivet.weights.publish import publish
-from trivet.weights.retention import acknowledge
-from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
+from trivet.weights.manifest import verify
+from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Stop
-from trivet.wire.rollouts import GroupId
-from trivet.wire.versions import PolicyVersion, Step
-
-
-class PreparedBatches:
-    """A BatchReceiver that has all its batches from the start."""
-
-    def __init__(self, batches: Mapping[int, Batch]) -> None:
-        self.batches = batches
-        self.asked: list[Step] = []
-        self.is_closed = False
-
-    def receive(self, step: Step) -> Batch:
-        self.asked.append(step)
-        return self.batches[step]
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-@pytest.fixture
-def make_batches(make_learner, tiny_model: Path, oracle):
-    def make(layout: RunLayout, *, from_step: int = 0, last: int = 6, parts: tuple[int, ...] = ()) -> dict[int, Batch]:
-        check = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
-        with torch.no_grad():
-            scores = make_learner(tiny_model).model(to_tensors(check, device=torch.device("cpu")))
-        check.logprobs_T[check.loss_mask_T] = scores.logprobs_N.numpy()
-        batches = {from_step: make_batch(from_step, [check], BatchPurpose.SELF_CHECK)}
-        for step in range(from_step + 1, last + 1):
-            row = oracle.make_row(oracle.make_examples(count=4, vocab_size=100, seed=step))
-            batches[step] = make_batch(step, [row], BatchPurpose.TRAIN, has_part=step in parts)
-            if step in parts:
-                (begin_part(layout, Step(step), ORCHESTRATOR) / "state").write_text("x")
-                finish_part(layout, Step(step), ORCHESTRATOR)
-        return batches
-
-    return make
-
-
-def make_batch(step: int, rows, purpose: BatchPurpose, *, has_part: bool = False) -> Batch:
-    return Batch(
-        step=Step(step),
-        purpose=purpose,
-        micro_batches=rows,
-        group_ids=[GroupId(step)],
-        num_rollouts=4,
-        has_orchestrator_part=has_part,
-    )
-
-
-def make_config(model_dir: Path, output_dir: Path, **changes: object) -> TrainerConfig:
-    values = {
-        "output_dir": output_dir,
-        "max_steps": 6,
-        "model": {"name": str(model_dir), "compute_dtype": "float32"},
-        "optim": {"lr": 1e-3},
-        "max_mismatch_kl": 1e9,
-    }
-    return TrainerConfig.model_validate(values | changes)
-
-
-def run_loop(config: TrainerConfig, world, make) -> PreparedBatches:
-    made: list[PreparedBatches] = []
-
-    def make_receiver(from_step: Step) -> PreparedBatches:
-        made.append(PreparedBatches(make()))
-        return made[0]
-
-    run(config, world, make_receiver=make_receiver)
-    return made[0]
+from trivet.wire.versions import Step
 
 
 def metrics_of(layout: RunLayout) -> list[dict[str, float]]:
@@ -196,17 +115,6 @@ def test_a_run_that_ends_early_commits_the_last_step(
     assert (stop.step, stop.reason) == (3, reason)
 
 
-def test_a_policy_that_a_reader_still_holds_stays(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
-
-    def prepare() -> dict[int, Batch]:
-        acknowledge(layout, "server", PolicyVersion(0))
-        return make_batches(layout, last=4)
-
-    run_loop(make_config(tiny_model, tmp_path, max_steps=4), world, prepare)
-    assert published_versions(layout) == [1, 2, 3, 4]
-
-
 def test_a_fresh_start_does_not_remove_an_earlier_runs_checkpoints(
     tiny_model: Path, world, make_batches, tmp_path: Path
 ) -> None:
@@ -279,96 +187,6 @@ def test_a_disk_that_fills_up_ends_the_run_with_the_last_commit_whole(
     verify_checkpoint(layout, Step(1))
 
 
-def let_policies_wait(monkeypatch: pytest.MonkeyPatch, *, step_taken: Callable[[Step, Callable[[], None]], None]) -> None:
-    """No policy is written before it is let through.
-
-    Args:
-        step_taken: called after each update, before the policy of its step, with what lets one policy through.
-    """
-    permits = threading.Semaphore(0)
-
-    def wait_and_publish(layout: RunLayout, **given: Any) -> Manifest:
-        assert permits.acquire(timeout=30)
-        return publish(layout, **given)
-
-    def take_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> StepResult:
-        result = train_step(learner, rows, step=step)
-        step_taken(step, permits.release)
-        return result
-
-    monkeypatch.setattr(policy_publisher, "publish", wait_and_publish)
-    monkeypatch.setattr(loop, "train_step", take_step)
-
-
-def test_a_policy_is_written_while_the_next_step_is_taken_which_is_not_in_it(
-    tiny_model: Path, world, make_batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_once, behind = RunLayout(tmp_path / "at_once"), RunLayout(tmp_path / "behind")
-    config = make_config(tiny_model, at_once.root, max_async_level=6, ckpt={"async_write": False})
-    run_loop(config, world, lambda: make_batches(at_once))
-
-    def step_taken(step: Step, let_one: Callable[[], None]) -> None:
-        assert published_versions(behind) == list(range(1, step - 1))
-        if step > 1:
-            let_one()
-        if step == 6:
-            let_one()  # nothing is trained beside the last
-
-    let_policies_wait(monkeypatch, step_taken=step_taken)
-    run_loop(make_config(tiny_model, behind.root, max_async_level=6), world, lambda: make_batches(behind))
-    digests = [
-        [verify(layout.weights_step(version)).digest for version in published_versions(layout)] for layout in (at_once, behind)
-    ]
-    assert digests[0] == digests[1]
-    assert len(digests[0]) == 6
-
-
-@pytest.mark.parametrize(("max_async_level", "asked"), [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3, 4])])
-def test_a_step_whose_policy_could_not_be_written_is_not_committed(
-    tiny_model: Path,
-    world,
-    make_batches,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    max_async_level: int,
-    asked: list[int],
-) -> None:
-    """The trainer does not wait for the batch that needs the policy either: it would never come."""
-    layout = RunLayout(tmp_path)
-
-    def refuse_the_third(layout: RunLayout, *, version: PolicyVersion, **given: Any) -> Manifest:
-        if version == 3:
-            wait_until(lambda: receiver.asked == asked, timeout_s=60, waiting_for="the loop to ask for what it may")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return publish(layout, version=version, **given)
-
-    monkeypatch.setattr(policy_publisher, "publish", refuse_the_third)
-    config, receiver = make_config(tiny_model, tmp_path, max_async_level=max_async_level), PreparedBatches({})
-
-    def make_receiver(_: Step) -> PreparedBatches:
-        receiver.batches = make_batches(layout, parts=(2, 3))
-        return receiver
-
-    with pytest.raises(DiskFull, match="policy 3"):
-        run(config, world, make_receiver=make_receiver)
-    assert committed_steps(layout) == [2]
-    assert receiver.asked == asked
-
-
-def test_a_step_that_diverges_names_the_policy_that_is_still_being_written(
-    tiny_model: Path, world, make_batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def diverge(step: Step, let_one: Callable[[], None]) -> None:
-        if step == 2:
-            threading.Timer(0.2, let_one).start()
-            raise Diverged("the loss of step 2 is nan")
-
-    let_policies_wait(monkeypatch, step_taken=diverge)
-    layout = RunLayout(tmp_path)
-    with pytest.raises(Diverged, match=r"the last good weights are .*step_1$"):
-        run_loop(make_config(tiny_model, tmp_path), world, lambda: make_batches(layout))
-
-
 def test_a_run_that_has_no_room_for_its_first_checkpoint_does_not_start(
     tiny_model: Path, world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,22 +194,6 @@ def test_a_run_that_has_no_room_for_its_first_checkpoint_does_not_start(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: whole._replace(free=2**20))
     with pytest.raises(DiskFull, match="the first checkpoint and its weights"):
         run_loop(make_config(tiny_model, tmp_path), world, dict)
-
-
-def test_policies_of_an_interval_stay(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
-    config = make_config(tiny_model, tmp_path, max_async_level=0, ckpt={"weights": {"interval": 2}})
-    run_loop(config, world, lambda: make_batches(layout))
-    assert published_versions(layout) == [2, 4, 6]
-
-
-def test_a_deterministic_run_keeps_the_policies_that_a_resume_samples_from(
-    tiny_model: Path, world, make_batches, tmp_path: Path
-) -> None:
-    layout = RunLayout(tmp_path)
-    config = make_config(tiny_model, tmp_path, max_async_level=1, deterministic=True)
-    run_loop(config, world, lambda: make_batches(layout, parts=(3,)))
-    assert published_versions(layout) == [2, 3, 5, 6]
 
 
 def test_a_recorded_run_is_replayed_to_the_same_weights(tiny_model: Path, world, make_batches, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from trivet.config.checks.sampling import eval_sampling_problems, run_sampling_problems, sampling_notices
 from trivet.config.loading.dump import literal
 from trivet.config.loading.findings import ROOT, Key
+from trivet.config.sections.bench import BenchConfig
 from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.inference import InferenceConfig
@@ -27,6 +28,8 @@ def training_problems(config: TrainingConfig, at: Key = ROOT) -> Iterator[str]:
             yield f"{at.scheduler.min_lr} ({schedule.min_lr}) must be <= {at.optim.lr} ({config.optim.lr}); lower the first"
     if config.trace_path is not None and config.max_steps is not None and config.max_steps < 3:
         yield f"{at.trace_path} traces the third and fourth step, and {ROOT.max_steps} is {config.max_steps}; raise it"
+    if config.bench is not None:
+        yield from _bench_problems(config.bench, seq_len=config.model.seq_len, at=at)
     if isinstance(config, TrainerConfig) and config.data.fake is not None and config.data.replay is not None:
         yield f"{at.data.fake} and {at.data.replay} are two sources of batches; remove one"
     if isinstance(config, TrainerConfig) and isinstance(config.loss, DefaultLossConfig):
@@ -36,6 +39,15 @@ def training_problems(config: TrainingConfig, at: Key = ROOT) -> Iterator[str]:
             if low >= high:
                 low_key, high_key = at.loss[f"{name}_low"], at.loss[f"{name}_high"]
                 yield f"{low_key} ({low}) must be < {high_key} ({high}): no token would be trained on"
+
+
+def _bench_problems(bench: BenchConfig, *, seq_len: int, at: Key) -> Iterator[str]:
+    answer_len = 2 if bench.answer_len is None else bench.answer_len
+    if bench.prompt_len + answer_len > seq_len:
+        yield (
+            f"{at.bench.prompt_len} ({bench.prompt_len}) and an answer of {answer_len} tokens must fit into"
+            f" {at.model.seq_len} ({seq_len}); shorten them"
+        )
 
 
 def orchestrator_problems(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:

@@ -9,6 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
 from trivet.config.loading.dump import literal
+from trivet.config.loading.field_docs import field_doc
 from trivet.config.loading.keys import KeyPath, Shape, dotted, key_of, members
 from trivet.config.sections.base import Section
 from trivet.config.sections.evaluation import EvalConfig
@@ -120,7 +121,7 @@ def help_text(kind: type[Section]) -> str:
     """Return the usage and every key of `kind`."""
     command, example = EXAMPLES[kind]
     lines = [f"usage: {command} {USAGE}", f" e.g.: uv run {example}"]
-    for section in _sections(kind):
+    for section in section_rows(kind):
         lines += ["", f"{section.header}  {section.text}".strip()]
         for row in section.rows:
             text = f". {row.text}" if row.text else ""
@@ -135,7 +136,7 @@ def configuration_page() -> str:
     for kind, remark in PAGE:
         command, example = EXAMPLES[kind]
         parts.append(f"## `{command}`\n\n```\nuv run {example}\n```\n\n{remark}\n")
-        parts += [_table(section) for section in _sections(kind)]
+        parts += [_table(section) for section in section_rows(kind)]
     return "\n".join(parts)
 
 
@@ -154,32 +155,32 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _sections(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionRows]:
+def section_rows(kind: type[Section], path: KeyPath = (), header: str = "", text: str = "") -> Iterator[SectionRows]:
     """Yield each section of `kind` with the keys that it holds itself, in the order of the models."""
     fields = [(name, field, key_of(field)) for name, field in kind.model_fields.items()]
-    rows = [_row(name, field) for name, field, key in fields if not key.sections]
+    rows = [_row(kind, name, field) for name, field, key in fields if not key.sections]
     if rows:
         yield SectionRows(header=header, text=text, rows=rows)
     for name, field, key in fields:
         inner = (*path, name)
         brackets = f"[[{dotted(inner)}]]" if key.shape is Shape.SECTION_LIST else f"[{dotted(inner)}]"
         default = field.get_default(call_default_factory=True)
-        remarks = [field.description or "", "Off unless it is given." if default is None else ""]
+        remarks = [field_doc(kind, name), "Off unless it is given." if default is None else ""]
         if default is not None and type(None) in members(field.annotation):
             remarks.append(f'`{name} = "None"` takes it away.')
         for section in key.sections:
             variant = f' type = "{section.model_fields["type"].default}"' if len(key.sections) > 1 else ""
             description = " ".join(remark for remark in (*remarks, inspect.cleandoc(section.__doc__ or "")) if remark)
-            yield from _sections(section, inner, brackets + variant, description.strip())
+            yield from section_rows(section, inner, brackets + variant, description.strip())
 
 
-def _row(name: str, field: FieldInfo) -> KeyRow:
+def _row(kind: type[Section], name: str, field: FieldInfo) -> KeyRow:
     default = field.get_default(call_default_factory=True)
     return KeyRow(
         name=name,
         type=f"{_type_name(field.annotation)}{_bounds(field)}",
         default=None if field.is_required() else "None" if default is None else literal(default),
-        text=(field.description or "").replace("\n", " "),
+        text=field_doc(kind, name).replace("\n", " "),
     )
 
 

@@ -21,7 +21,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         validate_default=True,
         protected_namespaces=(),
         allow_inf_nan=False,

@@ -15,6 +15,7 @@ from trivet.config.layout import VENVS, RunLayout
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
+from trivet.key_names import VARIABLE, key_name
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ProcessSpec, RunPlan, plan
 from trivet.launcher.role_configs import Ports
@@ -159,7 +160,7 @@ class Attempts:
         if steps:
             raise CheckpointError(
                 f"none of the checkpoints of steps {', '.join(map(str, steps))} is whole; see above. "
-                "Start anew with --clean, or from weights with --model.name"
+                f"Start anew with {key_name('--clean')}, or from weights with --model.name"
             )
         return None
 
@@ -203,4 +204,4 @@ def has_completed(layout: RunLayout, role: str, *, run: RunIdentity, max_steps: 
 
 def role_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what roles inherit: not the keys that the environment sets, which their configuration files already hold."""
-    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_") or name == VENVS}
+    return {name: value for name, value in environ.items() if not name.startswith("TRIVET_") or name in (VENVS, VARIABLE)}

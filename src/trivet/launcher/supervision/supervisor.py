@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.errors import TrivetError
+from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog, is_for_terminal
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
 from trivet.launcher.processes import ProcessHost
@@ -229,5 +230,5 @@ class Supervisor:
             self._log.say(line)
         last = self._attempts.last_commit
         if verdict.outcome is not Outcome.DONE and last is not None and not self._attempts.is_last_step_committed:
-            self._log.say(f"committed up to step {last}; go on from there with --ckpt.resume-step -1")
+            self._log.say(f"committed up to step {last}; go on from there with {key_name('--ckpt.resume-step -1')}")
         self._status.write(verdict)

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from trivet.errors import ConfigError
 from trivet.storage.durable import replace_file
 from trivet.telemetry.logs import setup_logging
 from trivet.trainer.losses.terms import Loss
-from trivet.trainer.measurement.fake_data import fake_rows
+from trivet.trainer.measurement.fake_data import fake_groups
 from trivet.trainer.measurement.performance import (
     ModelCost,
     measured_flops,
@@ -38,7 +37,7 @@ from trivet.trainer.model.policy_model import torch_dtype
 from trivet.trainer.model.reference import Reference
 from trivet.trainer.open_session import make_learner
 from trivet.trainer.ranks.world import World, barrier
-from trivet.trainer.step import train_step
+from trivet.trainer.step import StepResult, train_step
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
@@ -84,13 +83,18 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     model_mfu: Spread
     """Percent of the peak, by the operations that the model needs: causal attention, heads as wide as they are."""
     throughput: Spread
-    """Tokens per second, all ranks together."""
+    """Tokens of the batch per second, all ranks together. A token that samples share counts in each of them."""
+    computed_throughput: Spread
+    """Tokens that were computed per second, all ranks together. A token that samples share counts where it is computed."""
     step_time: Spread
     """Seconds of an optimizer step, from its rows to its update."""
     peak_memory: PeakMemory
     step_times: list[float]
     """Seconds of every step, with the first, which does not count."""
     tokens_per_step: int
+    """Tokens of a batch."""
+    computed_tokens_per_step: int
+    """Those of them that were computed: fewer where samples share prompts."""
     num_ranks: int
     num_parameters: int
     num_trained_parameters: int
@@ -110,6 +114,9 @@ class Measured:
     seconds: list[float]
     """One number a step."""
     tokens_per_step: int
+    computed_tokens_per_step: int
+    flops_per_step: float
+    """Operations that the computed tokens need, on all ranks."""
     cost: ModelCost
     num_parameters: int
     num_trained_parameters: int
@@ -164,27 +171,32 @@ def measure(config: TrainingConfig, world: World, *, loss: Loss) -> Measured:
         learner.reference = Reference(model)
     has_teacher = isinstance(config, TrainerConfig) and config.loss.needs_teacher
     seconds: list[float] = []
+    results: list[StepResult] = []
     num_tokens = 0
     for step in range(1, config.bench.num_steps + 1):
-        rows = fake_rows(
+        rows = fake_groups(
             step,
             seed=config.seed,
             seq_len=config.model.seq_len,
             vocab_size=model.embedding.num_embeddings,
-            num_ranks=world.size,
-            rows_per_rank=config.bench.rows_per_rank,
+            num_rows=world.size * config.bench.rows_per_rank,
+            prompt_len=config.bench.prompt_len,
+            answer_len=config.bench.answer_len,
+            group_size=config.bench.group_size,
         )
         for row in rows:
             row.teacher_logprobs_T = row.logprobs_T if has_teacher else None
         num_tokens = sum(row.num_tokens for row in rows)
         barrier(world)
-        seconds.append(seconds_of(partial(train_step, learner, rows, step=Step(step)), world.device))
+        seconds.append(seconds_of(lambda: results.append(train_step(learner, rows, step=Step(step))), world.device))  # noqa: B023
         profiler.finish_step(step)
         logger.info("step=%s seconds=%.3f tokens=%s", step, seconds[-1], num_tokens)
     profiler.close()
     return Measured(
         seconds=seconds,
         tokens_per_step=num_tokens,
+        computed_tokens_per_step=results[-1].num_computed_tokens,
+        flops_per_step=results[-1].flops,
         cost=model_cost(model),
         num_parameters=model.num_parameters,
         num_trained_parameters=sum(parameter.numel() for parameter in model.trained_parameters),
@@ -196,20 +208,21 @@ def make_report(config: TrainingConfig, world: World, measured: Measured, *, kin
     known = peak_flops(world.device)
     peak = known or measured_flops(world.device, torch_dtype(config.model.compute_dtype))
     counted = measured.seconds[1:]
-    seq_len, num_tokens = config.model.seq_len, measured.tokens_per_step
-    by_formula = measured.cost.reference_flops(num_tokens=num_tokens, seq_len=seq_len)
-    by_model = measured.cost.flops([seq_len] * (num_tokens // seq_len))
+    num_computed = measured.computed_tokens_per_step
+    by_formula = measured.cost.reference_flops(num_tokens=num_computed, seq_len=config.model.seq_len)
     gib, total_gib = peak_memory_gib(world.device), total_memory_gib(world.device)
     is_cuda = world.device.type == "cuda"
     return BenchReport(
         kind=kind,
         mfu=Spread.of_rate(100 * by_formula / (peak * world.size), counted),
-        model_mfu=Spread.of_rate(100 * by_model / (peak * world.size), counted),
-        throughput=Spread.of_rate(num_tokens, counted),
+        model_mfu=Spread.of_rate(100 * measured.flops_per_step / (peak * world.size), counted),
+        throughput=Spread.of_rate(measured.tokens_per_step, counted),
+        computed_throughput=Spread.of_rate(num_computed, counted),
         step_time=Spread.of(counted),
         peak_memory=PeakMemory(gib=gib, pct=100 * gib / total_gib),
         step_times=measured.seconds,
-        tokens_per_step=num_tokens,
+        tokens_per_step=measured.tokens_per_step,
+        computed_tokens_per_step=num_computed,
         num_ranks=world.size,
         num_parameters=measured.num_parameters,
         num_trained_parameters=measured.num_trained_parameters,
@@ -233,14 +246,16 @@ def _table(config: TrainingConfig, report: BenchReport) -> Table:
     memory = report.peak_memory
     table = Table(
         title=title,
-        caption=f"{report.tokens_per_step} tokens a step in rows of {config.model.seq_len}, the first of "
-        f"{len(report.step_times)} steps left out; peak memory {memory.gib:.1f} GiB ({memory.pct:.0f} %); peak of a rank {peak}",
+        caption=f"{report.tokens_per_step} tokens a step in rows of {config.model.seq_len}, {report.computed_tokens_per_step} of "
+        f"them computed; the first of {len(report.step_times)} steps left out; peak memory "
+        f"{memory.gib:.1f} GiB ({memory.pct:.0f} %); peak of a rank {peak}",
     )
     for column in ("", "mean", "std", "min", "max"):
         table.add_column(column, justify="right" if column else "left")
     lines: list[tuple[str, Spread, str]] = [
         ("step time, s", report.step_time, ".3f"),
         ("throughput, tokens/s", report.throughput, ",.0f"),
+        ("computed tokens/s", report.computed_throughput, ",.0f"),
         ("MFU as prime-rl counts, %", report.mfu, ".1f"),
         ("MFU of the model's operations, %", report.model_mfu, ".1f"),
     ]

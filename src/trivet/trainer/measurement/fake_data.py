@@ -49,6 +49,38 @@ def fake_rows(
     return rows
 
 
+def fake_groups(
+    step: int,
+    *,
+    seed: int,
+    seq_len: int,
+    vocab_size: int,
+    num_rows: int,
+    prompt_len: int,
+    answer_len: int | None,
+    group_size: int,
+) -> list[MicroBatch]:
+    """Make a batch of samples that share prompts, as the rollouts of a group do. Answers alone are trained on.
+
+    Args:
+        step: batches of different steps hold different samples.
+        num_rows: rows, each with as many samples as fit into `seq_len` tokens.
+        answer_len: None lets a sample fill a row.
+        group_size: samples that begin with the same prompt.
+    """
+    size = seq_len if answer_len is None else prompt_len + answer_len
+    items: list[PackItem] = []
+    for index in range(num_rows * (seq_len // size)):
+        rng = np.random.default_rng(derive_seed(seed, "fake_row", step, index))
+        item = _item(size, vocab_size=vocab_size, token_ids="random", rng=rng)
+        prompt_rng = np.random.default_rng(derive_seed(seed, "fake_prompt", step, index // group_size))
+        item.sample.token_ids_T[:prompt_len] = prompt_rng.integers(0, vocab_size, prompt_len)
+        item.sample.loss_mask_T[:prompt_len] = False
+        item.sample.logprobs_T[:prompt_len] = 0.0
+        items.append(item)
+    return pack(items, seq_len=seq_len)
+
+
 def fake_item(
     index: int, *, seed: int, seq_len: int, vocab_size: int, length: Lengths = "fixed", token_ids: TokenIds = "random"
 ) -> PackItem:

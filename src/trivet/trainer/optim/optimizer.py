@@ -10,6 +10,7 @@ from trivet.algorithms.schedules import cosine_factor, linear_factor
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.sections.trainer import ConstantSchedule, LinearSchedule, ScheduleConfig
 from trivet.errors import ConfigError
+from trivet.key_names import key_name
 from trivet.trainer.optim.muon import JoinedOptimizers, WholeMatrixMuon
 from trivet.trainer.ranks.world import World, sum_over_ranks
 
@@ -76,7 +77,7 @@ class LearningRate:
     def __post_init__(self) -> None:
         if self.max_steps is None and not isinstance(self.schedule, ConstantSchedule):
             raise ConfigError(
-                f'scheduler.type = "{self.schedule.type}" ends at max_steps, which is not set; set max_steps, '
+                f'scheduler.type = "{self.schedule.type}" ends at {key_name("max_steps")}, which is not set; set it, '
                 'or scheduler.type = "constant"'
             )
 

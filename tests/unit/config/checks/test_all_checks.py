@@ -261,6 +261,13 @@ def test_a_trace_needs_the_steps_that_it_is_of() -> None:
     assert said == "trace_path traces the third and fourth step, and max_steps is 2; raise it"
 
 
+def test_a_made_up_sample_must_fit_into_a_row() -> None:
+    words = ("--model.seq-len", "64", "--bench.prompt-len", "60", "--bench.answer-len", "8")
+    assert refusal(TrainerConfig, *words) == (
+        "bench.prompt_len (60) and an answer of 8 tokens must fit into model.seq_len (64); shorten them"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

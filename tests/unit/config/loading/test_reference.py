@@ -4,7 +4,7 @@ import pytest
 
 from trivet.config.loading.keys import all_keys
 from trivet.config.loading.load import COMMANDS
-from trivet.config.loading.reference import configuration_page, help_text
+from trivet.config.loading.reference import configuration_page, help_text, section_rows
 from trivet.config.sections.base import Section
 from trivet.config.sections.vf_rl import VfRLConfig
 
@@ -19,9 +19,10 @@ def test_the_page_is_what_the_models_say() -> None:
 @pytest.mark.parametrize("kind", [*COMMANDS, VfRLConfig])
 def test_every_key_is_documented(kind: type[Section]) -> None:
     undocumented = [
-        ".".join(str(part) for part in path)
-        for path, key in all_keys(kind)
-        if key.field and not key.field.description and not key.sections and path[-1] != "type"
+        f"{section.header} {row.name}"
+        for section in section_rows(kind)
+        for row in section.rows
+        if not row.text and row.name != "type"
     ]
     assert undocumented == []
 

@@ -7,6 +7,7 @@ from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError
+from trivet.key_names import to_variable
 from trivet.launcher.commands.rl import check
 from trivet.launcher.supervision.attempts import has_completed, role_environment
 from trivet.telemetry.events import EventWriter
@@ -23,6 +24,11 @@ def test_a_missing_environment_is_refused_with_the_command_that_installs_it() ->
 
 def test_roles_do_not_inherit_keys_that_their_files_already_hold() -> None:
     assert role_environment({"TRIVET_WANDB__PROJECT": "p", "PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+def test_roles_name_keys_as_the_launcher_does() -> None:
+    variable = to_variable({"seq_len": "trainer.args.max_seq_len"})
+    assert role_environment(variable) == variable
 
 
 @pytest.mark.parametrize(

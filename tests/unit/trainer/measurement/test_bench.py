@@ -68,15 +68,40 @@ def test_an_adapter_a_reference_and_supervised_fine_tuning_are_measured_too(shap
 def test_the_first_step_does_not_count(world, monkeypatch):
     monkeypatch.setattr("trivet.trainer.measurement.bench.measured_flops", lambda device, dtype: 1e9)
     cost = ModelCost(matmul_parameters=1000, num_layers=1, attention_width=8, hidden_size=4)
-    measured = Measured(seconds=[60.0, 1.0, 3.0], tokens_per_step=200, cost=cost, num_parameters=9, num_trained_parameters=9)
+    measured = Measured(
+        seconds=[60.0, 1.0, 3.0],
+        tokens_per_step=200,
+        computed_tokens_per_step=150,
+        flops_per_step=cost.flops([100, 50]),
+        cost=cost,
+        num_parameters=9,
+        num_trained_parameters=9,
+    )
     config = TrainerConfig(model=TrainerModelConfig(seq_len=100, compute_dtype="float32"))
     report = make_report(config, world, measured, kind="rl")
     assert report.step_time == Spread(mean=2.0, std=1.0, min=1.0, max=3.0)
     assert report.throughput.max == 200
     assert report.throughput.mean == 400 / 4, "tokens over time, not a mean of rates"
+    assert report.computed_throughput.max == 150
     assert report.mfu.mean == pytest.approx(report.mfu.max / 2)
-    assert report.mfu.max == pytest.approx(100 * 200 * (6 * 1000 + 12 * 4 * 100) / 1e9)
-    assert report.model_mfu.max == pytest.approx(100 * (200 * 6 * 1000 + 2 * 6 * 8 * 100**2) / 1e9)
+    assert report.mfu.max == pytest.approx(100 * 150 * (6 * 1000 + 12 * 4 * 100) / 1e9)
+    assert report.model_mfu.max == pytest.approx(100 * (150 * 6 * 1000 + 6 * 8 * (100**2 + 50**2)) / 1e9)
+
+
+@pytest.mark.parametrize(("shares", "computed"), [(True, 2 * (20 + 4 * 4)), (False, 2 * 4 * 24)])
+def test_tokens_that_a_group_shares_are_learnt_from_in_each_sample_and_computed_once(
+    shape, world, tmp_path, capsys, shares, computed
+):
+    config = TrainerConfig(
+        output_dir=tmp_path / "outputs",
+        model=TrainerModelConfig(name=str(shape), seq_len=96, compute_dtype="float32", share_prefixes=shares),
+        bench=BenchConfig(num_steps=2, prompt_len=20, answer_len=4, group_size=4),
+    )
+    report = run_bench(config, world, loss=make_policy_loss(config.loss), kind="rl")
+    assert report.tokens_per_step == 2 * 4 * 24
+    assert report.computed_tokens_per_step == computed
+    assert report.computed_throughput.max == pytest.approx(computed / report.step_time.min)
+    assert "computed tokens/s" in capsys.readouterr().out
 
 
 def test_a_benchmark_is_of_the_steps_that_training_takes(shape, world, monkeypatch):
