@@ -1,6 +1,7 @@
 """Reads the strings under the fields of configuration sections from the source. For `--help` and the page of keys alone.
 
-pydantic would read them too (`use_attribute_docstrings`), but whenever a section is imported: a quarter of a command's start.
+pydantic would read them too (`use_attribute_docstrings`), but whenever a section is imported, which took about a fifth of the time
+that a command needs to start.
 """
 
 import ast
