@@ -4,8 +4,9 @@ The product's dispatcher, buffer, loop and sender, real ZeroMQ to a process that
 environment that costs nothing: each group is answered after about a second, so that rollouts in flight really are, and
 turned into samples. Then through a verifiers SingleTurnEnv whose server answers at once inside this process, next to verifiers'
 own `generate` over as many rollouts with the same client: the ceiling of any orchestrator around it. Then the same environment in a
-worker process, as a run has it: `through_worker` has this process's CPU time, to which the channel adds reading and checking
-answers. Last, a shorter run with a stop watch around each part, CPU time of its thread.
+worker process, as a run has it: `through_worker` has this process's CPU time, and how much more that is than with the costless
+environment in the same shape, which makes its samples here: what the channel costs. Last, a shorter run with a stop watch around
+each part, CPU time of its thread.
 
     uv run python scripts/bench/orchestrator.py [--rollouts 200000] [--in-flight 10000] [--tokens 64]
 """
@@ -184,7 +185,7 @@ def run_loop(
         batch_size=batch_size,
         rollouts_per_example=GROUP_SIZE,
         oversampling_factor=OVERSAMPLING,
-        max_async_level=1,
+        max_async_level=1 if publishes else num_steps,
         max_off_policy_steps=num_steps,
         rollout_transport=TransportConfig(port=free_port()),
         ckpt=CkptConfig(),
@@ -290,7 +291,7 @@ def rate_through_verifiers(num_rollouts: int, num_tokens: int, directory: Path) 
 
 
 def through_worker(num_rollouts: int, num_tokens: int, directory: Path) -> dict[str, float]:
-    """Return the rate through one worker process, and what that costs this process."""
+    """Return the rate through one worker process, and this process's CPU time with it and without it."""
     settings = HostSettings(
         env_id=f"{Path(instant_server.__file__)}:load_environment",
         name="toy",
@@ -301,17 +302,18 @@ def through_worker(num_rollouts: int, num_tokens: int, directory: Path) -> dict[
 
     @asynccontextmanager
     async def open_pool() -> AsyncIterator[RunDrawnGroup]:
-        async with open_worker_pool([settings], log_of=lambda name: directory / f"{name}.log", limits=PoolLimits()) as pool:
+        async with open_worker_pool([settings], log_of=lambda name: directory / "worker.log", limits=PoolLimits()) as pool:
             yield group_runner(pool, sampling_of=lambda _: ARGUMENTS, rollouts_per_example=GROUP_SIZE)
 
-    _, watched = run_loop(
-        open_pool(), directory, num_rollouts=num_rollouts, in_flight=num_rollouts // 10, examples=EXAMPLES, publishes=False
-    )
-    cpu_us = watched.cpu_s / num_rollouts * 1e6
+    shape = {"num_rollouts": num_rollouts, "in_flight": num_rollouts // 10, "examples": EXAMPLES, "publishes": False}
+    _, with_worker = run_loop(open_pool(), directory / "with", **shape)
+    _, without = run_loop(nullcontext(costless(num_tokens)), directory / "without", **shape)
+    channel_us = (with_worker.cpu_s - without.cpu_s) / num_rollouts * 1e6
     return {
-        "rollouts_per_s": round(watched.whole_rate, 1),
-        "cpu_us_per_rollout": round(cpu_us, 1),
-        "cores_at_2000_per_s": round(cpu_us * 2000 / 1e6, 3),
+        "rollouts_per_s": round(with_worker.whole_rate, 1),
+        "cpu_us_per_rollout": round(with_worker.cpu_s / num_rollouts * 1e6, 1),
+        "channel_us_per_rollout": round(channel_us, 1),
+        "channel_cores_at_2000_per_s": round(channel_us * 2000 / 1e6, 3),
     }
 
 
