@@ -15,6 +15,8 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 
 from trivet.environments.apis.v0.model_client import ModelClient
+from trivet.orchestrator.dispatcher import Dispatcher
+from trivet.orchestrator.loop import Loop
 from trivet.wire.versions import PolicyVersion, Step
 
 NUM_EXAMPLES = 1000
@@ -49,6 +51,12 @@ class PromptPolicies:
     async def run(self) -> None:
         """Wait until cancelled."""
         await asyncio.Event().wait()
+
+
+def dispatcher_of(loop: Loop) -> Dispatcher:
+    """Return the dispatcher of a loop that runs environments."""
+    assert isinstance(loop.dispatcher, Dispatcher)
+    return loop.dispatcher
 
 
 POLICIES = PromptPolicies()
@@ -96,9 +104,10 @@ class SelfServedEnv(vf.SingleTurnEnv):
         super().__init__(**kwargs)
         self._client = instant_client(num_tokens)
 
-    async def rollout(self, input: Any, client: Any, model: str, sampling_args: Any = None) -> Any:
-        """Run one rollout."""
-        return await super().rollout(input, self._client.for_rollout(), model, sampling_args)
+    async def setup_state(self, state: Any) -> Any:
+        """Take the instant server for the client that the rollout was given."""
+        state["client"] = self._client.for_rollout()
+        return state
 
 
 def load_environment(num_tokens: int = 64) -> vf.Environment:

@@ -32,7 +32,7 @@ from typing import Any
 import instant_server
 import numpy as np
 import psutil
-from instant_server import NUM_EXAMPLES, POLICIES, OneServer, instant_client, make_environment
+from instant_server import NUM_EXAMPLES, POLICIES, OneServer, dispatcher_of, instant_client, make_environment
 
 import trivet.orchestrator.loop as loop_module
 import trivet.transport.zeromq as zeromq_module
@@ -198,8 +198,9 @@ def run_loop(
         times.append(time.perf_counter())
         if not publishes:
             return {}
-        loop.dispatcher.version = POLICIES.version = PolicyVersion(loop.progress.step)
-        loop.dispatcher.changed.notify()
+        dispatcher = dispatcher_of(loop)
+        dispatcher.version = POLICIES.version = PolicyVersion(loop.progress.step)
+        dispatcher.changed.notify()
         return {}
 
     async def measure() -> None:
@@ -209,7 +210,7 @@ def run_loop(
             async with opening as run_group:
                 loop = make_loop(config, run_group, sender, telemetry, examples)
                 loop.gauges = lambda: on_step(loop)
-                loop.background_tasks = {"watched": lambda: watched.run(loop.dispatcher)}
+                loop.background_tasks = {"watched": lambda: watched.run(dispatcher_of(loop))}
                 started, started_cpu_s = time.perf_counter(), time.process_time()
                 await loop.run()
                 watched.cpu_s = time.process_time() - started_cpu_s

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+from instant_server import dispatcher_of
 from orchestrator import EXAMPLES, POLICIES, free_port, make_loop
 
 from trivet.config.layout import RunLayout
@@ -61,8 +62,9 @@ async def follow(published: Connection, loop: Loop) -> None:
         if not published.poll():
             await asyncio.sleep(0.005)
             continue
-        loop.dispatcher.version = POLICIES.version = PolicyVersion(published.recv())
-        loop.dispatcher.changed.notify()
+        dispatcher = dispatcher_of(loop)
+        dispatcher.version = POLICIES.version = PolicyVersion(published.recv())
+        dispatcher.changed.notify()
 
 
 def step_seconds(level: int, *, generate_s: float, train_s: float, num_steps: int, directory: Path) -> float:
