@@ -1,7 +1,8 @@
 """Owns the names by which the user of this process knows the keys and flags of a run.
 
-Messages name a key or a flag through `key_name`. A command with a dialect of its own, such as `vf-rl`, gives its table to the
-processes that it starts in the variable `TRIVET_KEY_NAMES`, so that each message is written in the dialect from the start.
+Messages name a key or a flag through `key_name`. A command with a dialect of its own, such as `vf-rl`, and `RLTrainer` give their
+tables to the processes that they start in the variable `TRIVET_KEY_NAMES`, so that each message is written in the dialect from the
+start.
 """
 
 import json

@@ -4,6 +4,7 @@ It takes a step every 50 ms. The number of steps says how it ends: from `FAILING
 it commits at SIGTERM, and ends without a commit at SIGINT.
 """
 
+import os
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 from trivet.config.layout import RunLayout
+from trivet.key_names import from_variable, key_name, use_names
 from trivet.telemetry.metrics import MetricsWriter
 
 REFUSED, FAILING, ENDLESS = 1001, 1002, 1003
@@ -22,7 +24,8 @@ def main() -> int:
     config = tomllib.loads(Path(sys.argv[2]).read_text())
     max_steps, layout = config["max_steps"], RunLayout(Path(config["output_dir"]))
     if max_steps == REFUSED:
-        print("error: batch is wrong; add --clean", file=sys.stderr)
+        with use_names(from_variable(os.environ)):
+            print(f"error: {key_name('orchestrator.batch_size')} is wrong; add {key_name('--clean')}", file=sys.stderr)
         return 2
     (layout.root / "started").touch()
 

@@ -54,7 +54,7 @@ def choose_start(config: Resumable, *, is_whole_verified: bool = False) -> Step:
     if committed := committed_steps(layout):
         raise ConfigError(
             f"{layout.checkpoints} holds the committed checkpoints {', '.join(map(str, committed))}, which a fresh start "
-            f"would remove; set {key_name('ckpt.resume_step')} = -1 to go on from the newest, or choose another output_dir"
+            f"would remove; set {key_name('ckpt.resume_step = -1')} to go on from the newest, or choose another output_dir"
         )
     return Step(0)
 

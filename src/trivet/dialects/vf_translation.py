@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trivet.config.loading.findings import Findings
+from trivet.config.loading.findings import ROOT, Findings
 from trivet.config.loading.keys import find_key
 from trivet.config.loading.load import LoadedConfig, environment_entries, load_sources
 from trivet.config.loading.sources import Entry
@@ -79,6 +79,7 @@ RUN_NAMES = {
     **RUN_KEYS,
     "--trainer.ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
     "--ckpt.resume-step -1": f"--{_ARGS}.resume-from-checkpoint true",
+    "ckpt.resume_step = -1": f"{_ARGS}.resume_from_checkpoint = true",
     "--clean": f"--{_ARGS}.overwrite-output-dir true",
     "ckpt.allow_changes": "the variable TRIVET_CKPT__ALLOW_CHANGES",
 }
@@ -86,8 +87,19 @@ RUN_NAMES = {
 _VLLM_ARGS = "inference.vllm_args."
 
 
+def name_in_dialect(key: str) -> str:
+    """Return the key of the dialect that sets `key` of the run, or `key` itself if none does."""
+    if key.startswith(_VLLM_ARGS):
+        return f"inference.args.{key.removeprefix(_VLLM_ARGS)}"
+    return RUN_KEYS.get(key, key)
+
+
 def load_run(
-    loaded: LoadedConfig[VfRLConfig], *, environ: Mapping[str, str], run_entries: Sequence[Entry] = ()
+    loaded: LoadedConfig[VfRLConfig],
+    *,
+    environ: Mapping[str, str],
+    run_entries: Sequence[Entry] = (),
+    name_of: Callable[[str], str] = name_in_dialect,
 ) -> LoadedConfig[RLConfig]:
     """Return the run that a `vf-rl` configuration describes, checked like any other.
 
@@ -95,17 +107,18 @@ def load_run(
         loaded: the configuration in the dialect.
         environ: variables with our prefix set keys of the run; what the user wrote in the dialect wins, its defaults do not.
         run_entries: values of the run's own keys, which win over all others.
+        name_of: returns the name by which the user knows a key of the run or of the dialect.
 
     Raises:
         ConfigError: lists every problem, by the names that the user wrote.
     """
-    findings = Findings(name_of=name_in_dialect)
+    findings = Findings(name_of=name_of)
     for problem in batch_problems(loaded.config):
         findings.refuse(problem)
     findings.raise_problems()
     for notice in (*loaded.notices, *notices_of(loaded.config)):
         findings.notice(notice)
-    translated = list(translate(loaded))
+    translated = list(translate(loaded, name_of=name_of))
     by_default, written = ([each.entry for each in translated if each.is_written == wanted] for wanted in (False, True))
     variables = [entry for entry in environment_entries(RLConfig, environ) if find_key(VfRLConfig, entry.path) is None]
     if any(entry.path == ("trainer", "loss", "type") for entry in run_entries):  # the dialect's defaults are of another loss
@@ -118,16 +131,16 @@ class Translated:
     """A value of the dialect as a value of the run."""
 
     entry: Entry
-    """The value at the run's key. Its origin names the key of the dialect, and where that was written."""
+    """The value at the run's key. Its origin has the user's name of the dialect's key, and where that was written."""
     is_written: bool
     """True if the user wrote it; else it is the dialect's default."""
 
 
-def translate(loaded: LoadedConfig[VfRLConfig]) -> Iterator[Translated]:
-    """Yield every value of the dialect as a value of the run."""
+def translate(loaded: LoadedConfig[VfRLConfig], *, name_of: Callable[[str], str]) -> Iterator[Translated]:
+    """Yield every value of the dialect as a value of the run. A dry run prints its origin, so the name in it is final."""
 
     def entry(key: str, value: object, source: str) -> Translated:
-        origin = f"{source}, {loaded.origins.get(source, 'its default')}"
+        origin = f"{name_of(source)}, {loaded.origins.get(source, 'its default')}"
         path = tuple(key.split("."))
         return Translated(
             entry=Entry(path=path, value="None" if value is None else value, origin=origin),
@@ -158,44 +171,35 @@ def translate(loaded: LoadedConfig[VfRLConfig]) -> Iterator[Translated]:
 
 
 def batch_problems(config: VfRLConfig) -> Iterator[str]:
-    """Yield the problems of batch settings that the dialect alone restricts."""
-    args, num_gpus = config.trainer.args, config.trainer.gpus
+    """Yield the problems of batch settings that the dialect alone restricts, with placeholders for its keys."""
+    args, num_gpus, keys = config.trainer.args, config.trainer.gpus, ROOT.trainer.args
     at_once = args.micro_batch_size * num_gpus
     if args.batch_size % at_once:
         yield (
-            f"{_ARGS}.batch_size ({args.batch_size}) must be divisible by {_ARGS}.micro_batch_size * trainer.gpus "
+            f"{keys.batch_size} ({args.batch_size}) must be divisible by {keys.micro_batch_size} * {ROOT.trainer.gpus} "
             f"({args.micro_batch_size} * {num_gpus} = {at_once}): {args.batch_size} % {at_once} = {args.batch_size % at_once}; "
             f"try batch_size = {at_once * max(1, round(args.batch_size / at_once))}"
         )
     if isinstance(args.resume_from_checkpoint, str) and _CHECKPOINT.fullmatch(args.resume_from_checkpoint) is None:
-        yield (
-            f'{_ARGS}.resume_from_checkpoint must be true, false, or end with checkpoint-N, got "{args.resume_from_checkpoint}"'
-        )
+        yield f'{keys.resume_from_checkpoint} must be true, false, or end with checkpoint-N, got "{args.resume_from_checkpoint}"'
     unknown = sorted({*_reports(args)} - {"wandb", "none", "all"})
     if unknown:
-        yield f'{_ARGS}.report_to knows "wandb" and "none", got "{", ".join(unknown)}"'
+        yield f'{keys.report_to} knows "wandb" and "none", got "{", ".join(unknown)}"'
 
 
 def notices_of(config: VfRLConfig) -> Iterator[str]:
-    """Yield a notice for each key whose effect here differs from the dialect's."""
-    args = config.trainer.args
+    """Yield a notice for each key whose effect here differs from the dialect's, with placeholders for its keys."""
+    args, keys = config.trainer.args, ROOT.trainer.args
     written = args.model_fields_set
     if "micro_batch_size" in written:
         yield (
-            f"{_ARGS}.micro_batch_size: rows of packed rollouts have at most max_seq_len ({args.max_seq_len}) tokens, however "
+            f"{keys.micro_batch_size}: rows of packed rollouts have at most max_seq_len ({args.max_seq_len}) tokens, however "
             "many rollouts fit"
         )
     if args.max_prompt_len is not None:
-        yield f"{_ARGS}.max_prompt_len: prompts are not cut; max_seq_len ({args.max_seq_len}) bounds prompt and completion"
+        yield f"{keys.max_prompt_len}: prompts are not cut; max_seq_len ({args.max_seq_len}) bounds prompt and completion"
     if "/" in config.env.id:
         yield f'env.id "{config.env.id}": the package {environment_name(config)} of this machine is used; nothing is downloaded'
-
-
-def name_in_dialect(key: str) -> str:
-    """Return the key of the dialect that sets `key` of the run, or `key` itself if none does."""
-    if key.startswith(_VLLM_ARGS):
-        return f"inference.args.{key.removeprefix(_VLLM_ARGS)}"
-    return RUN_KEYS.get(key, key)
 
 
 def _environment(config: VfRLConfig) -> dict[str, object]:

@@ -25,6 +25,7 @@ from trivet.config.sections.shared import CkptConfig, EventsConfig, LogConfig
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
+from trivet.library.messages import name_in_python
 from trivet.shown_text import printable
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class RLArguments(_RLKeys):
     if not TYPE_CHECKING:  # an editor completes the fields, which a constructor of its own would hide
 
         def __init__(self, **values: Any) -> None:
-            findings = Findings()
+            findings = Findings(name_of=name_in_python)
             entries = [Entry(path=(*_DIALECT, name), value=value, origin="RLConfig") for name, value in values.items()]
             current = {entry.path[-1]: entry.value for entry in use_current_names(VfRLConfig, entries, findings)}
             super().__init__(**_check(_RLKeys, current, findings, origin="RLConfig"))

@@ -1,34 +1,36 @@
-"""Turns what the commands say into the errors of a program: the names are those that a user of the library writes."""
+"""Owns the names that messages have for a user of the library, and raises what the commands say as errors of the program.
+
+The names are given to the commands, so that each message has them from the start (`key_names`).
+"""
 
 import re
 from collections.abc import Mapping
 
-from trivet.config.vllm_keys import VLLM_KEYS
+from trivet.dialects.vf_translation import RUN_KEYS
 from trivet.errors import ConfigError, Diverged, RoleFailed, TrivetError
 from trivet.library.process import RunProcess
 from trivet.shown_text import printable
 
-_SPELLINGS = (
-    (re.compile(r"\btrainer\.args\.(?=\w)"), ""),
-    (re.compile(r"\b(trainer|inference)\.gpus\b"), r"\1_gpu_ids"),
-    *((re.compile(rf"\binference\.args\.{name}\b"), f"inference.{key}") for name, key in VLLM_KEYS.items()),
-    (re.compile(r"\binference\.args\."), "inference.vllm_args."),
-    (re.compile(r"--(trainer\.)?ckpt\.resume-step -1"), "resume_from_checkpoint=True"),
-    (re.compile(r"--trainer\.args\.resume-from-checkpoint true"), "resume_from_checkpoint=True"),
-    (re.compile(r"--clean\b|--trainer\.args\.overwrite-output-dir true"), "overwrite_output_dir=True"),
-)
-"""What a user of a command types, to what a user of `RLTrainer` writes."""
+_ARGS = "trainer.args."
+PYTHON_NAMES = {
+    **{key: name.removeprefix(_ARGS) for key, name in RUN_KEYS.items() if name.startswith(_ARGS)},
+    "inference.gpus": "inference_gpu_ids",
+    "trainer.gpus": "trainer_gpu_ids",
+    "--trainer.ckpt.resume-step -1": "resume_from_checkpoint=True",
+    "--ckpt.resume-step -1": "resume_from_checkpoint=True",
+    "ckpt.resume_step = -1": "resume_from_checkpoint=True",
+    "--clean": "overwrite_output_dir=True",
+}
+"""What messages call a key or a flag of a run that `RLTrainer` starts. `RLConfig` takes all other keys by their own names."""
 _ERRORS: Mapping[int, type[TrivetError]] = {2: ConfigError, 3: Diverged}
 """What an exit code of a command means; any other than 0 means that a role failed."""
 _REFUSAL = re.compile(r"^error: ", re.MULTILINE)
 """What a command prints before the reason for which it started nothing."""
 
 
-def in_python(text: str) -> str:
-    """Return a message with the names that a user of `RLTrainer` knows."""
-    for pattern, spelling in _SPELLINGS:
-        text = pattern.sub(spelling, text)
-    return text
+def name_in_python(key: str) -> str:
+    """Return what a user of `RLTrainer` writes for a key of the run or of the dialect."""
+    return PYTHON_NAMES.get(key, key.removeprefix(_ARGS))
 
 
 def require_success(process: RunProcess, *, details: str = "") -> None:
@@ -46,4 +48,4 @@ def require_success(process: RunProcess, *, details: str = "") -> None:
     printed = printable(process.last_output())
     *_, last = _REFUSAL.split(printed)
     text = last if last != printed else f"the run ended with exit code {exit_code}: {details or printed}"
-    raise _ERRORS.get(exit_code or 1, RoleFailed)(in_python(text.strip()))
+    raise _ERRORS.get(exit_code or 1, RoleFailed)(text.strip())

@@ -17,10 +17,9 @@ from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.vf_rl import VfRLConfig, VfTrainerArgs
 from trivet.dialects.vf_translation import load_run
 from trivet.environments.packages.installed import LOADER, require_installed
-from trivet.errors import ConfigError
 from trivet.library.arguments import RUN_KEYS, RLArguments, SFTArguments, entries_of, show_notices, written_values
 from trivet.library.functions import FunctionFiles, split_partial
-from trivet.library.messages import in_python
+from trivet.library.messages import name_in_python
 from trivet.process.imports import file_of
 
 Environment = str | Callable[..., Any]
@@ -60,13 +59,10 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
         "inference": {"gpus": len(args.inference_gpu_ids or [0])},
         "trainer": {"gpus": len(args.trainer_gpu_ids or [0]), "args": {**written, "output_dir": str(output_dir)}},
     }
-    try:
-        loaded = load_sources(VfRLConfig, [entries_of(dialect, origin=_ARGUMENTS)], Findings())
-        run_entries = [*_environment_entries(env, name, args, functions, env_args), *_run_entries(args, functions)]
-        run = load_run(loaded, environ=os.environ, run_entries=run_entries)
-    except ConfigError as exc:
-        raise type(exc)(in_python(str(exc))) from None
-    show_notices(in_python(notice) for notice in run.notices)
+    loaded = load_sources(VfRLConfig, [entries_of(dialect, origin=_ARGUMENTS)], Findings(name_of=name_in_python))
+    run_entries = [*_environment_entries(env, name, args, functions, env_args), *_run_entries(args, functions)]
+    run = load_run(loaded, environ=os.environ, run_entries=run_entries, name_of=name_in_python)
+    show_notices(run.notices)
     for each in run.config.orchestrator.environments.values():
         if file_of(each.id) is None:  # the file of a function is written when the run is started
             require_installed(each.id)

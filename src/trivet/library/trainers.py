@@ -15,10 +15,11 @@ from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.base import Section
 from trivet.errors import ConfigError
+from trivet.key_names import to_variable
 from trivet.launcher.terminal import describe_activity
 from trivet.library.arguments import RLArguments, SFTArguments
 from trivet.library.functions import FunctionFiles
-from trivet.library.messages import require_success
+from trivet.library.messages import PYTHON_NAMES, require_success
 from trivet.library.process import RunProcess
 from trivet.library.progress import ProgressBar, open_progress
 from trivet.library.run import Policy, Run, RunStep, StepReader
@@ -41,12 +42,13 @@ class _Trainer:
         module: str,
         output_dir: Path,
         max_steps: int | None,
+        names: Mapping[str, str] | None = None,
         stop_timeout_s: float = 0.0,
         callbacks: Sequence[Callable[[RunStep], object]],
         progress: bool,
     ) -> None:
         self._config = config
-        self._process = RunProcess(module, config, stop_timeout_s=stop_timeout_s)
+        self._process = RunProcess(module, config, stop_timeout_s=stop_timeout_s, variables=to_variable(names or {}))
         self._layout = RunLayout(output_dir)
         self._max_steps = max_steps
         self._callbacks = callbacks
@@ -167,6 +169,7 @@ class RLTrainer(_Trainer):
             module="trivet.launcher.commands.rl",
             output_dir=planned.config.output_dir,
             max_steps=planned.config.max_steps,
+            names=PYTHON_NAMES,
             stop_timeout_s=planned.config.recovery.preemption_grace_s + planned.config.shutdown_timeout_s,
             callbacks=args.callbacks,
             progress=progress,

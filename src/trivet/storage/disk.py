@@ -82,5 +82,5 @@ def _explain(path: Path, *, what: str, needed: int | None, free: int) -> str:
     return (
         f"not enough free disk space to write {what} in {path}: {amount}{format_bytes(free)} free. What was committed before is "
         f"whole. Free disk space, or keep less: set {key_name('ckpt.keep_last')}, or raise "
-        f"{list_keys('ckpt.interval', 'ckpt.weights.interval')}; then go on with {key_name('ckpt.resume_step')} = -1"
+        f"{list_keys('ckpt.interval', 'ckpt.weights.interval')}; then go on with {key_name('ckpt.resume_step = -1')}"
     )

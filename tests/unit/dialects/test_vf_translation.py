@@ -294,6 +294,7 @@ def test_a_file_that_cannot_be_read_is_the_only_complaint(tmp_path: Path) -> Non
     [
         ("--trainer.ckpt.resume-step -1", "--trainer.args.resume-from-checkpoint true"),
         ("--clean", "--trainer.args.overwrite-output-dir true"),
+        ("ckpt.resume_step = -1", "trainer.args.resume_from_checkpoint = true"),
         ("orchestrator.sampling.max_tokens", "trainer.args.max_tokens"),
         ("inference.parallel.tp", "inference.args.tensor_parallel_size"),
         ("orchestrator.buffer.type", "orchestrator.buffer.type"),

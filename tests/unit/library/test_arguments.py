@@ -52,8 +52,8 @@ def test_older_names_of_the_dialect_are_said_in_todays(caplog: pytest.LogCapture
         args = RLArguments(num_generations=4, gradient_accumulation_steps=2)
     assert args.model_fields_set == {"rollouts_per_example"}
     assert args.rollouts_per_example == 4
-    assert "num_generations is called" in caplog.text
-    assert "gradient_accumulation_steps (RLConfig) has no effect" in caplog.text
+    assert "notice: num_generations is called rollouts_per_example here (RLConfig)" in caplog.text
+    assert "notice: gradient_accumulation_steps (RLConfig) has no effect" in caplog.text
 
 
 def test_sections_are_models_or_tables() -> None:

@@ -1,6 +1,7 @@
 """What a program passes becomes the configuration of a run."""
 
 import functools
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ import pytest
 from trivet.config.sections.losses import CustomLossConfig, GrpoLossConfig
 from trivet.errors import ConfigError, EnvironmentLoadError
 from trivet.library.arguments import RLArguments, SFTArguments
+from trivet.library.messages import name_in_python
 from trivet.library.run_config import name_of_environment, plan_run, plan_sft
 from trivet.process.imports import file_of
 
@@ -101,10 +103,39 @@ def test_functions_go_by_their_import_paths(functions: ModuleType, tmp_path: Pat
 def test_problems_are_said_in_the_names_of_the_arguments() -> None:
     with pytest.raises(ConfigError, match=r"batch_size \(10\) must be divisible by micro_batch_size"):
         plan_run("models/x", "reverse-text", RLArguments(batch_size=10), env_args={})
+    args = RLArguments(batch_size=10, micro_batch_size=1, trainer_gpu_ids=[1, 2, 3, 4])
+    with pytest.raises(ConfigError, match=r"^batch_size .* \* trainer_gpu_ids \(1 \* 4 = 4\)"):
+        plan_run("models/x", "reverse-text", args, env_args={})
     with pytest.raises(ConfigError, match=r"inference.model.dtype must be one of .*, got .x. \(RLConfig\)"):
         plan_run("models/x", "reverse-text", RLArguments(inference={"model": {"dtype": "x"}}), env_args={})
     with pytest.raises(EnvironmentLoadError, match="not-there"):
         plan_run("models/x", "not-there", RLArguments(), env_args={})
+
+
+def test_a_value_of_the_dialect_that_the_run_refuses_has_its_python_name(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_run("models/x", "reverse-text", RLArguments(rollouts_per_example=1, max_prompt_len=9), env_args={})
+    assert "rollouts_per_example must be >= 2" in str(caught.value)
+    assert "trainer.args" not in str(caught.value)
+    with caplog.at_level(logging.WARNING):
+        plan_run("models/x", "reverse-text", RLArguments(max_prompt_len=9), env_args={})
+    assert "notice: max_prompt_len: prompts are not cut" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("trainer.args.wandb.project", "wandb.project"),
+        ("orchestrator.batch_size", "batch_size"),
+        ("trainer_gpu_ids", "trainer_gpu_ids"),
+        ("inference.parallel.tp", "inference.parallel.tp"),
+        ("inference.vllm_args.swap_space", "inference.vllm_args.swap_space"),
+        ("ckpt.resume_step = -1", "resume_from_checkpoint=True"),
+        ("ckpt.allow_changes", "ckpt.allow_changes"),
+    ],
+)
+def test_a_key_is_named_as_rlconfig_takes_it(key: str, name: str) -> None:
+    assert name_in_python(key) == name
 
 
 def test_an_environment_is_named_after_its_function_or_its_file(functions: ModuleType) -> None:

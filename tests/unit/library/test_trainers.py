@@ -15,6 +15,7 @@ from support.stand_in_command import COMMITTED, ENDLESS, FAILING, REFUSED
 from trivet.config.loading.load import load_config
 from trivet.config.sections.rl import RLConfig
 from trivet.errors import ConfigError, RoleFailed
+from trivet.library.messages import PYTHON_NAMES
 from trivet.library.run import RunStep
 from trivet.library.trainers import _Trainer
 
@@ -36,6 +37,7 @@ def trainer(tmp_path: Path, max_steps: int, *, callbacks: list[Callable[[RunStep
         module="support.stand_in_command",
         output_dir=tmp_path,
         max_steps=max_steps,
+        names=PYTHON_NAMES,
         callbacks=callbacks or [],
         progress=False,
     )
@@ -108,8 +110,8 @@ def test_one_loop_takes_the_steps_of_a_run(tmp_path: Path) -> None:
     assert rest == list(range(2, 2 + len(rest)))
 
 
-def test_a_refusal_is_an_error_in_the_names_of_the_library(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^batch is wrong; add overwrite_output_dir=True$"):
+def test_a_refusal_of_the_process_has_the_names_of_the_library(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^batch_size is wrong; add overwrite_output_dir=True$"):
         trainer(tmp_path, REFUSED).train()
 
 

@@ -8,7 +8,7 @@ run (`orchestrator.group_size`); a role's own file writes the same keys without 
 from collections.abc import Sequence
 
 from trivet.config.loading.dump import literal
-from trivet.config.loading.findings import Findings
+from trivet.config.loading.findings import Findings, Key
 from trivet.config.loading.keys import Shape, find_key
 from trivet.config.loading.sources import Entry, Text
 from trivet.config.sections.base import Section
@@ -225,8 +225,8 @@ def _refuse_contradictions(entries: Sequence[Entry], renamed: Sequence[tuple[Ent
         other = by_path.get(today.path)
         if other is not None and other.value != old.value:
             findings.refuse(
-                f"{'.'.join(old.path)} ({old.value!r}) and {'.'.join(today.path)} ({other.value!r}) are two names of one key with "
-                f"two values ({old.origin}); remove the first"
+                f"{Key(*old.path)} ({old.value!r}) and {Key(*today.path)} ({other.value!r}) are two names of one key with two "
+                f"values ({old.origin}); remove the first"
             )
 
 
@@ -248,13 +248,13 @@ def _rename(kind: type[Section], entry: Entry, findings: Findings) -> Entry:
     path = current_path(kind, entry.path)
     if path == entry.path:
         return entry
-    findings.notice(f"{'.'.join(entry.path)} is called {'.'.join(path)} here ({entry.origin})")
+    findings.notice(f"{Key(*entry.path)} is called {Key(*path)} here ({entry.origin})")
     return Entry(path=path, value=entry.value, origin=entry.origin)
 
 
 def _dispose(entry: Entry, name: str, findings: Findings) -> bool:
     """Refuse or drop an entry that has no key here; return False when the tables do not know it."""
-    named = f"{'.'.join(entry.path)} ({entry.origin})"
+    named = f"{Key(*entry.path)} ({entry.origin})"
     if name in SINGLE_VALUES and literal(entry.value).strip('"') == SINGLE_VALUES[name]:
         findings.notice(f"{named}: {SINGLE_VALUES[name]} is the only choice here; remove the key")
     elif old := _longest_prefix(name, IGNORED):
