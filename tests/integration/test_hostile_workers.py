@@ -15,7 +15,7 @@ from trivet.errors import EnvironmentLoadError, RolloutFailed, WorkerLost
 from trivet.wire.events import EnvRestart, Event
 from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import GroupId, Rollout
-from trivet.wire.workers import HostSettings
+from trivet.wire.workers import PROTOCOL, HostSettings
 
 PROGRAM = Path(__file__).parents[1] / "support" / "hostile_worker.py"
 
@@ -136,7 +136,7 @@ def test_a_worker_of_another_protocol_is_refused_with_the_command_that_updates_i
     settings: HostSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        EnvironmentLoadError, match=r"trivet-worker 9\.9, which speaks version 2 .*uv run trivet env install toy"
+        EnvironmentLoadError, match=rf"trivet-worker 9\.9, which speaks version {PROTOCOL + 1} .*uv run trivet env install toy"
     ):
         play("other-protocol", settings, tmp_path, monkeypatch)
 
