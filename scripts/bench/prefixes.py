@@ -7,6 +7,7 @@ One trainer takes the same step with `model.share_prefixes` and without it, in t
 - unshared: samples of 128 tokens that share nothing; what looking for shared tokens costs.
 
     uv run python scripts/bench/prefixes.py [--model tiny|DIRECTORY] [--dtype float32] [--repeats 7] [--groups 2]
+        [--batches short long unshared]
 
 Medians of pairs of neighbouring steps, after one pair to warm up. `limit` is the ratio of the operations that both layouts need: no
 implementation gains more at the same rate. The last line is one JSON object.
@@ -35,6 +36,7 @@ from trivet.wire.versions import Step
 
 SEQ_LEN = 2048
 """Tokens of a row."""
+BATCHES = ["short", "long", "unshared"]
 GROUP_SIZE = 8
 UNSHARED_LENGTH = 128
 
@@ -105,6 +107,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=own)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--batches", choices=BATCHES, nargs="+", default=BATCHES)
     parser.add_argument("--groups", type=int, default=2, help="groups with long prompts")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, open_world(device="auto", timeout_s=600) as world:
@@ -115,12 +118,11 @@ def main() -> None:
             make_model(tokenizer, hidden_size=128, layers=2, seed=1, tied=True).save_pretrained(name)
         learner = make_our_learner(name, args.dtype, world, seq_len=SEQ_LEN)
         batches = make_batches(learner.model.embedding.num_embeddings, num_long_groups=args.groups)
-        found = {kind: measure(learner, rows, repeats=args.repeats) for kind, rows in batches.items()}
+        found = {kind: measure(learner, batches[kind], repeats=args.repeats) for kind in args.batches}
     result = {
         "bench": "prefixes",
-        "learnt_ratio_short": found["short"]["learnt_ratio"],
-        "learnt_ratio_long": found["long"]["learnt_ratio"],
-        "overhead_unshared": round(1 / found["unshared"]["learnt_ratio"] - 1, 4),
+        **{f"learnt_ratio_{kind}": found[kind]["learnt_ratio"] for kind in args.batches if kind != "unshared"},
+        **({"overhead_unshared": round(1 / found["unshared"]["learnt_ratio"] - 1, 4)} if "unshared" in found else {}),
         "batches": found,
         "model": Path(args.model).name,
         "dtype": args.dtype,
