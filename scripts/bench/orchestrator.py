@@ -16,7 +16,6 @@ import asyncio
 import json
 import platform
 import random
-import socket
 import statistics
 import sys
 import tempfile
@@ -33,6 +32,7 @@ import instant_server
 import numpy as np
 import psutil
 from instant_server import NUM_EXAMPLES, POLICIES, OneServer, dispatcher_of, instant_client, make_environment
+from receiving import SECRET, draining, free_port
 
 import trivet.orchestrator.loop as loop_module
 import trivet.transport.zeromq as zeromq_module
@@ -55,10 +55,8 @@ from trivet.orchestrator.group_runner import RunDrawnGroup, group_runner
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
-from trivet.process.lifetime import die_with_parent
-from trivet.secret import RunSecret
 from trivet.telemetry.telemetry import Telemetry
-from trivet.transport.zeromq import ZmqReceiver, ZmqSender
+from trivet.transport.zeromq import ZmqSender
 from trivet.wire.groups import SamplingArguments
 from trivet.wire.rollouts import Rollout
 from trivet.wire.servers import ServerAccess
@@ -66,8 +64,6 @@ from trivet.wire.versions import PolicyVersion, Step, VersionRun
 from trivet.wire.workers import HostSettings
 
 GROUP_SIZE = 8
-SECRET = RunSecret(bytes(32))
-"""The secret of both processes. Its value does not affect the time."""
 LATENCY_S = 1.0
 """Mean time of a group in the environment that costs nothing. It varies, because no server ends all groups at one moment."""
 OVERSAMPLING = 5.0
@@ -96,43 +92,6 @@ class Watched:
                 next_look = due + 1.0
                 self.in_flight.append(dispatcher.rollouts_in_flight)
                 self.rss_mib.append(process.memory_info().rss / 2**20)
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def drain(config: TransportConfig, num_steps: int, ready: Any) -> None:
-    """Acknowledge every batch, in another process."""
-    die_with_parent()
-    receiver = ZmqReceiver(config, secret=SECRET, run_id=OrchestratorConfig().run.id)
-    ready.send(True)
-    for step in range(1, num_steps + 1):
-        receiver.receive(Step(step))
-    ready.poll(60)  # a receiver that closes at once may take the last acknowledgement with it
-    receiver.close()
-
-
-@contextmanager
-def draining(config: TransportConfig, num_steps: int) -> Iterator[None]:
-    """Run `drain` in a process for as long as the block runs."""
-    import multiprocessing
-
-    here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=drain, args=(config, num_steps, there))
-    child.start()
-    try:
-        if not here.poll(120):
-            raise TimeoutError("the receiving process was not ready after 120 s")
-        yield
-        here.send(True)
-        child.join(60)
-    finally:
-        if child.is_alive():
-            child.terminate()
 
 
 def costless(num_tokens: int) -> RunDrawnGroup:

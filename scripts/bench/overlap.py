@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 from instant_server import dispatcher_of
-from orchestrator import EXAMPLES, POLICIES, free_port, make_loop
+from orchestrator import EXAMPLES, POLICIES, make_loop
+from receiving import SECRET, free_port
 
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -31,15 +32,12 @@ from trivet.config.sections.shared import TransportConfig
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.sampler import Draw
 from trivet.process.lifetime import die_with_parent
-from trivet.secret import RunSecret
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.rollouts import Rollout, Sample
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
 GROUP_SIZE = 8
-SECRET = RunSecret(bytes(32))
-"""The secret of both processes. Its value does not affect the time."""
 BATCH_SIZE = 64
 
 

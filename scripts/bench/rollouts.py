@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
+from receiving import free_port
 
 from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
@@ -43,13 +43,6 @@ from trivet.orchestrator.start import run
 from trivet.secret import find_secret
 from trivet.transport.zeromq import ZmqReceiver
 from trivet.wire.versions import Step
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_server(args: argparse.Namespace, directory: Path, port: int) -> subprocess.Popen[bytes]:

@@ -30,19 +30,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
+from receiving import SECRET, free_port
 
 from trivet.algorithms.packing import PackItem, pack
 from trivet.config.sections.shared import TransportConfig
 from trivet.process.lifetime import die_with_parent
-from trivet.secret import RunSecret
 from trivet.transport.zeromq import ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 from trivet.wire.codec import encode
 from trivet.wire.rollouts import Sample
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
-SECRET = RunSecret(bytes(32))
-"""The secret of both processes. Its value does not affect the time."""
 WARM_UP = 5
 BLOCKS = 5
 """Messages are timed in this many blocks; median and spread are over blocks."""
@@ -168,13 +166,6 @@ def measure_ceiling(payload: bytes, *, repeats: int) -> float:
     thread.join(10)
     server.close()
     return len(payload) / 2**20 / statistics.median(times)
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rates(times: list[float]) -> list[float]:

@@ -1,3 +1,4 @@
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ def test_a_secret_is_made_once_for_its_owner_alone(tmp_path):
 
 
 def test_roles_that_start_at_one_moment_share_one_secret(tmp_path, monkeypatch):
-    names = iter(range(8))
+    names = itertools.count()
     monkeypatch.setattr(os, "getpid", lambda: next(names))  # threads stand in for processes
     with ThreadPoolExecutor(8) as pool:
         tokens = {secret.token for secret in pool.map(make_secret, [tmp_path / ".secret"] * 8)}

@@ -28,7 +28,7 @@ _WIDTH = 120
 
 
 class ReplayReport(msgspec.Struct, kw_only=True):
-    """What `--json` prints."""
+    """The object that `--json` prints."""
 
     output_dir: str
     source: str

@@ -47,6 +47,15 @@ def test_conflicts_are_read_from_the_message_of_the_tool(message: str, expected:
     assert find_conflicts(message, ["msgspec==0.20", "msg-spec==1", "torch==2"]) == expected
 
 
+@pytest.mark.parametrize(
+    ("pin", "conflicts"), [("0.3.1", []), ("0.2.0", ["verifiers==0.2.0"])], ids=["inside the constraint", "outside of it"]
+)
+def test_a_pin_that_agrees_with_the_constraint_is_no_conflict(pin: str, conflicts: list[str]) -> None:
+    message = f"Because env==1.0 depends on verifiers=={pin} and msgspec==0.19.0, we can conclude …"
+    found = find_conflicts(message, ["verifiers>=0.3.1,<0.4"])
+    assert [each.requirement for each in found] == conflicts
+
+
 def test_a_conflict_is_described_with_what_holds_instead() -> None:
     conflict = Conflict(package="env", requirement="deep<2", name="deep")
     assert (

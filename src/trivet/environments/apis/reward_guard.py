@@ -7,6 +7,7 @@ what was raised, and decides.
 
 import functools
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,6 +58,17 @@ def failed_reward(error: RewardError, *, env: str) -> RolloutFailed:
     return RolloutFailed(
         f"reward function {error.function} of environment {env!r}: {error.kind}: {cut(error.message)}", kind=error.kind
     )
+
+
+def require_finite(reward: float | None, *, env: str) -> float:
+    """Return the reward of a scored rollout.
+
+    Raises:
+        RolloutFailed: it is no finite number.
+    """
+    if reward is None or not math.isfinite(reward):
+        raise RolloutFailed(f"reward of environment {env!r} is {reward}, not a finite number", kind="RewardNotFinite")
+    return float(reward)
 
 
 def guard(function: Callable[..., Any]) -> Callable[..., Any]:

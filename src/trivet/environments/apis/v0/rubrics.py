@@ -10,7 +10,7 @@ from typing import Any
 import verifiers as vf
 
 from trivet.environments.apis.messages import describe
-from trivet.environments.apis.reward_guard import collect_reward_errors, failed_reward, guard
+from trivet.environments.apis.reward_guard import collect_reward_errors, failed_reward, guard, require_finite
 from trivet.errors import RolloutFailed
 
 
@@ -59,12 +59,10 @@ def read_scores(state: Mapping[str, Any], *, name: str) -> tuple[float, dict[str
     Raises:
         RolloutFailed: the reward is no finite number.
     """
-    reward = state.get("reward")
-    if reward is None or not math.isfinite(reward):
-        raise RolloutFailed(f"reward of environment {name!r} is {reward}, not a finite number", kind="RewardNotFinite")
+    reward = require_finite(state.get("reward"), env=name)
     metrics: dict[str, Any] = state.get("metrics") or {}
     scores = {each: float(value) for each, value in metrics.items() if value is not None and math.isfinite(value)}
-    return float(reward), scores
+    return reward, scores
 
 
 async def _score(env: vf.Environment, states: list[Any]) -> None:

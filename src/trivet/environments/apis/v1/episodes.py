@@ -9,6 +9,7 @@ from verifiers.v1 import Episode, TaskData, Trace
 from verifiers.v1.dialects.chat import message_to_wire
 
 from trivet.environments.apis.messages import shorten_messages
+from trivet.environments.apis.reward_guard import require_finite
 from trivet.environments.apis.trajectories import Trajectory, Turn, to_samples
 from trivet.environments.apis.v1.client import OUT_OF_CONTEXT
 from trivet.environments.apis.v1.served_turns import ServedTurns
@@ -48,7 +49,7 @@ class EpisodeReader:
             raise played.failure
         episode = played.episode
         traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
-        reward = math.fsum(self._reward(trace) for trace in traces) / len(traces)
+        reward = math.fsum(read_reward(trace, env=self.env) for trace in traces) / len(traces)
         trajectories = [] if self.is_plain else [self._trajectory(trace) for trace in traces if trace.agent.trainable]
         scores = _scores(episode)
         if self.strategy == "interleaved" and episode.num_turns > 1 and not self.is_plain:
@@ -68,19 +69,6 @@ class EpisodeReader:
             generation_s=sum(trace.timing.agent.duration for trace in traces),
             scoring_s=sum(trace.timing.scoring.duration for trace in traces),
         )
-
-    def _reward(self, trace: Trace) -> float:
-        missing = [name for name, reward in trace.rewards.items() if reward is None]
-        if missing:
-            raise RolloutFailed(
-                f"reward function {missing[0]} of environment {self.env!r} did not run to its end: {trace.stop_condition}",
-                kind="RewardMissing",
-            )
-        if not math.isfinite(trace.reward):
-            raise RolloutFailed(
-                f"reward of environment {self.env!r} is {trace.reward}, not a finite number", kind="RewardNotFinite"
-            )
-        return trace.reward
 
     def _trajectory(self, trace: Trace) -> Trajectory:
         """Return the samples of one agent's conversation.
@@ -102,6 +90,21 @@ class EpisodeReader:
                 turn = self.turns.find(trace.id, node.message)
                 if turn is not None:
                     yield turn
+
+
+def read_reward(trace: Trace, *, env: str) -> float:
+    """Return the reward of a scored trace.
+
+    Raises:
+        RolloutFailed: a reward function did not run to its end, or the reward is no finite number.
+    """
+    missing = [name for name, reward in trace.rewards.items() if reward is None]
+    if missing:
+        raise RolloutFailed(
+            f"reward function {missing[0]} of environment {env!r} did not run to its end: {trace.stop_condition}",
+            kind="RewardMissing",
+        )
+    return require_finite(trace.reward, env=env)
 
 
 def task_messages(data: TaskData) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from verifiers.v1.state import state_cls
 from trivet.environments.apis.messages import describe, shorten_messages
 from trivet.environments.apis.rescoring import require_same_prompt
 from trivet.environments.apis.reward_guard import collect_reward_errors, failed_reward
-from trivet.environments.apis.v1.episodes import task_messages
+from trivet.environments.apis.v1.episodes import read_reward, task_messages
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import RecordedConversation
 from trivet.wire.rollouts import Rollout
@@ -84,12 +84,11 @@ async def _rescore_one(
                 if errors
                 else RolloutFailed(f"scoring failed: {describe(exc)}", kind=type(exc).__name__)
             ) from exc
-    if not math.isfinite(trace.reward):
-        raise RolloutFailed(f"reward of environment {name!r} is {trace.reward}, not a finite number", kind="RewardNotFinite")
-    values = {each: reward.score for each, reward in trace.rewards.items() if reward is not None} | trace.metrics
+    reward = read_reward(trace, env=name)
+    values = {each: weighted.score for each, weighted in trace.rewards.items()} | trace.metrics
     return Rollout(
         index=index,
-        reward=trace.reward,
+        reward=reward,
         scores={each: float(value) for each, value in values.items() if value is not None and math.isfinite(value)},
         prompt=recorded.prompt,
         completion=recorded.completion,
