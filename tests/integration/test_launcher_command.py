@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from trivet.config.layout import RunLayout
+from trivet.config.sections.shared import RunIdentity
 from trivet.launcher.run_directory import RunDirectory
+from trivet.wire.status import RoleState, RunStatus
 
 CONFIG = """
 max_steps = 2
@@ -54,6 +57,35 @@ def test_an_environment_that_is_not_installed_is_refused(tmp_path: Path, flags: 
     assert result.stderr.count("error: ") == 1
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+BROKEN = "def load_environment():\n    raise OSError('no such data')\n"
+
+
+def test_an_environment_that_cannot_be_loaded_ends_what_was_started_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    for _ in range(2):  # what the first leaves is in nobody's way
+        result = rl(tmp_path, env="broken.py:load_environment")
+        assert result.returncode == 2
+        assert "raised OSError: no such data" in result.stderr
+        assert result.stderr.count("error: ") == 1
+        assert "started orchestrator" not in result.stdout
+    status = msgspec.json.decode(RunLayout(tmp_path / "outputs").status.read_bytes(), type=RunStatus)
+    assert (status.exit_code, status.reason) == (2, "an environment cannot be loaded")
+    assert {role.name: role.state for role in status.roles}["inference"] is RoleState.ENDED
+
+
+def test_an_environment_that_cannot_be_loaded_leaves_what_clean_would_remove(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    layout = RunLayout(tmp_path / "outputs")
+    with RunDirectory(layout) as directory:
+        directory.begin(RunIdentity(), resumed_from=None)
+    layout.weights_step(1).mkdir(parents=True)
+    result = rl(tmp_path, "--clean", env="broken.py:load_environment")
+    assert result.returncode == 2
+    assert "raised OSError: no such data" in result.stderr
+    assert layout.weights_step(1).is_dir()
+    assert "started" not in result.stdout
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:

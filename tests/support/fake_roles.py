@@ -10,6 +10,7 @@ import msgspec
 
 from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
+from trivet.errors import EnvironmentLoadError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ProcessSpec
 from trivet.process.process_table import ProcessEntry, ProcessTable
@@ -17,7 +18,7 @@ from trivet.wire.events import Event
 from trivet.wire.status import ProcessReport
 from trivet.wire.versions import Step
 
-NAMES = ("inference", "orchestrator", "trainer")
+NAMES = ("inference", "trainer", "orchestrator")
 
 
 @dataclass
@@ -63,7 +64,9 @@ class FakeChild:
 class FakeHost:
     """Starts objects instead of processes, and records its calls."""
 
+    clock: FakeClock = field(default_factory=FakeClock)
     started: list[FakeChild] = field(default_factory=list)
+    started_at: list[float] = field(default_factory=list)
     spared: list[Collection[int]] = field(default_factory=list)
     shown: list[int] = field(default_factory=list)
     states: dict[int, str] = field(default_factory=dict)
@@ -77,6 +80,7 @@ class FakeHost:
     def start(self, spec: ProcessSpec) -> FakeChild:
         child = FakeChild(spec=spec, pid=1000 + len(self.started))
         self.started.append(child)
+        self.started_at.append(self.clock.now())
         return child
 
     def stop(self, children: Sequence[FakeChild], *, timeout_s: float, is_hurried: Callable[[], bool]) -> Sequence[FakeChild]:
@@ -99,6 +103,18 @@ class FakeHost:
 
     def read_processes(self) -> ProcessTable:
         return {pid: ProcessEntry(state, 1, pid) for pid, state in self.states.items()}
+
+
+@dataclass
+class FakeEnvironments:
+    """Environments that are loaded at once, unless a test says otherwise."""
+
+    is_over: bool = True
+    error: EnvironmentLoadError | None = None
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 @dataclass(kw_only=True)
@@ -146,10 +162,12 @@ def make_spec(layout: RunLayout, name: str) -> ProcessSpec:
     )
 
 
-def write_report(layout: RunLayout, role: str, *, pid: int = 1, step: int = 0, attempt: int = 1, time: float = 0.0) -> None:
+def write_report(
+    layout: RunLayout, role: str, *, pid: int = 1, step: int = 0, attempt: int = 1, time: float = 0.0, waits_for: str = ""
+) -> None:
     """Write the report of a role's only process."""
     layout.reports.mkdir(parents=True, exist_ok=True)
-    report = ProcessReport(role=role, rank=0, pid=pid, attempt=attempt, time=time, since=0, step=step)
+    report = ProcessReport(role=role, rank=0, pid=pid, attempt=attempt, time=time, since=0, step=step, waits_for=waits_for)
     path = layout.report_file(role)
     temporary = path.with_name("new")
     temporary.write_bytes(msgspec.json.encode(report))

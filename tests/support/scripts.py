@@ -9,8 +9,11 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def load_script(name: str) -> ModuleType:
-    """Load a script of `scripts/`."""
-    return load_module(SCRIPTS / f"{name}.py")
+    """Load a script of `scripts/`. It finds the modules beside it, as it does when it is run."""
+    path = SCRIPTS / f"{name}.py"
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return load_module(path)
 
 
 def load_module(path: Path) -> ModuleType:

@@ -13,11 +13,13 @@ from pathlib import Path
 from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.supervision import RecoveryConfig
+from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import ProcessSpec
 from trivet.launcher.processes import ProcessHost
 from trivet.launcher.run_directory import RunDirectory
+from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.telemetry.events import EventWriter
 from trivet.wire.events import Event
@@ -84,6 +86,7 @@ def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
         with layout.log_file("rl.log").open("a") as file:
             return Supervisor(
                 attempts,
+                order=StartOrder(EnvironmentProbe([], timeout_s=0.0), num_cpus=len(behaviours)),
                 host=ProcessHost(python=sys.executable, environ=os.environ),
                 config=RecoveryConfig.model_validate_json(recovery),
                 log=RunLog(sys.stdout, file),

@@ -28,6 +28,7 @@ def run_command(
     argv: Sequence[str] | None = None,
     *,
     check: Callable[[SectionT], None] | None = None,
+    dry_run: Callable[[SectionT], None] | None = None,
 ) -> int:
     """Load a `kind` from the command line and hand it to `main`: `run_translated` without a translation.
 
@@ -39,7 +40,7 @@ def run_command(
         print_error(exc)
         return exc.exit_code
     with use_names(names):
-        return run_translated(kind, main, argv, translate=lambda loaded: loaded, check=check, name_of=key_name)
+        return run_translated(kind, main, argv, translate=lambda loaded: loaded, check=check, dry_run=dry_run, name_of=key_name)
 
 
 def run_translated(
@@ -49,6 +50,7 @@ def run_translated(
     *,
     translate: Callable[[LoadedConfig[SectionT]], LoadedConfig[TargetT]],
     check: Callable[[TargetT], None] | None = None,
+    dry_run: Callable[[TargetT], None] | None = None,
     name_of: Callable[[str], str] = str,
 ) -> int:
     """Load a `kind` from the command line, make of it what the command works with, and hand that to `main`.
@@ -57,6 +59,7 @@ def run_translated(
         argv: the words after the command's name; None takes those of this process.
         check: raises a TrivetError for what only this command can know, such as an environment that is not installed.
             It starts nothing, and runs for `--dry-run` too.
+        dry_run: checks, for `--dry-run`, what takes long and what `main` therefore checks while it starts.
         name_of: returns the name by which the user knows a key of `kind`.
 
     Returns:
@@ -78,6 +81,8 @@ def run_translated(
             for notice in loaded.notices:
                 print(f"notice: {printable(notice)}", file=sys.stderr)
             if arguments.is_dry_run:
+                if dry_run is not None:
+                    dry_run(loaded.config)
                 print(to_toml(loaded.config, origins=loaded.origins, is_masked=True), end="")
                 return 0
             return main(loaded.config)

@@ -138,8 +138,8 @@ def plan(
     trainer = trainer_config(config, run, ports, resume_step)
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes = [
-        _orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
         trainer_process(config, python, configs / "trainer.toml", shares, machine),
+        _orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
     ]
     if inference is not None:
         sections[configs / "inference.toml"] = inference

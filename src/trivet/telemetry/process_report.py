@@ -44,7 +44,7 @@ class ProcessReporter:
 
     def __init__(self, *, clock: Callable[[], float] = lambda: time.time()) -> None:
         self.has_news = threading.Event()
-        """Set when a step was finished: the next report is written at once."""
+        """Set when a step was finished or a wait began: the next report is written at once."""
         self._clock = clock
         self._lock = threading.Lock()
         self._fields: dict[str, Any] = {"activity": "starting", "waits_for": "", "since": clock()}
@@ -112,8 +112,9 @@ set_worker_source, set_number_source = _reporter.set_worker_source, _reporter.se
 
 
 def begin_waiting(what: str, *, on: str) -> None:
-    """Report that this process now waits for `what` ("policy 7") from the role `on`."""
+    """Report, at once, that this process now waits for `what` ("policy 7") from the role `on`."""
     _reporter.begin(what, waits_for=on)
+    _reporter.has_news.set()
 
 
 @contextmanager

@@ -142,7 +142,9 @@ def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: b
 
 def _check_agreement(session: Session, config: TrainerConfig, receiver: BatchReceiver | None) -> None:
     """Receive the self-check batch, which may be empty, and compare log-probabilities with the server's."""
+    process_report.begin_waiting("the self-check", on="orchestrator")
     batch = receive(session.world, receiver, session.from_step)
+    process_report.begin("comparing itself with the inference server")
     assert batch.purpose is BatchPurpose.SELF_CHECK, f"batch {batch.step} comes before the first to train"
     _check(session, config, batch)
     mismatch = measure_mismatch(session.learner.model, batch.micro_batches, session.world)

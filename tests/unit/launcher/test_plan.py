@@ -53,7 +53,7 @@ def trainer_config(planned: RunPlan) -> TrainerConfig:
 
 def test_three_roles_are_started_from_their_resolved_files() -> None:
     planned = make_plan()
-    assert [spec.name for spec in planned.processes] == ["inference", "orchestrator", "trainer"]
+    assert [spec.name for spec in planned.processes] == ["inference", "trainer", "orchestrator"]
     assert process(planned, "inference").argv == (
         "python",
         "-P",
@@ -80,7 +80,7 @@ def test_every_role_gets_the_identity_of_the_run() -> None:
 
 def test_servers_of_someone_else_are_not_started_and_keep_their_address() -> None:
     planned = make_plan(inference=None, orchestrator={"client": {"base_url": ["http://127.0.0.1:8000/v1"]}}, num_gpus=2)
-    assert [spec.name for spec in planned.processes] == ["orchestrator", "trainer"]
+    assert [spec.name for spec in planned.processes] == ["trainer", "orchestrator"]
     assert orchestrator_config(planned).client.base_url == ["http://127.0.0.1:8000/v1"]
 
 
@@ -208,7 +208,7 @@ ASKED = {"teacher_model": {"model": {"name": "big"}, "client": {"base_url": ["ht
 
 def test_a_teacher_is_started_first_under_its_own_name_and_asked_where_it_listens() -> None:
     planned = make_plan(**TEACHER, orchestrator=ASKED, ports=Ports(inference=8000, transport=5555, teacher=40003))
-    assert [spec.name for spec in planned.processes] == ["teacher", "inference", "orchestrator", "trainer"]
+    assert [spec.name for spec in planned.processes] == ["teacher", "inference", "trainer", "orchestrator"]
     spec = process(planned, "teacher")
     assert spec.log.name == "teacher.stdout"
     assert not spec.does_finish

@@ -69,3 +69,16 @@ def test_reports_are_written_at_once_and_again(tmp_path: Path, monkeypatch: pyte
         timeout_s=5,
         waiting_for="a second report",
     )
+
+
+def test_a_wait_is_reported_before_the_next_report_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_report, "REPORT_INTERVAL_S", 3600.0)
+    layout = RunLayout(tmp_path)
+    process_report.start_reports(layout, role="trainer", attempt=1)
+    process_report.begin_waiting("the self-check", on="orchestrator")
+    path = layout.report_file("trainer")
+    wait_until(
+        lambda: msgspec.json.decode(path.read_bytes(), type=ProcessReport).waits_for == "orchestrator",
+        timeout_s=20,
+        waiting_for="the report of the wait",
+    )

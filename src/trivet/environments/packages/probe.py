@@ -1,7 +1,8 @@
-"""Loads environments in processes of their own, to find what is wrong with them before a run starts.
+"""Loads environments in processes of their own, to find what is wrong with them before a run trains.
 
-Commands call `require_loadable`, which starts `probe_program` with each interpreter that workers will have: user code is never
-imported into a launcher. The environments of one interpreter are loaded in one process, so what they share is imported once.
+`probe_program` runs with each interpreter that workers will have: user code is never imported into a launcher. The environments
+of one interpreter are loaded in one process, so what they share is imported once. `require_loadable` waits for the result; a run
+starts its inference server meanwhile.
 """
 
 import json
@@ -9,7 +10,12 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import IO, Self
 
 from trivet.config.masking import hide_values
 from trivet.environments.packages.probe_program import ProbeRequest, ProbeTarget, ProbeVerdict
@@ -29,50 +35,129 @@ def require_loadable(wanted: Sequence[ProbeTarget], *, timeout_s: float) -> dict
     Raises:
         EnvironmentLoadError: one or more cannot be loaded or have no data; the message names them all.
     """
-    infos: dict[str, EnvironmentInfo] = {}
-    problems: list[str] = []
-    for python in dict.fromkeys(each.settings.python for each in wanted):
-        verdict = _ask([each for each in wanted if each.settings.python == python], python, timeout_s=timeout_s)
-        infos |= verdict.infos
-        problems += verdict.problems
-    if problems:
-        raise EnvironmentLoadError("\n- ".join(map(_explain_withheld(wanted), problems)))
-    return infos
+    with EnvironmentProbe(wanted, timeout_s=timeout_s) as probe:
+        return probe.wait()
 
 
-def _ask(wanted: Sequence[ProbeTarget], python: str, *, timeout_s: float) -> ProbeVerdict:
-    nonce, executable = secrets.token_hex(), python or sys.executable
-    environ = worker_environment(os.environ, settings=[each.settings for each in wanted])
-    try:
-        done = subprocess.run(
-            tied_command(module_command("trivet.environments.packages.probe_program", str(PROTOCOL), python=executable)),
-            input=encode(ProbeRequest(list(wanted), nonce)),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-            env={**environ, **interpreter_variables(executable, environ)},
+class EnvironmentProbe:
+    """Loads environments while its owner does something else; at the end of the block no process of it is left.
+
+    >>> with EnvironmentProbe(wanted, timeout_s=120.0) as probe:
+    ...     while not probe.is_over:
+    ...         start_something()
+    ...     infos = probe.wait()
+    """
+
+    def __init__(self, wanted: Sequence[ProbeTarget], *, timeout_s: float) -> None:
+        self._wanted = wanted
+        pythons = dict.fromkeys(each.settings.python for each in wanted)
+        self._loading = [
+            _Loading([each for each in wanted if each.settings.python == python], python, timeout_s=timeout_s)
+            for python in pythons
+        ]
+
+    def __enter__(self) -> Self:
+        """Start to load."""
+        for loading in self._loading:
+            loading.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for loading in self._loading:
+            loading.end()
+
+    @property
+    def is_over(self) -> bool:
+        """True when `wait` returns or raises at once."""
+        return all(loading.is_over for loading in self._loading)
+
+    def wait(self) -> dict[str, EnvironmentInfo]:
+        """Return what is known of each environment, by name.
+
+        Raises:
+            EnvironmentLoadError: one or more cannot be loaded or have no data; the message names them all.
+        """
+        verdicts = [loading.wait() for loading in self._loading]
+        problems = [problem for verdict in verdicts for problem in verdict.problems]
+        if problems:
+            raise EnvironmentLoadError("\n- ".join(map(_explain_withheld(self._wanted), problems)))
+        return {name: info for verdict in verdicts for name, info in verdict.infos.items()}
+
+
+class _Loading:
+    """The process that loads the environments of one interpreter. Files take its output: a full pipe would stop it."""
+
+    def __init__(self, wanted: Sequence[ProbeTarget], python: str, *, timeout_s: float) -> None:
+        self._wanted = wanted
+        self._python = python or sys.executable
+        self._timeout_s = timeout_s
+        self._nonce = secrets.token_hex()
+        self._files = ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deadline = 0.0
+
+    def start(self) -> None:
+        environ = worker_environment(os.environ, settings=[each.settings for each in self._wanted])
+        self._answer = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  closed by `end`
+        self._errors = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  closed by `end`
+        self._deadline = time.monotonic() + self._timeout_s
+        self._process = subprocess.Popen(
+            tied_command(module_command("trivet.environments.packages.probe_program", str(PROTOCOL), python=self._python)),
+            stdin=subprocess.PIPE,
+            stdout=self._answer,
+            stderr=self._errors,
+            env={**environ, **interpreter_variables(self._python, environ)},
             start_new_session=True,
         )
-    except subprocess.TimeoutExpired as exc:
-        raise EnvironmentLoadError(
-            f"environments {_names(wanted)} were not loaded after {timeout_s:.0f} s; raise orchestrator.env_start_timeout_s if "
-            "load_environment needs longer"
-        ) from exc
-    try:
-        verdict = decode(done.stdout, ProbeVerdict)
-    except MessageRefused as exc:
-        args = {each.settings.name: each.settings.args for each in wanted}
-        last = "\n  ".join(hide_values(done.stderr.decode(errors="replace"), args).splitlines()[-_STDERR_LINES:])
-        raise EnvironmentLoadError(
-            f"loading environments {_names(wanted)} ended their process with exit code {done.returncode}:\n  {last}"
-        ) from exc
-    is_whole = verdict.problems or verdict.infos.keys() == {each.settings.name for each in wanted}
-    if verdict.nonce != nonce or not is_whole:
-        raise EnvironmentLoadError(
-            f"loading environments {_names(wanted)} gave an answer that is not the loader's: one of them writes to a file "
-            "descriptor that it did not open"
-        )
-    return verdict
+        assert self._process.stdin is not None, "it is a pipe"
+        with suppress(BrokenPipeError), self._process.stdin as request:  # `wait` says why it ended
+            request.write(encode(ProbeRequest(list(self._wanted), self._nonce)))
+
+    def end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._files.close()
+
+    @property
+    def is_over(self) -> bool:
+        assert self._process is not None, "it was not started"
+        return self._process.poll() is not None or time.monotonic() > self._deadline
+
+    def wait(self) -> ProbeVerdict:
+        assert self._process is not None, "it was not started"
+        try:
+            exit_code = self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as exc:
+            raise EnvironmentLoadError(
+                f"environments {self._names} were not loaded after {self._timeout_s:.0f} s; raise "
+                "orchestrator.env_start_timeout_s if load_environment needs longer"
+            ) from exc
+        try:
+            verdict = decode(_read(self._answer), ProbeVerdict)
+        except MessageRefused as exc:
+            args = {each.settings.name: each.settings.args for each in self._wanted}
+            said = hide_values(_read(self._errors).decode(errors="replace"), args).splitlines()
+            last = "\n  ".join(said[-_STDERR_LINES:])
+            raise EnvironmentLoadError(
+                f"loading environments {self._names} ended their process with exit code {exit_code}:\n  {last}"
+            ) from exc
+        is_whole = verdict.problems or verdict.infos.keys() == {each.settings.name for each in self._wanted}
+        if verdict.nonce != self._nonce or not is_whole:
+            raise EnvironmentLoadError(
+                f"loading environments {self._names} gave an answer that is not the loader's: one of them writes to a file "
+                "descriptor that it did not open"
+            )
+        return verdict
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(repr(each.settings.name) for each in self._wanted)
+
+
+def _read(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
 
 
 def _explain_withheld(wanted: Sequence[ProbeTarget]) -> Callable[[str], str]:
@@ -89,7 +174,3 @@ def _explain_withheld(wanted: Sequence[ProbeTarget]) -> Callable[[str], str]:
         )
 
     return explain
-
-
-def _names(wanted: Sequence[ProbeTarget]) -> str:
-    return ", ".join(repr(each.settings.name) for each in wanted)

@@ -9,7 +9,7 @@ from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.layout import RunLayout
 from trivet.config.sections.rl import RLConfig
 from trivet.environments.packages.interpreters import describe_interpreter, require_environment
-from trivet.environments.packages.probe import require_loadable
+from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.environments.packages.probe_program import ProbeTarget
 from trivet.environments.settings import run_settings
 from trivet.launcher.commands.bench import measure_trainer
@@ -22,6 +22,7 @@ from trivet.launcher.role_configs import Ports
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts, role_environment
+from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import inspect_machine
 from trivet.process.stacks import show_stacks_on_signal
@@ -31,14 +32,14 @@ from trivet.transport.recorded_groups import require_replayable
 
 def main() -> int:
     """Run the command with the arguments of this process; returns its exit code."""
-    return run_command(RLConfig, start, check=check)
+    return run_command(RLConfig, start, check=check, dry_run=check_environments)
 
 
 def check(config: RLConfig) -> None:
     """Refuse what this machine cannot run; writes nothing, and starts nothing that lasts.
 
     Raises:
-        EnvironmentLoadError: an environment is not installed, cannot be loaded, or has no data.
+        EnvironmentLoadError: an environment is not installed.
         ConfigError: GPU ids that do not exist, a custom advantage that does not work, or a record that cannot be replayed.
     """
     if config.trainer.bench is not None:
@@ -54,12 +55,26 @@ def check(config: RLConfig) -> None:
         print(
             f"replay: trains on the rollouts in {config.orchestrator.replay}; no inference server is started", file=sys.stderr
         )
+
+
+def check_environments(config: RLConfig) -> None:
+    """Load the environments of a run once; takes seconds, nearly all of them imports.
+
+    Raises:
+        EnvironmentLoadError: one cannot be loaded, or has no data.
+    """
+    if config.trainer.bench is None:
+        with _loading_environments(config) as probe:
+            probe.wait()
+
+
+def _loading_environments(config: RLConfig) -> EnvironmentProbe:
     trained = {env.label for env in config.orchestrator.env}
     wanted = [
         ProbeTarget(settings=settings, is_trained=name in trained)
         for name, settings in run_settings(config.orchestrator).items()
     ]
-    require_loadable(wanted, timeout_s=config.orchestrator.env_start_timeout_s)
+    return EnvironmentProbe(wanted, timeout_s=config.orchestrator.env_start_timeout_s)
 
 
 def start(config: RLConfig) -> int:
@@ -72,7 +87,10 @@ def start(config: RLConfig) -> int:
         directory = held.enter_context(RunDirectory(layout))
         scratch = held.enter_context(Scratch(layout))
         ckpt = config.trainer.ckpt
+        environments = held.enter_context(_loading_environments(config))
         step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
+        if config.clean:
+            environments.wait()  # first: what it removes would be missed if they cannot be loaded
         attempts = Attempts(
             config=config,
             directory=directory,
@@ -92,6 +110,7 @@ def start(config: RLConfig) -> int:
         environ = role_environment(os.environ) | share_secret(layout, environ=os.environ)
         supervisor = Supervisor(
             attempts,
+            order=StartOrder(environments, num_cpus=attempts.machine.num_cpus),
             host=ProcessHost(python=sys.executable, environ=environ),
             config=config.recovery,
             log=log,

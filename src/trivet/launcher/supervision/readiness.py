@@ -75,10 +75,14 @@ class UnitProgress:
         if unit in self._probes:
             self._probes[unit].restart()
 
+    def is_answering(self, unit: RecoveryUnit) -> bool:
+        """Return whether `unit` has servers, all of which have answered since its last start."""
+        return unit in self._probes and self._probes[unit].are_all_ready
+
     def has_progressed(self, unit: RecoveryUnit) -> bool:
         """Return whether every server of `unit` has answered, or the trainer has finished a step of this attempt."""
         if unit in self._probes:
-            return self._probes[unit].are_all_ready
+            return self.is_answering(unit)
         return self.last_step() > (self._attempts.from_step or 0)
 
     def last_step(self) -> int:

@@ -41,6 +41,7 @@ class RoleProcess:
 
     def __init__(self, child: Child, *, now: float) -> None:
         self.child = child
+        self.started_at = now
         self.reports = RoleReports(readable=(), stamps={})
         self.stuck = ""
         """The reason why the watchdog treats it as stuck; empty when it does not."""

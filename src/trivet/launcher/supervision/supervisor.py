@@ -20,7 +20,7 @@ import signal
 from collections.abc import Iterable
 
 from trivet.config.sections.supervision import RecoveryConfig
-from trivet.errors import TrivetError
+from trivet.errors import EnvironmentLoadError, TrivetError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog, is_for_terminal
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
@@ -46,6 +46,7 @@ from trivet.launcher.supervision.recovery import (
 )
 from trivet.launcher.supervision.restarts import RestartLog, summarize_restarts
 from trivet.launcher.supervision.role_processes import RoleProcess, forget_reports
+from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.status import StatusReporter
 from trivet.wire.events import Restart
 from trivet.wire.versions import Step
@@ -59,7 +60,9 @@ class Supervisor:
     """Runs one run.
 
     >>> host = ProcessHost(python=sys.executable, environ=os.environ)
-    >>> supervisor = Supervisor(attempts, host=host, config=config.recovery, log=log, shutdown_timeout_s=20.0, patience_s=1800.0)
+    >>> supervisor = Supervisor(
+    ...     attempts, order=order, host=host, config=config.recovery, log=log, shutdown_timeout_s=20.0, patience_s=1800.0
+    ... )
     >>> exit_code = supervisor.run()
     """
 
@@ -67,6 +70,7 @@ class Supervisor:
         self,
         attempts: Attempts,
         *,
+        order: StartOrder,
         host: ProcessHost,
         config: RecoveryConfig,
         log: RunLog,
@@ -81,6 +85,7 @@ class Supervisor:
             patience_s: how long a role may write nothing after the other has finished.
         """
         self._attempts = attempts
+        self._order = order
         self._host = host
         self._log = log
         self._clock = clock
@@ -88,6 +93,7 @@ class Supervisor:
         self._started = clock.now()
         self._roles: dict[str, RoleProcess] = {}
         """The newest process of each role, by the role's name."""
+        self._load_error: EnvironmentLoadError | None = None
         self._recovery = Recovery(config, stop_timeout_s=shutdown_timeout_s, patience_s=patience_s)
         self._restarts = RestartLog(log=log, clock=clock)
         self._progress = UnitProgress(attempts, self._roles)
@@ -99,24 +105,60 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Start the roles and watch them to the end; returns the exit code of the run."""
+        """Start the roles and watch them to the end; returns the exit code of the run.
+
+        Raises:
+            EnvironmentLoadError: an environment cannot be loaded. The roles that had been started have ended.
+        """
         self._host.adopt_orphans()
         with Interrupts(clock=self._clock.now) as interrupts:
             try:
-                self._start(self._attempts.specs())
-                verdict = self._watch(interrupts)
+                verdict = self._supervise(interrupts)
                 self._announce(verdict)
             finally:
                 self._log.close()
                 self._stop_all(interrupts)
             self._conclude(verdict)
+        if self._load_error is not None:
+            raise self._load_error
         return verdict.exit_code
+
+    def _supervise(self, interrupts: Interrupts) -> RecoveryVerdict:
+        try:
+            self._start_in_turn(interrupts)
+        except EnvironmentLoadError as exc:
+            self._load_error = exc
+            reason = "an environment cannot be loaded"
+            return RecoveryVerdict(outcome=Outcome.FAILED, exit_code=exc.exit_code, role=None, reason=reason)
+        return self._watch(interrupts)
+
+    def _start_in_turn(self, interrupts: Interrupts) -> None:
+        """Start every role, each when `start_order` says so. When one ends or a signal comes, the rest is started at once:
+        what follows is for `_watch`, which knows whole runs alone.
+        """
+        waiting = list(self._attempts.specs())
+        while True:
+            self._look()
+            has_trouble = interrupts.first is not None or not all(role.is_running for role in self._roles.values())
+            while waiting and (has_trouble or self._may_start(waiting[0])):
+                self._start([waiting.pop(0)])
+            if not waiting:
+                return
+            self._status.write_when_due()
+            self._clock.sleep(_POLL_INTERVAL_S)
+
+    def _may_start(self, spec: ProcessSpec) -> bool:
+        answering = {name for name in self._roles if self._progress.is_answering(UNIT_OF[name])}
+        return self._order.may_start(spec.name, started=self._roles.values(), answering=answering, now=self._clock.now())
+
+    def _look(self) -> None:
+        self._poll_roles()
+        self._poll_servers()
+        self._check_health()
 
     def _watch(self, interrupts: Interrupts) -> RecoveryVerdict:
         while True:
-            self._poll_roles()
-            self._poll_servers()
-            self._check_health()
+            self._look()
             verdict = self._act(interrupts)
             if verdict is not None:
                 return verdict

@@ -3,17 +3,18 @@
 import io
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeHost, write_report
+from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeEnvironments, FakeHost, write_report
 from trivet.config.layout import RunLayout
 from trivet.config.sections.supervision import RecoveryConfig
-from trivet.errors import CheckpointError
+from trivet.errors import CheckpointError, EnvironmentLoadError
 from trivet.launcher.logs import RunLog
+from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.wire.events import Restart
 from trivet.wire.status import RunState, RunStatus
@@ -23,15 +24,17 @@ from trivet.wire.versions import Step
 class SimulatedRun:
     """A run as events at seconds after its start."""
 
-    def __init__(self, tmp_path: Path, **recovery: object) -> None:
+    def __init__(self, tmp_path: Path, *, num_cpus: int = 4, urls: Sequence[str] = (), **recovery: object) -> None:
         self.layout = RunLayout(tmp_path)
         self.layout.logs.mkdir()
         self.clock = FakeClock()
-        self.host = FakeHost()
-        self.attempts = FakeAttempts(layout=self.layout)
+        self.host = FakeHost(clock=self.clock)
+        self.attempts = FakeAttempts(layout=self.layout, urls=urls)
+        self.environments = FakeEnvironments()
         self.written = io.StringIO()
         self.supervisor = Supervisor(
             self.attempts,
+            order=StartOrder(self.environments, num_cpus=num_cpus),
             host=self.host,
             config=RecoveryConfig.model_validate({"backoff_s": 4, **recovery}),
             log=RunLog(io.StringIO(), self.written),
@@ -83,7 +86,7 @@ def run(tmp_path: Path) -> Iterator[SimulatedRun]:
 def test_a_run_is_done_when_trainer_and_orchestrator_are(run: SimulatedRun) -> None:
     run.completes(at=30)
     assert run.supervisor.run() == 0
-    assert run.starts() == ["inference", "orchestrator", "trainer"]
+    assert run.starts() == ["inference", "trainer", "orchestrator"]
     assert run.newest("inference").signals == [signal.SIGTERM]
     assert run.host.does_adopt
     assert run.host.spared == [()]
@@ -92,14 +95,70 @@ def test_a_run_is_done_when_trainer_and_orchestrator_are(run: SimulatedRun) -> N
     assert 30 <= run.clock.now() - 100.0 < 31
 
 
+NOBODY = "http://127.0.0.1:1/v1"
+"""The address of a server that never answers."""
+
+
+def start_times(run: SimulatedRun) -> dict[str, float]:
+    """Return the seconds after which each role was started, to the supervisor's half second."""
+    return {child.spec.name: round(at - 100.0) for child, at in zip(run.host.started, run.host.started_at, strict=True)}
+
+
+def test_two_cores_start_the_servers_first_and_two_processes_at_once(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, num_cpus=2, urls=[NOBODY])
+    run.environments.is_over = False
+    run.at(5, lambda: setattr(run.environments, "is_over", True))
+    run.at(12, lambda: write_report(run.layout, "trainer", waits_for="orchestrator"))
+    assert run.completes(at=30).supervisor.run() == 0
+    times = start_times(run)
+    assert (times["inference"], times["trainer"]) == (0, 5)
+    assert 12 <= times["orchestrator"] <= 13
+
+
+def test_many_cores_start_all_but_the_orchestrator_beside_the_environments(run: SimulatedRun) -> None:
+    run.environments.is_over = False
+    run.at(5, lambda: setattr(run.environments, "is_over", True))
+    assert run.completes(at=30).supervisor.run() == 0
+    assert start_times(run) == {"inference": 0, "trainer": 0, "orchestrator": 5}
+
+
+def test_a_role_that_says_nothing_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, num_cpus=1, urls=[NOBODY])
+    assert run.completes(at=90).supervisor.run() == 0
+    times = start_times(run)
+    assert times["inference"] == 0
+    assert 30 <= times["trainer"] <= 31
+    assert 60 <= times["orchestrator"] <= 61
+
+
+def test_a_role_that_ends_while_others_wait_is_recovered_like_any_other(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, num_cpus=1, urls=[NOBODY])
+    run.ends("inference", 1, at=3)
+    assert run.supervisor.run() == 1
+    assert run.starts() == ["inference", "trainer", "orchestrator"]
+    assert "before it answered" in run.said
+
+
+def test_environments_that_cannot_be_loaded_end_what_was_started(run: SimulatedRun) -> None:
+    run.environments.is_over = False
+    run.environments.error = EnvironmentLoadError("no such file")
+    run.at(5, lambda: setattr(run.environments, "is_over", True))
+    with pytest.raises(EnvironmentLoadError, match="no such file"):
+        run.supervisor.run()
+    assert run.starts() == ["inference", "trainer"]
+    assert all(child.signals == [signal.SIGTERM] for child in run.host.started)
+    status = run.status()
+    assert (status.state, status.exit_code, status.reason) == (RunState.FAILED, 2, "an environment cannot be loaded")
+
+
 def test_a_killed_trainer_takes_the_orchestrator_along_and_both_start_again(run: SimulatedRun) -> None:
     run.at(5, lambda: write_report(run.layout, "trainer", step=8))
     run.at(9, lambda: setattr(run.attempts, "last_commit", Step(6)))
     run.attempts.max_steps = 20
     run.ends("trainer", -9, at=10).completes(at=60)
     assert run.supervisor.run() == 0
-    assert run.starts() == ["inference", "orchestrator", "trainer", "orchestrator", "trainer"]
-    assert run.host.started[1].signals == [signal.SIGTERM]
+    assert run.starts() == ["inference", "trainer", "orchestrator", "trainer", "orchestrator"]
+    assert run.host.started[2].signals == [signal.SIGTERM]
     assert list(run.host.spared[0]) == [run.newest("inference").pid]
     (restart,) = run.status().restarts
     assert (restart.from_step, restart.lost_steps) == (6, 2)
@@ -111,7 +170,7 @@ def test_a_killed_trainer_takes_the_orchestrator_along_and_both_start_again(run:
 def test_inference_is_started_again_alone(run: SimulatedRun) -> None:
     run.ends("inference", -9, at=10).completes(at=60)
     assert run.supervisor.run() == 0
-    assert run.starts() == ["inference", "orchestrator", "trainer", "inference"]
+    assert run.starts() == ["inference", "trainer", "orchestrator", "inference"]
     assert run.attempts.run.attempt == 1
     (restart,) = run.status().restarts
     assert (restart.roles, restart.from_step) == (["inference"], None)
@@ -133,7 +192,7 @@ def test_on_sigterm_the_orchestrator_is_asked_to_commit(run: SimulatedRun) -> No
     run.at(13, lambda: states.append(run.status().state))
     run.ends("orchestrator", 0, at=15).ends("trainer", 0, at=16)
     assert run.supervisor.run() == 143
-    assert run.host.started[1].signals == [signal.SIGUSR1]
+    assert run.host.started[2].signals == [signal.SIGUSR1]
     assert states == [RunState.PREEMPTED]
     assert run.status().state is RunState.INTERRUPTED
 
@@ -171,7 +230,7 @@ def test_a_role_that_stops_reporting_is_named_killed_and_started_again(tmp_path:
     run.at(5, lambda: write_report(run.layout, "trainer", pid=77, step=1))
     run.completes(at=120)
     assert run.supervisor.run() == 0
-    assert run.host.started[2].signals == [signal.SIGKILL]
+    assert run.host.started[1].signals == [signal.SIGKILL]
     assert run.host.shown == [77]
     assert "trainer stuck: " in run.said
     assert "has not reported for 30 s" in run.status().restarts[0].cause
