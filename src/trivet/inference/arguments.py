@@ -19,6 +19,11 @@ _FIXED = {
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of `max_lora_rank` that vLLM accepts."""
 
+_CPU_BLOCK_SIZE = 32
+"""Tokens of a block of the KV cache. Requests share whole blocks of a prompt, and vLLM's own 128 on CPUs is longer than many
+prompts. Its attention for CPUs takes multiples of 32. 64 requests for answers of 64 tokens to 8 prompts of 34: 151 to 177 tokens/s
+with 128, 217 to 226 with 32 (SmolLM2, float32, AVX2, two cores)."""
+
 WORKER_EXTENSION = "trivet.inference.worker_extension.PolicyWorkerExtension"
 
 JSON_LOG_CONFIG = str(Path(__file__).with_name("json_logging.json"))
@@ -87,6 +92,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict
         arguments["kv_cache_memory_bytes"] = int(config.cpu_kv_cache_gib * 2**30)
         # A seeded request whose prompt is computed in parts ends the engine ("CPU Generator does not use offset", vLLM 0.32).
         arguments["enable_chunked_prefill"] = False
+        arguments["block_size"] = _CPU_BLOCK_SIZE
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     if config.deterministic:

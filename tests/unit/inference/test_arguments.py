@@ -72,7 +72,12 @@ def test_on_the_cpu_the_cache_has_a_size_instead_of_a_share_of_memory() -> None:
 
 
 def test_further_arguments_are_passed_on() -> None:
-    assert vllm_arguments(make_config(vllm_args={"block_size": 32}), is_cpu=True, token="secret")["block_size"] == 32
+    assert vllm_arguments(make_config(vllm_args={"block_size": 64}), is_cpu=True, token="secret")["block_size"] == 64
+
+
+def test_blocks_are_small_on_a_cpu_so_that_short_prompts_are_shared() -> None:
+    assert vllm_arguments(make_config(), is_cpu=True, token="secret")["block_size"] == 32
+    assert "block_size" not in vllm_arguments(make_config(), is_cpu=False, token="secret")
 
 
 @pytest.mark.parametrize(
