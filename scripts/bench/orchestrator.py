@@ -34,6 +34,7 @@ import psutil
 from instant_server import NUM_EXAMPLES, POLICIES, OneServer, dispatcher_of, instant_client, make_environment
 from receiving import SECRET, draining, free_port
 
+import trivet.orchestrator.dispatcher as dispatcher_module
 import trivet.orchestrator.loop as loop_module
 import trivet.transport.zeromq as zeromq_module
 from trivet.algorithms.advantages import mean_baseline
@@ -278,7 +279,7 @@ def through_worker(num_rollouts: int, num_tokens: int, directory: Path) -> dict[
 
 
 PARTS: list[tuple[str, object, str]] = [
-    ("cut and advantages", Dispatcher, "_make_group"),
+    ("cut and advantages", dispatcher_module, "make_group"),
     ("buffer", GroupBuffer, "finished"),
     ("sampler", ExampleSampler, "take"),
     ("dispatch event", GroupBuffer, "dispatched"),
@@ -344,7 +345,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=200_000)
     parser.add_argument("--in-flight", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--verifiers-rollouts", type=int, default=6_000)
+    parser.add_argument("--verifiers-rollouts", type=int, default=6_000, help="0: only the orchestrator alone")
     args = parser.parse_args()
     run_group = costless(args.tokens)
     with tempfile.TemporaryDirectory() as name:
@@ -352,17 +353,17 @@ def main() -> None:
         rate, watched = run_loop(
             nullcontext(run_group), root / "core", num_rollouts=args.rollouts, in_flight=args.in_flight, examples=EXAMPLES
         )
-        pairs = []
-        for turn in range(3):
+        pairs: list[tuple[float, float]] = []
+        for turn in range(3 if args.verifiers_rollouts else 0):
             theirs = rate_of_verifiers(args.verifiers_rollouts, args.tokens)
             pairs.append((rate_through_verifiers(args.verifiers_rollouts, args.tokens, root / f"verifiers-{turn}"), theirs))
-        worker = through_worker(args.verifiers_rollouts, args.tokens, root / "worker")
+        worker = through_worker(args.verifiers_rollouts, args.tokens, root / "worker") if args.verifiers_rollouts else None
         shares = where_the_time_goes(run_group, root / "parts", in_flight=args.in_flight)
     lags_ms = np.array(watched.lags_s[len(watched.lags_s) // 10 :]) * 1e3
     result = {
         "bench": "orchestrator",
         "rollouts_per_s": round(rate, 1),
-        "ratio_to_verifiers": round(statistics.median(ours / theirs for ours, theirs in pairs), 3),
+        "ratio_to_verifiers": round(statistics.median(ours / theirs for ours, theirs in pairs), 3) if pairs else None,
         "loop_lag_p99_ms": round(float(np.percentile(lags_ms, 99)), 2),
         "loop_lag_p50_ms": round(float(np.percentile(lags_ms, 50)), 2),
         "loop_lag_max_ms": round(float(lags_ms.max()), 1),
