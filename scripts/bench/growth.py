@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = Path(__file__).parent
 SEQ_LEN = 2048
 TOKENS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "3M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 4},
     "15M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
     "60M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 15, "num_attention_heads": 9},

@@ -1,8 +1,9 @@
 """Draws a record of docs/benchmarks as a picture beside it.
 
-    uv run python scripts/bench/plot.py docs/benchmarks/growth_*.json
+    uv run python scripts/bench/plot.py docs/benchmarks/growth_*.json docs/benchmarks/learning.json
 
-A table of `growth.py` becomes its measured quantity over its size, both logarithmic, with the limit dashed.
+A table of `growth.py` becomes its measured quantity over its size, both logarithmic, with the limit dashed. The record of
+`learning.py` becomes the reward of each side over rollouts and over seconds: the mean over seeds, and their range.
 """
 
 import argparse
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
+WINDOW = 3
+"""Steps that a point of a learning curve averages."""
 AXES = {
     "growth_tokens": ("tokens", "step_s", "tokens of a step", "seconds of a step"),
     "growth_sizes": ("parameters", "step_s", "parameters", "seconds of a step"),
@@ -42,15 +46,45 @@ def draw(record: dict[str, Any], file: Path) -> None:
     plt.close(figure)
 
 
+def draw_learning(record: dict[str, Any], file: Path) -> None:
+    """Draw the reward of every side over rollouts, and over seconds."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    per_step = record["config"]["completions"]
+    for side in dict.fromkeys(run["side"] for run in record["runs"]):
+        runs = [run for run in record["runs"] if run["side"] == side]
+        rewards_RS = np.array([_smooth(run["rewards"]) for run in runs])
+        seconds_S = np.array([run["seconds"] for run in runs]).mean(axis=0)
+        rollouts_S = per_step * np.arange(1, rewards_RS.shape[1] + 1)
+        for axes, x_S in zip(panels, (rollouts_S, seconds_S), strict=True):
+            (line,) = axes.plot(x_S, rewards_RS.mean(axis=0), label=f"{side} ({len(runs)} seeds)")
+            axes.fill_between(x_S, rewards_RS.min(axis=0), rewards_RS.max(axis=0), alpha=0.15, color=line.get_color())
+    for axes, name in zip(panels, ("rollouts", "seconds since the first step began"), strict=True):
+        axes.set(xlabel=name)
+        axes.grid(visible=True, alpha=0.3)
+    panels[0].set(ylabel=f"reward, mean of {WINDOW} steps")
+    panels[0].legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def _smooth(rewards: list[float]) -> list[float]:
+    return [sum(rewards[max(0, i - WINDOW + 1) : i + 1]) / min(i + 1, WINDOW) for i in range(len(rewards))]
+
+
 def main() -> None:
     """Draw every file that is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path)
-    for path in parser.parse_args().records:
+    arguments = parser.parse_args()
+    for path in arguments.records:
         record = json.loads(path.read_text())
-        if record["benchmark"] in AXES:
+        if record["benchmark"] == "learning":
+            draw_learning(record, path.with_suffix(".png"))
+        elif record["benchmark"] in AXES:
             draw(record, path.with_suffix(".png"))
-            print(path.with_suffix(".png"))
+        else:
+            parser.error(f"{path} is no record of growth.py or learning.py")
+        print(path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

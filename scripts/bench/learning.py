@@ -1,0 +1,170 @@
+"""Does a run learn as much from a rollout, and from a second, as TRL's GRPO trainer does?
+
+Every side starts from the same weights and learns reverse-text with the same groups, lengths, learning rate and dtype. What is
+compared is the mean reward of each step's rollouts, over the rollouts that were made and over the seconds since the first step
+began. Our sides are real `rl` runs: the default loss, GRPO and CISPO one step asynchronous, and the default loss at 0 and 4.
+
+    uv run python -m trivet.examples.smollm2 models/smollm2
+    pip install --target DIRECTORY --no-deps trl==1.16.0
+    uv run python scripts/bench/learning.py --model models/smollm2 --trl DIRECTORY [--dtype float32] [--steps 30] [--seeds 0 1 2]
+        [--sides default grpo cispo async_0 async_4 trl] [--lr 1e-5] [--record docs/benchmarks/learning.json]
+
+A run takes half an hour and more, so each is kept in --record when it is over, and is not taken again: the comparison can be made
+in parts, by side and by seed. `plot.py` draws the record. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import verifiers as vf
+from beside_trl import AT_ONCE, TRL_SETTINGS, trl_environment
+from training import hardware
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from whole_step import CONFIG, GROUP_SIZE, ROOT, TASK
+
+from reverse_text import plain_reversal_reward
+from trivet.config.layout import RunLayout
+
+COMPLETIONS = 64
+MAX_TOKENS = 48
+"""Of a completion, as in `CONFIG`."""
+FLAGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "grpo": ("--trainer.loss.type", "grpo"),
+    "cispo": ("--trainer.loss.type", "cispo"),
+    "async_0": ("--max-async-level", "0"),
+    "async_4": ("--max-async-level", "4"),
+}
+"""The flags of each side that is ours."""
+SIDES = (*FLAGS, "trl")
+
+
+def learn_ours(side: str, seed: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Take a run of ours; returns the mean reward of each step and the seconds until it was trained."""
+    with tempfile.TemporaryDirectory() as scratch:
+        layout = RunLayout(Path(scratch) / "run")
+        flags = {
+            "--output-dir": layout.root,
+            "--max-steps": args.steps,
+            "--model.name": Path(args.model).absolute(),
+            "--trainer.model.compute-dtype": args.dtype,
+            "--trainer.optim.lr": args.lr,
+            "--seed": seed,
+            "--ckpt.interval": 10_000,
+            "--orchestrator.batch-size": COMPLETIONS,
+            "--orchestrator.rollouts-per-example": GROUP_SIZE,
+            "--orchestrator.sampling.max-tokens": MAX_TOKENS,
+        }
+        words = [str(word) for pair in flags.items() for word in pair]
+        command = [sys.executable, "-m", "trivet.launcher.commands.rl", "@", str(CONFIG), *words, *FLAGS[side]]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        trained, made = (
+            [json.loads(line) for line in (layout.metrics / f"{role}.jsonl").read_text().splitlines()]
+            for role in ("trainer", "orchestrator")
+        )
+    begun = trained[0]["time"] - trained[0]["time/step"]
+    return {
+        "rewards": [round(step["reward/mean"], 4) for step in made],
+        "seconds": [round(step["time"] - begun, 1) for step in trained],
+    }
+
+
+def learn_trl(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Train with TRL in this process; returns the mean reward of each step and the seconds until it was trained."""
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[reportMissingImports]  it is nowhere but in --trl
+
+    torch.set_float32_matmul_precision("medium")
+    rewards: list[float] = []
+    seconds: list[float] = []
+
+    def reward_of(completions: list[vf.Messages], answer: list[str], **_: Any) -> list[float]:
+        found = list(map(plain_reversal_reward, completions, answer))
+        rewards.append(round(statistics.mean(found), 4))
+        return found
+
+    class Clock(TrainerCallback):
+        """Notes when each step ended."""
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds.append(round(time.perf_counter() - started, 1))
+
+    dataset = vf.load_environment("reverse-text", **TASK).get_dataset().select_columns(["prompt", "answer"])
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(args.model),
+            reward_funcs=reward_of,
+            train_dataset=dataset,
+            callbacks=[Clock()],
+            args=GRPOConfig(
+                output_dir=scratch,
+                per_device_train_batch_size=AT_ONCE,
+                gradient_accumulation_steps=COMPLETIONS // AT_ONCE,
+                num_generations=GROUP_SIZE,
+                max_completion_length=MAX_TOKENS,
+                max_steps=args.steps,
+                seed=args.seed,
+                **(TRL_SETTINGS | {"learning_rate": args.lr, "lr_scheduler_type": "constant"}),
+            ),
+        )
+        started = time.perf_counter()
+        trainer.train()
+    return {"rewards": rewards, "seconds": seconds}
+
+
+def learn(side: str, seed: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Take one run, TRL's in a process of its own."""
+    if side != "trl":
+        return learn_ours(side, seed, args)
+    words = [f"--{name}={getattr(args, name)}" for name in ("model", "dtype", "steps", "lr")]
+    command = [sys.executable, __file__, *words, f"--seed={seed}"]
+    done = subprocess.run(command, env=trl_environment(args.trl), check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="the directory of the weights that every side starts from")
+    parser.add_argument("--trl", type=Path, help="where TRL is installed; needed for the side trl")
+    parser.add_argument("--dtype", default="float32", help="the dtype that ours computes in; TRL's weights are float32")
+    parser.add_argument("--steps", type=int, default=30, help=f"of {COMPLETIONS} completions")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--record", type=Path, default=Path("docs/benchmarks/learning.json"))
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.seed is not None:
+        print(json.dumps(learn_trl(args)))
+        return
+    config = {name: getattr(args, name) for name in ("dtype", "steps", "lr")} | {
+        "completions": COMPLETIONS,
+        "group": GROUP_SIZE,
+    }
+    record: dict[str, Any] = {"benchmark": "learning", "config": config, "runs": []}
+    if args.record.exists():
+        record = json.loads(args.record.read_text())
+        if record["config"] != config:
+            parser.error(f"{args.record} holds runs with {record['config']}; name another --record")
+    taken = {(run["side"], run["seed"]) for run in record["runs"]}
+    for seed in args.seeds:
+        for side in args.sides:
+            if (side, seed) in taken:
+                continue
+            record["runs"].append({"side": side, "seed": seed, **learn(side, seed, args)})
+            record |= {"hardware": hardware(), "torch": torch.__version__}
+            args.record.write_text(json.dumps(record) + "\n")
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
