@@ -1,6 +1,6 @@
 """Decides what a run starts: which processes, with which arguments, environment, GPUs and role configurations.
 
-Pure: the machine, the ports and the run's identity are given. `launcher.commands.rl` carries the plan out.
+Pure: the machine, the ports and the run's identity are given. `launcher.run` carries the plan out.
 """
 
 from collections.abc import Mapping, Sequence

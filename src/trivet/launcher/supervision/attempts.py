@@ -1,6 +1,6 @@
 """Makes the attempts of one run: what is started first, and what is started after a failure, from which checkpoint.
 
-Owned by `launcher.commands.rl`; the supervisor asks it.
+Owned by `launcher.run`; the supervisor asks it.
 The run directory and the ports are kept from the first attempt to the last.
 """
 
