@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_SHARED_TOKENS = 16
-"""Shorter beginnings are computed in each sample: one more segment costs about as much as so many tokens."""
+MIN_SAVED_TOKENS = 16
+"""One more segment costs about as much as so many tokens: a beginning is shared where that saves as many, over all its samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +74,27 @@ def group_by_prefix(samples: Sequence[np.ndarray], *, max_tokens: int) -> list[l
     num_tokens = 0
     for index, shared in zip(*order_by_tokens(samples), strict=True):
         added = len(samples[index]) - shared
-        if groups and shared >= MIN_SHARED_TOKENS and num_tokens + added <= max_tokens:
+        if groups and shared >= MIN_SAVED_TOKENS and num_tokens + added <= max_tokens:
             groups[-1].append(index)
             num_tokens += added
         else:
             groups.append([index])
             num_tokens = len(samples[index])
-    return groups
+    return [part for group in groups for part in _divide(group, samples, max_tokens=max_tokens)]
+
+
+def _divide(group: list[int], samples: Sequence[np.ndarray], *, max_tokens: int) -> list[list[int]]:
+    """Divide a group whose tree has more than `max_tokens`: beginnings that save too little are computed in each sample."""
+    kept, rest = list(group), list[int]()
+    while len(kept) > 1 and build_tree([samples[index] for index in kept]).num_tokens > max_tokens:
+        rest.insert(0, kept.pop())
+    return [kept, *_divide(rest, samples, max_tokens=max_tokens)] if rest else [kept]
 
 
 def build_tree(samples: Sequence[np.ndarray]) -> PrefixTree:
     """Return the segments of `samples`, integers [tokens of the sample] each."""
     order, shared = order_by_tokens(samples)
-    if max(shared, default=0) < MIN_SHARED_TOKENS:
+    if not any(shared):
         return flat_tree(samples)
     starts = np.cumsum([0, *map(len, samples)])
     places_T = np.empty(starts[-1], dtype=np.int64)
@@ -115,11 +123,13 @@ def build_tree(samples: Sequence[np.ndarray]) -> PrefixTree:
                 add(first, stop, begin=begin, end=end, parent=parent)
             continue
         common = min(shared[first + 1 : stop])
-        if common - begin >= MIN_SHARED_TOKENS:
+        if (common - begin) * (stop - first - 1) >= MIN_SAVED_TOKENS:
             begin, parent = common, add(first, stop, begin=begin, end=common, parent=parent)
         ends = [place for place in range(first + 1, stop) if shared[place] == common]
         parts = list(zip([first, *ends], [*ends, stop], strict=True))
         pending += [(start, end, begin, parent) for start, end in reversed(parts)]
+    if not any(parent >= 0 for parent in parents) and len(lengths) == len(samples):
+        return flat_tree(samples)  # in the order given
     return PrefixTree(
         parents=tuple(parents),
         lengths=tuple(lengths),

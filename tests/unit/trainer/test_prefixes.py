@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trivet.trainer.prefixes import MIN_SHARED_TOKENS, build_tree, group_by_prefix
+from trivet.trainer.prefixes import MIN_SAVED_TOKENS, build_tree, group_by_prefix
 
-PROMPT = list(range(100, 100 + MIN_SHARED_TOKENS + 4))
+PROMPT = list(range(100, 100 + MIN_SAVED_TOKENS + 4))
 
 
 def arrays(samples: list[list[int]]) -> list[np.ndarray]:
@@ -42,9 +42,22 @@ def test_every_sample_is_the_path_of_its_segments(samples: list[list[int]]) -> N
 
 
 @given(conversations())
-def test_segments_that_others_continue_are_long_enough(samples: list[list[int]]) -> None:
+def test_a_segment_is_shared_where_that_saves_enough(samples: list[list[int]]) -> None:
     tree = build_tree(arrays(samples))
-    assert all(tree.lengths[parent] >= MIN_SHARED_TOKENS for parent in tree.parents if parent >= 0)
+    segment_U = np.repeat(np.arange(len(tree.lengths)), tree.lengths)
+    paths = [
+        {int(segment) for segment in segment_U[places]}
+        for places in np.split(tree.places_T, np.cumsum([len(sample) for sample in samples])[:-1])
+    ]
+    for segment, length in enumerate(tree.lengths):
+        num_copies = sum(segment in path for path in paths) - 1
+        assert num_copies == 0 or num_copies * length >= MIN_SAVED_TOKENS
+
+
+def test_a_short_prompt_behind_a_long_one_of_all_groups_is_computed_once_too() -> None:
+    """As the prompts of one environment are: the same instruction, and a few tokens of their own."""
+    samples = [[*PROMPT, *range(10 * group, 10 * group + 8), 900 + answer] for group in range(4) for answer in range(4)]
+    assert build_tree(arrays(samples)).num_tokens == len(PROMPT) + 4 * (8 + 4)
 
 
 def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
@@ -63,6 +76,21 @@ def test_samples_that_share_little_keep_their_order() -> None:
     tree = build_tree(samples)
     assert tree.lengths == (3, 4, 1)
     assert tree.places_T.tolist() == list(range(8))
+
+
+PAIRS = [
+    [*PROMPT, *range(10 * pair, 10 * pair + 8), *range(900 + answer, 930 + answer)] for pair in range(4) for answer in (0, 50)
+]
+"""Samples whose second beginning saves too little to be shared."""
+
+
+@given(conversations(), st.integers(1, 80))
+@example(samples=PAIRS, max_tokens=len(PROMPT) + 2 * (8 + 60))
+def test_no_group_has_more_to_compute_than_the_cap(samples: list[list[int]], max_tokens: int) -> None:
+    groups = group_by_prefix(arrays(samples), max_tokens=max_tokens)
+    assert sorted(index for group in groups for index in group) == list(range(len(samples)))
+    for group in groups:
+        assert len(group) == 1 or build_tree(arrays([samples[index] for index in group])).num_tokens <= max_tokens
 
 
 @pytest.mark.parametrize(
