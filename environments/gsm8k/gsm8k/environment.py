@@ -4,7 +4,9 @@ import json
 import logging
 import os
 import re
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import verifiers as vf
 from datasets import Dataset, load_dataset
@@ -19,6 +21,29 @@ NUM_BUNDLED_EVAL = 12
 MAX_ANSWER_CHARS = 40
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _ENDLESS = re.compile(r"\^|\*\*|!")
+
+
+class LastingMathRubric(vf.MathRubric):
+    """MathRubric that goes on when a process of its pool was killed.
+
+    verifiers gives 0 to that answer and, since a broken pool takes no more work, to every answer after it.
+    """
+
+    async def correct_answer(self, parser: vf.Parser, completion: vf.Messages, answer: str, **kwargs: Any) -> float:
+        """Return 1.0 for an answer that math-verify finds equal to the right one, else 0.0."""
+        reward = await super().correct_answer(parser, completion, answer, **kwargs)
+        if reward or not self._is_broken():
+            return reward
+        logger.warning("a process that compares answers was killed: comparing again in another one")
+        self.executor = ProcessPoolExecutor(max_workers=1)
+        return await super().correct_answer(parser, completion, answer, **kwargs)
+
+    def _is_broken(self) -> bool:
+        try:
+            self.executor.submit(int)
+        except BrokenExecutor:
+            return True
+        return False
 
 
 def bundled_problems() -> list[dict[str, str]]:
@@ -99,5 +124,5 @@ def load_environment(
         eval_dataset=choose(load_split(dataset, "test"), num_eval_examples, seed=seed),
         system_prompt=system_prompt or None,
         parser=parser,
-        rubric=vf.MathRubric(parser=parser),
+        rubric=LastingMathRubric(parser=parser),
     )

@@ -5,9 +5,10 @@ from fractions import Fraction
 
 import datasets
 import pytest
+import verifiers as vf
 
 from gsm8k import load_environment
-from gsm8k.environment import bundled_problems, extract_boxed, final_answer
+from gsm8k.environment import LastingMathRubric, bundled_problems, extract_boxed, final_answer
 from support.scripted_policy import play
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -73,6 +74,21 @@ def test_the_last_box_is_the_answer_unless_it_could_take_for_ever(text, answer):
 )
 def test_answers_are_equal_when_their_values_are(env, reply, reward):
     assert play(env, [reply], example={**env.get_dataset()[0], "answer": "27"})["reward"] == reward
+
+
+def test_a_pool_whose_process_was_killed_is_replaced(caplog):
+    rubric = LastingMathRubric(parser=vf.MaybeThinkParser(extract_fn=extract_boxed))
+
+    def reward(answer: str) -> float:
+        completion = [{"role": "assistant", "content": "\\boxed{27}"}]
+        return asyncio.run(rubric.correct_answer(rubric.parser, completion, answer))
+
+    assert [reward("27"), reward("28")] == [1.0, 0.0]
+    for process in rubric.executor._processes.values():
+        process.kill()
+    assert [reward("27"), reward("28"), reward("27")] == [1.0, 0.0, 1.0]
+    assert caplog.text.count("comparing again") == 1
+    asyncio.run(rubric.teardown())
 
 
 def test_the_final_answer_stands_behind_the_mark():
