@@ -21,6 +21,9 @@ def interpreter_with(release: str, directory: Path, *packages: str) -> Path:
     if not python.exists():
         wanted = [f"verifiers=={release}", "msgspec", "numpy", *packages]
         for command in (["venv", "--quiet", str(venv)], ["pip", "install", "--quiet", "--python", str(python), *wanted]):
-            done = subprocess.run([uv, *command], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+            # Outside of the repository: inside, uv would apply the project's own constraints, its verifiers among them.
+            done = subprocess.run(
+                [uv, *command], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False, cwd=directory
+            )
             assert done.returncode == 0, done.stderr
     return python
