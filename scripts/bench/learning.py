@@ -1,15 +1,19 @@
 """Does a run learn as much from a rollout, and from a second, as TRL's GRPO trainer does?
 
-Every side starts from the same weights and learns reverse-text with the same groups, lengths, learning rate and dtype. What is
-compared is the mean reward of each step's rollouts, over the rollouts that were made and over the seconds since the first step
-began. Our sides are real `rl` runs: the default loss, GRPO and CISPO one step asynchronous, and the default loss at 0 and 4.
+Every side starts from the same weights, which a careless teacher has shown how to reverse a text, and learns to do so with the same
+groups, lengths, learning rate and dtype. What is compared is the mean reward of each step's rollouts, over the rollouts that were
+made and over the seconds since the first step began. Our sides are real `rl` runs: the default loss, GRPO and CISPO one step
+asynchronous, and the default loss at 0 and 4.
 
     uv run python -m trivet.examples.smollm2 models/smollm2
+    uv run python -m trivet.examples.quickstart_data outputs/smollm2/sft.jsonl --examples 6400 --share-reversed 0.2
+    uv run sft @ configs/smollm2/sft.toml
     pip install --target DIRECTORY --no-deps trl==1.16.0
-    uv run python scripts/bench/learning.py --model models/smollm2 --trl DIRECTORY [--dtype float32] [--steps 30] [--seeds 0 1 2]
-        [--sides default grpo cispo async_0 async_4 trl] [--lr 1e-5] [--record docs/benchmarks/learning.json]
+    uv run python scripts/bench/learning.py --model outputs/smollm2/sft/weights/step_80 --trl DIRECTORY [--dtype float32]
+        [--steps 30] [--seeds 0 1 2] [--sides default grpo cispo async_0 async_4 trl] [--lr 1e-5]
+        [--record docs/benchmarks/learning.json]
 
-A run takes half an hour and more, so each is kept in --record when it is over, and is not taken again: the comparison can be made
+A run takes five to twenty minutes, so each is kept in --record when it is over, and is not taken again: the comparison can be made
 in parts, by side and by seed. `plot.py` draws the record. The last line is one JSON object.
 """
 
@@ -28,14 +32,16 @@ import verifiers as vf
 from beside_trl import AT_ONCE, TRL_SETTINGS, trl_environment
 from training import hardware
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from whole_step import CONFIG, GROUP_SIZE, ROOT, TASK
+from whole_step import GROUP_SIZE, ROOT
 
-from reverse_text import plain_reversal_reward
+from reverse_text import reversal_reward
 from trivet.config.layout import RunLayout
 
+CONFIG = ROOT / "configs/smollm2/reverse_text.toml"
+TASK = {"min_length": 3, "max_length": 7, "system_prompt": ""}
 COMPLETIONS = 64
-MAX_TOKENS = 48
-"""Of a completion, as in `CONFIG`."""
+MAX_TOKENS = 24
+"""The arguments of reverse-text in `CONFIG`, the completions of a step and the tokens of one."""
 FLAGS: dict[str, tuple[str, ...]] = {
     "default": (),
     "grpo": ("--trainer.loss.type", "grpo"),
@@ -59,9 +65,6 @@ def learn_ours(side: str, seed: int, args: argparse.Namespace) -> dict[str, list
             "--trainer.optim.lr": args.lr,
             "--seed": seed,
             "--ckpt.interval": 10_000,
-            "--orchestrator.batch-size": COMPLETIONS,
-            "--orchestrator.rollouts-per-example": GROUP_SIZE,
-            "--orchestrator.sampling.max-tokens": MAX_TOKENS,
         }
         words = [str(word) for pair in flags.items() for word in pair]
         command = [sys.executable, "-m", "trivet.launcher.commands.rl", "@", str(CONFIG), *words, *FLAGS[side]]
@@ -86,7 +89,7 @@ def learn_trl(args: argparse.Namespace) -> dict[str, list[float]]:
     seconds: list[float] = []
 
     def reward_of(completions: list[vf.Messages], answer: list[str], **_: Any) -> list[float]:
-        found = list(map(plain_reversal_reward, completions, answer))
+        found = list(map(reversal_reward, completions, answer))
         rewards.append(round(statistics.mean(found), 4))
         return found
 

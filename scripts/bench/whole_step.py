@@ -11,7 +11,8 @@ it. TRL's is its own loop with its fastest settings on a CPU: generation of all 
 
 The sides take turns, each in processes of its own. Seconds are from the end of a step to the end of the next, medians over all
 repeats after the warm-up. The last line is one JSON object. `trl_*` is TRL with float32 weights, `trl_bfloat16_*` with bfloat16
-weights and moments, which lose small updates; `ratio_to_*` is tokens trained a second, ours over TRL's.
+weights and moments, which lose small updates; `ratio_to_*` is tokens trained a second, ours over TRL's. `ours_limit_s` is what
+our step's products take at the rate of large matrix products, which is measured between the sides.
 """
 
 import argparse
@@ -29,8 +30,8 @@ import psutil
 import torch
 import verifiers as vf
 from beside_trl import AT_ONCE, SIDES, TRL_SETTINGS, Clock, trl_environment
-from training import hardware
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from training import hardware, matmul_flops
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from reverse_text import plain_reversal_reward
 from trivet.config.layout import RunLayout
@@ -129,7 +130,23 @@ def measure_ours(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": [later["time"] - earlier["time"] for earlier, later in zip(steps[WARM_UP - 1 :], measured, strict=False)],
         "parts": {part: statistics.median(step.get(f"time/{part}", 0.0) for step in measured) for part in parts},
         "tokens": statistics.median(step["perf/throughput"] * step["time/step"] for step in measured),
+        "flops": count_flops(args, computed_tokens=statistics.median(step["perf/computed_tokens"] for step in measured)),
     }
+
+
+def count_flops(args: argparse.Namespace, *, computed_tokens: float) -> float:
+    """Count the operations of the products of a whole step, without attention.
+
+    The trainer computes `computed_tokens` forward and backward, and the head for the completions' tokens alone; the server
+    computes these once more. Prompts that the server computes are left out.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model))
+    head = model.get_output_embeddings().weight.numel()
+    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    body = model.num_parameters() - (head if is_tied else 2 * head)
+    generated = args.completions * args.length
+    return 6 * body * computed_tokens + 6 * head * generated + 2 * (body + head) * generated
 
 
 def _watch(run: psutil.Popen, metrics: Path) -> dict[str, float]:
@@ -187,7 +204,14 @@ def main() -> None:
     if args.trl is None or not (args.trl / "trl").is_dir():
         parser.error("--trl names a directory with TRL in it: pip install --target DIRECTORY --no-deps trl==1.16.0")
     sides = SIDES[args.dtype]
-    rounds = [{side: measure_side(side, args) for side in sides} for _ in range(args.rounds)]
+    rounds, rates = [], []
+    for _ in range(args.rounds):
+        taken = {}
+        for side in sides:
+            rates.append(matmul_flops(getattr(torch, args.dtype), torch.device("cpu")))
+            taken[side] = measure_side(side, args)
+        rounds.append(taken)
+    rate = statistics.median(rates)
     medians = {side: statistics.median(s for each in rounds for s in each[side]["seconds"]) for side in sides}
     found: dict[str, Any] = {}
     for side in sides:
@@ -202,6 +226,7 @@ def main() -> None:
         }
     ratios = {f"ratio_to_{side}": round(found["ours_tokens_per_s"] / found[f"{side}_tokens_per_s"], 3) for side in sides[1:]}
     found = {key.replace("trl_float32", "trl"): value for key, value in (found | ratios).items()}
+    found |= {"ours_limit_s": round(rounds[-1]["ours"]["flops"] / rate, 3), "matmul_tflops": round(rate / 1e12, 3)}
     config = {key: getattr(args, key) for key in ("model", "completions", "length", "repeats", "rounds")}
     print(
         json.dumps(
