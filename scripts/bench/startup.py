@@ -4,7 +4,7 @@ A real run of one step: launcher, environment, vLLM, orchestrator, trainer. Whil
 processes is read. Nothing can be faster than all of that time divided by the cores, nor than the imports of the inference server,
 which one thread does: they are measured alone, in the same run (`limit_s` is the larger of the two).
 
-    uv run python scripts/bench/start.py [--model tiny|DIRECTORY] [--rounds 3] [-- FLAGS OF rl]
+    uv run python scripts/bench/startup.py [--model tiny|DIRECTORY] [--rounds 3] [-- FLAGS OF rl]
 
 `marks_s` are seconds since the command until it has checked its configuration, until the roles are started, until each of them is
 ready, and until a step is trained; `cpu_s` are processor seconds by process until then; medians over rounds. The last line is one
@@ -147,8 +147,9 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "benchmark": "start",
+                "benchmark": "startup",
                 "first_step_s": marks["step trained"],
+                "server_ready_s": marks["inference ready"],
                 "spread_s": round(max(firsts) - min(firsts), 2),
                 "limit_s": round(max(imports_s, sum(cpu.values()) / cores), 2),
                 "marks_s": dict(sorted(marks.items(), key=lambda item: item[1])),
