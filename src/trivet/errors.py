@@ -22,6 +22,7 @@ TrivetError                  1
 ├── WaitTimeout
 ├── UnknownRank
 ├── RoleFailed
+├── SubmissionFailed
 └── Diverged                 3
 """
 
@@ -131,6 +132,10 @@ class UnknownRank(TrivetError):
 
 class RoleFailed(TrivetError):
     """Raised when a process of the run ended early."""
+
+
+class SubmissionFailed(TrivetError):
+    """Raised when a scheduler did not take a job."""
 
 
 class Diverged(TrivetError):

@@ -20,6 +20,9 @@ from trivet.shown_text import print_error, printable
 from trivet.storage.disk import describe_full_disk, is_full_disk
 
 TargetT = TypeVar("TargetT", bound=Section)
+Submit = Callable[[LoadedConfig[SectionT], bool], int | None]
+"""Gets a configuration that is not settled for this machine, and whether this is a dry run. Returns the exit code, or None when the
+command is to be carried out here."""
 
 
 def run_command(
@@ -29,6 +32,7 @@ def run_command(
     *,
     check: Callable[[SectionT], None] | None = None,
     dry_run: Callable[[SectionT], None] | None = None,
+    submit: Submit[SectionT] | None = None,
 ) -> int:
     """Load a `kind` from the command line and hand it to `main`: `run_translated` without a translation.
 
@@ -40,7 +44,9 @@ def run_command(
         print_error(exc)
         return exc.exit_code
     with use_names(names):
-        return run_translated(kind, main, argv, translate=lambda loaded: loaded, check=check, dry_run=dry_run, name_of=key_name)
+        return run_translated(
+            kind, main, argv, translate=lambda loaded: loaded, check=check, dry_run=dry_run, submit=submit, name_of=key_name
+        )
 
 
 def run_translated(
@@ -51,6 +57,7 @@ def run_translated(
     translate: Callable[[LoadedConfig[SectionT]], LoadedConfig[TargetT]],
     check: Callable[[TargetT], None] | None = None,
     dry_run: Callable[[TargetT], None] | None = None,
+    submit: Submit[TargetT] | None = None,
     name_of: Callable[[str], str] = str,
 ) -> int:
     """Load a `kind` from the command line, make of it what the command works with, and hand that to `main`.
@@ -60,6 +67,7 @@ def run_translated(
         check: raises a TrivetError for what only this command can know, such as an environment that is not installed.
             It starts nothing, and runs for `--dry-run` too.
         dry_run: checks, for `--dry-run`, what takes long and what `main` therefore checks while it starts.
+        submit: has a scheduler carry the command out if the configuration says so.
         name_of: returns the name by which the user knows a key of `kind`.
 
     Returns:
@@ -77,6 +85,8 @@ def run_translated(
             return 0
         try:
             loaded = translate(load_arguments(kind, arguments, findings, environ=os.environ))
+            if submit is not None and (exit_code := submit(loaded, arguments.is_dry_run)) is not None:
+                return exit_code
             loaded = _check_here(loaded, check=check, does_record=not arguments.is_dry_run)
             for notice in loaded.notices:
                 print(f"notice: {printable(notice)}", file=sys.stderr)

@@ -74,6 +74,11 @@ class RunLayout:
         return self.root / "configs"
 
     @property
+    def slurm(self) -> Path:
+        """The directory of batch scripts and of the logs of their jobs, which are older than the run itself."""
+        return self.root / "slurm"
+
+    @property
     def secret(self) -> Path:
         """The file of the run's secret."""
         return self.root / ".secret"

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from trivet.evaluation.servers import EvalServers, connect
 from trivet.evaluation.targets import follow_targets
 from trivet.evaluation.weights_reader import WeightsReader
 from trivet.process.signals import run_until_signalled
+from trivet.schedulers.slurm import submit
 from trivet.telemetry.logs import setup_logging
 from trivet.wire.workers import HostSettings
 
@@ -34,7 +36,7 @@ _LOG_WIDTH = 120
 
 def main() -> int:
     """Run the command; return its exit code."""
-    return run_command(EvalConfig, start, check=check)
+    return run_command(EvalConfig, start, check=check, submit=partial(submit, command="eval"))
 
 
 def check(config: EvalConfig) -> None:

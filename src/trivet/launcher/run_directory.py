@@ -174,8 +174,12 @@ class RunDirectory:
         write_json_atomically(self.layout.run_file, record)
 
     def _foreign_entries(self) -> list[str]:
-        """Return the entries that no run writes. Hidden files, such as locks or notes of a file system, do not count."""
-        return sorted(path.name for path in self.layout.root.iterdir() if not path.name.startswith("."))
+        """Return the entries that no run writes. Hidden files, such as locks or notes of a file system, do not count.
+
+        Nor does what the command wrote that submitted this run as a job.
+        """
+        names = {path.name for path in self.layout.root.iterdir()}
+        return sorted(name for name in names - {self.layout.slurm.name} if not name.startswith("."))
 
     def _entries(self) -> list[str]:
         return [name for name in ENTRIES if (self.layout.root / name).exists()]

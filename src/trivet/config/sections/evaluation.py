@@ -11,6 +11,7 @@ from trivet.config.sections.environment import EnvWorkersConfig
 from trivet.config.sections.online_eval import EvalEnvConfig
 from trivet.config.sections.sampling import EvalSamplingConfig
 from trivet.config.sections.shared import LogConfig, WandbConfig
+from trivet.config.sections.slurm import SlurmConfig
 
 
 class EvalClientConfig(ClientConfig):
@@ -95,3 +96,5 @@ class EvalConfig(EnvWorkersConfig):
     wandb: WandbConfig | None = None
     """Log the scores as `eval/<env>/…` at the step of each policy, to a W&B run of their own."""
     log: LogConfig = LogConfig()
+    slurm: SlurmConfig | None = None
+    """Set: the evaluation is submitted to SLURM. Unset: it runs here."""

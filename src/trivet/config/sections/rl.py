@@ -18,6 +18,7 @@ from trivet.config.sections.shared import (
     LogConfig,
     WandbConfig,
 )
+from trivet.config.sections.slurm import SlurmConfig
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.config.sections.trainer import TrainerConfig
 
@@ -79,5 +80,7 @@ class RLConfig(Section):
     """The server of orchestrator.teacher_model, started beside the others: the keys of [inference]. Its weights never change."""
     faults: FaultsConfig = FaultsConfig()
     """Shared by every role."""
+    slurm: SlurmConfig | None = None
+    """Set: the run is submitted to SLURM. Unset: it runs here."""
     shutdown_timeout_s: float = Field(default=20.0, gt=0, le=MAX_WAIT_S)
     """Time between the request to stop and the kill."""

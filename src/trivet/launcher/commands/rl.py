@@ -1,12 +1,15 @@
 """The command `rl`. What carries a run out is imported when a configuration was read: help and mistakes in it are shown sooner."""
 
+from functools import partial
+
 from trivet.config.command import run_command
 from trivet.config.sections.rl import RLConfig
+from trivet.schedulers.slurm import submit
 
 
 def main() -> int:
     """Run the command with the arguments of this process; returns its exit code."""
-    return run_command(RLConfig, start, check=check, dry_run=check_environments)
+    return run_command(RLConfig, start, check=check, dry_run=check_environments, submit=partial(submit, command="rl"))
 
 
 def check(config: RLConfig) -> None:

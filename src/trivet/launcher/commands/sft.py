@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.fork import adopt, choose_fork
@@ -15,12 +16,13 @@ from trivet.conversations.mixture import open_data
 from trivet.errors import ConfigError
 from trivet.launcher.commands.ranks import become_ranks
 from trivet.launcher.run_directory import RunDirectory, write_configs
+from trivet.schedulers.slurm import submit
 from trivet.secret import share_secret
 
 
 def main() -> int:
     """Run the command with the arguments of this process; returns its exit code."""
-    return run_command(SftConfig, start, check=check)
+    return run_command(SftConfig, start, check=check, submit=partial(submit, command="sft"))
 
 
 def check(config: SftConfig) -> None:

@@ -1,0 +1,101 @@
+"""Submit to a real SLURM cluster in namespaces of this machine: time limit, commit, requeue, resume and end."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.histories import assert_proven
+from support.processes import descendants_with, wait_until
+from support.rl_run import CONFIG, ENVIRONMENTS
+from trivet.checkpoints.commit import committed_steps
+from trivet.config.layout import RunLayout
+from trivet.history.check import check_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root"),
+    pytest.mark.skipif(shutil.which("slurmctld") is None, reason="needs Debian's slurm-wlm and munge"),
+]
+SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm_cluster.sh"
+MAX_STEPS = 400
+SLURM = """
+[slurm]
+time = "3"
+gpus_per_node = 0
+signal_seconds = 60
+
+[recovery]
+preemption_grace_s = 20
+"""
+"""SLURM counts limits in minutes. It kills a job at the end of the minute in which its time was up."""
+
+Cluster = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    environment = os.environ | {
+        "TRIVET_SLURM_CLUSTER": str(tmp_path / "cluster"),
+        "PYTHONPATH": str(ENVIRONMENTS),
+        "WANDB_MODE": "disabled",
+    }
+
+    def call(*words: object, is_checked: bool = True) -> "subprocess.CompletedProcess[str]":
+        done = subprocess.run(
+            ["bash", SCRIPT, *map(str, words)], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0 or not is_checked, done.stdout + done.stderr
+        return done
+
+    call("up", 2)
+    yield call
+    call("down")
+    assert not (tmp_path / "cluster").exists()
+
+
+def test_a_run_is_queued_again_at_its_time_limit_and_finishes(tmp_path: Path, tiny_model: Path, cluster: Cluster) -> None:
+    layout, file = RunLayout(tmp_path / "run"), tmp_path / "rl.toml"
+    file.write_text(
+        "shutdown_timeout_s = 10\n" + CONFIG.format(max_steps=MAX_STEPS, output_dir=layout.root, model=tiny_model) + SLURM
+    )
+    said = cluster("run", sys.executable, "-m", "trivet.launcher.commands.rl", "@", file).stdout
+    job = said.split()[1]
+
+    def state() -> str:
+        found = cluster("run", "scontrol", "show", "job", job).stdout
+        return next(word.partition("=")[2] for word in found.split() if word.startswith("JobState="))
+
+    log = layout.slurm / f"{job}.log"
+    wait_until(lambda: state() == "PENDING" and committed_steps(layout) != [], timeout_s=240, waiting_for=f"a requeue: {log}")
+    reached = committed_steps(layout)[-1]
+    assert 0 < reached < MAX_STEPS, log.read_text()
+    assert not descendants_with("trivet.trainer.main", 1), "something of the job is left"
+    # The second start is to finish: a smaller goal, and all the time it needs.
+    resolved = layout.slurm / "rl.toml"
+    resolved.write_text(resolved.read_text().replace(f"max_steps = {MAX_STEPS}", f"max_steps = {reached + 5}"))
+    cluster("run", "scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    wait_until(lambda: state() == "COMPLETED", timeout_s=420, waiting_for=f"the end of the job: {log}")
+    report = assert_proven(check_run(layout))
+    assert (report.last_step, report.starts) == (reached + 5, {"orchestrator": 2, "trainer": 2})
+    assert cluster("run", "squeue", "--noheader").stdout == ""
+    assert list(layout.slurm.glob("*.pid")) == []
+
+
+def test_a_run_that_is_cancelled_ends_and_is_not_queued_again(tmp_path: Path, tiny_model: Path, cluster: Cluster) -> None:
+    layout, file = RunLayout(tmp_path / "run"), tmp_path / "rl.toml"
+    text = CONFIG.format(max_steps=MAX_STEPS, output_dir=layout.root, model=tiny_model)
+    file.write_text(text + "[slurm]\ntime = '10'\ngpus_per_node = 0\n")
+    job = cluster("run", sys.executable, "-m", "trivet.launcher.commands.rl", "@", file).stdout.split()[1]
+    wait_until(lambda: layout.weights_step(1).exists(), timeout_s=180, waiting_for="the first step")
+    cluster("run", "scancel", job)
+    wait_until(lambda: cluster("run", "squeue", "--noheader").stdout == "", timeout_s=60, waiting_for="the end of the job")
+    found = cluster("run", "scontrol", "show", "job", job).stdout
+    assert "JobState=CANCELLED" in found
+    assert "Restarts=0" in found
+    assert not descendants_with("trivet.trainer.main", 1)
