@@ -70,6 +70,14 @@ def test_the_v1_api_trains_on_the_tokens_of_the_server(tmp_path: Path) -> None:
     assert " skipped" not in done.stdout
 
 
+def test_the_environment_of_reasoning_gym_runs_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    python = interpreter_with("0.3.1", tmp_path, "pytest", "datasets", "reasoning-gym")
+    options = ["--noconftest", "-o", "addopts=", "-W", "default", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    done = run_with(python, "-m", "pytest", "tests/unit/environment_packages/test_reasoning_tasks.py", *options, timeout_s=300)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " skipped" not in done.stdout
+
+
 def test_a_worker_that_is_killed_leaves_no_program_of_a_harness(tmp_path: Path) -> None:
     """verifiers starts programs in sessions of their own, so ending the worker's session would not reach them."""
     python = interpreter_with("0.4.0", tmp_path, "pytest")

@@ -16,7 +16,7 @@ def interpreter_with(release: str, directory: Path, *packages: str) -> Path:
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip("needs uv on the PATH")
-    venv = Path(os.environ.get("VERIFIERS_VENVS", directory)) / f"verifiers-{release}"
+    venv = Path(os.environ.get("VERIFIERS_VENVS", directory)) / "-".join(["verifiers", release, *packages])
     python = venv / "bin" / "python"
     if not python.exists():
         wanted = [f"verifiers=={release}", "msgspec", "numpy", *packages]

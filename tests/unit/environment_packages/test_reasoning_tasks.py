@@ -1,0 +1,66 @@
+"""What needs reasoning-gym is slow: it lives in a virtual environment of its own, where a test of verifiers' releases runs this."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verifiers.legacy")
+
+from support.scripted_policy import play
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+@pytest.fixture(autouse=True)
+def _package_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "environments" / "reasoning_tasks"))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer> 3 </answer> and so on", "3"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("First 4 - 1.\n4 - 1 = 3.", "3"),
+        ("The answer is: noremopyh", "noremopyh"),
+        ("7", "7"),
+        ("", ""),
+        ("\n \n", ""),
+    ],
+)
+def test_the_answer_is_tagged_or_ends_the_last_line(text: str, answer: str) -> None:
+    from reasoning_tasks import final_answer  # pyright: ignore[reportMissingImports]  on the path here
+
+    assert final_answer(text) == answer
+
+
+def load(**changes: Any) -> Any:
+    pytest.importorskip("reasoning_gym")
+    from reasoning_tasks import load_environment  # pyright: ignore[reportMissingImports]  on the path here
+
+    return load_environment(num_examples=40, num_eval_examples=10, settings=SUMS, **changes)
+
+
+@pytest.mark.slow
+def test_a_right_answer_has_the_reward_1_and_a_wrong_one_little() -> None:
+    env = load()
+    example = env.get_dataset()[3]
+    assert play(env, [f"{example['question'].split(': ')[1]} {example['answer']}"], example=example)["reward"] == 1.0
+    assert play(env, ["I do not know"], example=example)["reward"] < 0.1
+
+
+@pytest.mark.slow
+def test_a_seed_draws_the_tasks_and_none_is_trained_and_held_out() -> None:
+    first, same, other = load(seed=1), load(seed=1), load(seed=2)
+    assert list(first.get_dataset()["question"]) == list(same.get_dataset()["question"])
+    assert list(first.get_dataset()["question"]) != list(other.get_dataset()["question"])
+    places = [{row["info"]["place"] for row in rows} for rows in (first.get_dataset(), first.get_eval_dataset())]
+    assert [len(each) for each in places] == [40, 10]
+    assert not places[0] & places[1]
+
+
+@pytest.mark.slow
+def test_an_unknown_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="no_such_task"):
+        load(task="no_such_task")
