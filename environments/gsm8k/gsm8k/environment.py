@@ -31,19 +31,22 @@ class LastingMathRubric(vf.MathRubric):
 
     async def correct_answer(self, parser: vf.Parser, completion: vf.Messages, answer: str, **kwargs: Any) -> float:
         """Return 1.0 for an answer that math-verify finds equal to the right one, else 0.0."""
+        used = self.executor
         reward = await super().correct_answer(parser, completion, answer, **kwargs)
-        if reward or not self._is_broken():
+        if reward or not _is_broken(used):
             return reward
-        logger.warning("a process that compares answers was killed: comparing again in another one")
-        self.executor = ProcessPoolExecutor(max_workers=1)
+        if self.executor is used:  # of several answers that met the broken pool, the first replaces it
+            logger.warning("a process that compares answers was killed: comparing again in another one")
+            self.executor = ProcessPoolExecutor(max_workers=1)
         return await super().correct_answer(parser, completion, answer, **kwargs)
 
-    def _is_broken(self) -> bool:
-        try:
-            self.executor.submit(int)
-        except BrokenExecutor:
-            return True
-        return False
+
+def _is_broken(executor: ProcessPoolExecutor) -> bool:
+    try:
+        executor.submit(int)
+    except BrokenExecutor:
+        return True
+    return False
 
 
 def bundled_problems() -> list[dict[str, str]]:

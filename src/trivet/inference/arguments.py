@@ -146,9 +146,8 @@ JSON_LOG_ENVIRONMENT = {"VLLM_LOGGING_CONFIG_PATH": JSON_LOG_CONFIG}
 """Has the engine's processes, which import vLLM anew, log JSON too."""
 
 EAGER_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""For `enforce_eager` on the CPU. Without it vLLM still compiles two small functions, which draw tokens and rank log-probabilities,
-and g++ runs for 5 to 8 s at the first request of every server. The function that draws is compiled because torch's `exponential_`
-could return 0 on the CPU (pytorch/pytorch#151218); torch 2.13 returned no 0 in 10**9 draws."""
+"""For `enforce_eager` on the CPU. Without it vLLM still compiles a small function, which ranks log-probabilities, and g++ runs for
+5 to 8 s at the first request of every server."""
 
 COMMON_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
 """Turns off usage reports, and the grammar that would correct the policy's tool calls because verifiers marks tools as strict:

@@ -16,6 +16,8 @@ from trivet.wire.batches import MicroBatch
 
 Place = tuple[int, int]
 """A row of the batch, and a sample in it, both counted from 0."""
+_LANE_GAIN = 1.11
+"""How many times as fast lanes compute short rows as all cores together one long row: docs/benchmarks/cpu_mechanisms.json."""
 Cost = Callable[[Sequence[int], Sequence[int]], float]
 """The cost of segments of these lengths behind prefixes of these lengths, in tokens. Costs of several samples add up."""
 
@@ -93,16 +95,18 @@ def plan_rows(
     num_ranks: int,
     cost: Cost | None = None,
     max_tokens: int | None = None,
+    max_shared_tokens: int | None = None,
     shares_prefixes: bool = True,
 ) -> RowPlan:
     """Decide which samples of a batch share a row, and which rank computes it. Samples without loss tokens may be left out.
 
     Samples that share a prefix stay together: as long as one such sample exists, all samples are packed again, into rows of no more
-    tokens than the batch's longest row has.
+    tokens than the batch's longest row has. A row is longer than `max_tokens` where what its samples share is worth it.
 
     Args:
         cost: the cost of a row, by which ranks are balanced; by default its tokens.
         max_tokens: pack the batch's samples again, into rows of at most this many tokens; None: keep the batch's rows.
+        max_shared_tokens: most tokens of a row whose samples share a prefix; by default as of any other row.
         shares_prefixes: compute tokens that samples of a row begin with in common once.
     """
     samples: list[Place] = []
@@ -122,7 +126,8 @@ def plan_rows(
     if shares_prefixes:
         # A group that is larger than a rank's part of the batch would leave other ranks without work.
         of_rank = -(-sum(map(len, tokens)) // num_ranks)
-        grouped = group_by_prefix(tokens, max_tokens=min(row_limit, of_rank))
+        limits = [min(limit, of_rank) for limit in (row_limit, max_shared_tokens or row_limit)]
+        grouped = _choose_groups(tokens, max_tokens=limits[0], max_shared_tokens=limits[1])
         if len(grouped) < len(items):
             items, max_tokens = grouped, row_limit
     sizes = [_Size.of([tokens[number] for number in item], cost=cost) for item in items]
@@ -136,6 +141,24 @@ def plan_rows(
         num_tokens=sum(lengths),
         cost=sum(costs),
     )
+
+
+def _choose_groups(tokens: Sequence[np.ndarray], *, max_tokens: int, max_shared_tokens: int) -> list[list[int]]:
+    """Group samples that share a prefix; a group of more than `max_tokens` only where dividing it costs more than lanes gain."""
+    groups: list[list[int]] = []
+    for group in group_by_prefix(tokens, max_tokens=max_shared_tokens):
+        parts = [group]
+        if (whole := _num_tokens(group, tokens)) > max_tokens:
+            divided = group_by_prefix([tokens[number] for number in group], max_tokens=max_tokens)
+            parts = [[group[place] for place in part] for part in divided]
+            if sum(_num_tokens(part, tokens) for part in parts) > _LANE_GAIN * whole:
+                parts = [group]
+        groups += parts
+    return groups
+
+
+def _num_tokens(group: Sequence[int], tokens: Sequence[np.ndarray]) -> int:
+    return build_tree([tokens[number] for number in group]).num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,14 +79,19 @@ def test_answers_are_equal_when_their_values_are(env, reply, reward):
 def test_a_pool_whose_process_was_killed_is_replaced(caplog):
     rubric = LastingMathRubric(parser=vf.MaybeThinkParser(extract_fn=extract_boxed))
 
-    def reward(answer: str) -> float:
+    def rewards(*answers: str) -> list[float]:
         completion = [{"role": "assistant", "content": "\\boxed{27}"}]
-        return asyncio.run(rubric.correct_answer(rubric.parser, completion, answer))
 
-    assert [reward("27"), reward("28")] == [1.0, 0.0]
+        async def compare() -> list[float]:
+            return await asyncio.gather(*[rubric.correct_answer(rubric.parser, completion, answer) for answer in answers])
+
+        return asyncio.run(compare())
+
+    assert rewards("27", "28") == [1.0, 0.0]
     for process in rubric.executor._processes.values():
         process.kill()
-    assert [reward("27"), reward("28"), reward("27")] == [1.0, 0.0, 1.0]
+    assert rewards("27", "28", "27") == [1.0, 0.0, 1.0]
+    assert rewards("27") == [1.0]
     assert caplog.text.count("comparing again") == 1
     asyncio.run(rubric.teardown())
 

@@ -55,6 +55,29 @@ def test_samples_are_packed_anew_under_a_cap_and_know_where_they_came_from(oracl
         assert [part.tolist() for part in parts] == [examples[5 * index + number].token_ids for index, number in row.places]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "size", "max_tokens", "computed"),
+    [
+        (40, 5, 8, 60, [80]),  # divided, each of two parts would repeat half of what it computes
+        (16, 20, 16, 176, [176, 176]),  # divided, 352 tokens instead of 336
+    ],
+)
+def test_a_group_exceeds_the_cap_where_its_prompt_is_long(oracle, prompt, answer, size, max_tokens, computed) -> None:
+    group = [
+        oracle.Example(
+            token_ids=[*range(prompt), *([prompt + number] * answer)],
+            is_trained=[False] * prompt + [True] * answer,
+            sampler_logprobs=[-1.0] * (prompt + answer),
+            advantage=1.0,
+            temperature=1.0,
+        )
+        for number in range(size)
+    ]
+    plan = plan_rows([oracle.make_row(group)], num_ranks=1, max_tokens=max_tokens, max_shared_tokens=400)
+    assert [row.num_tokens for row in plan.take(0, device=CPU)] == computed
+    assert plan.num_tokens == sum(computed)
+
+
 def test_a_row_is_divided_so_that_no_rank_waits_with_a_dummy(oracle) -> None:
     rows = [oracle.make_row(oracle.make_examples(count=6, vocab_size=50))]
     per_rank = [plan_rows(rows, num_ranks=2).take(rank, device=CPU) for rank in range(2)]
