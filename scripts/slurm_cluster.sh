@@ -8,10 +8,12 @@
 #   bash scripts/slurm_cluster.sh down              end all of it
 #
 # All nodes see this machine's files. Each has its cores, half of its memory and eight GPUs that are empty files. State and logs are
-# in $TRIVET_SLURM_CLUSTER, /tmp/trivet-slurm by default.
+# in $SLURM_CLUSTER_DIR, /tmp/trivet-slurm by default. The kernel must
+# have the controllers of cgroup v1, which this release of slurmd needs.
 set -euo pipefail
 
-state=${TRIVET_SLURM_CLUSTER:-/tmp/trivet-slurm}
+umask 077
+state=${SLURM_CLUSTER_DIR:-/tmp/trivet-slurm}
 network=10.213.77
 wait_s=30
 
@@ -27,18 +29,22 @@ require() {
     fail "the installation failed, see $state/apt.log"
 }
 
+# Print when a process started, in clock ticks after boot; nothing when there is none.
+started() { awk '{sub(/.*\) /, ""); print $20}' "/proc/$1/stat" 2> /dev/null || true; }
+
 # Start a process that outlives this script, and note its id. Arguments: name of its log, command.
 keep() {
   local name=$1
   shift
   setsid "$@" > "$state/$name.log" 2>&1 < /dev/null &
-  echo $! >> "$state/pids"
+  # With its start, so that a number that another process has by then is left alone.
+  echo "$! $(started "$!")" >> "$state/pids"
 }
 
 inside() {
   local name=$1
   shift
-  nsenter --target "$(< "$state/$name.pid")" --net --mount --uts env SLURM_CONF="$state/slurm.conf" "$@"
+  nsenter --target "$(< "$state/$name.pid")" --net --mount --uts --wd="$PWD" env SLURM_CONF="$state/slurm.conf" "$@"
 }
 
 # Make the namespaces of one machine and connect them to the switch. Arguments: name, last part of the address.
@@ -47,7 +53,7 @@ make_machine() {
   keep "$name.holder" unshare --net --mount --uts --propagation private sleep infinity
   local pid=$!
   echo "$pid" > "$state/$name.pid"
-  until [[ $(readlink "/proc/$pid/ns/net") != $(readlink /proc/self/ns/net) && $(readlink "/proc/$pid/ns/uts") != $(readlink /proc/self/ns/uts) ]]; do sleep 0.02; done
+  until [[ $(< "/proc/$pid/comm") == sleep ]]; do sleep 0.02; done  # unshare has made all of them then, and mounts are private
   if [[ $name == switch ]]; then
     inside "$name" ip link add bridge type bridge
     inside "$name" ip link set bridge up
@@ -119,6 +125,7 @@ up() {
   [[ $count =~ ^[1-9][0-9]?$ ]] || fail "up takes a number of nodes from 1 to 99, not '$count'"
   [[ ! -e $state/pids ]] || fail "there is a cluster in $state already; end it with: bash scripts/slurm_cluster.sh down"
   mkdir -p "$state"
+  [[ -O $state && ! -L $state ]] || fail "$state is somebody else's; set SLURM_CLUSTER_DIR to another directory"
   require
   : > "$state/pids"
   trap 'echo "slurm_cluster: failed; the logs are in $state" >&2' ERR
@@ -143,11 +150,16 @@ up() {
 down() {
   [[ -e $state/pids ]] || fail "there is no cluster in $state"
   # Jobs first: their processes leave the group of the slurmd that started them.
-  inside controller timeout 10 scancel --state=RUNNING --state=PENDING 2> /dev/null || true
+  inside controller timeout 10 scancel --user=root 2> /dev/null || true
   local deadline=$((SECONDS + wait_s))
-  while [[ -n $(inside controller timeout 10 squeue --noheader 2> /dev/null) ]] && ((SECONDS < deadline)); do sleep 0.3; done
+  while [[ -n $(inside controller timeout 10 squeue --noheader 2> /dev/null) ]]; do
+    ((SECONDS < deadline)) || fail "jobs do not end within $wait_s s; look with: bash scripts/slurm_cluster.sh run squeue"
+    sleep 0.3
+  done
   for signal in TERM KILL; do
-    tac "$state/pids" | while read -r pid; do kill -s "$signal" -- "-$pid" 2> /dev/null || true; done
+    tac "$state/pids" | while read -r pid since; do
+      [[ $(started "$pid") != "$since" ]] || kill -s "$signal" -- "-$pid" 2> /dev/null || true
+    done
     sleep 1
   done
   rm -rf "$state"

@@ -151,7 +151,7 @@ def grow_in_flight(_: Path) -> Iterator[dict[str, Any]]:
 
 def grow_hours(_: Path) -> Iterator[dict[str, Any]]:
     """The orchestrator over the rollouts of two days."""
-    found = run_bench("orchestrator", "--in-flight", 1_000, "--rollouts", TWO_DAYS, "--verifiers-rollouts", 0)
+    found = run_bench("orchestrator", "--in-flight", 10_000, "--rollouts", TWO_DAYS, "--verifiers-rollouts", 0)
     keys = ("rollouts_per_s", "rss_mib", "rss_growth_mib", "loop_lag_p99_ms")
     yield {"rollouts": TWO_DAYS, "hours": 48} | {key: found[key] for key in keys}
 

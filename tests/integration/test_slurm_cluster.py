@@ -15,6 +15,8 @@ from support.rl_run import CONFIG, ENVIRONMENTS
 from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
+from trivet.telemetry.events import read_events
+from trivet.wire.events import Stop
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,7 +43,7 @@ Cluster = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     environment = os.environ | {
-        "TRIVET_SLURM_CLUSTER": str(tmp_path / "cluster"),
+        "SLURM_CLUSTER_DIR": str(tmp_path / "cluster"),
         "PYTHONPATH": str(ENVIRONMENTS),
         "WANDB_MODE": "disabled",
     }
@@ -61,9 +63,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_a_run_is_queued_again_at_its_time_limit_and_finishes(tmp_path: Path, tiny_model: Path, cluster: Cluster) -> None:
     layout, file = RunLayout(tmp_path / "run"), tmp_path / "rl.toml"
-    file.write_text(
-        "shutdown_timeout_s = 10\n" + CONFIG.format(max_steps=MAX_STEPS, output_dir=layout.root, model=tiny_model) + SLURM
-    )
+    # An interval that is never reached: the only commit is the one that the signal asks for.
+    text = CONFIG.replace("interval = 6", "interval = 10000") + SLURM
+    file.write_text("shutdown_timeout_s = 10\n" + text.format(max_steps=MAX_STEPS, output_dir=layout.root, model=tiny_model))
     said = cluster("run", sys.executable, "-m", "trivet.launcher.commands.rl", "@", file).stdout
     job = said.split()[1]
 
@@ -75,9 +77,11 @@ def test_a_run_is_queued_again_at_its_time_limit_and_finishes(tmp_path: Path, ti
     wait_until(lambda: state() == "PENDING" and committed_steps(layout) != [], timeout_s=240, waiting_for=f"a requeue: {log}")
     reached = committed_steps(layout)[-1]
     assert 0 < reached < MAX_STEPS, log.read_text()
+    preempted = [event for event in read_events(layout.events) if isinstance(event, Stop)]
+    assert any(event.reason == "preempted" for event in preempted), preempted
     assert not descendants_with("trivet.trainer.main", 1), "something of the job is left"
     # The second start is to finish: a smaller goal, and all the time it needs.
-    resolved = layout.slurm / "rl.toml"
+    (resolved,) = layout.slurm.glob("rl-*.toml")
     resolved.write_text(resolved.read_text().replace(f"max_steps = {MAX_STEPS}", f"max_steps = {reached + 5}"))
     cluster("run", "scontrol", "update", f"JobId={job}", "TimeLimit=10")
     wait_until(lambda: state() == "COMPLETED", timeout_s=420, waiting_for=f"the end of the job: {log}")

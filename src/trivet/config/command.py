@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from trivet.config.checks.files import file_problems
 from trivet.config.compute_dtype import settle_compute_dtype
@@ -20,9 +20,14 @@ from trivet.shown_text import print_error, printable
 from trivet.storage.disk import describe_full_disk, is_full_disk
 
 TargetT = TypeVar("TargetT", bound=Section)
-Submit = Callable[[LoadedConfig[SectionT], bool], int | None]
-"""Gets a configuration that is not settled for this machine, and whether this is a dry run. Returns the exit code, or None when the
-command is to be carried out here."""
+
+
+class Submit(Protocol[TargetT]):
+    """Has a scheduler carry out a command whose configuration says so."""
+
+    def __call__(self, loaded: LoadedConfig[TargetT], *, is_dry_run: bool) -> int | None:
+        """Take a configuration that is not settled for this machine; return the exit code, None when the command runs here."""
+        ...
 
 
 def run_command(
@@ -85,7 +90,7 @@ def run_translated(
             return 0
         try:
             loaded = translate(load_arguments(kind, arguments, findings, environ=os.environ))
-            if submit is not None and (exit_code := submit(loaded, arguments.is_dry_run)) is not None:
+            if submit is not None and (exit_code := submit(loaded, is_dry_run=arguments.is_dry_run)) is not None:
                 return exit_code
             loaded = _check_here(loaded, check=check, does_record=not arguments.is_dry_run)
             for notice in loaded.notices:

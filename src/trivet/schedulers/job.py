@@ -1,9 +1,9 @@
-"""Becomes a command inside a job of a scheduler: new at the job's first start, going on after each further one.
+"""Becomes a command inside a job of a scheduler. A job that was queued again goes on with what it did before.
 
-    python -m trivet.schedulers.job rl outputs/slurm/rl.toml --pid-file outputs/slurm/17.pid
+    python -m trivet.schedulers.job rl outputs/slurm/rl-1f0c.toml --pid-file outputs/slurm/17.pid
 
-A job that was queued again has the same script and the same configuration, so what differs is decided here, by what the run has
-committed.
+Such a job has the same script and the same configuration as at its first start, so what differs is decided here: by what the output
+directory held before the job and holds now. A job that never came to begin its run starts as it would have the first time.
 """
 
 import argparse
@@ -11,18 +11,25 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from trivet.checkpoints.commit import committed_steps
-from trivet.config.layout import RunLayout
+from trivet.config.layout import OWN_VARIABLES, RunLayout
+from trivet.config.loading.dump import to_toml
 from trivet.config.loading.load import load_config
+from trivet.config.loading.sources import ENVIRONMENT_PREFIX
 from trivet.config.sections.base import Section
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.shared import CkptConfig
+from trivet.config.sections.slurm import SlurmCommand
 from trivet.process.lifetime import module_command
-from trivet.storage.durable import write_atomically
+from trivet.storage.durable import write_atomically, write_json_atomically
 
-COMMANDS: Mapping[str, tuple[str, type[Section]]] = {
+COMMANDS: Mapping[SlurmCommand, tuple[str, type[Section]]] = {
     "rl": ("trivet.launcher.commands.rl", RLConfig),
     "sft": ("trivet.launcher.commands.sft", SftConfig),
     "eval": ("trivet.evaluation.main", EvalConfig),
@@ -30,22 +37,71 @@ COMMANDS: Mapping[str, tuple[str, type[Section]]] = {
 """Module and configuration of each command that can be a job."""
 
 
-def count_restarts(environ: Mapping[str, str]) -> int:
-    """Return how often the scheduler has started this job again."""
-    return int(environ.get("SLURM_RESTART_COUNT", "0"))
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the run in an output directory is."""
+
+    run: str | None
+    """The run's id and attempt; None before any."""
+    commit: int | None
+    """The newest committed step."""
 
 
-def flags_after_restart(config: Section) -> list[str]:
-    """Return the flags with which a command goes on with what its job has done before."""
+def read_progress(layout: RunLayout) -> Progress:
+    """Return how far the run in `layout` is."""
+    run: str | None = None
+    if layout.run_file.exists():
+        record = msgspec.json.decode(layout.run_file.read_bytes(), type=dict[str, Any])
+        run = f"{record.get('id')} attempt {record.get('attempt')}"
+    return Progress(run=run, commit=max(committed_steps(layout), default=None))
+
+
+def go_on(config: Section, *, before: Progress, now: Progress) -> Section:
+    """Return the configuration with which a job that was queued again goes on.
+
+    Args:
+        before: what its first start found.
+    """
     if isinstance(config, EvalConfig):
-        return ["--resume-path", str(config.output_dir)]
+        has_results = config.output_dir is not None and RunLayout(config.output_dir).evals.exists()
+        return config.model_copy(update={"resume_path": config.resume_path or (config.output_dir if has_results else None)})
     assert isinstance(config, RLConfig | SftConfig)
-    roles = ("", "trainer.", "orchestrator.") if isinstance(config, RLConfig) else ("",)
-    if committed_steps(RunLayout(config.output_dir)):
-        going_on = [f"--{role}ckpt.{flag}" for role in roles for flag in ("resume-step=-1", "resume-from=None")]
-        return [*going_on, "--no-clean"] if isinstance(config, RLConfig) else going_on
-    # Nothing to go on from: what the job's first start left is in the way.
-    return ["--clean"] if isinstance(config, RLConfig) else []
+    if now.commit is not None and now.commit != before.commit:
+        return _resume(config)
+    if now.commit is None and now.run != before.run and isinstance(config, RLConfig):
+        return config.model_copy(update={"clean": True})  # what the job's first start left is in the way
+    return config
+
+
+def _resume(config: RLConfig | SftConfig) -> Section:
+    if isinstance(config, SftConfig):
+        return config.model_copy(update={"ckpt": _resumed(config.ckpt)})
+    roles = {
+        name: role.model_copy(update={"ckpt": _resumed(role.ckpt)})
+        for name, role in (("trainer", config.trainer), ("orchestrator", config.orchestrator))
+    }
+    return config.model_copy(update={"clean": False, "ckpt": _resumed(config.ckpt), **roles})
+
+
+def _resumed(ckpt: CkptConfig) -> CkptConfig:
+    """Return the keys that take up the job's own newest commit, whole: what a user leaves out is left out once."""
+    whole = {name: False for name in CkptConfig.model_fields if name.startswith("skip_")}
+    changes = {"allow_changes": ["*"]} if ckpt.resume_from is not None else {}
+    return ckpt.model_copy(update={"resume_step": -1, "resume_from": None, **whole, **changes})
+
+
+def prepare(command: SlurmCommand, configuration: Path, *, pid_file: Path) -> Path:
+    """Return the file of the configuration to start with; note what the directory holds at the job's first start."""
+    config = load_config(COMMANDS[command][1], ["@", str(configuration)]).config
+    output_dir = getattr(config, "output_dir", None)
+    assert isinstance(output_dir, Path)
+    now, note = read_progress(RunLayout(output_dir)), pid_file.with_suffix(".before.json")
+    if not note.exists():
+        write_json_atomically(note, now)
+        return configuration
+    before = msgspec.json.decode(note.read_bytes(), type=Progress)
+    again = pid_file.with_suffix(".toml")
+    write_atomically(again, to_toml(go_on(config, before=before, now=now)).encode(), is_private=True)
+    return again
 
 
 def main() -> None:
@@ -55,12 +111,13 @@ def main() -> None:
     parser.add_argument("configuration", type=Path)
     parser.add_argument("--pid-file", type=Path, required=True, help="where the command's process id is written")
     args = parser.parse_args()
-    module, kind = COMMANDS[args.command]
-    given = ["@", str(args.configuration)]
-    flags = flags_after_restart(load_config(kind, given).config) if count_restarts(os.environ) else []
+    # The configuration is complete. A variable would set a key again, [slurm] among them: the job would submit itself.
+    for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in OWN_VARIABLES]:
+        del os.environ[name]
+    file = prepare(args.command, args.configuration, pid_file=args.pid_file)
     write_atomically(args.pid_file, f"{os.getpid()}\n".encode())
     sys.stdout.flush()
-    os.execv(sys.executable, module_command(module, *given, *flags))
+    os.execv(sys.executable, module_command(COMMANDS[args.command][0], "@", str(file)))
 
 
 if __name__ == "__main__":

@@ -13,101 +13,120 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trivet.config.layout import RunLayout
+from trivet.config.layout import COMMITTED, RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.loading.load import LoadedConfig
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.slurm import SlurmConfig
+from trivet.config.sections.slurm import SlurmCommand, SlurmConfig
 from trivet.errors import ConfigError, Diverged, SubmissionFailed
 from trivet.process.lifetime import module_command
-from trivet.shown_text import shorten
-from trivet.storage.durable import write_atomically
+from trivet.shown_text import printable, shorten
+from trivet.storage.durable import hash_bytes, write_atomically
 
 Submittable = TypeVar("Submittable", RLConfig, SftConfig, EvalConfig)
-_DIRECTIVES = ("job_name", "partition", "account", "qos", "constraint", "nodelist", "exclude", "time", "cpus_per_task")
+_DIRECTIVES = ("job_name", "partition", "account", "qos", "constraint", "nodelist", "exclude", "time", "cpus_per_task", "mem")
 """Keys that sbatch takes by the same name, with dashes."""
+_PROGRESS_LINES = [
+    '  elif [[ $(newest_commit) == "$committed_before" ]]; then',
+    '    echo "not queued again: nothing was committed since this start; raise slurm.time, or lower ckpt.interval"',
+]
+"""Without them a job that reaches no commit would be started for ever. An evaluation commits nothing and keeps every result."""
 _SBATCH_TIMEOUT_S = 60.0
-"""sbatch itself gives a controller that does not answer up after a multiple of its MessageTimeout, 10 s by default."""
+"""sbatch waits several times its MessageTimeout, 10 s by default, for a controller that does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A command as a job of one node."""
 
-    command: str
-    """Name of the command: rl, sft or eval."""
+    command: SlurmCommand
     config: SlurmConfig
     directory: Path
-    """Where script, configuration and log lie; absolute."""
+    """The directory of script, configuration and log; absolute."""
+    configuration: Path
+    """The file that the command reads."""
+    output_dir: Path
+    """The output directory of the command; absolute."""
     num_gpus: int
     python: str
     """The interpreter that the node runs."""
 
-    @property
-    def script(self) -> Path:
-        """The file of the script."""
-        return self.directory / f"{self.command}.sbatch"
 
-    @property
-    def configuration(self) -> Path:
-        """The file of the command's configuration."""
-        return self.directory / f"{self.command}.toml"
-
-
-def submit(loaded: LoadedConfig[Submittable], is_dry_run: bool, *, command: str) -> int | None:
+def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_run: bool) -> int | None:
     """Write the script of a configuration with a table [slurm], and submit it; return the exit code.
 
     Args:
         loaded: not yet settled for this machine: the job settles it for its own.
         is_dry_run: write only.
-        command: rl, sft or eval.
 
     Returns:
         None without the table: the command runs here.
 
     Raises:
-        ConfigError: the table and other keys do not fit together.
+        ConfigError: the table and other keys do not fit together, or the script cannot be written.
         SubmissionFailed: sbatch refused the script, or there is none.
     """
     config = loaded.config
     if config.slurm is None:
         return None
-    _check(config, config.slurm)
+    for notice in (*loaded.notices, *_notices(config.slurm)):
+        print(f"notice: {printable(notice)}", file=sys.stderr)
+    output_dir = _check(config, config.slurm)
+    directory = RunLayout(output_dir).slurm
+    text = to_toml(config.model_copy(update={"slurm": None}))
     job = Job(
         command=command,
         config=config.slurm,
-        directory=RunLayout(config.slurm.project_dir.absolute() / _output_dir(config)).slurm,
+        directory=directory,
+        # Another configuration has another file: a job that still waits reads its own.
+        configuration=directory / f"{command}-{hash_bytes(text.encode()).xxh3_128[:8]}.toml",
+        output_dir=output_dir,
         num_gpus=count_gpus(config),
         python=sys.executable,
     )
-    job.directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(job.configuration, to_toml(config.model_copy(update={"slurm": None})).encode(), is_private=True)
-    write_atomically(job.script, make_script(job).encode())
+    script = directory / f"{command}.sbatch"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(job.configuration, text.encode(), is_private=True)
+        write_atomically(script, make_script(job).encode(), is_private=True)  # pre_run_command may hold a key
+    except OSError as exc:
+        raise ConfigError(f"{directory} cannot be written: {exc.strerror}; choose another output_dir") from exc
     if is_dry_run:
         print(to_toml(config, origins=loaded.origins, is_masked=True))
-        print(f"# wrote {job.script}; submit it with: sbatch {shlex.quote(str(job.script))}")
+        print(f"# wrote {script}; submit it with: sbatch {shlex.quote(str(script))}")
         return 0
-    print(f"job {run_sbatch(job.script)} submitted; its log: {job.directory}/JOB.log, its script: {job.script}")
+    job_id = run_sbatch(script)
+    print(f"job {job_id} submitted; its log: {directory / f'{job_id}.log'}, its script: {script}")
     return 0
 
 
-def _check(config: RLConfig | SftConfig | EvalConfig, slurm: SlurmConfig) -> None:
-    if isinstance(config, RLConfig):
+def _notices(slurm: SlurmConfig) -> Iterator[str]:
+    if slurm.cpus_per_task is None and not slurm.exclusive:
+        yield "[slurm] sets neither cpus_per_task nor exclusive: with most clusters the job has one core for all roles"
+
+
+def _check(config: RLConfig | SftConfig | EvalConfig, slurm: SlurmConfig) -> Path:
+    """Refuse what does not fit together; return the absolute output directory."""
+    if isinstance(config, RLConfig) and slurm.requeue:
         needed = config.recovery.preemption_grace_s + config.shutdown_timeout_s
-        if slurm.requeue and slurm.signal_seconds < needed:
+        if slurm.signal_seconds < needed:
             raise ConfigError(
                 f"slurm.signal_seconds ({slurm.signal_seconds}) is less than recovery.preemption_grace_s + shutdown_timeout_s "
                 f"({needed:g}): the time limit would end the run before its commit; raise slurm.signal_seconds"
             )
-    if isinstance(config, EvalConfig) and config.output_dir is None:
+    if isinstance(config, SftConfig) and slurm.requeue and config.ckpt.interval is None:
+        raise ConfigError(
+            "slurm.requeue needs ckpt.interval: fine-tuning commits nothing when its time is up, so a job that is queued again "
+            "would begin anew; set ckpt.interval, or slurm.requeue = false"
+        )
+    project = slurm.project_dir.absolute()
+    if not project.is_dir():
+        raise ConfigError(f"slurm.project_dir {str(project)!r} is not a directory; name the one that the job is to run in")
+    if config.output_dir is None:
         raise ConfigError("[slurm] needs output_dir: the job's script and log are written there; set it")
-
-
-def _output_dir(config: RLConfig | SftConfig | EvalConfig) -> Path:
-    assert config.output_dir is not None
-    return config.output_dir
+    return project / config.output_dir
 
 
 def count_gpus(config: RLConfig | SftConfig | EvalConfig) -> int:
@@ -133,36 +152,51 @@ def make_script(job: Job) -> str:
         "#!/bin/bash",
         f"# Runs `{job.command}` as a job of SLURM. Written by the command itself, which overwrites it when it is started again.",
         *(f"#SBATCH {word}" for word in _directives(job)),
-        "set -euo pipefail",
+        "set -eo pipefail",
         f"cd -- {shlex.quote(str(slurm.project_dir.absolute()))}",
-        *([slurm.pre_run_command] if slurm.pre_run_command else []),
-        "",
         f'pid_file={shlex.quote(str(job.directory))}/"$SLURM_JOB_ID.pid"',
-        'step="" num_signals=0',
-        # Before the process id is written, the step as a whole is ended.
-        """trap 'num_signals=$((num_signals + 1)); kill -TERM "$(cat "$pid_file" 2> /dev/null || echo "$step")" || true' TERM""",
+        'srun_pid="" num_signals=0',
+        'rm -f -- "$pid_file"  # of a start that its node did not survive',
+        *(_note_commits(job) if slurm.requeue and job.command != "eval" else []),
+        # Before the process id is written, the task as a whole is ended.
+        "trap 'num_signals=$((num_signals + 1))",
+        """  kill -TERM "$(cat "$pid_file" 2> /dev/null || echo "$srun_pid")" || true' TERM""",
         """trap 'rm -f -- "$pid_file"' EXIT""",
-        f"srun --nodes=1 --ntasks=1 --cpu-bind=none --kill-on-bad-exit=1 --unbuffered {shlex.join(slurm.srun_args)}".rstrip()
-        + " \\",
+        *([slurm.pre_run_command] if slurm.pre_run_command else []),
+        "set -u",
+        f"srun --nodes=1 --ntasks=1 --cpu-bind=none --export=ALL --unbuffered {shlex.join(slurm.srun_args)}".rstrip() + " \\",
         f'  {shlex.join(task)} --pid-file "$pid_file" &',
-        "step=$!",
+        "srun_pid=$!",
         "while true; do",
         "  before=$num_signals code=0",
-        '  wait "$step" || code=$?',
-        "  # A signal ends the wait, not the step.",
+        '  wait "$srun_pid" || code=$?',
+        "  # A signal ends the wait, not the task.",
         '  if [[ $num_signals == "$before" ]]; then break; fi',
         "done",
+        "trap '' TERM",
     ]
     if slurm.requeue:
         lines += [
-            "# The time is up, and the run is not over. One that was cancelled is not running any more.",
+            "# The time is up, and the command is not done. A job that was cancelled is not running any more.",
             f"if [[ $num_signals != 0 && $code != 0 && $code != {Diverged.exit_code} ]]; then",
-            '  if [[ $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) == RUNNING ]]; then',
-            '    scontrol requeue "$SLURM_JOB_ID"',
+            '  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state="unknown to squeue"',
+            "  if [[ $state == CANCELLED || $state == COMPLETING ]]; then",
+            '    echo "not queued again: the job is $state"',
+            *(_PROGRESS_LINES if job.command != "eval" else []),
+            "  else",
+            '    scontrol requeue "$SLURM_JOB_ID" || echo "not queued again: scontrol failed; submit the script again to go on"',
             "  fi",
             "fi",
         ]
     return "\n".join([*lines, 'exit "$code"', ""])
+
+
+def _note_commits(job: Job) -> list[str]:
+    return [
+        f"checkpoints={shlex.quote(str(RunLayout(job.output_dir).checkpoints))}",
+        f'newest_commit() {{ find "$checkpoints" -maxdepth 2 -name {COMMITTED} 2> /dev/null | sort -V | tail -n 1 || true; }}',
+        "committed_before=$(newest_commit)",
+    ]
 
 
 def _directives(job: Job) -> Iterator[str]:
@@ -189,7 +223,9 @@ def run_sbatch(script: Path, *, program: Sequence[str] = ("sbatch",)) -> str:
     Raises:
         SubmissionFailed: sbatch is not installed, does not answer or refuses.
     """
-    advice = f"the script is {script}: submit it where sbatch is, or mend what it says and start the command again"
+    advice = (
+        f"the script is {script}: submit it where sbatch is, or change the keys that it refuses and start the command again"
+    )
     try:
         done = subprocess.run(
             [*program, "--parsable", str(script)], capture_output=True, text=True, timeout=_SBATCH_TIMEOUT_S, check=False
@@ -197,7 +233,9 @@ def run_sbatch(script: Path, *, program: Sequence[str] = ("sbatch",)) -> str:
     except FileNotFoundError as exc:
         raise SubmissionFailed(f"[slurm] is set, but this machine has no sbatch; {advice}") from exc
     except subprocess.TimeoutExpired as exc:
-        raise SubmissionFailed(f"sbatch did not answer within {_SBATCH_TIMEOUT_S:g} s; {advice}") from exc
+        raise SubmissionFailed(
+            f"sbatch did not answer within {_SBATCH_TIMEOUT_S:g} s; ask squeue whether it has the job all the same; {advice}"
+        ) from exc
     if done.returncode:
         raise SubmissionFailed(f"sbatch refused the job ({shorten(done.stderr.strip())}); {advice}")
     return done.stdout.strip().partition(";")[0]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support.processes import wait_until
 from trivet.config.loading.load import load_config
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
@@ -30,8 +31,15 @@ partition = "gpu"
 
 
 def make_job(directory: Path, **keys: object) -> Job:
-    config = SlurmConfig.model_validate(keys)
-    return Job(command="rl", config=config, directory=directory, num_gpus=2, python="/venv/bin/python")
+    return Job(
+        command="rl",
+        config=SlurmConfig.model_validate(keys),
+        directory=directory,
+        configuration=directory / "rl-1f0c.toml",
+        output_dir=directory.parent,
+        num_gpus=2,
+        python="/venv/bin/python",
+    )
 
 
 def directives(script: str) -> list[str]:
@@ -133,8 +141,10 @@ def test_a_dry_run_writes_script_and_configuration_and_submits_nothing(tmp_path,
     assert rl.main() == 0
     directory = tmp_path / "run" / "slurm"
     assert f"sbatch {directory / 'rl.sbatch'}" in capsys.readouterr().out
-    assert stat.S_IMODE((directory / "rl.toml").stat().st_mode) == 0o600
-    submitted = load_config(RLConfig, ["@", str(directory / "rl.toml")]).config
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
+    (resolved,) = directory.glob("rl-*.toml")
+    assert str(resolved) in (directory / "rl.sbatch").read_text()
+    submitted = load_config(RLConfig, ["@", str(resolved)]).config
     meant = load_config(RLConfig, ["@", str(file)]).config
     assert submitted == meant.model_copy(update={"slurm": None})
 
@@ -151,12 +161,16 @@ def test_a_configuration_with_the_table_is_submitted_and_nothing_runs_here(tmp_p
 
 def test_without_the_table_nothing_is_submitted():
     flags = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x"]
-    assert submit(load_config(RLConfig, flags), False, command="rl") is None
+    assert submit(load_config(RLConfig, flags), command="rl", is_dry_run=False) is None
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
-    [("missing", "no sbatch"), ("echo 'Invalid partition' >&2; exit 1", "Invalid partition"), ("sleep 60", "did not answer")],
+    [
+        ("missing", "no sbatch"),
+        ("echo 'Invalid partition' >&2; exit 1", "Invalid partition"),
+        ("exec sleep 60", "did not answer"),
+    ],
 )
 def test_what_sbatch_does_not_take_is_one_clear_error(tmp_path, monkeypatch, program, message):
     monkeypatch.setattr("trivet.schedulers.slurm._SBATCH_TIMEOUT_S", 0.5)
@@ -168,10 +182,106 @@ def test_what_sbatch_does_not_take_is_one_clear_error(tmp_path, monkeypatch, pro
 def test_a_signal_that_comes_too_late_for_a_commit_is_refused(tmp_path):
     loaded = load_config(RLConfig, ["@", str(run_file(tmp_path, "signal_seconds = 60\n"))])
     with pytest.raises(ConfigError, match=r"slurm.signal_seconds \(60\).*raise slurm.signal_seconds"):
-        submit(loaded, True, command="rl")
+        submit(loaded, command="rl", is_dry_run=True)
+
+
+def test_fine_tuning_that_would_begin_anew_each_time_is_refused(tmp_path):
+    flags = ["--output-dir", str(tmp_path), "--slurm.job-name", "x"]
+    with pytest.raises(ConfigError, match=r"ckpt.interval"):
+        submit(load_config(SftConfig, flags), command="sft", is_dry_run=True)
+    assert submit(load_config(SftConfig, [*flags, "--ckpt.interval", "10"]), command="sft", is_dry_run=True) == 0
+    assert submit(load_config(SftConfig, [*flags, "--no-slurm.requeue"]), command="sft", is_dry_run=True) == 0
+
+
+def test_another_configuration_does_not_change_what_a_waiting_job_reads(tmp_path):
+    for steps in ("3", "4"):
+        loaded = load_config(RLConfig, ["@", str(run_file(tmp_path)), "--max-steps", steps])
+        submit(loaded, command="rl", is_dry_run=True)
+    assert len(list((tmp_path / "run" / "slurm").glob("rl-*.toml"))) == 2
+
+
+def test_a_project_directory_that_is_not_there_is_refused(tmp_path):
+    loaded = load_config(RLConfig, ["@", str(run_file(tmp_path, 'project_dir = "none"\n'))])
+    with pytest.raises(ConfigError, match=r"slurm.project_dir.*none.*is not a directory"):
+        submit(loaded, command="rl", is_dry_run=True)
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    loaded = load_config(RLConfig, ["@", str(run_file(tmp_path))])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        submit(loaded, command="rl", is_dry_run=True)
 
 
 def test_an_evaluation_needs_a_directory_for_its_script():
     loaded = load_config(EvalConfig, ["--env.id", "x", "--slurm.job-name", "x"])
     with pytest.raises(ConfigError, match="output_dir"):
-        submit(loaded, True, command="eval")
+        submit(loaded, command="eval", is_dry_run=True)
+
+
+SRUN = """
+while [[ $1 != --pid-file ]]; do shift; done
+trap 'echo TERM; {after}; exit {code}' TERM
+echo $$ > "$2"
+touch {ready}
+for i in $(seq 200); do sleep 0.05; done
+"""
+COMMITS = "mkdir -p {directory}/checkpoints/step_4; touch {directory}/checkpoints/step_4/COMMITTED"
+
+
+def run_script(
+    directory: Path, *, code: int, after: str = "true", state: str = "RUNNING", squeue: str = ""
+) -> tuple[int, str, str]:
+    """Run a job's script with stand-ins for SLURM's commands, and signal it when its task runs.
+
+    Returns:
+        Its exit code, what scontrol was asked, and what was written to the log.
+    """
+    programs, asked, ready = directory / "programs", directory / "asked", directory / "ready"
+    programs.mkdir()
+    texts = {
+        "srun": SRUN.format(code=code, after=after, ready=ready),
+        "squeue": squeue or f"echo {state}",
+        "scontrol": f'echo "$@" >> {asked}',
+    }
+    for name, text in texts.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    (directory / "slurm").mkdir()
+    script = directory / "slurm" / "rl.sbatch"
+    script.write_text(make_script(make_job(directory / "slurm", project_dir=directory)))
+    environ = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    with subprocess.Popen(["bash", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        wait_until(ready.exists, timeout_s=20, waiting_for="the task")
+        job.terminate()
+        said, _ = job.communicate(timeout=30)
+    assert not (directory / "slurm" / "17.pid").exists()
+    return job.returncode, asked.read_text().strip() if asked.exists() else "", said
+
+
+def test_a_job_whose_time_is_up_is_queued_again_when_it_committed(tmp_path):
+    code, asked, said = run_script(tmp_path, code=143, after=COMMITS.format(directory=tmp_path))
+    assert (code, asked) == (143, "requeue 17")
+    assert said.count("TERM") == 1
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_job_that_is_done_or_diverged_is_not_queued_again(tmp_path, code):
+    assert run_script(tmp_path, code=code, after=COMMITS.format(directory=tmp_path))[:2] == (code, "")
+
+
+def test_a_job_that_committed_nothing_is_not_started_for_ever(tmp_path):
+    code, asked, said = run_script(tmp_path, code=143)
+    assert (code, asked) == (143, "")
+    assert "raise slurm.time" in said
+
+
+def test_a_job_that_was_cancelled_is_not_queued_again(tmp_path):
+    _, asked, said = run_script(tmp_path, code=143, after=COMMITS.format(directory=tmp_path), state="COMPLETING")
+    assert asked == ""
+    assert "not queued again: the job is COMPLETING" in said
+
+
+def test_a_controller_that_does_not_answer_does_not_cost_the_requeue(tmp_path):
+    _, asked, _ = run_script(tmp_path, code=143, after=COMMITS.format(directory=tmp_path), squeue="exit 1")
+    assert asked == "requeue 17"

@@ -1,7 +1,7 @@
 """Section for a command that SLURM carries out on one of its nodes."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -9,17 +9,19 @@ from trivet.config.sections.base import MAX_PROCESSES, Section
 
 OneLine = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r\x00]*$")]
 """Text of one line: it stands in a directive of a batch script."""
+SlurmCommand = Literal["rl", "sft", "eval"]
+"""The commands that can be jobs."""
 
 
 class SlurmConfig(Section):
-    """With this table the command writes a batch script into output_dir/slurm and submits it; the run itself is the job's."""
+    """With this table the command writes a batch script into output_dir/slurm and submits it. The job carries the command out."""
 
     job_name: OneLine = "trivet"
     """Name that squeue shows."""
     project_dir: Path = Path()
     """Directory in which the job runs, which the node must see too; paths are relative to it."""
     partition: OneLine | None = None
-    """Unset: the cluster's default. So it is with every key that has no default here."""
+    """Unset: the cluster's default, as for every key here that has none."""
     account: OneLine | None = None
     """Account that the time is charged to."""
     qos: OneLine | None = None
@@ -35,16 +37,18 @@ class SlurmConfig(Section):
     gpus_per_node: int | None = Field(default=None, ge=0, le=MAX_PROCESSES)
     """GPUs to ask for; unset: those that the configuration names. 0 for a run on CPUs."""
     cpus_per_task: int | None = Field(default=None, ge=1)
-    """Cores of the run, all roles together."""
+    """Cores of the run, all roles together. Unset and not exclusive: one, with most clusters."""
+    mem: OneLine | None = None
+    """Memory of the run, all roles together, as sbatch takes it: `64G`."""
     exclusive: bool = False
     """Take the whole node."""
     pre_run_command: str | None = None
-    """Shell text that runs on the node before the command, `module load cuda` for one."""
+    """Shell text that runs on the node before the command, such as `module load cuda`."""
     requeue: bool = True
-    """Queue the job again when its time is up before the run is, or its node fails. It goes on from the newest commit."""
-    signal_seconds: int = Field(default=300, ge=1, le=86_400)
-    """Seconds before the time limit at which the run is asked to commit and end."""
+    """Queue the job again when its time is up before the command is done, or its node fails. It goes on from the newest commit."""
+    signal_seconds: int = Field(default=300, ge=1, le=65_535)
+    """Seconds before the time limit at which the command is asked to end; SLURM may ask up to a minute earlier."""
     srun_args: list[OneLine] = []
-    """Words for srun, such as those of a container plug-in."""
+    """Words for srun, such as the flags of a container plug-in."""
     sbatch_args: list[OneLine] = []
-    """Words for the directives of the script, such as `--mail-type=END`."""
+    """Further directives of the script, a line each: `--mail-type=END`."""
