@@ -1,5 +1,6 @@
 """One kind of task of reasoning-gym, drawn from a seed and scored by its own checks."""
 
+import random
 import re
 from typing import Any
 
@@ -30,15 +31,17 @@ def load_environment(
     Args:
         task: its name in reasoning-gym.
         num_examples, num_eval_examples: consecutive tasks of one sequence.
-        seed: of that sequence.
+        seed: another seed gives another sequence.
         settings: keys of the task's own configuration.
 
     Raises:
         ValueError: reasoning-gym has no such task.
     """
-    import reasoning_gym  # here: it takes seconds
+    import reasoning_gym  # pyright: ignore[reportMissingImports]  in its own virtual environment; here, as it takes seconds
 
-    tasks = reasoning_gym.create_dataset(task, size=num_examples + num_eval_examples, seed=seed, **(settings or {}))
+    # reasoning-gym draws its task i from seed + i: neighbouring seeds would give nearly the same tasks.
+    first = random.Random(f"{seed}/reasoning-tasks").getrandbits(30)
+    tasks = reasoning_gym.create_dataset(task, size=num_examples + num_eval_examples, seed=first, **(settings or {}))
     rows = [
         {"question": entry["question"], "answer": str(entry["answer"]), "info": {"place": i}} for i, entry in enumerate(tasks)
     ]

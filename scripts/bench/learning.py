@@ -1,9 +1,10 @@
 """Does a run learn as much from a rollout, and from a second, as TRL's GRPO trainer does?
 
-Every side starts from the same weights, which a careless teacher has shown how to reverse a text, and learns to do so with the same
-groups, lengths, learning rate and dtype. What is compared is the mean reward of each step's rollouts, over the rollouts that were
-made and over the seconds since the first step began. Our sides are real `rl` runs: the default loss, GRPO and CISPO one step
-asynchronous, and the default loss at 0 and 4.
+Every side starts from the same weights, which were shown texts that are mostly copied and seldom reversed. It learns to reverse
+with the same groups, lengths, learning rate and dtype. What is compared is the mean reward of each step's rollouts, over the
+rollouts that were made and over the seconds since the first step began: ours when the trainer waits for the first batch, TRL's
+when it generates the first one. Our sides are real `rl` runs: the default loss, GRPO and CISPO one step asynchronous, and the
+default loss at 0 and 4.
 
     uv run python -m trivet.examples.smollm2 models/smollm2
     uv run python -m trivet.examples.quickstart_data outputs/smollm2/sft.jsonl --examples 6400 --share-reversed 0.2
@@ -149,6 +150,8 @@ def main() -> None:
     if args.seed is not None:
         print(json.dumps(learn_trl(args)))
         return
+    if "trl" in args.sides and (args.trl is None or not (args.trl / "trl").is_dir()):
+        parser.error("--trl names a directory with TRL in it: pip install --target DIRECTORY --no-deps trl==1.16.0")
     config = {name: getattr(args, name) for name in ("dtype", "steps", "lr")} | {
         "completions": COMPLETIONS,
         "group": GROUP_SIZE,

@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from reverse_text import plain_reversal_reward
 from trivet.config.layout import RunLayout
+from trivet.trainer.measurement.performance import peak_memory_gib
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/smollm2/rl.toml"
@@ -96,12 +97,12 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
         "parts": {"generation": statistics.median(generation_s[TRL_WARM_UP:])},
         "tokens": statistics.median(num_tokens[TRL_WARM_UP:]),
         "cores_busy": busy,
-        "peak_rss_gib": psutil.Process().memory_info().rss / 2**30,
+        "peak_rss_gib": peak_memory_gib(torch.device("cpu")),
     }
 
 
 def measure_ours(args: argparse.Namespace) -> dict[str, Any]:
-    """A run as a user starts it: seconds from one trained step to the next, and what the trainer says of them."""
+    """Start a run as a user does; return seconds from one trained step to the next, and what the trainer says of them."""
     with tempfile.TemporaryDirectory() as scratch:
         layout = RunLayout(Path(scratch) / "run")
         flags = {
@@ -120,11 +121,14 @@ def measure_ours(args: argparse.Namespace) -> dict[str, Any]:
         words = [str(word) for pair in flags.items() for word in pair]
         command = [sys.executable, "-m", "trivet.launcher.commands.rl", "@", str(CONFIG), *words]
         run = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        usage = _watch(run, metrics)
+        marks = _watch(run, metrics)
         if run.returncode:
             raise RuntimeError(f"the run ended with {run.returncode}: start it by hand to see why: {' '.join(command)}")
         steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     measured = steps[WARM_UP:]
+    # the last polls see processes end, and with them their times
+    first, last = marks[0], max(marks, key=lambda mark: mark[1])
+    usage = {"cores_busy": (last[1] - first[1]) / (last[0] - first[0]), "peak_rss_gib": marks[-1][2] / 2**30}
     parts = ("wait_for_batch", "forward_backward", "optimizer", "wait_for_policy")
     return usage | {
         "seconds": [later["time"] - earlier["time"] for earlier, later in zip(steps[WARM_UP - 1 :], measured, strict=False)],
@@ -149,12 +153,12 @@ def count_flops(args: argparse.Namespace, *, computed_tokens: float) -> float:
     return 6 * body * computed_tokens + 6 * head * generated + 2 * (body + head) * generated
 
 
-def _watch(run: psutil.Popen, metrics: Path) -> dict[str, float]:
-    """Measure, until the run ends, the cores that its processes keep busy after the warm-up, and their memory.
+def _watch(run: psutil.Popen, metrics: Path) -> list[tuple[float, float, int]]:
+    """Measure, until the run ends, its processes after the warm-up: the moment, their CPU seconds, and their most bytes of memory.
 
     A page that several processes share is counted once for each.
     """
-    marks: list[tuple[float, float]] = []
+    marks: list[tuple[float, float, int]] = []
     peak, deadline = 0, time.monotonic() + TIMEOUT_S
     while run.poll() is None:
         if time.monotonic() > deadline:
@@ -169,11 +173,9 @@ def _watch(run: psutil.Popen, metrics: Path) -> dict[str, float]:
                 continue
         peak = max(peak, rss)
         if metrics.exists() and len(metrics.read_bytes().splitlines()) >= WARM_UP:
-            marks.append((time.perf_counter(), cpu_s))
+            marks.append((time.perf_counter(), cpu_s, peak))
         time.sleep(POLL_INTERVAL_S)
-    # the last polls see processes end, and with them their times
-    (first_at, first_s), (last_at, last_s) = marks[0], max(marks, key=lambda mark: mark[1])
-    return {"cores_busy": (last_s - first_s) / (last_at - first_at), "peak_rss_gib": peak / 2**30}
+    return marks
 
 
 def measure_side(side: str, args: argparse.Namespace) -> dict[str, Any]:
