@@ -2,7 +2,7 @@
 
 import io
 import signal
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import ProcessSpec
+from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit
 from trivet.process.process_table import ProcessEntry, ProcessTable
 from trivet.wire.events import Event
 from trivet.wire.status import ProcessReport
@@ -137,11 +137,8 @@ class FakeAttempts:
     def specs(self) -> Sequence[ProcessSpec]:
         return [make_spec(self.layout, name) for name in NAMES]
 
-    def base_urls(self) -> Sequence[str]:
-        return self.urls
-
-    def teacher_urls(self) -> Sequence[str]:
-        return ()
+    def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
+        return {RecoveryUnit("inference"): self.urls}
 
     def begin_next(self, log: RunLog) -> None:
         if self.error is not None:
@@ -158,7 +155,13 @@ class FakeAttempts:
 
 def make_spec(layout: RunLayout, name: str) -> ProcessSpec:
     return ProcessSpec(
-        name=name, argv=(), log=layout.log_file(f"{name}.stdout"), env={}, env_defaults={}, does_finish=name != "inference"
+        name=name,
+        unit=RecoveryUnit(name) if name == "inference" else TRAINING,
+        argv=(),
+        log=layout.log_file(f"{name}.stdout"),
+        env={},
+        env_defaults={},
+        does_finish=name != "inference",
     )
 
 

@@ -6,7 +6,7 @@ the output directory. A file `last_step_committed` in it says that the last step
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from trivet.config.sections.supervision import RecoveryConfig
 from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import ProcessSpec
+from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit
 from trivet.launcher.processes import ProcessHost
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.supervision.start_order import StartOrder
@@ -49,6 +49,7 @@ class StandInAttempts:
         return [
             ProcessSpec(
                 name=name,
+                unit=RecoveryUnit(name) if name == "inference" else TRAINING,
                 argv=(sys.executable, str(_ROLE), name, behaviour, port, str(self.run.attempt)),
                 log=self.layout.log_file(f"{name}.stdout"),
                 env={},
@@ -59,11 +60,8 @@ class StandInAttempts:
             for name, behaviour, port in zip(_NAMES, self.behaviours, self.ports, strict=True)
         ]
 
-    def teacher_urls(self) -> Sequence[str]:
-        return ()
-
-    def base_urls(self) -> Sequence[str]:
-        return ()
+    def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
+        return {RecoveryUnit("inference"): ()}
 
     def begin_next(self, log: RunLog) -> None:
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})

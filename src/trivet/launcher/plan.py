@@ -6,6 +6,7 @@ Pure: the machine, the ports and the run's identity are given. `launcher.run` ca
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NewType
 
 from trivet.config.checks.numbers import steps_problem
 from trivet.config.layout import RunLayout
@@ -20,6 +21,10 @@ from trivet.machine import Machine
 from trivet.process.lifetime import module_command
 
 INFERENCE, TEACHER, ORCHESTRATOR, TRAINER = "inference", "teacher", "orchestrator", "trainer"
+RecoveryUnit = NewType("RecoveryUnit", str)
+"""The name of processes that are restarted together: `training`, or the name of a server."""
+TRAINING = RecoveryUnit("training")
+"""The unit of orchestrator and trainer, which go back to one checkpoint."""
 SHARED_GPU_MEMORY = 0.5
 """Share of a GPU that the inference server takes when the trainer or a teacher needs the same one."""
 SHARED_TEACHER_MEMORY = 0.25
@@ -44,6 +49,7 @@ class ProcessSpec:
     """One process that the launcher starts: its command, environment and log."""
 
     name: str
+    unit: RecoveryUnit
     argv: tuple[str, ...]
     log: Path
     """File to which stdout and stderr are appended."""
@@ -88,10 +94,8 @@ class RunPlan:
     """The resolved configuration of each role, by the file that it is written to."""
     notices: tuple[str, ...]
     """Messages for the user, shown once before the start."""
-    base_urls: tuple[str, ...]
-    """Addresses at which the inference servers answer."""
-    teacher_urls: tuple[str, ...] = ()
-    """Address at which the teacher answers that this run starts."""
+    server_urls: Mapping[RecoveryUnit, tuple[str, ...]]
+    """The addresses at which the servers answer that this run starts, by their units."""
 
 
 def plan(
@@ -141,11 +145,14 @@ def plan(
         trainer_process(config, python, configs / "trainer.toml", shares, machine),
         _orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
     ]
+    urls: dict[RecoveryUnit, tuple[str, ...]] = {}
     if inference is not None:
         sections[configs / "inference.toml"] = inference
+        urls[RecoveryUnit(INFERENCE)] = tuple(orchestrator.client.base_url)
         processes.insert(0, _server_process(INFERENCE, config, python, configs / "inference.toml", shares.inference))
-    if teacher is not None:
+    if teacher is not None and orchestrator.teacher_model is not None:
         sections[configs / "teacher.toml"] = teacher
+        urls[RecoveryUnit(TEACHER)] = tuple(orchestrator.teacher_model.client.base_url)
         processes.insert(0, _server_process(TEACHER, config, python, configs / "teacher.toml", shares.teacher))
     return RunPlan(
         processes=tuple(processes),
@@ -156,8 +163,7 @@ def plan(
             *_memory_notices("inference", config.inference, inference),
             *_memory_notices("teacher_inference", config.teacher_inference, teacher),
         ),
-        base_urls=tuple(orchestrator.client.base_url) if config.orchestrator.replay is None else (),
-        teacher_urls=tuple(orchestrator.teacher_model.client.base_url) if teacher and orchestrator.teacher_model else (),
+        server_urls=urls,
     )
 
 
@@ -234,6 +240,7 @@ def _check_ids(key: str, ids: Sequence[int], num_gpus: int) -> None:
 def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
     return ProcessSpec(
         name=name,
+        unit=RecoveryUnit(name),
         argv=tuple(module_command("trivet.inference.main", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file(f"{name}.stdout"),
         env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
@@ -246,6 +253,7 @@ def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: 
 def _orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu: bool) -> ProcessSpec:
     return ProcessSpec(
         name=ORCHESTRATOR,
+        unit=TRAINING,
         argv=tuple(module_command("trivet.orchestrator.main", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file("orchestrator.stdout"),
         env=_server_keys(config),
@@ -266,6 +274,7 @@ def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}
     return ProcessSpec(
         name=TRAINER,
+        unit=TRAINING,
         argv=rank_command(python, "trivet.trainer.main", ("@", str(file)), num_ranks=num_ranks),
         log=RunLayout(config.output_dir).log_file("trainer.stdout"),
         env=hidden if is_on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)},

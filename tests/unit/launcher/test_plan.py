@@ -90,7 +90,7 @@ def test_a_taken_port_is_replaced_in_every_role_and_said() -> None:
     assert orchestrator_config(planned).client.base_url == ["http://127.0.0.1:40001/v1"]
     assert orchestrator_config(planned).rollout_transport.port == 40002
     assert trainer_config(planned).rollout_transport.port == 40002
-    assert planned.base_urls == ("http://127.0.0.1:40001/v1",)
+    assert planned.server_urls == {"inference": ("http://127.0.0.1:40001/v1",)}
     assert len(planned.notices) == 2
     assert "inference.server.port 8000 is not free; using 40001" in planned.notices
 
@@ -215,7 +215,7 @@ def test_a_teacher_is_started_first_under_its_own_name_and_asked_where_it_listen
     config = planned.configs[Path(spec.argv[-1])]
     assert isinstance(config, InferenceConfig)
     assert (config.server.port, config.is_teacher, config.run) == (40003, True, inference_config(planned).run)
-    assert planned.teacher_urls == ("http://127.0.0.1:40003/v1",)
+    assert planned.server_urls["teacher"] == ("http://127.0.0.1:40003/v1",)
     teacher = orchestrator_config(planned).teacher_model
     assert teacher is not None
     assert teacher.client.base_url == ["http://127.0.0.1:40003/v1"]

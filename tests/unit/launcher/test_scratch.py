@@ -11,11 +11,13 @@ import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
-from trivet.launcher.plan import ProcessSpec
+from trivet.launcher.plan import TRAINING, ProcessSpec
 from trivet.launcher.scratch import Scratch
 from trivet.machine import compile_cache_directory
 
-SPEC = ProcessSpec(name="trainer", argv=(), log=Path("log"), env={"A": "1"}, env_defaults={"B": "2"}, does_finish=True)
+SPEC = ProcessSpec(
+    name="trainer", unit=TRAINING, argv=(), log=Path("log"), env={"A": "1"}, env_defaults={"B": "2"}, does_finish=True
+)
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def test_a_start_that_fails_leaves_nothing(layout: RunLayout, system_tmp: Path) 
 
 
 def test_environments_keep_the_directory_that_the_user_has(layout: RunLayout, system_tmp: Path) -> None:
-    spec = ProcessSpec(name="orchestrator", argv=(), log=Path("log"), env={}, env_defaults={}, does_finish=True)
+    spec = ProcessSpec(name="orchestrator", unit=TRAINING, argv=(), log=Path("log"), env={}, env_defaults={}, does_finish=True)
     with Scratch(layout) as scratch:
         assert scratch.redirect(spec) == spec
 

@@ -17,7 +17,7 @@ from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
 from trivet.key_names import VARIABLE, key_name
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import ProcessSpec, RunPlan, plan
+from trivet.launcher.plan import ProcessSpec, RecoveryUnit, RunPlan, plan
 from trivet.launcher.role_configs import Ports
 from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.launcher.scratch import Scratch
@@ -82,13 +82,9 @@ class Attempts:
         """Return the processes of the current attempt."""
         return self.planned.processes
 
-    def base_urls(self) -> Sequence[str]:
-        """Return where the inference servers answer that this run starts."""
-        return self.planned.base_urls if self.config.inference is not None else ()
-
-    def teacher_urls(self) -> Sequence[str]:
-        """Return where the teacher answers that this run starts."""
-        return self.planned.teacher_urls
+    def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
+        """Return where the servers answer that this run starts, by their units."""
+        return self.planned.server_urls
 
     def begin(self) -> None:
         """Take the directory for the first attempt, and write the roles' configurations.

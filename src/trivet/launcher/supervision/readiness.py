@@ -4,9 +4,8 @@ import http.client
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from trivet.launcher.plan import TRAINER
+from trivet.launcher.plan import TRAINER, RecoveryUnit
 from trivet.launcher.supervision.attempts import Attempts
-from trivet.launcher.supervision.recovery import RecoveryUnit
 from trivet.launcher.supervision.role_processes import RoleProcess
 
 _POLL_INTERVAL_S = 2.0
@@ -52,17 +51,14 @@ class UnitProgress:
 
     >>> progress = UnitProgress(attempts, roles)
     >>> for unit, url in progress.poll(now=clock()): print(unit, "ready", url)
-    >>> progress.has_progressed(RecoveryUnit.TRAINING)
+    >>> progress.has_progressed(TRAINING)
     False
     """
 
     def __init__(self, attempts: Attempts, roles: Mapping[str, RoleProcess]) -> None:
         self._attempts = attempts
         self._roles = roles
-        self._probes = {
-            RecoveryUnit.INFERENCE: ReadyProbe(attempts.base_urls()),
-            RecoveryUnit.TEACHER: ReadyProbe(attempts.teacher_urls()),
-        }
+        self._probes = {unit: ReadyProbe(urls) for unit, urls in attempts.server_urls().items()}
 
     def poll(self, *, now: float) -> Iterator[tuple[RecoveryUnit, str]]:
         """Yield each server that has begun to answer, with its unit."""

@@ -1,6 +1,6 @@
 """Decides what happens to a run: goes on, restarts a part of it, or is over, and why. Pure: states and a time in, actions out.
 
-A unit is what is restarted together: inference alone; a teacher alone; orchestrator and trainer. Its phases:
+A unit is what is restarted together: a server alone; orchestrator and trainer. Its phases:
 
     running --a role failed--> stopping --all have ended--> backing off --delay--> running
        |                           (killed at the deadline)
@@ -18,28 +18,12 @@ from enum import StrEnum
 from trivet.backoff import backoff_s
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.exits import describe_exit
-from trivet.launcher.plan import INFERENCE, ORCHESTRATOR, TEACHER, TRAINER
+from trivet.launcher.plan import TRAINING, RecoveryUnit
 
 MAX_BACKOFF_S = 60.0
 """A longer wait would cost more than the restarts that it saves."""
 _FINAL = frozenset({2, 3})
 """Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
-
-
-class RecoveryUnit(StrEnum):
-    """Roles that are restarted together."""
-
-    INFERENCE = "inference"
-    TEACHER = "teacher"
-    TRAINING = "training"
-
-
-UNIT_OF = {
-    INFERENCE: RecoveryUnit.INFERENCE,
-    TEACHER: RecoveryUnit.TEACHER,
-    ORCHESTRATOR: RecoveryUnit.TRAINING,
-    TRAINER: RecoveryUnit.TRAINING,
-}
 
 
 class Outcome(StrEnum):
@@ -55,6 +39,7 @@ class RoleObservation:
     """The state of a role at one moment, since it was started last. Times are of one monotonic clock."""
 
     name: str
+    unit: RecoveryUnit
     does_finish: bool
     exit_code: int | None = None
     ended_at: float = 0.0
@@ -106,7 +91,10 @@ class AnnounceRestart:
     """Say that a unit failed and will be restarted after `delay_s`."""
 
     unit: RecoveryUnit
+    roles: tuple[str, ...]
+    """The roles of the unit."""
     role: str
+    """The role that failed first."""
     cause: str
     delay_s: float
 
@@ -172,16 +160,19 @@ class Recovery:
         self._config = config
         self._stop_timeout_s = stop_timeout_s
         self._patience_s = patience_s
-        self._units: dict[RecoveryUnit, _UnitState] = {unit: _UnitState() for unit in RecoveryUnit}
+        self._units: dict[RecoveryUnit, _UnitState] = {}
         self._commit_deadline: float | None = None
 
-    def phase_of(self, role: str) -> Phase:
-        """Return the phase of the unit that `role` belongs to."""
-        return self._units[UNIT_OF[role]].phase
+    def phase_of(self, unit: RecoveryUnit) -> Phase:
+        """Return the phase of `unit`."""
+        return self._state_of(unit).phase
 
     def is_running(self, unit: RecoveryUnit) -> bool:
         """Return whether `unit` is neither stopping nor waiting for its restart."""
-        return self._units[unit].phase is Phase.RUNNING
+        return self.phase_of(unit) is Phase.RUNNING
+
+    def _state_of(self, unit: RecoveryUnit) -> _UnitState:
+        return self._units.setdefault(unit, _UnitState())
 
     @property
     def is_preempted(self) -> bool:
@@ -198,8 +189,8 @@ class Recovery:
         if silent := self._silent_last(finishing, run):
             return [silent]
         actions: list[RecoveryAction] = []
-        for unit, state in self._units.items():
-            roles = [role for role in run.roles.values() if UNIT_OF[role.name] is unit]
+        for unit, roles in _by_unit(run).items():
+            state = self._state_of(unit)
             if state.phase is Phase.RUNNING:
                 actions += self._watch(unit, state, roles, run)
             elif state.phase is Phase.STOPPING:
@@ -228,7 +219,8 @@ class Recovery:
         state.restarted_at = [*recent, run.now]
         delay_s = backoff_s(len(recent) + 1, first_s=self._config.backoff_s, max_s=MAX_BACKOFF_S)
         state.phase, state.deadline, state.due = Phase.STOPPING, run.now + self._stop_timeout_s, run.now + delay_s
-        yield AnnounceRestart(unit=unit, role=first.name, cause=f"{first.name} {cause}", delay_s=delay_s)
+        names = tuple(role.name for role in roles)
+        yield AnnounceRestart(unit=unit, roles=names, role=first.name, cause=f"{first.name} {cause}", delay_s=delay_s)
         running = [role for role in roles if role.exit_code is None]
         for by_kill in (False, True):
             # A role that hangs would not react to SIGTERM.
@@ -245,7 +237,7 @@ class Recovery:
         if role.exit_code is None and config.on_stuck == "stop":
             return ' (recovery.on_stuck = "stop")'
         if not role.has_progressed:
-            what = "before it answered" if UNIT_OF[role.name] is not RecoveryUnit.TRAINING else "before the first step"
+            what = "before it answered" if role.unit != TRAINING else "before the first step"
             if not state.restarted_at and role.exit_code is not None and not _is_signal(role.exit_code):
                 return f", {what}: a restart would meet the same"
             if state.failure_without_progress == _signature(role):
@@ -274,7 +266,7 @@ class Recovery:
 
     def _preempt(self, run: RunObservation, number: int) -> Iterator[RecoveryAction]:
         """Have the roles commit, wait for it, and end the run that signal `number` interrupted."""
-        training = [role for role in run.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
+        training = _by_unit(run).get(TRAINING, [])
         if self._commit_deadline is None:
             end = self._why_no_commit(run, training, number)
             if end is None:
@@ -292,7 +284,7 @@ class Recovery:
         can_commit = (
             number == signal.SIGTERM
             and self._config.preemption_grace_s > 0
-            and self._units[RecoveryUnit.TRAINING].phase is Phase.RUNNING
+            and self.is_running(TRAINING)
             and all((role.exit_code is None or self._is_done(role, run)) and not role.stuck for role in training)
         )
         return None if can_commit else ""
@@ -338,10 +330,17 @@ class Recovery:
         return None
 
 
+def _by_unit(run: RunObservation) -> dict[RecoveryUnit, list[RoleObservation]]:
+    units: dict[RecoveryUnit, list[RoleObservation]] = {}
+    for role in run.roles.values():
+        units.setdefault(role.unit, []).append(role)
+    return units
+
+
 def _is_starting(run: RunObservation) -> bool:
     """Return whether no step was finished and none is under way: a server is not up yet."""
-    servers = [role for role in run.roles.values() if UNIT_OF[role.name] is not RecoveryUnit.TRAINING]
-    training = [role for role in run.roles.values() if UNIT_OF[role.name] is RecoveryUnit.TRAINING]
+    servers = [role for role in run.roles.values() if role.unit != TRAINING]
+    training = _by_unit(run).get(TRAINING, [])
     return not all(role.has_progressed for role in servers) and not any(role.has_progressed for role in training)
 
 

@@ -7,8 +7,9 @@ import msgspec
 
 from trivet.exits import describe_restart
 from trivet.launcher.logs import RunLog, quote_log
+from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.clock import Clock
-from trivet.launcher.supervision.recovery import UNIT_OF, AnnounceRestart, Outcome, RecoveryUnit, RecoveryVerdict
+from trivet.launcher.supervision.recovery import AnnounceRestart, Outcome, RecoveryVerdict
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.wire.status import RestartRecord
 from trivet.wire.versions import Step
@@ -19,8 +20,8 @@ class RestartLog:
 
     >>> restarts = RestartLog(log=log, clock=Clock())
     >>> restarts.announce(action, role=trainer, last_step=8)
-    >>> record = restarts.begin(RecoveryUnit.TRAINING, from_step=Step(6))
-    >>> restarts.end(RecoveryUnit.TRAINING)
+    >>> record = restarts.begin(TRAINING, from_step=Step(6))
+    >>> restarts.end(TRAINING)
     """
 
     def __init__(self, *, log: RunLog, clock: Clock) -> None:
@@ -51,7 +52,7 @@ class RestartLog:
         Args:
             last_step: the last step that the trainer finished.
         """
-        is_training = action.unit is RecoveryUnit.TRAINING
+        is_training = action.unit == TRAINING
         self.last_error = action.cause
         if not role.stuck:  # else `warn_stuck` has quoted its log
             self.last_error += f"; {_quote(role)}"
@@ -62,7 +63,7 @@ class RestartLog:
         self.records.append(
             RestartRecord(
                 time=self._clock.unix_time(),
-                roles=[name for name, unit in UNIT_OF.items() if unit is action.unit],
+                roles=list(action.roles),
                 cause=action.cause,
                 lost_steps=last_step if is_training else 0,
             )

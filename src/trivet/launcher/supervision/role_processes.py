@@ -103,6 +103,7 @@ class RoleProcess:
         """Return what recovery has to know of it."""
         return RoleObservation(
             name=self.name,
+            unit=self.child.spec.unit,
             does_finish=self.child.spec.does_finish,
             exit_code=self._exit_code,
             ended_at=self._ended_at,

@@ -75,7 +75,7 @@ class StatusReporter:
             time=self._clock.unix_time(),
             max_steps=self._attempts.max_steps,
             last_commit=self._attempts.last_commit,
-            roles=[role_status(role, phase=self._recovery.phase_of(role.name)) for role in self._roles.values()],
+            roles=[role_status(role, phase=self._recovery.phase_of(role.child.spec.unit)) for role in self._roles.values()],
             restarts=list(self._restarts.records),
             last_error=self._restarts.last_error,
             exit_code=verdict.exit_code if verdict is not None else None,

@@ -23,7 +23,7 @@ from trivet.config.sections.supervision import RecoveryConfig
 from trivet.errors import EnvironmentLoadError, TrivetError
 from trivet.key_names import key_name
 from trivet.launcher.logs import RunLog, is_for_terminal
-from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
+from trivet.launcher.plan import ORCHESTRATOR, TRAINING, ProcessSpec, RecoveryUnit
 from trivet.launcher.processes import ProcessHost
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.clock import SYSTEM_CLOCK, Clock
@@ -31,14 +31,12 @@ from trivet.launcher.supervision.health import RoleHealthMonitor
 from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.launcher.supervision.readiness import UnitProgress
 from trivet.launcher.supervision.recovery import (
-    UNIT_OF,
     AnnounceRestart,
     FinishRun,
     Outcome,
     PreemptRun,
     Recovery,
     RecoveryAction,
-    RecoveryUnit,
     RecoveryVerdict,
     RunObservation,
     StartUnit,
@@ -148,7 +146,7 @@ class Supervisor:
             self._clock.sleep(_POLL_INTERVAL_S)
 
     def _may_start(self, spec: ProcessSpec) -> bool:
-        answering = {name for name in self._roles if self._progress.is_answering(UNIT_OF[name])}
+        answering = {name for name, role in self._roles.items() if self._progress.is_answering(role.child.spec.unit)}
         return self._order.may_start(spec.name, started=self._roles.values(), answering=answering, now=self._clock.now())
 
     def _look(self) -> None:
@@ -209,7 +207,7 @@ class Supervisor:
 
     def _observe(self, interrupts: Interrupts) -> RunObservation:
         roles = {
-            name: role.observe(has_progressed=self._progress.has_progressed(UNIT_OF[name]))
+            name: role.observe(has_progressed=self._progress.has_progressed(role.child.spec.unit))
             for name, role in self._roles.items()
         }
         has_trouble = any(role.exit_code is not None or role.stuck for role in roles.values())
@@ -240,14 +238,14 @@ class Supervisor:
         """Start a unit again whose processes have ended."""
         self._host.end_orphans(spared=[role.child.pid for role in self._roles.values() if role.child.exit_code is None])
         step: Step | None = None
-        if unit is RecoveryUnit.TRAINING:
+        if unit == TRAINING:
             self._attempts.begin_next(self._log)
             step = self._attempts.from_step or Step(0)
             self._log.say(f"attempt {self._attempts.run.attempt} from {f'step {step}' if step else 'the start'}")
         self._progress.restart(unit)
         record = self._restarts.begin(unit, from_step=step)
         self._attempts.record(Restart(roles=record.roles, cause=record.cause, from_step=record.from_step))
-        self._start(spec for spec in self._attempts.specs() if UNIT_OF[spec.name] is unit)
+        self._start(spec for spec in self._attempts.specs() if spec.unit == unit)
 
     def _announce(self, verdict: RecoveryVerdict) -> None:
         self._restarts.fail(verdict, role=self._roles.get(verdict.role or ""))

@@ -8,10 +8,12 @@ import pytest
 from support.fake_roles import FakeAttempts, FakeChild, make_spec, write_report
 from support.processes import find_free_port
 from trivet.config.layout import RunLayout
+from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.readiness import ReadyProbe, UnitProgress
-from trivet.launcher.supervision.recovery import RecoveryUnit
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.wire.versions import Step
+
+INFERENCE_UNIT = RecoveryUnit("inference")
 
 
 class Health(http.server.BaseHTTPRequestHandler):
@@ -60,12 +62,11 @@ def test_a_server_that_does_not_answer_is_asked_again_after_a_while(server: str)
 
 def test_a_server_has_progressed_when_it_answers_and_not_after_a_restart(server: str, tmp_path: Path) -> None:
     progress = UnitProgress(FakeAttempts(layout=RunLayout(tmp_path), urls=[server]), {})
-    assert not progress.has_progressed(RecoveryUnit.INFERENCE)
-    assert progress.has_progressed(RecoveryUnit.TEACHER)  # there is none
-    assert list(progress.poll(now=10)) == [(RecoveryUnit.INFERENCE, server)]
-    assert progress.has_progressed(RecoveryUnit.INFERENCE)
-    progress.restart(RecoveryUnit.INFERENCE)
-    assert not progress.has_progressed(RecoveryUnit.INFERENCE)
+    assert not progress.has_progressed(INFERENCE_UNIT)
+    assert list(progress.poll(now=10)) == [(INFERENCE_UNIT, server)]
+    assert progress.has_progressed(INFERENCE_UNIT)
+    progress.restart(INFERENCE_UNIT)
+    assert not progress.has_progressed(INFERENCE_UNIT)
 
 
 def test_training_has_progressed_when_a_step_after_that_resumed_from_is_done(tmp_path: Path) -> None:
@@ -78,4 +79,4 @@ def test_training_has_progressed_when_a_step_after_that_resumed_from_is_done(tmp
     for step, has_progressed in ((6, False), (7, True)):
         write_report(layout, "trainer", step=step)
         roles["trainer"].read_reports(layout)
-        assert progress.has_progressed(RecoveryUnit.TRAINING) is has_progressed
+        assert progress.has_progressed(TRAINING) is has_progressed

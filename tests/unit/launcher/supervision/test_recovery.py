@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trivet.config.sections.supervision import RecoveryConfig
+from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.recovery import (
     MAX_BACKOFF_S,
     AnnounceRestart,
@@ -13,7 +14,6 @@ from trivet.launcher.supervision.recovery import (
     PreemptRun,
     Recovery,
     RecoveryAction,
-    RecoveryUnit,
     RecoveryVerdict,
     RoleObservation,
     RunObservation,
@@ -22,6 +22,7 @@ from trivet.launcher.supervision.recovery import (
 )
 
 PATIENCE_S = 60.0
+INFERENCE, TEACHER = RecoveryUnit("inference"), RecoveryUnit("teacher")
 STOP_S = 20.0
 SIGINT, SIGTERM = 2, 15
 
@@ -37,7 +38,8 @@ class History:
         self.is_last_step_committed = False
 
     def _fresh(self, name: str) -> RoleObservation:
-        return RoleObservation(name=name, does_finish=name != "inference", has_progressed=True)
+        unit = INFERENCE if name == "inference" else TRAINING
+        return RoleObservation(name=name, unit=unit, does_finish=unit == TRAINING, has_progressed=True)
 
     def knows(self, name: str, **facts: object) -> "History":
         self.roles[name] = replace(self.roles[name], **facts)  # type: ignore[arg-type]  # of several types
@@ -72,7 +74,7 @@ class History:
         assert any(isinstance(action, AnnounceRestart) for action in self.ends("trainer", -9, at=at).at(at))
         self.ends("orchestrator", 143, at=at)
         assert self.at(at) == []
-        assert self.at(at + MAX_BACKOFF_S) == [StartUnit(unit=RecoveryUnit.TRAINING)]
+        assert self.at(at + MAX_BACKOFF_S) == [StartUnit(unit=TRAINING)]
         return self.starts("orchestrator", "trainer")
 
 
@@ -91,23 +93,23 @@ def test_a_run_is_done_when_both_finished_in_either_order(order: tuple[str, str]
 def test_inference_is_restarted_alone_after_the_delay() -> None:
     history = History(backoff_s=4).ends("inference", -9, at=10)
     assert history.at(10) == [
-        AnnounceRestart(unit=RecoveryUnit.INFERENCE, role="inference", cause="inference killed by SIGKILL", delay_s=4)
+        AnnounceRestart(unit=INFERENCE, roles=("inference",), role="inference", cause="inference killed by SIGKILL", delay_s=4)
     ]
     assert history.at(10.2) == []
     assert history.at(13.9) == []
-    assert history.at(14) == [StartUnit(unit=RecoveryUnit.INFERENCE)]
+    assert history.at(14) == [StartUnit(unit=INFERENCE)]
     assert history.starts("inference").at(15) == []
 
 
 def test_a_teacher_is_restarted_alone_too() -> None:
     history = History(backoff_s=4)
-    history.roles["teacher"] = RoleObservation(name="teacher", does_finish=False, has_progressed=True)
+    history.roles["teacher"] = RoleObservation(name="teacher", unit=TEACHER, does_finish=False, has_progressed=True)
     history.ends("teacher", -9, at=10)
     assert history.at(10) == [
-        AnnounceRestart(unit=RecoveryUnit.TEACHER, role="teacher", cause="teacher killed by SIGKILL", delay_s=4)
+        AnnounceRestart(unit=TEACHER, roles=("teacher",), role="teacher", cause="teacher killed by SIGKILL", delay_s=4)
     ]
     assert history.at(10.2) == []
-    assert history.at(14) == [StartUnit(unit=RecoveryUnit.TEACHER)]
+    assert history.at(14) == [StartUnit(unit=TEACHER)]
 
 
 @pytest.mark.parametrize(("dead", "partner"), [("trainer", "orchestrator"), ("orchestrator", "trainer")])
@@ -115,12 +117,12 @@ def test_trainer_and_orchestrator_go_back_together(dead: str, partner: str) -> N
     history = History(backoff_s=1).ends(dead, 1, at=10)
     announced, stop = history.at(10)
     assert isinstance(announced, AnnounceRestart)
-    assert (announced.unit, announced.cause) == (RecoveryUnit.TRAINING, f"{dead} ended with exit code 1")
+    assert (announced.unit, announced.cause) == (TRAINING, f"{dead} ended with exit code 1")
     assert stop == StopRoles(roles=(partner,), by_kill=False)
     assert history.at(12) == []  # the partner has not ended
     history.ends(partner, 143, at=13)
     assert history.at(13) == []
-    assert history.at(13.2) == [StartUnit(unit=RecoveryUnit.TRAINING)]
+    assert history.at(13.2) == [StartUnit(unit=TRAINING)]
 
 
 def test_a_partner_that_ignores_the_request_is_killed_at_the_deadline() -> None:
@@ -134,9 +136,9 @@ def test_a_partner_that_ignores_the_request_is_killed_at_the_deadline() -> None:
 def test_both_units_recover_at_the_same_time() -> None:
     history = History(backoff_s=0).ends("inference", -9, at=10).ends("trainer", -9, at=10).ends("orchestrator", 1, at=11)
     units = {action.unit for action in history.at(11) if isinstance(action, AnnounceRestart)}
-    assert units == {RecoveryUnit.INFERENCE, RecoveryUnit.TRAINING}
+    assert units == {INFERENCE, TRAINING}
     history.at(11.2)
-    assert history.at(11.4) == [StartUnit(unit=RecoveryUnit.INFERENCE), StartUnit(unit=RecoveryUnit.TRAINING)]
+    assert history.at(11.4) == [StartUnit(unit=INFERENCE), StartUnit(unit=TRAINING)]
 
 
 def test_a_role_that_ends_early_with_0_has_failed() -> None:
@@ -153,7 +155,7 @@ def test_the_wait_doubles_with_each_restart_in_the_window_up_to_a_minute() -> No
         assert isinstance(announced, AnnounceRestart)
         delays.append(announced.delay_s)
         history.at(round_ * 100 + 1)
-        assert history.at(round_ * 100 + MAX_BACKOFF_S) == [StartUnit(unit=RecoveryUnit.INFERENCE)]
+        assert history.at(round_ * 100 + MAX_BACKOFF_S) == [StartUnit(unit=INFERENCE)]
         history.starts("inference")
     assert delays == [2, 4, 8, 16, 32, 60, 60]
 
@@ -226,7 +228,7 @@ def test_a_restart_that_fails_differently_is_tried_again() -> None:
     history.ends("trainer", 1, at=100, has_progressed=False, last_log_line="port taken")
     assert isinstance(history.at(100)[0], AnnounceRestart)
     history.ends("orchestrator", 143, at=101).at(101)
-    assert history.at(200) == [StartUnit(unit=RecoveryUnit.TRAINING)]
+    assert history.at(200) == [StartUnit(unit=TRAINING)]
     history.starts("orchestrator", "trainer").ends("trainer", 1, at=210, has_progressed=False, last_log_line="no memory")
     assert isinstance(history.at(210)[0], AnnounceRestart)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from trivet.config.layout import RunLayout
-from trivet.launcher.plan import ProcessSpec
+from trivet.launcher.plan import TRAINING, ProcessSpec
 from trivet.launcher.processes import Child
 from trivet.launcher.supervision.role_processes import RoleProcess, forget_reports, read_reports
 from trivet.wire.status import ProcessReport
@@ -19,7 +19,14 @@ def write_report(layout: RunLayout, rank: int = 0, *, step: int = 0, attempt: in
 
 def role_process(tmp_path: Path, program: str) -> RoleProcess:
     spec = ProcessSpec(
-        name="trainer", argv=(), log=tmp_path / "trainer.stdout", env={}, env_defaults={}, does_finish=True, num_reports=2
+        name="trainer",
+        unit=TRAINING,
+        argv=(),
+        log=tmp_path / "trainer.stdout",
+        env={},
+        env_defaults={},
+        does_finish=True,
+        num_reports=2,
     )
     with spec.log.open("wb") as log:
         process = subprocess.Popen([sys.executable, "-c", program], stdout=log)
