@@ -60,6 +60,28 @@ def test_loss_and_gradients_equal_the_oracle_when_rows_are_packed_anew(
     assert oracle.gradient_error(full_gradients(learner.model), expected) < TOLERANCE
 
 
+def test_a_long_prompt_is_computed_once_though_each_row_has_place_for_one_sample_alone(
+    tiny_model: Path, make_learner, oracle
+) -> None:
+    prompt, answer = list(range(60)), 5
+    rows = [
+        oracle.make_row(
+            [
+                oracle.Example(
+                    token_ids=[*prompt, *[60 + number] * answer],
+                    is_trained=[False] * len(prompt) + [True] * answer,
+                    sampler_logprobs=[-1.0] * (len(prompt) + answer),
+                    advantage=1.0,
+                    temperature=1.0,
+                )
+            ]
+        )
+        for number in range(8)
+    ]
+    result = train_step(make_learner(tiny_model), rows, step=1)
+    assert result.num_computed_tokens == len(prompt) + 8 * answer
+
+
 def test_mean_of_the_loss_values_is_the_loss_of_the_step(tiny_model: Path, make_learner, oracle) -> None:
     rows = oracle.layouts(oracle.make_examples(count=6, vocab_size=100))["uneven rows"]
     for loss in LOSSES.values():

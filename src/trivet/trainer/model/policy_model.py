@@ -41,6 +41,7 @@ class PolicyModel(torch.nn.Module):
         masters: MasterWeights | None = None,
         lanes: Lanes | None = None,
         shares_prefixes: bool = True,
+        seq_len: int = 0,
     ) -> None:
         """Wrap `causal_lm`.
 
@@ -50,12 +51,14 @@ class PolicyModel(torch.nn.Module):
             masters: the model's master weights, where it casts them and sums their gradients itself.
             lanes: where rows may be computed side by side.
             shares_prefixes: tokens that samples of a row begin with in common are computed once.
+            seq_len: the most tokens of a row that samples which share a prefix may fill; 0: as many as the batch's longest row.
         """
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_size = chunk_size
         self.lanes = lanes or Lanes()
         self.shares_prefixes = shares_prefixes
+        self.seq_len = seq_len
         self._logit_rule = logit_rule
         self._masters = masters
 
@@ -154,6 +157,7 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         masters=masters if is_whole else None,
         lanes=Lanes.of(seq_len=config.seq_len) if is_whole else None,
         shares_prefixes=config.share_prefixes,
+        seq_len=config.seq_len,
     )
     if masters is not None:
         masters.sums_gradients = is_whole and dtype == torch.float32  # sums in narrower dtypes would lose small gradients
