@@ -12,8 +12,8 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import EnvironmentLoadError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit
-from trivet.process.process_table import ProcessEntry, ProcessTable
+from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, report_files
+from trivet.launcher.reports import RoleReports, forget_reports, read_reports
 from trivet.wire.events import Event
 from trivet.wire.status import ProcessReport
 from trivet.wire.versions import Step
@@ -67,10 +67,10 @@ class FakeHost:
     clock: FakeClock = field(default_factory=FakeClock)
     started: list[FakeChild] = field(default_factory=list)
     started_at: list[float] = field(default_factory=list)
-    spared: list[Collection[int]] = field(default_factory=list)
+    spared: list[Collection[FakeChild]] = field(default_factory=list)
     shown: list[int] = field(default_factory=list)
-    states: dict[int, str] = field(default_factory=dict)
-    """States of processes in the table: `T` for one that a signal has stopped."""
+    stopped: set[int] = field(default_factory=set)
+    """Pids of processes that a signal has stopped."""
     was_hurried: bool = False
     does_adopt: bool = False
 
@@ -78,6 +78,7 @@ class FakeHost:
         return next(child for child in reversed(self.started) if child.spec.name == name)
 
     def start(self, spec: ProcessSpec) -> FakeChild:
+        forget_reports(spec.reports)
         child = FakeChild(spec=spec, pid=1000 + len(self.started))
         self.started.append(child)
         self.started_at.append(self.clock.now())
@@ -95,14 +96,17 @@ class FakeHost:
     def adopt_orphans(self) -> None:
         self.does_adopt = True
 
-    def end_orphans(self, *, spared: Collection[int] = ()) -> None:
+    def end_orphans(self, *, spared: Collection[FakeChild] = ()) -> None:
         self.spared.append(spared)
 
-    def show_stacks(self, pids: Iterable[int]) -> None:
+    def show_stacks(self, process: FakeChild, pids: Iterable[int]) -> None:
         self.shown.extend(pids)
 
-    def read_processes(self) -> ProcessTable:
-        return {pid: ProcessEntry(state, 1, pid) for pid, state in self.states.items()}
+    def find_stopped(self, processes: Sequence[FakeChild]) -> list[tuple[int, ...]]:
+        return [(process.pid,) if process.pid in self.stopped else () for process in processes]
+
+    def read_reports(self, process: FakeChild) -> RoleReports:
+        return read_reports(process.spec.reports)
 
 
 @dataclass
@@ -162,6 +166,7 @@ def make_spec(layout: RunLayout, name: str) -> ProcessSpec:
         env={},
         env_defaults={},
         does_finish=name != "inference",
+        reports=report_files(layout, name),
     )
 
 

@@ -12,8 +12,9 @@ import psutil
 
 from support.processes import descendants_with, heed_signals, wait_until
 from trivet.config.layout import RunLayout
-from trivet.launcher.processes import ProcessHost
 from trivet.launcher.supervision.stall import describe, pids_of
+from trivet.process.process_table import descendants
+from trivet.process.stacks import STACKS_SIGNAL
 from trivet.telemetry.process_report import read_report
 
 _STACKS_WITHIN_S = 2.0
@@ -109,7 +110,8 @@ class Run:
 
     def _where_it_is(self) -> str:
         reports = [report for path in self.layout.reports.glob("*.json") if (report := read_report(path)) is not None]
-        ProcessHost.show_stacks(pids_of(reports))
+        for pid in set(pids_of(reports)).intersection(descendants(os.getpid())):
+            os.kill(pid, STACKS_SIGNAL)
         time.sleep(_STACKS_WITHIN_S)
         logs = [*self.layout.logs.rglob("*.stdout"), *self.layout.logs.rglob("*.log")]
         tails = [f"{log.relative_to(self.layout.logs)}:\n{log.read_text(errors='replace')[-8000:]}" for log in sorted(logs)]

@@ -16,8 +16,8 @@ from trivet.config.sections.supervision import RecoveryConfig
 from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.errors import TrivetError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit
-from trivet.launcher.processes import ProcessHost
+from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, report_files
+from trivet.launcher.processes import LocalHost
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
@@ -55,6 +55,7 @@ class StandInAttempts:
                 env={},
                 env_defaults={},
                 does_finish=name != "inference",
+                reports=report_files(self.layout, name),
                 are_children_watched=name != "orchestrator",
             )
             for name, behaviour, port in zip(_NAMES, self.behaviours, self.ports, strict=True)
@@ -85,7 +86,7 @@ def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
             return Supervisor(
                 attempts,
                 order=StartOrder(EnvironmentProbe([], timeout_s=0.0), num_cpus=len(behaviours)),
-                host=ProcessHost(python=sys.executable, environ=os.environ),
+                host=LocalHost(python=sys.executable, environ=os.environ),
                 config=RecoveryConfig.model_validate_json(recovery),
                 log=RunLog(sys.stdout, file),
                 shutdown_timeout_s=2.0,

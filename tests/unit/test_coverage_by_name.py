@@ -52,6 +52,7 @@ ELSEWHERE = {
     "inference/*.py": "integration/test_inference_server.py",  # parts that run inside vLLM
     "launcher/commands/*.py": "integration/test_launcher_command.py",
     "launcher/commands/sft.py": "integration/test_sft_command.py",
+    "launcher/host.py": "integration/test_launcher_processes.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
     "launcher/role_configs.py": "unit/launcher/test_plan.py",
     "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations

@@ -45,6 +45,15 @@ _YIELD_CORES = {"OMP_WAIT_POLICY": "passive"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFile:
+    """The place where one process reports what it does."""
+
+    process: str
+    """The name of the process for people: `trainer rank 1 of 4`."""
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """One process that the launcher starts: its command, environment and log."""
 
@@ -59,8 +68,8 @@ class ProcessSpec:
     """Variables that are set unless the user's environment has them."""
     does_finish: bool
     """True for a process that ends by itself after the last step; any other serves until it is stopped."""
-    num_reports: int = 1
-    """Number of its processes that report what they do: the trainer's ranks."""
+    reports: tuple[ReportFile, ...] = ()
+    """Where its processes report what they do."""
     are_children_watched: bool = False
     """True for a role that cannot do without any of its processes: one that is stopped makes the role stuck."""
 
@@ -204,6 +213,12 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
     )
 
 
+def report_files(layout: RunLayout, role: str, *, num_ranks: int = 1) -> tuple[ReportFile, ...]:
+    """Return where each process of a role reports."""
+    names = [role] if num_ranks == 1 else [f"{role} rank {rank} of {num_ranks}" for rank in range(num_ranks)]
+    return tuple(ReportFile(process=name, path=layout.report_file(role, rank)) for rank, name in enumerate(names))
+
+
 def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
     """Return the command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
     return tuple(module_command("trivet.trainer.ranks.starter", str(num_ranks), module, *arguments, python=python))
@@ -246,6 +261,7 @@ def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: 
         env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
         env_defaults={"PYTHONUNBUFFERED": "1"} | ({} if gpus else _YIELD_CORES),
         does_finish=False,
+        reports=report_files(RunLayout(config.output_dir), name),
         are_children_watched=True,
     )
 
@@ -259,6 +275,7 @@ def _orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cp
         env=_server_keys(config),
         env_defaults={"PYTHONUNBUFFERED": "1"} | (_KEEP_MEMORY if is_on_cpu else {}),
         does_finish=True,
+        reports=report_files(RunLayout(config.output_dir), ORCHESTRATOR),
     )
 
 
@@ -283,7 +300,7 @@ def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares
             **rank_environment(num_ranks, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
         },
         does_finish=True,
-        num_reports=num_ranks,
+        reports=report_files(RunLayout(config.output_dir), TRAINER, num_ranks=num_ranks),
         are_children_watched=True,
     )
 

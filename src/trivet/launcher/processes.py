@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from trivet.launcher.host import HostedProcess
 from trivet.launcher.plan import ProcessSpec
+from trivet.launcher.reports import RoleReports, forget_reports, read_reports
 from trivet.process.lifetime import adopt_orphans, tied_command
-from trivet.process.process_table import ProcessTable, descendants, read_processes
+from trivet.process.process_table import descendants, read_processes
 from trivet.process.stacks import STACKS_SIGNAL
 
 _POLL_INTERVAL_S = 0.05
@@ -56,20 +58,12 @@ class Child:
         if self.exit_code is None:
             self._process.send_signal(number)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for its end; returns whether it has ended."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessHost:
-    """The machine on which the supervisor's processes run: all that it does to a process goes through here.
+class LocalHost:
+    """This machine as the host of a run's processes: the `launcher.host.ProcessHost` of a run of one node.
 
-    >>> host = ProcessHost(python=sys.executable, environ=os.environ)
+    >>> host = LocalHost(python=sys.executable, environ=os.environ)
     >>> child = host.start(spec)
     """
 
@@ -79,11 +73,12 @@ class ProcessHost:
     """Variables that every process inherits."""
 
     def start(self, spec: ProcessSpec) -> Child:
-        """Start a process; its output is appended to its log.
+        """Start a process; its output is appended to its log. What an earlier one reported is removed.
 
         Raises:
             OSError: the log cannot be written or the interpreter cannot be run.
         """
+        forget_reports(spec.reports)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
             offset = log.tell()
@@ -98,8 +93,10 @@ class ProcessHost:
         return Child(spec, process, log_offset=offset)
 
     @staticmethod
-    def stop(children: Sequence[Child], *, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False) -> Sequence[Child]:
-        """End all children: SIGTERM to every group at once, one deadline, then SIGKILL.
+    def stop(
+        processes: Sequence[HostedProcess], *, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False
+    ) -> Sequence[HostedProcess]:
+        """End all processes: SIGTERM to every group at once, one deadline, then SIGKILL.
 
         Args:
             is_hurried: asked while waiting; True ends the wait.
@@ -107,16 +104,17 @@ class ProcessHost:
         Returns:
             Those that had to be killed.
         """
-        for child in children:
-            child.signal_group(signal.SIGTERM)
+        for process in processes:
+            process.signal_group(signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
-        while any(child.exit_code is None for child in children) and time.monotonic() < deadline and not is_hurried():
+        while any(process.exit_code is None for process in processes) and time.monotonic() < deadline and not is_hurried():
             time.sleep(_POLL_INTERVAL_S)
-        killed = [child for child in children if child.exit_code is None]
-        for child in killed:
-            child.signal_group(signal.SIGKILL)
-        for child in killed:
-            child.wait(_KILL_TIMEOUT_S)
+        killed = [process for process in processes if process.exit_code is None]
+        for process in killed:
+            process.signal_group(signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while any(process.exit_code is None for process in killed) and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL_S)
         return killed
 
     @staticmethod
@@ -125,16 +123,17 @@ class ProcessHost:
         adopt_orphans()
 
     @staticmethod
-    def end_orphans(*, spared: Collection[int] = ()) -> None:
+    def end_orphans(*, spared: Collection[HostedProcess] = ()) -> None:
         """Kill whatever still descends from this process: what left its group, or outlived the role that started it.
 
         To be called when the roles that ended have been waited for.
 
         Args:
-            spared: pids of roles that go on, with all that descends from them.
+            spared: roles that go on, with all that descends from them.
         """
+        kept = {process.pid for process in spared}
         deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while (pids := descendants(os.getpid(), spared=spared)) and time.monotonic() < deadline:
+        while (pids := descendants(os.getpid(), spared=kept)) and time.monotonic() < deadline:
             for pid in pids:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -144,19 +143,30 @@ class ProcessHost:
             time.sleep(_POLL_INTERVAL_S)
 
     @staticmethod
-    def show_stacks(pids: Iterable[int]) -> None:
+    def show_stacks(process: HostedProcess, pids: Iterable[int]) -> None:
         """Have processes that listen to STACKS_SIGNAL write their stacks into their logs.
 
         Args:
-            pids: as they were reported; one that does not descend from this process is another's by now.
+            process: the one that started them, or is among them.
+            pids: as they were reported; one that does not descend from `process` is another's by now.
         """
-        for pid in set(pids).intersection(descendants(os.getpid())):
+        for pid in set(pids).intersection([process.pid, *descendants(process.pid)]):
             try:
                 os.kill(pid, STACKS_SIGNAL)
             except ProcessLookupError:
                 continue
 
     @staticmethod
-    def read_processes() -> ProcessTable:
-        """Read which processes this machine has."""
-        return read_processes()
+    def find_stopped(processes: Sequence[HostedProcess]) -> list[tuple[int, ...]]:
+        """Return for each process the pids of those of its processes that a signal has stopped."""
+        table = read_processes()
+        families = [
+            [process.pid, *(descendants(process.pid, table=table) if process.spec.are_children_watched else ())]
+            for process in processes
+        ]
+        return [tuple(pid for pid in family if pid in table and table[pid].is_stopped) for family in families]
+
+    @staticmethod
+    def read_reports(process: HostedProcess) -> RoleReports:
+        """Return what its processes report now."""
+        return read_reports(process.spec.reports)

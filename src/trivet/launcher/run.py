@@ -16,7 +16,7 @@ from trivet.launcher.custom_advantage import require_advantage
 from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import share_gpus
 from trivet.launcher.ports import ReservedPorts
-from trivet.launcher.processes import ProcessHost
+from trivet.launcher.processes import LocalHost
 from trivet.launcher.role_configs import Ports
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
@@ -105,7 +105,7 @@ def start(config: RLConfig) -> int:
         supervisor = Supervisor(
             attempts,
             order=StartOrder(environments, num_cpus=attempts.machine.num_cpus),
-            host=ProcessHost(python=sys.executable, environ=environ),
+            host=LocalHost(python=sys.executable, environ=environ),
             config=config.recovery,
             log=log,
             shutdown_timeout_s=config.shutdown_timeout_s,

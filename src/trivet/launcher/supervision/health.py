@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 from trivet.config.layout import RunLayout
 from trivet.config.sections.supervision import RecoveryConfig
+from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog
-from trivet.launcher.processes import ProcessHost
 from trivet.launcher.supervision.clock import Clock
 from trivet.launcher.supervision.restarts import RestartLog
 from trivet.launcher.supervision.role_processes import RoleProcess
@@ -61,11 +61,11 @@ class RoleHealthMonitor:
         self._watchdog.notice_time(now)
         if now >= self._scan_due:
             self._scan_due = now + self._config.watchdog_timeout_s / _SCANS_PER_TIMEOUT
-            table = self._host.read_processes()
-            for role in roles:
-                role.find_stopped(table)
+            found = self._host.find_stopped([role.child for role in roles])
+            for role, stopped in zip(roles, found, strict=True):
+                role.stopped = stopped
         for role in roles:
-            role.read_reports(self._layout)
+            role.reports = self._host.read_reports(role.child)
             self._check_role(role, now=now)
         self._check_stall(roles, now=now)
         return True
@@ -79,18 +79,20 @@ class RoleHealthMonitor:
                 hint=f"(recovery.watchdog_timeout_s = {self._config.watchdog_timeout_s:g}, "
                 f'recovery.on_stuck = "{self._config.on_stuck}")',
             )
-            self._host.show_stacks(report.pid for report in role.reports.readable)
+            self._host.show_stacks(role.child, (report.pid for report in role.reports.readable))
             self._clock.sleep(STACKS_WITHIN_S)
         elif was_stuck and not role.stuck:
             self._log.say(f"{role.name} reports again")
 
     def _check_stall(self, roles: Collection[RoleProcess], *, now: float) -> None:
-        reports = [report for role in roles if role.is_running for report in role.reports.readable]
+        running = [role for role in roles if role.is_running]
+        reports = [report for role in running for report in role.reports.readable]
         still_s = self._stalls.check(situation_of(reports), now=now)
         if still_s is None:
             return
         if self._stalls.is_first:  # what is written often would pass for a sign of life
-            self._host.show_stacks(pids_of(reports))
+            for role in running:
+                self._host.show_stacks(role.child, pids_of(role.reports.readable))
         self._log.say(
             f"WARNING nothing has moved for {still_s:.0f} s: {describe(reports)}\n"
             f"(recovery.stall_warn_s = {self._config.stall_warn_s:g}; the stacks of each process are in its log, under "

@@ -1,33 +1,16 @@
 """Follows one started role: its exit, its log, and what its processes report."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-import msgspec
-
-from trivet.config.layout import RunLayout
+from trivet.launcher.host import HostedProcess
 from trivet.launcher.logs import LogFollower, last_lines
-from trivet.launcher.processes import Child
+from trivet.launcher.reports import RoleReports
 from trivet.launcher.supervision.recovery import RoleObservation
-from trivet.launcher.supervision.watchdog import ReportStamp, Watchdog
-from trivet.process.process_table import ProcessTable, descendants
-from trivet.telemetry.process_report import read_report
-from trivet.wire.status import ProcessReport
+from trivet.launcher.supervision.watchdog import Watchdog
 
 _TIME = re.compile(r"^\d\d:\d\d:\d\d ")
 _NUMBER = re.compile(r"\d+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleReports:
-    """The reports of a role's processes."""
-
-    readable: tuple[ProcessReport, ...]
-    """Those that could be read."""
-    stamps: Mapping[str, ReportStamp]
-    """A value that changes when a process reports again, by the name of the process."""
 
 
 class RoleProcess:
@@ -39,13 +22,15 @@ class RoleProcess:
     True
     """
 
-    def __init__(self, child: Child, *, now: float) -> None:
+    def __init__(self, child: HostedProcess, *, now: float) -> None:
         self.child = child
         self.started_at = now
-        self.reports = RoleReports(readable=(), stamps={})
+        self.reports = RoleReports()
+        """What its processes reported when the host was asked last."""
         self.stuck = ""
         """The reason why the watchdog treats it as stuck; empty when it does not."""
-        self._stopped: tuple[int, ...] = ()
+        self.stopped: tuple[int, ...] = ()
+        """Pids of those of its processes that a signal has stopped."""
         self._follower = LogFollower(child.spec.log, offset=child.log_offset)
         self._exit_code: int | None = None
         self._ended_at = 0.0
@@ -79,21 +64,10 @@ class RoleProcess:
             self._last_log_line = _normalize(last_lines(self.child.spec.log, offset=self.child.log_offset, count=1))
         return lines
 
-    def read_reports(self, layout: RunLayout) -> None:
-        """Read what its processes report now."""
-        self.reports = read_reports(layout, self.name, count=self.child.spec.num_reports)
-
-    def find_stopped(self, table: ProcessTable) -> None:
-        """Find those of its processes that a signal has stopped."""
-        family = [self.child.pid]
-        if self.child.spec.are_children_watched:
-            family += descendants(self.child.pid, table=table)
-        self._stopped = tuple(pid for pid in family if pid in table and table[pid].is_stopped)
-
     def watch(self, watchdog: Watchdog, *, now: float) -> None:
         """Update `stuck`."""
         if self._exit_code is None:
-            self.stuck = watchdog.check(self.name, stamps=self.reports.stamps, stopped=self._stopped, now=now)
+            self.stuck = watchdog.check(self.name, stamps=self.reports.stamps, stopped=self.stopped, now=now)
 
     def last_step(self, *, attempt: int) -> int:
         """Return the newest step that it reported as finished in `attempt`, 0 for none."""
@@ -113,36 +87,6 @@ class RoleProcess:
             stuck=self.stuck,
             last_log_line=self._last_log_line,
         )
-
-
-def read_reports(layout: RunLayout, role: str, *, count: int) -> RoleReports:
-    """Read the reports of the `count` processes of a role. One that cannot be read still has a stamp: its process lives."""
-    readable: list[ProcessReport] = []
-    stamps: dict[str, ReportStamp] = {}
-    for rank in range(count):
-        path = layout.report_file(role, rank)
-        stamps[role if count == 1 else f"{role} rank {rank} of {count}"] = _stamp(path)
-        try:
-            report = read_report(path)
-        except msgspec.DecodeError:
-            continue
-        if report is not None:
-            readable.append(report)
-    return RoleReports(readable=tuple(readable), stamps=stamps)
-
-
-def _stamp(path: Path) -> ReportStamp:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
-
-
-def forget_reports(layout: RunLayout, role: str, *, count: int) -> None:
-    """Remove what the role's processes said before they are started again."""
-    for rank in range(count):
-        layout.report_file(role, rank).unlink(missing_ok=True)
 
 
 def _normalize(lines: Sequence[str]) -> str:

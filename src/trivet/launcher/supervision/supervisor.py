@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.errors import EnvironmentLoadError, TrivetError
 from trivet.key_names import key_name
+from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog, is_for_terminal
 from trivet.launcher.plan import ORCHESTRATOR, TRAINING, ProcessSpec, RecoveryUnit
-from trivet.launcher.processes import ProcessHost
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.clock import SYSTEM_CLOCK, Clock
 from trivet.launcher.supervision.health import RoleHealthMonitor
@@ -43,7 +43,7 @@ from trivet.launcher.supervision.recovery import (
     StopRoles,
 )
 from trivet.launcher.supervision.restarts import RestartLog, summarize_restarts
-from trivet.launcher.supervision.role_processes import RoleProcess, forget_reports
+from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.status import StatusReporter
 from trivet.wire.events import Restart
@@ -57,7 +57,7 @@ _REPEATED_SIGNAL_S = 1.0
 class Supervisor:
     """Runs one run.
 
-    >>> host = ProcessHost(python=sys.executable, environ=os.environ)
+    >>> host = LocalHost(python=sys.executable, environ=os.environ)
     >>> supervisor = Supervisor(
     ...     attempts, order=order, host=host, config=config.recovery, log=log, shutdown_timeout_s=20.0, patience_s=1800.0
     ... )
@@ -165,7 +165,6 @@ class Supervisor:
 
     def _start(self, specs: Iterable[ProcessSpec]) -> None:
         for spec in specs:
-            forget_reports(self._attempts.layout, spec.name, count=spec.num_reports)
             child = self._host.start(spec)
             self._roles[spec.name] = RoleProcess(child, now=self._clock.now())
             self._health.begin(spec.name)
@@ -236,7 +235,7 @@ class Supervisor:
 
     def _restart(self, unit: RecoveryUnit) -> None:
         """Start a unit again whose processes have ended."""
-        self._host.end_orphans(spared=[role.child.pid for role in self._roles.values() if role.child.exit_code is None])
+        self._host.end_orphans(spared=[role.child for role in self._roles.values() if role.child.exit_code is None])
         step: Step | None = None
         if unit == TRAINING:
             self._attempts.begin_next(self._log)

@@ -7,13 +7,12 @@ clock of their own.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trivet.launcher.reports import ReportStamp
+
 FIRST_REPORT_S = 300.0
 """A process imports for seconds, on a loaded machine for minutes, before it can report."""
 _MAX_CHECK_GAP_S = 5.0
 """Checks further apart than this say that the launcher itself was stopped: that time counts for nobody."""
-
-ReportStamp = tuple[int, int] | None
-"""Inode of a report's file and the time when it was written last; None while there is none."""
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ def test_a_role_that_reports_again_is_said_to(tmp_path: Path) -> None:
 
 def test_a_process_that_a_signal_stopped_is_found_among_those_of_the_machine(tmp_path: Path) -> None:
     watched = Watched(tmp_path, watchdog_timeout_s=20)
-    watched.host.states[7] = "T"
+    watched.host.stopped.add(7)
     watched.passes(40, does_report=True)
     assert "pid 7 stopped by a signal" in watched.role.stuck
 

@@ -9,6 +9,7 @@ from support.fake_roles import FakeAttempts, FakeChild, make_spec, write_report
 from support.processes import find_free_port
 from trivet.config.layout import RunLayout
 from trivet.launcher.plan import TRAINING, RecoveryUnit
+from trivet.launcher.reports import read_reports
 from trivet.launcher.supervision.readiness import ReadyProbe, UnitProgress
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.wire.versions import Step
@@ -78,5 +79,5 @@ def test_training_has_progressed_when_a_step_after_that_resumed_from_is_done(tmp
     roles["trainer"] = RoleProcess(FakeChild(spec=make_spec(layout, "trainer"), pid=1), now=0.0)
     for step, has_progressed in ((6, False), (7, True)):
         write_report(layout, "trainer", step=step)
-        roles["trainer"].read_reports(layout)
+        roles["trainer"].reports = read_reports(roles["trainer"].child.spec.reports)
         assert progress.has_progressed(TRAINING) is has_progressed

@@ -7,6 +7,7 @@ import pytest
 from support.fake_roles import FakeChild, FakeEnvironments, make_spec, write_report
 from trivet.config.layout import RunLayout
 from trivet.errors import EnvironmentLoadError
+from trivet.launcher.reports import read_reports
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.launcher.supervision.start_order import StartOrder
 
@@ -15,7 +16,7 @@ def role(layout: RunLayout, name: str, *, waits_for: str = "") -> RoleProcess:
     """Return a role that was started at second 100."""
     write_report(layout, name, waits_for=waits_for)
     started = RoleProcess(FakeChild(spec=make_spec(layout, name), pid=1), now=100.0)
-    started.read_reports(layout)
+    started.reports = read_reports(started.child.spec.reports)
     return started
 
 

@@ -159,7 +159,7 @@ def test_a_killed_trainer_takes_the_orchestrator_along_and_both_start_again(run:
     assert run.supervisor.run() == 0
     assert run.starts() == ["inference", "trainer", "orchestrator", "trainer", "orchestrator"]
     assert run.host.started[2].signals == [signal.SIGTERM]
-    assert list(run.host.spared[0]) == [run.newest("inference").pid]
+    assert list(run.host.spared[0]) == [run.newest("inference")]
     (restart,) = run.status().restarts
     assert (restart.from_step, restart.lost_steps) == (6, 2)
     assert [type(event) for event in run.attempts.events] == [Restart]
