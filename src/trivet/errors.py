@@ -23,6 +23,7 @@ TrivetError                  1
 ├── UnknownRank
 ├── RoleFailed
 ├── SubmissionFailed
+├── NodesMissing            75
 └── Diverged                 3
 """
 
@@ -136,6 +137,12 @@ class RoleFailed(TrivetError):
 
 class SubmissionFailed(TrivetError):
     """Raised when a scheduler did not take a job."""
+
+
+class NodesMissing(TrivetError):
+    """Raised when a node that the run needs did not come, or was lost and did not return. A scheduler may start the run again."""
+
+    exit_code = 75
 
 
 class Diverged(TrivetError):

@@ -4,6 +4,9 @@ import signal
 
 from trivet.wire.status import RestartRecord
 
+NODE_LOST = 1000
+"""The exit code of a process that was lost with its node. No process has it of its own."""
+
 
 def describe_exit(code: int | None) -> str:
     """Return `ended with exit code 3` or `killed by SIGKILL`; a shell's 128 + N is named too.
@@ -13,6 +16,8 @@ def describe_exit(code: int | None) -> str:
     """
     if code is None:
         return "still running"
+    if code == NODE_LOST:
+        return "lost with its node"
     number = -code if code < 0 else code - 128
     try:
         name = signal.Signals(number).name

@@ -48,7 +48,12 @@ def share_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> dict[str, 
         ConfigError: as `find_secret`.
     """
     find_secret(layout, environ=environ)
-    return {SECRET_FILE: str(Path(environ.get(SECRET_FILE) or layout.secret).absolute())}
+    return {SECRET_FILE: str(secret_file(layout, environ=environ))}
+
+
+def secret_file(layout: RunLayout, *, environ: Mapping[str, str]) -> Path:
+    """Return the file that `environ` names, else that of the output directory; absolute."""
+    return Path(environ.get(SECRET_FILE) or layout.secret).absolute()
 
 
 def find_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> RunSecret:
@@ -57,7 +62,7 @@ def find_secret(layout: RunLayout, *, environ: Mapping[str, str]) -> RunSecret:
     Raises:
         ConfigError: the named file is missing, is not a secret, or other users may read it.
     """
-    named = Path(environ.get(SECRET_FILE) or layout.secret).absolute()
+    named = secret_file(layout, environ=environ)
     return make_secret(named) if named == layout.secret.absolute() else read_secret(named)
 
 

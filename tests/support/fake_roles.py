@@ -71,6 +71,8 @@ class FakeHost:
     shown: list[int] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     """Pids of processes that a signal has stopped."""
+    lost: set[int] = field(default_factory=set)
+    num_nodes: int = 1
     was_hurried: bool = False
     does_adopt: bool = False
 
@@ -105,6 +107,13 @@ class FakeHost:
     def find_stopped(self, processes: Sequence[FakeChild]) -> list[tuple[int, ...]]:
         return [(process.pid,) if process.pid in self.stopped else () for process in processes]
 
+    def lost_nodes(self) -> frozenset[int]:
+        return frozenset(self.lost)
+
+    @property
+    def has_nodes(self) -> bool:
+        return bool(self.num_nodes > 1)
+
     def read_reports(self, process: FakeChild) -> RoleReports:
         return read_reports(process.spec.reports)
 
@@ -138,8 +147,14 @@ class FakeAttempts:
     def is_last_step_committed(self) -> bool:
         return self.last_commit is not None and self.last_commit >= (self.max_steps or 0)
 
+    names: Sequence[str] = NAMES
+    num_plans: int = 0
+
     def specs(self) -> Sequence[ProcessSpec]:
-        return [make_spec(self.layout, name) for name in NAMES]
+        return [make_spec(self.layout, name) for name in self.names]
+
+    def plan_again(self) -> None:
+        self.num_plans += 1
 
     def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
         return {RecoveryUnit("inference"): self.urls}
@@ -166,6 +181,7 @@ def make_spec(layout: RunLayout, name: str) -> ProcessSpec:
         env={},
         env_defaults={},
         does_finish=name != "inference",
+        records_end=name != "trainer-1",
         reports=report_files(layout, name),
     )
 

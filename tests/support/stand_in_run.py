@@ -19,6 +19,7 @@ from trivet.launcher.logs import RunLog
 from trivet.launcher.plan import TRAINING, ProcessSpec, RecoveryUnit, report_files
 from trivet.launcher.processes import LocalHost
 from trivet.launcher.run_directory import RunDirectory
+from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.telemetry.events import EventWriter
@@ -78,6 +79,7 @@ class StandInAttempts:
 
 def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
     layout = RunLayout(Path.cwd())
+    limits = RecoveryConfig.model_validate_json(recovery)
     attempts = StandInAttempts(layout=layout, behaviours=behaviours, ports=ports)
     with RunDirectory(layout) as directory:
         directory.begin(attempts.run, resumed_from=None)
@@ -87,10 +89,10 @@ def main(recovery: str, behaviours: list[str], ports: list[str]) -> int:
                 attempts,
                 order=StartOrder(EnvironmentProbe([], timeout_s=0.0), num_cpus=len(behaviours)),
                 host=LocalHost(python=sys.executable, environ=os.environ),
-                config=RecoveryConfig.model_validate_json(recovery),
+                config=limits,
+                recovery=Recovery(limits, stop_timeout_s=2.0, patience_s=30.0),
                 log=RunLog(sys.stdout, file),
                 shutdown_timeout_s=2.0,
-                patience_s=30.0,
             ).run()
 
 

@@ -52,6 +52,9 @@ ELSEWHERE = {
     "inference/*.py": "integration/test_inference_server.py",  # parts that run inside vLLM
     "launcher/commands/*.py": "integration/test_launcher_command.py",
     "launcher/commands/sft.py": "integration/test_sft_command.py",
+    "launcher/nodes/join.py": "integration/test_nodes.py",
+    "launcher/nodes/lead.py": "integration/test_nodes.py",
+    "launcher/nodes/messages.py": "unit/launcher/nodes/test_agent.py",  # declarations
     "launcher/host.py": "integration/test_launcher_processes.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
     "launcher/role_configs.py": "unit/launcher/test_plan.py",

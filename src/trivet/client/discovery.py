@@ -1,4 +1,4 @@
-"""Finds servers by DNS name (`client.elastic`): adds those that came and removes those that went. Called by `ServerPool`."""
+"""Finds servers by DNS name or in a file (`client.elastic`): adds those that came, removes those that went."""
 
 import asyncio
 import logging
@@ -12,6 +12,7 @@ from trivet.client.server import Server
 from trivet.client.server_set import ServerSet
 from trivet.config.sections.client import ElasticConfig
 from trivet.errors import InferenceError
+from trivet.wire.servers import server_root
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ async def resolve(hostname: str) -> list[str]:
 
 
 class ServerDiscovery:
-    """Keeps a `ServerSet` equal to what a DNS name resolves to.
+    """Keeps a `ServerSet` equal to what a DNS name resolves to, or a file lists.
 
     >>> ready = await discovery.wait_ready(timeout_s=300)
     >>> await discovery.follow(tasks, monitor)
@@ -53,7 +54,7 @@ class ServerDiscovery:
         self._sleep = sleep
 
     async def wait_ready(self, timeout_s: float) -> list[Server]:
-        """Wait until a server behind the name answers; return those that do.
+        """Wait until a server answers; return those that do.
 
         Raises:
             InferenceError: none did within `timeout_s`.
@@ -61,16 +62,13 @@ class ServerDiscovery:
         deadline = self._clock() + timeout_s
         while not (ready := await self._find_ready()):
             if self._clock() >= deadline:
-                errors = "; ".join(server.last_error for server in self._servers.known) or "the name has no address"
-                raise InferenceError(
-                    f"no server behind client.elastic.hostname = {self._config.hostname!r} was ready within "
-                    f"{timeout_s:.0f} s: {errors}"
-                )
+                errors = "; ".join(server.last_error for server in self._servers.known) or "it names no address"
+                raise InferenceError(f"no server of {self._config.source} was ready within {timeout_s:.0f} s: {errors}")
             await self._sleep(_RETRY_INTERVAL_S)
         return ready
 
     async def follow(self, tasks: asyncio.TaskGroup, monitor: ServerHealthMonitor) -> None:
-        """Look the name up every `sync_interval`, until cancelled. `monitor` watches the servers that came, in `tasks`."""
+        """Look for servers every `sync_interval`, until cancelled. `monitor` watches the servers that came, in `tasks`."""
         while True:
             await self._sleep(self._config.sync_interval)
             came, gone = await self._look_up()
@@ -79,20 +77,27 @@ class ServerDiscovery:
                 monitor.watch(tasks, server)
             for server in gone:
                 monitor.unwatch(server.root)
-                self._servers.mark_unhealthy(server, f"{self._config.hostname} does not name it any more")
+                self._servers.mark_unhealthy(server, f"{self._config.source} does not name it any more")
                 await server.client.aclose()
 
     async def _look_up(self) -> tuple[list[Server], list[Server]]:
         """Bring the set up to date; return the servers that came and those that went."""
         try:
-            addresses = await self._resolve(self._config.hostname)
+            roots = await self._find_roots()
         except OSError as exc:
-            logger.warning("client.elastic.hostname = %r cannot be looked up: %s; its servers stay", self._config.hostname, exc)
+            logger.warning("%s cannot be looked up: %s; its servers stay", self._config.source, exc)
             return [], []
-        roots = [f"http://{f'[{address}]' if ':' in address else address}:{self._config.port}" for address in addresses]
         gone = [self._servers.remove(server.root) for server in self._servers.known if server.root not in roots]
         came = [self._servers.add(self._make_client(root)) for root in roots if self._servers.find(root) is None]
         return came, gone
+
+    async def _find_roots(self) -> list[str]:
+        if self._config.servers_file is not None:
+            text = await asyncio.to_thread(self._config.servers_file.read_text)
+            return [server_root(line.strip()) for line in text.splitlines() if line.strip()]
+        assert self._config.hostname is not None
+        addresses = await self._resolve(self._config.hostname)
+        return [f"http://{f'[{address}]' if ':' in address else address}:{self._config.port}" for address in addresses]
 
     async def _find_ready(self) -> list[Server]:
         await self._look_up()

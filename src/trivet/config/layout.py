@@ -97,6 +97,20 @@ class RunLayout:
         """The file that names the directory of the live run's temporary files."""
         return self.root / ".scratch"
 
+    def scratch_note_of(self, node: int) -> Path:
+        """Return the same for a node that is not the first."""
+        return self.root / f".scratch.{node}"
+
+    @property
+    def servers(self) -> Path:
+        """The file with the address of each inference server of a run of several nodes; one may come back at another address."""
+        return self.root / ".servers"
+
+    @property
+    def control(self) -> Path:
+        """The file that says where the first node of a run of several listens for the others."""
+        return self.root / ".control.json"
+
     @property
     def run_file(self) -> Path:
         """The file of run id and attempt, from which a resumed run takes its identity."""

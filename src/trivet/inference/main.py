@@ -61,7 +61,7 @@ def main() -> int:
 
 def serve(config: InferenceConfig) -> int:
     """Serve until a signal ends it; returns the exit code."""
-    role = "teacher" if config.is_teacher else "inference"
+    role = "teacher" if config.is_teacher else config.name
     setup_logging(role, level=config.log.level, as_json=config.log.json_logging)
     if is_foreign_run_active(config.output_dir, parent=os.getppid()):
         logger.warning(

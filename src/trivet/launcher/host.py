@@ -85,6 +85,15 @@ class ProcessHost(Protocol):
         """Return for each process the pids of those of its processes that a signal has stopped."""
         ...
 
+    def lost_nodes(self) -> frozenset[int]:
+        """Return the nodes of the run that are not there."""
+        ...
+
+    @property
+    def has_nodes(self) -> bool:
+        """True when there are more nodes than this one."""
+        ...
+
     def read_reports(self, process: HostedProcess) -> RoleReports:
         """Return what its processes report now."""
         ...

@@ -70,6 +70,10 @@ class ProcessSpec:
     """True for a process that ends by itself after the last step; any other serves until it is stopped."""
     reports: tuple[ReportFile, ...] = ()
     """Where its processes report what they do."""
+    node: int = 0
+    """The index of the node on which it runs."""
+    records_end: bool = True
+    """True for a process that records in events.jsonl that it reached the last step, if it finishes at all."""
     are_children_watched: bool = False
     """True for a role that cannot do without any of its processes: one that is stopped makes the role stuck."""
 
@@ -103,6 +107,8 @@ class RunPlan:
     """The resolved configuration of each role, by the file that it is written to."""
     notices: tuple[str, ...]
     """Messages for the user, shown once before the start."""
+    servers_file: Path | None = None
+    """The file in which the orchestrator looks for the inference servers; None: they stay where `configs` says."""
     server_urls: Mapping[RecoveryUnit, tuple[str, ...]]
     """The addresses at which the servers answer that this run starts, by their units."""
 
@@ -152,17 +158,17 @@ def plan(
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes = [
         trainer_process(config, python, configs / "trainer.toml", shares, machine),
-        _orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
+        orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=not shares.trainer),
     ]
     urls: dict[RecoveryUnit, tuple[str, ...]] = {}
     if inference is not None:
         sections[configs / "inference.toml"] = inference
         urls[RecoveryUnit(INFERENCE)] = tuple(orchestrator.client.base_url)
-        processes.insert(0, _server_process(INFERENCE, config, python, configs / "inference.toml", shares.inference))
+        processes.insert(0, server_process(INFERENCE, config, python, configs / "inference.toml", shares.inference))
     if teacher is not None and orchestrator.teacher_model is not None:
         sections[configs / "teacher.toml"] = teacher
         urls[RecoveryUnit(TEACHER)] = tuple(orchestrator.teacher_model.client.base_url)
-        processes.insert(0, _server_process(TEACHER, config, python, configs / "teacher.toml", shares.teacher))
+        processes.insert(0, server_process(TEACHER, config, python, configs / "teacher.toml", shares.teacher))
     return RunPlan(
         processes=tuple(processes),
         configs=sections,
@@ -252,7 +258,8 @@ def _check_ids(key: str, ids: Sequence[int], num_gpus: int) -> None:
         )
 
 
-def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
+def server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:
+    """Return the process of the inference server or teacher `name`, which reads `file`."""
     return ProcessSpec(
         name=name,
         unit=RecoveryUnit(name),
@@ -266,7 +273,8 @@ def _server_process(name: str, config: RLConfig, python: str, file: Path, gpus: 
     )
 
 
-def _orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu: bool) -> ProcessSpec:
+def orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu: bool) -> ProcessSpec:
+    """Return the process of the orchestrator, which reads `file`."""
     return ProcessSpec(
         name=ORCHESTRATOR,
         unit=TRAINING,

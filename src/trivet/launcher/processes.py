@@ -167,6 +167,16 @@ class LocalHost:
         return [tuple(pid for pid in family if pid in table and table[pid].is_stopped) for family in families]
 
     @staticmethod
+    def lost_nodes() -> frozenset[int]:
+        """Return the nodes that are not there: none, as this is the only one."""
+        return frozenset()
+
+    @property
+    def has_nodes(self) -> bool:
+        """True when there are more nodes than this one."""
+        return False
+
+    @staticmethod
     def read_reports(process: HostedProcess) -> RoleReports:
         """Return what its processes report now."""
         return read_reports(process.spec.reports)

@@ -2,31 +2,42 @@
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trivet.config.compute_dtype import describe_dtype, record_choice
 from trivet.config.layout import RunLayout
 from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import RunIdentity
 from trivet.environments.packages.interpreters import describe_interpreter, require_environment
 from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.environments.packages.probe_program import ProbeTarget
 from trivet.environments.settings import run_settings
 from trivet.launcher.commands.bench import measure_trainer
 from trivet.launcher.custom_advantage import require_advantage
+from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import share_gpus
+from trivet.launcher.placement import HEAD, describe_placement, place
+from trivet.launcher.plan import RunPlan, plan, share_gpus
 from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import LocalHost
 from trivet.launcher.role_configs import Ports
 from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts, role_environment
+from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
-from trivet.machine import inspect_machine
+from trivet.machine import Machine, inspect_machine
 from trivet.process.stacks import show_stacks_on_signal
-from trivet.secret import share_secret
+from trivet.secret import find_secret, share_secret
 from trivet.transport.recorded_groups import require_replayable
+from trivet.wire.versions import Step
+
+if TYPE_CHECKING:
+    from trivet.launcher.nodes.identity import NodeIdentity
 
 
 def check(config: RLConfig) -> None:
@@ -42,7 +53,11 @@ def check(config: RLConfig) -> None:
     for name, env in config.orchestrator.environments.items():
         require_environment(env)
         print(f"environment {name}: runs in {describe_interpreter(env)}", file=sys.stderr)
-    share_gpus(config, inspect_machine().gpus)
+    if config.deployment.is_multi_node:
+        for line in describe_placement(place(config)):
+            print(line, file=sys.stderr)
+    else:
+        share_gpus(config, inspect_machine().gpus)
     require_advantage(config.orchestrator.advantage)
     require_replayable(config.orchestrator)
     if config.orchestrator.replay is not None:
@@ -72,49 +87,97 @@ def _loading_environments(config: RLConfig) -> EnvironmentProbe:
 
 
 def start(config: RLConfig) -> int:
-    """Run `config`, resolved and checked, to its end; returns the exit code."""
+    """Run `config`, resolved and checked, to its end, or take part in it as another node; returns the exit code."""
     if config.trainer.bench is not None:
         return measure_trainer(config)
+    if not config.deployment.is_multi_node:
+        return _run(config, identity=None)
+    from trivet.launcher.nodes import identity, join  # here: a run of one node needs no sockets
+
+    node = identity.identify_node(config.deployment, os.environ)
+    return _run(config, identity=node) if node.index == HEAD else join.join(config, node)
+
+
+def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
     show_stacks_on_signal()
     layout = RunLayout(config.output_dir)
     with ExitStack() as held:
         directory = held.enter_context(RunDirectory(layout))
-        scratch = held.enter_context(Scratch(layout))
+        scratch = held.enter_context(Scratch(layout.scratch_note))
         ckpt = config.trainer.ckpt
         environments = held.enter_context(_loading_environments(config))
         step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
         if config.clean:
             environments.wait()  # first: what it removes would be missed if they cannot be loaded
+        is_resumed = step is not None and ckpt.resume_from is None
+        run, machine = directory.identify(is_resumed=is_resumed), inspect_machine()
+        if not is_resumed and identity is not None:
+            directory.renew_secret()  # the other nodes need the new run's
+        place = _open_place(config, identity, layout=layout, run=run, machine=machine, held=held)
         attempts = Attempts(
-            config=config,
-            directory=directory,
-            run=directory.identify(is_resumed=step is not None and ckpt.resume_from is None),
-            from_step=step,
-            machine=inspect_machine(),
-            python=sys.executable,
-            ports=_reserve_ports(config, held.enter_context(ReservedPorts())),
-            scratch=scratch,
+            config=config, directory=directory, run=run, from_step=step, make_plan=place.make_plan, scratch=scratch
         )
         attempts.begin()
         record_choice(layout, config)
         layout.logs.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(layout.log_file("rl.log").open("a"))
         log = RunLog(sys.stdout, file, as_json=config.log.json_logging)
-        _introduce(attempts, log)
-        environ = role_environment(os.environ) | share_secret(layout, environ=os.environ)
+        _introduce(attempts, log, machine=machine)
         supervisor = Supervisor(
             attempts,
-            order=StartOrder(environments, num_cpus=attempts.machine.num_cpus),
-            host=LocalHost(python=sys.executable, environ=environ),
+            order=StartOrder(environments, num_cpus=machine.num_cpus),
+            host=place.host,
             config=config.recovery,
+            recovery=Recovery(
+                config.recovery,
+                stop_timeout_s=config.shutdown_timeout_s,
+                patience_s=config.trainer.rollout_transport.timeout_s,
+                deployment=config.deployment,
+            ),
             log=log,
             shutdown_timeout_s=config.shutdown_timeout_s,
-            patience_s=config.trainer.rollout_transport.timeout_s,
         )
         exit_code = supervisor.run()
+        place.end_run(exit_code)
         if exit_code == 0:
             log.say(f"weights: {layout.weights}  metrics: {layout.metrics}  rollouts: {layout.root / 'rollouts'}")
         return exit_code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a run takes place: one machine, or several nodes."""
+
+    host: ProcessHost
+    make_plan: Callable[[RLConfig, RunIdentity, Step | None], RunPlan]
+    end_run: Callable[[int], None]
+    """Tells the other nodes the exit code of the run, which is over."""
+
+
+def _open_place(
+    config: RLConfig,
+    identity: "NodeIdentity | None",
+    *,
+    layout: RunLayout,
+    run: RunIdentity,
+    machine: Machine,
+    held: ExitStack,
+) -> _Place:
+    local = LocalHost(python=sys.executable, environ=role_environment(os.environ) | share_secret(layout, environ=os.environ))
+    if identity is not None:
+        from trivet.launcher.nodes.lead import lead  # here: as in `start`
+
+        secret = find_secret(layout, environ=os.environ)
+        leader = held.enter_context(
+            lead(config, layout=layout, identity=identity, run=run, secret=secret, local=local, machine=machine)
+        )
+        return _Place(host=leader.host, make_plan=leader.plan, end_run=leader.host.end_run)
+    ports = _reserve_ports(config, held.enter_context(ReservedPorts()))
+
+    def make_plan(config: RLConfig, run: RunIdentity, resume_step: Step | None) -> RunPlan:
+        return plan(config, machine=machine, python=local.python, run=run, ports=ports, resume_step=resume_step)
+
+    return _Place(host=local, make_plan=make_plan, end_run=lambda _: None)
 
 
 def _reserve_ports(config: RLConfig, held: ReservedPorts) -> Ports:
@@ -130,11 +193,11 @@ def _reserve_ports(config: RLConfig, held: ReservedPorts) -> Ports:
     )
 
 
-def _introduce(attempts: Attempts, log: RunLog) -> None:
+def _introduce(attempts: Attempts, log: RunLog, *, machine: Machine) -> None:
     run, step, layout, trainer = attempts.run, attempts.from_step, attempts.layout, attempts.config.trainer
     origin = "from the start model" if step is None else f"from the checkpoint of step {step}"
     log.say(f"run {run.id} attempt {run.attempt} {origin}, output in {layout.root}, logs in {layout.logs}")
-    is_on_gpu = bool(attempts.machine.gpus) and trainer.device != "cpu"
-    log.say(f"computes in {describe_dtype(trainer.model.compute_dtype, attempts.machine, is_on_gpu=is_on_gpu)}")
+    is_on_gpu = bool(machine.gpus) and trainer.device != "cpu"
+    log.say(f"computes in {describe_dtype(trainer.model.compute_dtype, machine, is_on_gpu=is_on_gpu)}")
     for notice in attempts.planned.notices:
         log.say(f"notice: {notice}")

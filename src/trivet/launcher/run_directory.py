@@ -53,6 +53,7 @@ class RunDirectory:
 
     def __init__(self, layout: RunLayout) -> None:
         self.layout = layout
+        self._has_new_secret = False
         self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", guards=layout.root, wait_s=_LOCK_WAIT_S)
 
     def __enter__(self) -> "RunDirectory":
@@ -133,6 +134,14 @@ class RunDirectory:
             return RunIdentity(id=before.id, attempt=before.attempt + 1)
         return RunIdentity(id=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
 
+    def renew_secret(self) -> None:
+        """Forget the secret of the run that this directory held. A role that was started by hand for the new run may have made the
+        new run's already; that one stays.
+        """
+        if not self._has_new_secret and read_run(self.layout) is not None:
+            self.layout.secret.unlink(missing_ok=True)
+        self._has_new_secret = True
+
     def begin(
         self, run: RunIdentity, *, resumed_from: Step | None, resume_from: Path | None = None, versions: Iterable[int] = ()
     ) -> None:
@@ -146,8 +155,7 @@ class RunDirectory:
             ConfigError: the checkpoint to resume from is damaged; nothing was removed.
         """
         if resumed_from is None or resume_from is not None:
-            if read_run(self.layout) is not None:  # else the secret is that of a server which was started by hand for this run
-                self.layout.secret.unlink(missing_ok=True)
+            self.renew_secret()
             for name in self._entries():
                 _remove(self.layout.root / name)
             if resumed_from is not None and resume_from is not None:

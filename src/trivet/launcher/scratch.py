@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from trivet.config.layout import RunLayout
 from trivet.errors import ConfigError
 from trivet.launcher.plan import ORCHESTRATOR, ProcessSpec
 from trivet.machine import compile_cache_directory
@@ -28,12 +27,12 @@ class Scratch:
 
     Its path is noted there: the next run removes what a launcher that was killed left, if no other run is in it.
 
-    >>> with Scratch(layout) as scratch:
+    >>> with Scratch(layout.scratch_note) as scratch:
     ...     spec = scratch.redirect(spec)
     """
 
-    def __init__(self, layout: RunLayout) -> None:
-        self._note = layout.scratch_note
+    def __init__(self, note: Path) -> None:
+        self._note = note
         self._held = ExitStack()
 
     def __enter__(self) -> "Scratch":

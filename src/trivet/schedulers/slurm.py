@@ -121,6 +121,11 @@ def _check(config: RLConfig | SftConfig | EvalConfig, slurm: SlurmConfig) -> Pat
             "slurm.requeue needs ckpt.interval: fine-tuning commits nothing when its time is up, so a job that is queued again "
             "would begin anew; set ckpt.interval, or slurm.requeue = false"
         )
+    if isinstance(config, RLConfig) and config.deployment.is_multi_node:
+        raise ConfigError(
+            '[slurm] submits runs of one node, and deployment.type is "multi_node": ask SLURM for an allocation, and start the'
+            " command in it without [slurm], with srun --ntasks-per-node=1"
+        )
     project = slurm.project_dir.absolute()
     if not project.is_dir():
         raise ConfigError(f"slurm.project_dir {str(project)!r} is not a directory; name the one that the job is to run in")

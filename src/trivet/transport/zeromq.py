@@ -102,8 +102,8 @@ def derive_keys(secret: RunSecret) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
-def _address(config: TransportConfig) -> str:
-    return f"tcp://{config.host}:{config.port}"
+def _address(host: str, port: int) -> str:
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _bound_and_keep_alive(socket: "zmq.Socket[Any]") -> None:
@@ -149,7 +149,7 @@ class ZmqSender:
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._handshakes = _Handshakes(self._socket, self._context)
         self._strangers = RepeatedWarning(logger)
-        self._socket.connect(_address(config))
+        self._socket.connect(_address(config.advertise or config.host, config.port))
 
     async def send(self, batch: Batch) -> None:
         """Send `batch` until the trainer acknowledges it, as `BatchSender.send`."""
@@ -255,7 +255,7 @@ class ZmqReceiver:
                 "choose a free port and give it to trainer and orchestrator"
             ) from exc
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
-        self._socket.bind(_address(config))
+        self._socket.bind(_address(config.host, config.port))
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="batch-receiver", daemon=True)
         self._thread.start()

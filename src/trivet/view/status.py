@@ -106,15 +106,17 @@ def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: 
 
 def describe_role(role: RoleStatus, *, now: float) -> Iterator[str]:
     """One line for each process that reports: what it does, or who it waits for and how long."""
+    where = f" (node {role.node})" if role.node else ""
     if role.state is not RoleState.RUNNING:
-        yield f"{role.name} {role.state}{f': {role.exit}' if role.exit else ''}"
+        yield f"{role.name}{where} {role.state}{f': {role.exit}' if role.exit else ''}"
         return
     if role.stuck:
-        yield f"{role.name} is stuck: {role.stuck}"
+        yield f"{role.name}{where} is stuck: {role.stuck}"
     if not role.reports:
-        yield f"{role.name} is starting (pid {role.pid}); it has not reported yet"
+        yield f"{role.name}{where} is starting (pid {role.pid}); it has not reported yet"
     for report in role.reports:
         name = f"{role.name} rank {report.rank} of {report.num_ranks}" if report.num_ranks > 1 else role.name
+        name += where
         for_s = _seconds(report.time - report.since)
         line = (
             f"{name} has waited {for_s} for {report.activity} (from {report.waits_for})"

@@ -71,6 +71,8 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: RoleState
     pid: int
+    node: int = 0
+    """The index of the node on which it runs; 0 is the launcher's own."""
     exit: str = ""
     """The way it ended: `killed by SIGKILL`."""
     stuck: str = ""

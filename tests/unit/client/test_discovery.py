@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
@@ -19,11 +20,11 @@ from trivet.wire.versions import PolicyVersion
 class Name:
     """A DNS name whose addresses the test sets."""
 
-    def __init__(self, *addresses: str) -> None:
+    def __init__(self, *addresses: str, config: ElasticConfig | None = None) -> None:
         self.addresses: list[str] | OSError = list(addresses)
         self.servers = ServerSet(write_event=lambda event: None, clock=asyncio.get_running_loop().time)
         self.discovery = ServerDiscovery(
-            ElasticConfig(hostname="inference.local", port=80),
+            config or ElasticConfig(hostname="inference.local", port=80),
             self.servers,
             make_client=lambda url: SimulatedServer(url, random.Random(0)),  # type: ignore[arg-type, return-value]
             resolve=self._resolve,
@@ -43,12 +44,35 @@ class Name:
 def test_the_start_waits_for_a_server_that_answers():
     async def scenario() -> None:
         name = Name()
-        with pytest.raises(InferenceError, match="was ready within 5 s: the name has no address"):
+        with pytest.raises(InferenceError, match="was ready within 5 s: it names no address"):
             await name.discovery.wait_ready(5.0)
         name.addresses = ["10.0.0.1", "::1"]
         assert [server.root for server in await name.discovery.wait_ready(5.0)] == ["http://10.0.0.1:80", "http://[::1]:80"]
 
     run_virtually(scenario(), limit_s=60)
+
+
+def test_a_file_of_a_run_over_nodes_says_where_its_servers_are_now(tmp_path: Path):
+    file = tmp_path / ".servers"
+
+    async def scenario() -> None:
+        name = Name(config=ElasticConfig(servers_file=file))
+        with pytest.raises(InferenceError, match=r"no server of client\.elastic\.servers_file = '.*' was ready"):
+            await name.discovery.wait_ready(5.0)
+        file.write_text("http://10.0.0.1:8000/v1\nhttp://10.0.0.2:8001/v1\n")
+        await name.discovery.wait_ready(5.0)
+        assert name.roots == ["http://10.0.0.1:8000", "http://10.0.0.2:8001"]
+        file.write_text("http://10.0.0.1:8000/v1\nhttp://10.0.0.3:8001/v1\n")
+        await name.discovery.wait_ready(5.0)
+        assert name.roots == ["http://10.0.0.1:8000", "http://10.0.0.3:8001"]
+
+    run_virtually(scenario(), limit_s=60)
+
+
+@pytest.mark.parametrize("values", [{}, {"hostname": "a", "servers_file": "b"}])
+def test_one_source_says_where_servers_are(values: dict[str, str]):
+    with pytest.raises(ValueError, match="set hostname or servers_file"):
+        ElasticConfig.model_validate(values)
 
 
 def test_servers_follow_the_name_and_stay_while_it_cannot_be_looked_up():

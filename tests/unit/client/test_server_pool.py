@@ -284,7 +284,7 @@ def test_servers_behind_a_name_join_with_the_current_policy_and_leave_with_their
             assert site.servers[b].status.version == 1
             await asyncio.sleep(10)
             assert (site.pool.roots, site.lost) == ([b], [a])
-        assert "inference.local does not name it any more" in site.of(ServerDown)[0].reason
+        assert "'inference.local' does not name it any more" in site.of(ServerDown)[0].reason
 
     run_virtually(scenario(), limit_s=60)
 
@@ -292,7 +292,7 @@ def test_servers_behind_a_name_join_with_the_current_policy_and_leave_with_their
 def test_a_name_behind_which_nobody_answers_ends_the_start():
     async def scenario() -> None:
         site = Site(A, names=[[]], ready_s=30.0)
-        with pytest.raises(InferenceError, match=r"no server behind client\.elastic\.hostname = 'inference\.local'"):
+        with pytest.raises(InferenceError, match=r"no server of client\.elastic\.hostname = 'inference\.local'"):
             await site.pool.start()
 
     run_virtually(scenario(), limit_s=60)

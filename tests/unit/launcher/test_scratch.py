@@ -37,7 +37,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 def test_what_a_role_leaves_goes_with_the_run(layout: RunLayout, system_tmp: Path) -> None:
     program = "import tempfile; print(tempfile.mkdtemp())"
-    with Scratch(layout) as scratch:
+    with Scratch(layout.scratch_note) as scratch:
         environ = {**os.environ, **scratch.redirect(SPEC).env}
         left = subprocess.run([sys.executable, "-c", program], env=environ, check=True, capture_output=True, text=True).stdout
         assert Path(left.strip()).parent == scratch.directory
@@ -49,21 +49,21 @@ def test_the_next_run_removes_what_a_killed_launcher_left(layout: RunLayout, sys
     program = (
         "import os, sys; from pathlib import Path; from trivet.config.layout import RunLayout;"
         "from trivet.launcher.scratch import Scratch\n"
-        "with Scratch(RunLayout(Path(sys.argv[1]))): os._exit(9)"
+        "with Scratch(RunLayout(Path(sys.argv[1])).scratch_note): os._exit(9)"
     )
     environ = {**os.environ, "TMPDIR": str(system_tmp)}
     subprocess.run([sys.executable, "-c", program, str(layout.root)], env=environ, check=False)
     (left,) = system_tmp.iterdir()
-    with Scratch(layout) as scratch:
+    with Scratch(layout.scratch_note) as scratch:
         assert list(system_tmp.iterdir()) == [scratch.directory] != [left]
 
 
 def test_a_copy_of_a_live_runs_directory_leaves_that_run_its_files(layout: RunLayout, system_tmp: Path, tmp_path: Path) -> None:
     copy = RunLayout(tmp_path / "copy")
     copy.root.mkdir()
-    with Scratch(layout) as scratch:
+    with Scratch(layout.scratch_note) as scratch:
         copy.scratch_note.write_text(layout.scratch_note.read_text())
-        with Scratch(copy) as other:
+        with Scratch(copy.scratch_note) as other:
             assert {*system_tmp.iterdir()} == {scratch.directory, other.directory}
 
 
@@ -73,7 +73,7 @@ def test_a_note_that_names_something_else_removes_nothing(layout: RunLayout, sys
     link.symlink_to(precious)
     for noted in (precious, link, system_tmp / "trivet-gone"):
         layout.scratch_note.write_text(f"{noted}\n")
-        with Scratch(layout):
+        with Scratch(layout.scratch_note):
             assert precious.is_dir()
             assert link.is_symlink()
 
@@ -84,7 +84,7 @@ def test_the_path_leaves_room_for_the_name_of_a_socket(
     deep = tmp_path / ("d" * 60)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with Scratch(layout) as scratch:
+    with Scratch(layout.scratch_note) as scratch:
         assert len(str(scratch.directory)) <= 70
     assert list(deep.iterdir()) == []
     assert not scratch.directory.exists()
@@ -92,25 +92,25 @@ def test_the_path_leaves_room_for_the_name_of_a_socket(
 
 def test_without_a_place_for_temporary_files_it_says_what_to_set(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(layout.root / "not there"))
-    with pytest.raises(ConfigError, match="free disk space there, or set TMPDIR"), Scratch(layout):
+    with pytest.raises(ConfigError, match="free disk space there, or set TMPDIR"), Scratch(layout.scratch_note):
         pass
 
 
 def test_a_start_that_fails_leaves_nothing(layout: RunLayout, system_tmp: Path) -> None:
     layout.scratch_note.mkdir()  # so that no note can be written
-    with pytest.raises(IsADirectoryError), Scratch(layout):
+    with pytest.raises(IsADirectoryError), Scratch(layout.scratch_note):
         pass
     assert list(system_tmp.iterdir()) == []
 
 
 def test_environments_keep_the_directory_that_the_user_has(layout: RunLayout, system_tmp: Path) -> None:
     spec = ProcessSpec(name="orchestrator", unit=TRAINING, argv=(), log=Path("log"), env={}, env_defaults={}, does_finish=True)
-    with Scratch(layout) as scratch:
+    with Scratch(layout.scratch_note) as scratch:
         assert scratch.redirect(spec) == spec
 
 
 def test_what_libraries_keep_among_temporary_files_is_found_by_the_next_run(layout: RunLayout, system_tmp: Path) -> None:
-    with Scratch(layout) as scratch:
+    with Scratch(layout.scratch_note) as scratch:
         held = scratch.redirect(SPEC)
         assert held.env_defaults["TORCHINDUCTOR_CACHE_DIR"] == str(compile_cache_directory())
         assert Path(held.env_defaults["TORCHINDUCTOR_CACHE_DIR"]).parent == system_tmp

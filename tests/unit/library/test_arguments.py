@@ -22,6 +22,7 @@ OTHERWISE = {
     "wandb": "wandb of the dialect",
     "bench": "measures no run",
     "faults": "for tests of endurance",
+    "deployment": "a program of Python leads no nodes",
     "slurm": "submits a command, and a program of Python is none",
 }
 """Keys of a run that `RLArguments` has under another name, or not."""

@@ -45,6 +45,12 @@ def test_each_rank_is_told_by_its_number() -> None:
     ]
 
 
+def test_a_role_on_another_node_is_said_to_be_there() -> None:
+    elsewhere = msgspec.structs.replace(role("inference-1", report("inference-1", activity="serving")), node=2)
+    (line,) = describe_role(elsewhere, now=NOW)
+    assert line.startswith("inference-1 (node 2) alive, serving for ")
+
+
 def test_an_old_report_and_a_role_held_for_stuck_are_said() -> None:
     silent = role(
         "trainer", report("trainer", activity="training step 3", time=NOW - 70, since=NOW - 75), stuck="no report for 60 s"

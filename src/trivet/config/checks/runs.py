@@ -37,18 +37,9 @@ def run_problems(config: RLConfig) -> Iterator[str]:
         yield from inference_problems(config.inference, INFERENCE)
         yield from _length_problems(config, config.inference)
         yield from _adapter_problems(config.trainer.model.lora, config.inference)
-        if problem := tensor_parallel_problem(
-            config.inference.parallel.tp,
-            num_gpus=len(config.inference_gpu_ids),
-            key=str(INFERENCE.parallel.tp),
-            gpu_ids=str(ROOT.inference_gpu_ids),
-        ):
-            yield problem
     yield from _port_problems(config)
     yield from _teacher_problems(config)
-    for key, ids in ((ROOT.inference_gpu_ids, config.inference_gpu_ids), (ROOT.trainer_gpu_ids, config.trainer_gpu_ids)):
-        if len(set(ids)) != len(ids) or not ids:
-            yield f"{key} must name at least one GPU and each once, got {ids}"
+    yield from _node_problems(config) if config.deployment.is_multi_node else _gpu_problems(config)
     trainer_len, orchestrator_len = config.trainer.model.seq_len, config.orchestrator.seq_len
     if trainer_len < orchestrator_len:
         yield (
@@ -57,16 +48,72 @@ def run_problems(config: RLConfig) -> Iterator[str]:
         )
 
 
-def _layout_problems(config: RLConfig) -> Iterator[str]:
-    """Check how the trainer's model is distributed over its ranks, and that servers can load the same model."""
-    model = config.trainer.model
+def _gpu_problems(config: RLConfig) -> Iterator[str]:
+    """Check how the GPUs of one machine are divided."""
+    if config.inference is not None and (
+        problem := tensor_parallel_problem(
+            config.inference.parallel.tp,
+            num_gpus=len(config.inference_gpu_ids),
+            key=str(INFERENCE.parallel.tp),
+            gpu_ids=str(ROOT.inference_gpu_ids),
+        )
+    ):
+        yield problem
     if problem := replicas_problem(
-        model.dp_replicate,
+        config.trainer.model.dp_replicate,
         num_ranks=len(config.trainer_gpu_ids),
         key=str(TRAINER.model.dp_replicate),
         ranks=f"the GPUs of {ROOT.trainer_gpu_ids}",
     ):
         yield problem
+    for key, ids in ((ROOT.inference_gpu_ids, config.inference_gpu_ids), (ROOT.trainer_gpu_ids, config.trainer_gpu_ids)):
+        if len(set(ids)) != len(ids) or not ids:
+            yield f"{key} must name at least one GPU and each once, got {ids}"
+
+
+def _node_problems(config: RLConfig) -> Iterator[str]:
+    """Check what a run of several nodes needs besides the section itself."""
+    deployment = config.deployment
+    if (config.inference is None) != (deployment.num_infer_nodes == 0):
+        yield (
+            f"{ROOT.deployment.num_infer_nodes} ({deployment.num_infer_nodes}) must be 0 if the run starts no server"
+            f' ({ROOT.inference} = "None", or a replay), and only then'
+        )
+    if deployment.num_infer_nodes > 1:
+        yield (
+            f"{ROOT.deployment.num_infer_nodes} ({deployment.num_infer_nodes}): a server spans one node; set it to 1, and"
+            f" {ROOT.deployment.num_infer_replicas} to the number of servers. For a model that no node can hold start the servers"
+            f' yourself, set it to 0 and {ROOT.inference} = "None", and name them in {ORCHESTRATOR.client.base_url}'
+        )
+    if config.teacher_inference is not None:
+        yield (
+            f'{ROOT.deployment.type} = "multi_node" has no place for a teacher\'s server: start it yourself, name it in'
+            f" {ORCHESTRATOR.teacher_model.client.base_url} and remove [{ROOT.teacher_inference}] and {ROOT.teacher_gpu_ids}"
+        )
+    num_ranks = deployment.num_train_nodes * (deployment.gpus_per_node or config.trainer_cpu_ranks)
+    if deployment.nodes_per_fsdp_group is None and (
+        problem := replicas_problem(
+            config.trainer.model.dp_replicate,
+            num_ranks=num_ranks,
+            key=str(TRAINER.model.dp_replicate),
+            ranks="the ranks of all nodes",
+        )
+    ):
+        yield problem
+    if deployment.gpus_per_node and config.inference is not None:
+        num_gpus = deployment.gpus_per_node // deployment.servers_per_node
+        if problem := tensor_parallel_problem(
+            config.inference.parallel.tp,
+            num_gpus=num_gpus,
+            key=str(INFERENCE.parallel.tp),
+            gpu_ids=f"{ROOT.deployment.gpus_per_node} / servers_per_node",
+        ):
+            yield problem
+
+
+def _layout_problems(config: RLConfig) -> Iterator[str]:
+    """Check that servers can load the model that the trainer trains."""
+    model = config.trainer.model
     if model.debug != DebugModelConfig():
         yield (
             f"{TRAINER.model.debug} makes a model that servers do not have: they load all of {ROOT.model.name}; use it with"

@@ -34,7 +34,7 @@ from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.tables import as_list
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::", "::1")
-CONNECTING = ("host", "port", "max_message_mib")
+CONNECTING = ("host", "advertise", "port", "max_message_mib")
 """Transport keys that mean the same to both ends; how long each waits is its own affair."""
 
 

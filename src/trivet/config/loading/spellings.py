@@ -107,7 +107,6 @@ REFUSED = {
     "orchestrator.ckpt.wait_for_weights_timeout": "set orchestrator.rollout_transport.timeout_s",
     "resume.dir": "set ckpt.resume_from to the output_dir of the other run",
     "resume": "set ckpt.resume_step; -1 takes the newest committed checkpoint",
-    "deployment": "set inference_gpu_ids and trainer_gpu_ids",
     "slurm.template_path": "the script is written by the command; set slurm.pre_run_command, slurm.sbatch_args or slurm.srun_args",
     "slurm.cleanup_grace_period": "set recovery.preemption_grace_s and shutdown_timeout_s",
     "slurm.shared_fs": "the node must see output_dir and this environment; remove the key",

@@ -1,6 +1,7 @@
 """Sections that say how to reach inference servers, for the orchestrator and for `eval`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from pydantic import Field, model_validator
 
@@ -10,14 +11,29 @@ from trivet.wire.servers import ServerAccess, server_root
 
 
 class ElasticConfig(Section):
-    """Servers found by name: every address that `hostname` resolves to is a server."""
+    """Servers that come and go: every address that `hostname` resolves to, or that `servers_file` lists, is a server."""
 
-    hostname: Host
+    hostname: Host | None = None
     """DNS name, looked up every `sync_interval`. A new address joins once it serves the current policy; a gone one is removed."""
     port: int = Field(default=8000, ge=1, le=65535)
-    """Port of every server."""
+    """Port of every server behind `hostname`."""
+    servers_file: Path | None = None
+    """File with the address of a server in each line, read every `sync_interval`. A run of several nodes writes one itself."""
     sync_interval: float = Field(default=5.0, gt=0, le=MAX_WAIT_S)
-    """Time between two look-ups of `hostname`, seconds."""
+    """Time between two look-ups, seconds."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ElasticConfig":
+        if (self.hostname is None) == (self.servers_file is None):
+            raise ValueError("set hostname or servers_file: one of them says where the servers are")
+        return self
+
+    @property
+    def source(self) -> str:
+        """Where the addresses are from, for messages."""
+        if self.servers_file is not None:
+            return f"client.elastic.servers_file = {str(self.servers_file)!r}"
+        return f"client.elastic.hostname = {self.hostname!r}"
 
 
 class ClientConfig(Section):

@@ -64,6 +64,8 @@ class ParallelConfig(Section):
 class InferenceConfig(RoleConfig):
     """`uv run inference @ inference.toml`."""
 
+    name: str = "inference"
+    """Name of the server among the processes of its run, under which it reports; the launcher sets it."""
     is_teacher: bool = False
     """Set by the launcher: it serves the teacher, and reports as that."""
     server: ServerConfig = ServerConfig()

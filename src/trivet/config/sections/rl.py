@@ -6,6 +6,7 @@ from pydantic import Field
 
 from trivet.config.sections.base import MAX_PROCESSES, MAX_TOKENS, MAX_WAIT_S, Section
 from trivet.config.sections.bench import BenchConfig
+from trivet.config.sections.deployment import DeploymentConfig
 from trivet.config.sections.detectors import DetectorsConfig
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -80,6 +81,8 @@ class RLConfig(Section):
     """The server of orchestrator.teacher_model, started beside the others: the keys of [inference]. Its weights never change."""
     faults: FaultsConfig = FaultsConfig()
     """Shared by every role."""
+    deployment: DeploymentConfig = DeploymentConfig()
+    """The nodes of the run."""
     slurm: SlurmConfig | None = None
     """Set: the run is submitted to SLURM. Unset: it runs here."""
     shutdown_timeout_s: float = Field(default=20.0, gt=0, le=MAX_WAIT_S)

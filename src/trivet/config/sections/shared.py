@@ -133,6 +133,8 @@ class TransportConfig(Section):
 
     host: Host = "127.0.0.1"
     """Where the trainer listens. Another interface's address lets roles on other machines connect."""
+    advertise: Host | None = None
+    """The address at which the orchestrator reaches the trainer, where that is another; unset: host."""
     port: int = Field(default=5555, ge=1, le=65535)
     """TCP port; the launcher replaces it by a free one if it is taken."""
     max_message_mib: int = Field(default=512, ge=1)

@@ -4,39 +4,41 @@ Owned by `launcher.run`; the supervisor asks it.
 The run directory and the ports are kept from the first attempt to the last.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 
 from trivet.checkpoints.commit import committed_steps, verify_checkpoint
 from trivet.checkpoints.resume import Resumable, choose_resume_step
 from trivet.config.layout import VENVS, RunLayout
+from trivet.config.sections.base import Section
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
 from trivet.key_names import VARIABLE, key_name
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import ProcessSpec, RecoveryUnit, RunPlan, plan
-from trivet.launcher.role_configs import Ports
+from trivet.launcher.placement import HEAD
+from trivet.launcher.plan import ProcessSpec, RecoveryUnit, RunPlan
 from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.launcher.scratch import Scratch
-from trivet.machine import Machine
+from trivet.storage.durable import write_atomically
 from trivet.telemetry.event_key import event_key
 from trivet.telemetry.events import EventWriter, read_events
 from trivet.weights.retention import needed_to_resume, reference_version_after
 from trivet.wire.events import Event, Stop
 from trivet.wire.versions import START_VERSION, Step
 
-_SERVER_FILES = ("inference.toml", "teacher.toml")
-"""Configurations of roles that stay up while trainer and orchestrator go back."""
+_TRAINING_FILES = ("orchestrator.toml", "trainer.toml")
+"""Configurations of roles that go back to a checkpoint; servers stay up meanwhile."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempts:
     """The current attempt of a run, from which the next one is made.
 
-    >>> attempts = Attempts(config=config, directory=directory, run=run, from_step=None, ports=ports, ...)
+    >>> attempts = Attempts(config=config, directory=directory, run=run, from_step=None, make_plan=make_plan, ...)
     >>> attempts.begin()
     >>> attempts.begin_next(log)  # after a failure of trainer or orchestrator
     """
@@ -48,9 +50,8 @@ class Attempts:
     """Id of the run, and number of the current attempt."""
     from_step: Step | None
     """The step that the current attempt resumed from, None for a fresh start."""
-    machine: Machine
-    python: str
-    ports: Ports
+    make_plan: Callable[[RLConfig, RunIdentity, Step | None], RunPlan]
+    """Plans an attempt that resumes from a step: `launcher.plan.plan` on one machine."""
     scratch: Scratch
     planned: RunPlan = field(init=False)
 
@@ -101,7 +102,7 @@ class Attempts:
                     choose_resume_step(section, is_whole_verified=True)
         versions = _needed_by_fork(self.config, self.from_step) if self.from_step and resume_from is not None else ()
         self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, versions=versions)
-        write_configs(self.planned.configs)
+        self._write(self.planned.configs)
 
     def begin_next(self, log: RunLog) -> None:
         """Make the next attempt, from the newest checkpoint that is whole, or from where the run began.
@@ -118,7 +119,12 @@ class Attempts:
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
         self.directory.begin_next(self.run)
         self.planned = self._plan()
-        write_configs({path: config for path, config in self.planned.configs.items() if path.name not in _SERVER_FILES})
+        self._write({path: config for path, config in self.planned.configs.items() if path.name in _TRAINING_FILES})
+
+    def plan_again(self) -> None:
+        """Plan the current attempt again, before a server is started: its node may have come back at another address."""
+        self.planned = self._plan()
+        self._write({path: config for path, config in self.planned.configs.items() if path.name not in _TRAINING_FILES})
 
     def has_completed(self, role: str) -> bool:
         """Return whether `role` recorded in events.jsonl that this attempt reached the last step."""
@@ -133,16 +139,17 @@ class Attempts:
         finally:
             writer.close()
 
+    def _write(self, configs: Mapping[Path, Section]) -> None:
+        write_configs(configs)
+        if self.planned.servers_file is not None:
+            urls = (url for urls in self.planned.server_urls.values() for url in urls)
+            write_atomically(self.planned.servers_file, "".join(f"{url}\n" for url in urls).encode())
+
     def _plan(self) -> RunPlan:
-        planned = plan(
-            self.config,
-            machine=self.machine,
-            python=self.python,
-            run=self.run,
-            ports=self.ports,
-            resume_step=self.from_step,
-        )
-        return replace(planned, processes=tuple(map(self.scratch.redirect, planned.processes)))
+        planned = self.make_plan(self.config, self.run, self.from_step)
+        # Each other node has a directory for temporary files of its own.
+        processes = (self.scratch.redirect(spec) if spec.node == HEAD else spec for spec in planned.processes)
+        return replace(planned, processes=tuple(processes))
 
     def _newest_whole(self, log: RunLog) -> Step | None:
         steps = committed_steps(self.layout)

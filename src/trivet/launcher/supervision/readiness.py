@@ -23,7 +23,6 @@ class ReadyProbe:
     """
 
     def __init__(self, base_urls: Sequence[str]) -> None:
-        self._base_urls = list(base_urls)
         self._waiting = list(base_urls)
         self._next_at = 0.0
 
@@ -32,9 +31,9 @@ class ReadyProbe:
         """True when every server has answered since it was started."""
         return not self._waiting
 
-    def restart(self) -> None:
-        """Note that the servers were started again."""
-        self._waiting = list(self._base_urls)
+    def restart(self, base_urls: Sequence[str]) -> None:
+        """Note that the servers were started again, at these addresses."""
+        self._waiting = list(base_urls)
 
     def poll(self, *, now: float) -> list[str]:
         """Ask those that have not answered yet; returns those that do now."""
@@ -69,7 +68,7 @@ class UnitProgress:
     def restart(self, unit: RecoveryUnit) -> None:
         """Note that `unit` is started again."""
         if unit in self._probes:
-            self._probes[unit].restart()
+            self._probes[unit].restart(self._attempts.server_urls()[unit])
 
     def is_answering(self, unit: RecoveryUnit) -> bool:
         """Return whether `unit` has servers, all of which have answered since its last start."""

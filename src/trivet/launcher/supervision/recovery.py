@@ -11,12 +11,14 @@ have answered for the first time there is no step, and nothing is waited for.
 """
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trivet.backoff import backoff_s
+from trivet.config.sections.deployment import DeploymentConfig
 from trivet.config.sections.supervision import RecoveryConfig
+from trivet.errors import NodesMissing
 from trivet.exits import describe_exit
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 
@@ -24,6 +26,9 @@ MAX_BACKOFF_S = 60.0
 """A longer wait would cost more than the restarts that it saves."""
 _FINAL = frozenset({2, 3})
 """Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
+
+
+_ONE_NODE = DeploymentConfig()
 
 
 class Outcome(StrEnum):
@@ -41,6 +46,7 @@ class RoleObservation:
     name: str
     unit: RecoveryUnit
     does_finish: bool
+    node: int = 0
     exit_code: int | None = None
     ended_at: float = 0.0
     is_complete: bool = False
@@ -65,6 +71,7 @@ class RunObservation:
     is_repeated: bool = False
     """True when a second one came."""
     is_last_step_committed: bool = False
+    lost_nodes: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +146,8 @@ class _UnitState:
     due: float = 0.0
     """Time at which it is started again."""
     restarted_at: list[float] = field(default_factory=list[float])
+    missing_since: float | None = None
+    """Time since which a node that the unit needs is lost; None while all are there."""
     failure_without_progress: str = ""
     """Signature of its last failure, if that was before any progress."""
 
@@ -150,14 +159,23 @@ class Recovery:
     >>> actions = recovery.decide(RunObservation(now=clock(), roles=roles))
     """
 
-    def __init__(self, config: RecoveryConfig, *, stop_timeout_s: float, patience_s: float) -> None:
+    def __init__(
+        self,
+        config: RecoveryConfig,
+        *,
+        stop_timeout_s: float,
+        patience_s: float,
+        deployment: DeploymentConfig = _ONE_NODE,
+    ) -> None:
         """Begin with every unit running.
 
         Args:
             stop_timeout_s: between the request to stop and the kill.
             patience_s: how long a role may write nothing after the other has finished.
+            deployment: which nodes the run can do without, and for how long.
         """
         self._config = config
+        self._deployment = deployment
         self._stop_timeout_s = stop_timeout_s
         self._patience_s = patience_s
         self._units: dict[RecoveryUnit, _UnitState] = {}
@@ -196,8 +214,7 @@ class Recovery:
             elif state.phase is Phase.STOPPING:
                 actions += self._await_stop(state, roles, run)
             elif run.now >= state.due:
-                state.phase = Phase.RUNNING
-                actions.append(StartUnit(unit=unit))
+                actions += self._start_on_nodes(unit, state, roles, run)
         verdict = next((action for action in actions if isinstance(action, FinishRun)), None)
         return actions if verdict is None else [verdict]
 
@@ -226,6 +243,33 @@ class Recovery:
             # A role that hangs would not react to SIGTERM.
             if names := tuple(role.name for role in running if bool(role.stuck) is by_kill):
                 yield StopRoles(roles=names, by_kill=by_kill)
+
+    def _start_on_nodes(
+        self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
+    ) -> Iterator[RecoveryAction]:
+        """Start a unit again once its nodes are there, or enough of them, or end the run that waits for one in vain."""
+        missing = {role.node for role in roles} & run.lost_nodes
+        if not missing or (unit == TRAINING and self._can_train_without(missing)):
+            state.phase, state.missing_since = Phase.RUNNING, None
+            yield StartUnit(unit=unit)
+            return
+        if state.missing_since is None:
+            state.missing_since = run.now
+        others = [role for role in run.roles.values() if role.unit not in (unit, TRAINING) and role.exit_code is None]
+        if unit != TRAINING and others:
+            return  # the other servers do its work meanwhile
+        if run.now - state.missing_since >= self._deployment.return_timeout_s:
+            nodes = ", ".join(map(str, sorted(missing)))
+            reason = (
+                f"node {nodes} was lost and did not return within {self._deployment.return_timeout_s:g} s "
+                "(deployment.return_timeout_s)"
+            )
+            yield _finish(Outcome.FAILED, NodesMissing.exit_code, reason, role=roles[0].name)
+
+    def _can_train_without(self, missing: Collection[int]) -> bool:
+        """Return whether the nodes of a unit that are lost hold ranks alone, and enough ranks remain."""
+        needed, num_nodes = self._deployment.min_train_nodes, self._deployment.num_train_nodes
+        return needed is not None and all(node < num_nodes for node in missing) and num_nodes - len(missing) >= needed
 
     def _why_final(self, state: _UnitState, role: RoleObservation, run: RunObservation) -> str | None:
         """Return why there is no restart, as the end of a sentence; None when there is one."""
@@ -345,6 +389,7 @@ def _is_starting(run: RunObservation) -> bool:
 
 
 def _is_signal(code: int) -> bool:
+    """Return whether a process was ended from outside: by a signal, or with its node."""
     return code < 0 or code > 128
 
 

@@ -60,7 +60,7 @@ class RoleProcess:
             self._last_output_at = now
         if self._exit_code is None and code is not None:
             self._exit_code, self._ended_at, self.stuck = code, now, ""
-            self._is_complete = code == 0 and is_complete(self.name)
+            self._is_complete = code == 0 and (not self.child.spec.records_end or is_complete(self.name))
             self._last_log_line = _normalize(last_lines(self.child.spec.log, offset=self.child.log_offset, count=1))
         return lines
 
@@ -78,6 +78,7 @@ class RoleProcess:
         return RoleObservation(
             name=self.name,
             unit=self.child.spec.unit,
+            node=self.child.spec.node,
             does_finish=self.child.spec.does_finish,
             exit_code=self._exit_code,
             ended_at=self._ended_at,

@@ -118,6 +118,7 @@ def role_status(role: RoleProcess, *, phase: Phase) -> RoleStatus:
         name=role.name,
         state=_STATES.get(phase, state),
         pid=role.child.pid,
+        node=role.child.spec.node,
         exit=describe_exit(code) if code is not None else "",
         stuck=role.stuck,
         reports=list(role.reports.readable),

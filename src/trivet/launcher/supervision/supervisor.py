@@ -59,7 +59,7 @@ class Supervisor:
 
     >>> host = LocalHost(python=sys.executable, environ=os.environ)
     >>> supervisor = Supervisor(
-    ...     attempts, order=order, host=host, config=config.recovery, log=log, shutdown_timeout_s=20.0, patience_s=1800.0
+    ...     attempts, order=order, host=host, config=config.recovery, recovery=recovery, log=log, shutdown_timeout_s=20.0
     ... )
     >>> exit_code = supervisor.run()
     """
@@ -71,16 +71,15 @@ class Supervisor:
         order: StartOrder,
         host: ProcessHost,
         config: RecoveryConfig,
+        recovery: Recovery,
         log: RunLog,
         shutdown_timeout_s: float,
-        patience_s: float,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Prepare the parts; nothing is started.
 
         Args:
             shutdown_timeout_s: between the request to stop and the kill.
-            patience_s: how long a role may write nothing after the other has finished.
         """
         self._attempts = attempts
         self._order = order
@@ -92,7 +91,7 @@ class Supervisor:
         self._roles: dict[str, RoleProcess] = {}
         """The newest process of each role, by the role's name."""
         self._load_error: EnvironmentLoadError | None = None
-        self._recovery = Recovery(config, stop_timeout_s=shutdown_timeout_s, patience_s=patience_s)
+        self._recovery = recovery
         self._restarts = RestartLog(log=log, clock=clock)
         self._progress = UnitProgress(attempts, self._roles)
         self._health = RoleHealthMonitor(
@@ -147,7 +146,8 @@ class Supervisor:
 
     def _may_start(self, spec: ProcessSpec) -> bool:
         answering = {name for name, role in self._roles.items() if self._progress.is_answering(role.child.spec.unit)}
-        return self._order.may_start(spec.name, started=self._roles.values(), answering=answering, now=self._clock.now())
+        beside = [role for role in self._roles.values() if role.child.spec.node == spec.node]
+        return self._order.may_start(spec.name, started=beside, answering=answering, now=self._clock.now())
 
     def _look(self) -> None:
         self._poll_roles()
@@ -168,7 +168,8 @@ class Supervisor:
             child = self._host.start(spec)
             self._roles[spec.name] = RoleProcess(child, now=self._clock.now())
             self._health.begin(spec.name)
-            self._log.say(f"started {spec.name} pid={child.pid} log={spec.log}")
+            where = f"on node {spec.node}" if spec.node else f"pid={child.pid}"
+            self._log.say(f"started {spec.name} {where} log={spec.log}")
 
     def _poll_roles(self) -> None:
         for role in self._roles.values():
@@ -216,6 +217,7 @@ class Supervisor:
             interrupted_by=interrupts.first,
             is_repeated=interrupts.is_repeated,
             is_last_step_committed=has_trouble and self._attempts.is_last_step_committed,
+            lost_nodes=self._host.lost_nodes(),
         )
 
     def _carry_out(self, action: RecoveryAction) -> None:
@@ -241,10 +243,17 @@ class Supervisor:
             self._attempts.begin_next(self._log)
             step = self._attempts.from_step or Step(0)
             self._log.say(f"attempt {self._attempts.run.attempt} from {f'step {step}' if step else 'the start'}")
+        elif self._host.has_nodes:
+            self._attempts.plan_again()
         self._progress.restart(unit)
         record = self._restarts.begin(unit, from_step=step)
         self._attempts.record(Restart(roles=record.roles, cause=record.cause, from_step=record.from_step))
-        self._start(spec for spec in self._attempts.specs() if spec.unit == unit)
+        specs = [spec for spec in self._attempts.specs() if spec.unit == unit]
+        for name in {name for name, role in self._roles.items() if role.child.spec.unit == unit} - {
+            spec.name for spec in specs
+        }:
+            del self._roles[name]  # the attempt has fewer nodes
+        self._start(specs)
 
     def _announce(self, verdict: RecoveryVerdict) -> None:
         self._restarts.fail(verdict, role=self._roles.get(verdict.role or ""))

@@ -1,8 +1,9 @@
 """Starts the ranks of this machine: `python -m trivet.trainer.ranks.starter NUM_RANKS MODULE ARGUMENT…`. Called by the launcher.
 
-Torchrun is not used: its store listens on every interface, and its agent unpickles what it finds there. Ranks meet at a file in a
-directory of this user's. A rank ends with the process that started it, however that ends. When one fails, the others are ended; the
-exit code is that of the rank that failed first. A single rank runs in this process.
+Torchrun is not used: its store listens on every interface, and its agent unpickles what it finds there. Ranks of one machine meet
+at a file in a directory of this user's, those of several nodes at a port of the first (`process.rank_place`). A rank ends with the
+process that started it, however that ends. When one fails, the others are ended; the exit code is that of the rank that failed
+first. A single rank runs in this process.
 """
 
 import importlib
@@ -12,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trivet.process.imports import without_collections
 from trivet.process.lifetime import die_with_parent, module_command, tied_command
+from trivet.process.rank_place import RankPlace, read_place
 from trivet.process.stacks import ignore_until_listening
 from trivet.secret import make_secret
 
@@ -37,24 +39,42 @@ def main(argv: Sequence[str]) -> int:
     """Run the ranks to their end; return the exit code, 128 + N when signal N ended them."""
     die_with_parent()
     num_ranks, module, *arguments = argv
+    place = read_place()
     if num_ranks == "1":
-        return run_rank(module, arguments)
+        return run_rank(module, arguments, variables=_rank_variables(0, place) if place is not None else {})
+    if place is not None:
+        return _run_ranks(int(num_ranks), module, arguments, common={}, place=place)
     with tempfile.TemporaryDirectory(prefix="trivet-ranks-", ignore_cleanup_errors=True) as scratch:
         make_secret(Path(scratch) / RANKS_SECRET)
-        common = os.environ | {"WORLD_SIZE": num_ranks, RENDEZVOUS_FILE: str(Path(scratch) / "rendezvous")}
-        command = tied_command(module_command(module, *arguments))
-        return await_ranks(
-            [
-                subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-                for rank in range(int(num_ranks))
-            ]
-        )
+        place = RankPlace(first_rank=0, num_ranks=int(num_ranks), host="", port=0, attempt=1)
+        common = {RENDEZVOUS_FILE: str(Path(scratch) / "rendezvous")}
+        return _run_ranks(int(num_ranks), module, arguments, common=common, place=place)
 
 
-def run_rank(module: str, arguments: Sequence[str]) -> int:
-    """Run `main` of `module` here, as the only rank; return its exit code."""
+def _run_ranks(num_ranks: int, module: str, arguments: Sequence[str], *, common: Mapping[str, str], place: RankPlace) -> int:
+    command = tied_command(module_command(module, *arguments))
+    return await_ranks(
+        [
+            subprocess.Popen(command, env={**os.environ, **common, **_rank_variables(local_rank, place)})
+            for local_rank in range(num_ranks)
+        ]
+    )
+
+
+def _rank_variables(local_rank: int, place: RankPlace) -> dict[str, str]:
+    rank = place.first_rank + local_rank
+    return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(place.num_ranks)}
+
+
+def run_rank(module: str, arguments: Sequence[str], *, variables: Mapping[str, str]) -> int:
+    """Run `main` of `module` here, as the only rank of this machine; return its exit code.
+
+    Args:
+        variables: those by which it joins ranks on other nodes; none for a rank that joins nobody.
+    """
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)
+    os.environ.update(variables)
     ignore_until_listening()
     sys.argv = [module, *arguments]
     with without_collections():

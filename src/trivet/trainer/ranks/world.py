@@ -1,8 +1,8 @@
 """Connects the ranks of the trainer: how they find each other and how they agree. Nothing else reads the environment of ranks.
 
 This module exchanges tensors and bytes of msgpack. DCP, which writes checkpoints, pickles its plans, and unpickling runs whatever a
-stranger sent; gloo lets whoever connects first take a rank's place. So the ranks of one machine prove to each other, in every group
-before it is used, that all of them have the secret that `ranks.starter` left in its private directory.
+stranger sent; gloo lets whoever connects first take a rank's place. So ranks prove to each other, in every group before it is used,
+that all of them have one secret: on one machine that which `ranks.starter` left in its private directory, else the run's.
 
 Legend: rank 0 is the main rank: it alone talks to the orchestrator and writes files, except sharded checkpoints.
 """
@@ -20,11 +20,15 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore  # torch.distributed declares none
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trivet.config.checks.numbers import replicas_problem
+from trivet.config.layout import SECRET_FILE
 from trivet.errors import ConfigError, UnknownRank
+from trivet.process.listening import listen
+from trivet.process.rank_place import RankPlace, read_place
 from trivet.secret import RunSecret, read_secret
 from trivet.trainer.ranks.starter import RANKS_SECRET, RENDEZVOUS_FILE
 from trivet.wire.codec import decode, encode
@@ -49,7 +53,7 @@ class World:
     control: dist.ProcessGroup
     """Gloo, on host memory; waits longer than a collective may, because rank 0 waits for batches."""
     secret: RunSecret | None
-    """The secret of the ranks of one machine. None for a single rank, and for several machines, whose network is the run's own."""
+    """The secret that the ranks prove to each other. None for a single rank, and for ranks that torchrun started."""
 
     @property
     def num_replicas(self) -> int:
@@ -85,13 +89,14 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
-    is_local = RENDEZVOUS_FILE in os.environ
-    if "RANK" in os.environ and not is_local:
+    place = read_place() if "RANK" in os.environ else None
+    if "RANK" in os.environ and RENDEZVOUS_FILE not in os.environ and place is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=_open_store(size), rank=rank, world_size=size)
+        store = _open_store(size) if place is None else _meet(place, is_main=rank == 0, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     try:
-        secret = read_secret(Path(os.environ[RENDEZVOUS_FILE]).with_name(RANKS_SECRET)) if size > 1 and is_local else None
+        secret = _find_ranks_secret(place) if size > 1 else None
         prove_ranks(None, secret)
         control = _open_gloo_group(timeout + timedelta(seconds=wait_timeout_s), secret)
         if num_replicas == 1:
@@ -158,11 +163,33 @@ def _gather_fixed(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     return [part.numpy().tobytes() for part in parts]
 
 
-def _open_store(num_ranks: int) -> "dist.HashStore | dist.FileStore":  # type: ignore[reportPrivateImportUsage]  # as below
+def _open_store(num_ranks: int) -> Store:
     """Return the store in which the ranks of this machine find each other's addresses. It opens no port."""
     if num_ranks == 1:
-        return dist.HashStore()  # type: ignore[reportPrivateImportUsage]  # public, only not declared
-    return dist.FileStore(os.environ[RENDEZVOUS_FILE], num_ranks)  # type: ignore[reportPrivateImportUsage]  # as above
+        return HashStore()
+    return FileStore(os.environ[RENDEZVOUS_FILE], num_ranks)
+
+
+def _meet(place: RankPlace, *, is_main: bool, timeout: timedelta) -> Store:
+    """Return the store in which ranks of several nodes find each other's addresses. Rank 0 listens, at one address alone."""
+    listener = listen(place.host, place.port).detach() if is_main else None
+    store = TCPStore(
+        place.host,
+        place.port,
+        place.num_ranks,
+        is_master=is_main,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+    return PrefixStore(f"attempt_{place.attempt}", store)
+
+
+def _find_ranks_secret(place: RankPlace | None) -> RunSecret | None:
+    """Return what the ranks prove to each other: the secret of their starter on one machine, the run's on several nodes."""
+    if RENDEZVOUS_FILE in os.environ:
+        return read_secret(Path(os.environ[RENDEZVOUS_FILE]).with_name(RANKS_SECRET))
+    return read_secret(Path(os.environ[SECRET_FILE])) if place is not None else None
 
 
 def broadcast_bytes(world: World, data: bytes | None) -> bytes:

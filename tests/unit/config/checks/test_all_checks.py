@@ -314,3 +314,30 @@ def test_a_chat_template_is_text_or_a_file_that_is_there(tmp_path: Path) -> None
     assert problems(str(file)) == problems("{{ messages }}") == []
     (problem,) = problems(str(tmp_path / "none.jinja"))
     assert problem.startswith(f"tokenizer.chat_template ({tmp_path}/none.jinja) is neither a template nor a file")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--deployment.num-train-nodes", "2"], r'num_train_nodes need type = "multi_node"'),
+        (["--deployment.type", "multi_node", "--deployment.num-infer-nodes", "2"], "a server spans one node; set it to 1"),
+        (["--deployment.type", "multi_node", "--deployment.num-infer-nodes", "0"], r"must be 0 if the run starts no server"),
+        (["--deployment.type", "multi_node", "--inference", "None"], r"num_infer_nodes \(1\) must be 0 if the run starts no"),
+        (
+            ["--deployment.type", "multi_node", "--teacher-gpu-ids", "[0]", "--orchestrator.teacher-model.model.name", "big"],
+            "has no place for a teacher.s server",
+        ),
+        (
+            ["--deployment.type", "multi_node", "--deployment.gpus-per-node", "4", "--trainer.model.dp-replicate", "3"],
+            r"the ranks of all nodes \(4\)",
+        ),
+        (
+            ["--deployment.type", "multi_node", "--inference.parallel.tp", "3"],
+            r"deployment.gpus_per_node / servers_per_node names 8 GPU\(s\), which must be divisible by inference.parallel.tp \(3\)",
+        ),
+        (["--deployment.type", "multi_node", "--deployment.servers-per-node", "3"], r"must divide gpus_per_node \(8\)"),
+        (["--deployment.type", "multi_node", "--deployment.min-train-nodes", "2"], "must be <= num_train_nodes"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(words: list[str], said: str) -> None:
+    assert re.search(said, refusal(RLConfig, *GROUPED, *words))

@@ -14,6 +14,7 @@ from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import CheckpointError
 from trivet.launcher.logs import RunLog
+from trivet.launcher.plan import plan
 from trivet.launcher.role_configs import Ports
 from trivet.launcher.run_directory import RunDirectory, read_run
 from trivet.launcher.scratch import Scratch
@@ -46,15 +47,20 @@ def attempts(layout: RunLayout) -> Iterator[Attempts]:
     }
     roles["orchestrator"] |= {"batch_size": 8, "rollouts_per_example": 4}
     config = RLConfig.model_validate({"output_dir": output_dir, "max_steps": MAX_STEPS, **roles})
-    with RunDirectory(layout) as directory, Scratch(layout) as scratch:
+    with RunDirectory(layout) as directory, Scratch(layout.scratch_note) as scratch:
         attempts = Attempts(
             config=config,
             directory=directory,
             run=RunIdentity(id="r"),
             from_step=None,
-            machine=Machine(gpus=(), num_cpus=2),
-            python=sys.executable,
-            ports=Ports(inference=8001, transport=5556),
+            make_plan=lambda config, run, step: plan(
+                config,
+                machine=Machine(gpus=(), num_cpus=2),
+                python=sys.executable,
+                run=run,
+                ports=Ports(inference=8001, transport=5556),
+                resume_step=step,
+            ),
             scratch=scratch,
         )
         attempts.begin()

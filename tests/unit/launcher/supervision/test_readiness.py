@@ -47,7 +47,7 @@ def test_a_server_is_told_once_and_after_a_restart_again(server: str) -> None:
     assert probe.poll(now=1) == [server]
     assert probe.are_all_ready
     assert probe.poll(now=100) == []
-    probe.restart()
+    probe.restart([server])
     assert not probe.are_all_ready
     assert probe.poll(now=200) == [server]
 

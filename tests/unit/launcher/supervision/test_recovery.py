@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from trivet.config.sections.deployment import DeploymentConfig
 from trivet.config.sections.supervision import RecoveryConfig
+from trivet.exits import NODE_LOST
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.supervision.recovery import (
     MAX_BACKOFF_S,
@@ -30,8 +32,14 @@ SIGINT, SIGTERM = 2, 15
 class History:
     """A run as events at times of a fake clock. Every role has progressed unless the test says otherwise."""
 
-    def __init__(self, **recovery: object) -> None:
-        self.recovery = Recovery(RecoveryConfig.model_validate(recovery), stop_timeout_s=STOP_S, patience_s=PATIENCE_S)
+    def __init__(self, *, deployment: DeploymentConfig | None = None, **recovery: object) -> None:
+        self.recovery = Recovery(
+            RecoveryConfig.model_validate(recovery),
+            stop_timeout_s=STOP_S,
+            patience_s=PATIENCE_S,
+            deployment=deployment or DeploymentConfig(),
+        )
+        self.lost_nodes: frozenset[int] = frozenset()
         self.roles = {name: self._fresh(name) for name in ("inference", "orchestrator", "trainer")}
         self.interrupted_by: int | None = None
         self.is_repeated = False
@@ -61,6 +69,7 @@ class History:
                 interrupted_by=self.interrupted_by,
                 is_repeated=self.is_repeated,
                 is_last_step_committed=self.is_last_step_committed,
+                lost_nodes=self.lost_nodes,
             )
         )
 
@@ -393,3 +402,88 @@ def test_a_run_that_finishes_while_it_is_asked_to_stop_is_done() -> None:
     interrupted(history, SIGTERM, at=10)
     history.ends("orchestrator", 0, at=11, is_complete=True).ends("trainer", 0, at=12, is_complete=True)
     assert history.verdict(at=12).outcome is Outcome.DONE
+
+
+def over_nodes(*, min_train_nodes: int | None = None, num_servers: int = 1) -> History:
+    """Return a run whose trainer is on nodes 0 and 1, and whose servers are on the nodes after these."""
+    deployment = DeploymentConfig(
+        type="multi_node",
+        num_train_nodes=2,
+        num_infer_replicas=num_servers,
+        min_train_nodes=min_train_nodes,
+        return_timeout_s=100,
+    )
+    history = History(deployment=deployment, backoff_s=1)
+    history.roles["inference"] = replace(history.roles["inference"], node=2)
+    history.roles["trainer-1"] = replace(history.roles["trainer"], name="trainer-1", node=1)
+    if num_servers == 2:
+        unit = RecoveryUnit("inference-1")
+        history.roles["inference-1"] = replace(history.roles["inference"], name="inference-1", unit=unit, node=3)
+    return history
+
+
+def test_a_lost_node_that_trains_ends_the_attempt_everywhere_and_is_waited_for() -> None:
+    history = over_nodes().ends("trainer-1", NODE_LOST, at=10)
+    history.lost_nodes = frozenset({1})
+    announced, stop = history.at(10)
+    assert isinstance(announced, AnnounceRestart)
+    assert announced.cause == "trainer-1 lost with its node"
+    assert stop == StopRoles(roles=("orchestrator", "trainer"), by_kill=False)
+    history.ends("orchestrator", 143, at=11).ends("trainer", 143, at=11)
+    assert history.at(11) == []
+    assert history.at(60) == []
+    history.lost_nodes = frozenset()
+    assert history.at(61) == [StartUnit(unit=TRAINING)]
+
+
+def test_a_run_that_needs_a_node_in_vain_asks_to_be_started_again() -> None:
+    history = over_nodes().ends("trainer-1", NODE_LOST, at=10)
+    history.lost_nodes = frozenset({1})
+    history.at(10)
+    history.ends("orchestrator", 143, at=11).ends("trainer", 143, at=11)
+    history.at(11)
+    assert history.at(12) == []
+    verdict = history.verdict(at=112)
+    assert (verdict.outcome, verdict.exit_code) == (Outcome.FAILED, 75)
+    assert "node 1 was lost and did not return within 100 s" in verdict.reason
+
+
+def test_a_run_that_may_goes_on_at_once_on_the_nodes_that_remain() -> None:
+    history = over_nodes(min_train_nodes=1).ends("trainer-1", NODE_LOST, at=10)
+    history.lost_nodes = frozenset({1})
+    history.at(10)
+    history.ends("orchestrator", 143, at=11).ends("trainer", 143, at=11)
+    history.at(11)
+    assert history.at(12) == [StartUnit(unit=TRAINING)]
+
+
+def test_the_loss_of_one_server_of_two_is_waited_for_without_end() -> None:
+    history = over_nodes(num_servers=2).ends("inference-1", NODE_LOST, at=10)
+    history.lost_nodes = frozenset({3})
+    (announced,) = history.at(10)
+    assert isinstance(announced, AnnounceRestart)
+    assert announced.roles == ("inference-1",)
+    assert history.at(10.2) == []
+    assert history.at(1000) == []
+    history.lost_nodes = frozenset()
+    assert history.at(1001) == [StartUnit(unit=RecoveryUnit("inference-1"))]
+
+
+def test_the_loss_of_every_server_ends_the_run_after_a_while() -> None:
+    history = over_nodes().ends("inference", NODE_LOST, at=10)
+    history.lost_nodes = frozenset({2})
+    history.at(10)
+    assert history.at(10.2) == []
+    assert history.at(12) == []
+    assert history.verdict(at=112).exit_code == 75
+
+
+def test_a_lost_orchestrator_is_nothing_that_training_can_do_without() -> None:
+    history = over_nodes(min_train_nodes=1)
+    history.roles["orchestrator"] = replace(history.roles["orchestrator"], node=2)
+    history.ends("orchestrator", NODE_LOST, at=10)
+    history.lost_nodes = frozenset({2})
+    history.at(10)
+    history.ends("trainer", 143, at=11).ends("trainer-1", 143, at=11)
+    history.at(11)
+    assert history.at(12) == []

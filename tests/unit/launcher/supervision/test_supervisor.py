@@ -13,7 +13,9 @@ from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeEnvironme
 from trivet.config.layout import RunLayout
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.errors import CheckpointError, EnvironmentLoadError
+from trivet.exits import NODE_LOST
 from trivet.launcher.logs import RunLog
+from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.wire.events import Restart
@@ -32,14 +34,15 @@ class SimulatedRun:
         self.attempts = FakeAttempts(layout=self.layout, urls=urls)
         self.environments = FakeEnvironments()
         self.written = io.StringIO()
+        limits = RecoveryConfig.model_validate({"backoff_s": 4, **recovery})
         self.supervisor = Supervisor(
             self.attempts,
             order=StartOrder(self.environments, num_cpus=num_cpus),
             host=self.host,
-            config=RecoveryConfig.model_validate({"backoff_s": 4, **recovery}),
+            config=limits,
+            recovery=Recovery(limits, stop_timeout_s=20.0, patience_s=60.0),
             log=RunLog(io.StringIO(), self.written),
             shutdown_timeout_s=20.0,
-            patience_s=60.0,
             clock=self.clock,
         )
 
@@ -165,6 +168,24 @@ def test_a_killed_trainer_takes_the_orchestrator_along_and_both_start_again(run:
     assert [type(event) for event in run.attempts.events] == [Restart]
     assert "attempt 2 from step 6" in run.said
     assert "restarts: 1, " in run.said
+
+
+def test_an_attempt_on_fewer_nodes_forgets_the_ranks_that_were_lost(run: SimulatedRun) -> None:
+    run.host.num_nodes, run.attempts.names = 2, ("inference", "trainer", "trainer-1", "orchestrator")
+    run.at(5, lambda: write_report(run.layout, "trainer", step=8))
+    run.at(11, lambda: setattr(run.attempts, "names", ("inference", "trainer", "orchestrator")))
+    run.ends("trainer-1", NODE_LOST, at=10).completes(at=60)
+    assert run.supervisor.run() == 0
+    assert run.starts()[4:] == ["trainer", "orchestrator"]
+    assert "trainer-1 lost with its node" in run.said
+    assert {role.name for role in run.status().roles} == {"inference", "trainer", "orchestrator"}
+
+
+def test_a_server_on_another_node_is_planned_again_before_it_is_started(run: SimulatedRun) -> None:
+    run.host.num_nodes = 2
+    run.ends("inference", NODE_LOST, at=10).completes(at=60)
+    assert run.supervisor.run() == 0
+    assert run.attempts.num_plans == 1
 
 
 def test_inference_is_started_again_alone(run: SimulatedRun) -> None:

@@ -1,0 +1,199 @@
+"""Decides what a run of several nodes starts, on which node, and at which addresses its processes find each other.
+
+Pure, like `launcher.plan` for one machine: the nodes that came, their ports and the run's identity are given.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trivet.config.checks.numbers import steps_problem
+from trivet.config.layout import RunLayout
+from trivet.config.loading.resolve import LOCAL_HOSTS
+from trivet.config.sections.base import Section
+from trivet.config.sections.client import ElasticConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import RunIdentity, TransportConfig
+from trivet.errors import ConfigError
+from trivet.launcher.placement import RENDEZVOUS, TRANSPORT, Placement
+from trivet.launcher.plan import (
+    TRAINER,
+    GpuShares,
+    ProcessSpec,
+    RecoveryUnit,
+    RunPlan,
+    orchestrator_process,
+    report_files,
+    server_process,
+    trainer_process,
+)
+from trivet.launcher.role_configs import Ports, orchestrator_config, server_config, trainer_config
+from trivet.machine import Machine
+from trivet.process.rank_place import RankPlace
+
+_LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that have the ranks of one machine connect over loopback."""
+_SYNC_INTERVAL_S = 1.0
+"""The orchestrator looks this often whether a server came back at another address."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine of a run, as it introduced itself."""
+
+    index: int
+    name: str
+    """Its host name, for people."""
+    host: str
+    """The address at which other nodes reach it."""
+    interface: str
+    """The network interface that has this address; empty when unknown."""
+    machine: Machine
+    ports: Mapping[str, int]
+    """Ports that it holds, by the names of what will listen on them."""
+
+
+def plan_over_nodes(
+    config: RLConfig,
+    *,
+    placement: Placement,
+    nodes: Mapping[int, Node],
+    python: str,
+    run: RunIdentity,
+    resume_step: int | None,
+) -> RunPlan:
+    """Plan the processes of a run of several nodes and the configuration of each role.
+
+    Args:
+        config: resolved (config.loading.resolve).
+        nodes: those that are there, by their indices; a server whose node is lost keeps the address that it had.
+        python: the interpreter that runs the roles, at one path on all nodes.
+        resume_step: a committed step, or None for a fresh run.
+
+    Raises:
+        ConfigError: a node has other GPUs than the configuration says; no step is left to do.
+    """
+    if resume_step is not None and (problem := steps_problem(config.max_steps, resume_step=resume_step)):
+        raise ConfigError(problem)
+    _check_gpus(config, placement, nodes)
+    configs = RunLayout(config.output_dir).configs
+    leader = nodes[placement.trainer_nodes[0]]
+    ports = Ports(inference=0, transport=leader.ports[TRANSPORT])
+    trainer = trainer_config(config, run, ports, resume_step)
+    trainer = trainer.model_copy(
+        update={
+            "rollout_transport": _between_nodes(trainer.rollout_transport, leader),
+            "model": trainer.model.model_copy(update={"dp_replicate": _count_copies(config, placement)}),
+        }
+    )
+    urls = {server.name: _url(nodes[server.node], server.name) for server in placement.servers}
+    orchestrator = orchestrator_config(config, run, ports, resume_step)
+    orchestrator = orchestrator.model_copy(
+        update={"rollout_transport": _between_nodes(orchestrator.rollout_transport, leader)}
+        | ({"client": orchestrator.client.model_copy(update=_servers(config, urls))} if urls else {})
+    )
+    sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
+    processes: list[ProcessSpec] = []
+    for server in placement.servers:
+        node, file = nodes[server.node], configs / f"{server.name}.toml"
+        section = server_config(
+            config.inference, run, name="inference", port=node.ports[server.name], num_gpus=len(server.gpu_ids), share=1.0
+        )
+        assert section is not None
+        bound = section.server.model_copy(update={"host": _bind(section.server.host, node)})
+        sections[file] = section.model_copy(update={"server": bound, "name": server.name})
+        gpus = [node.machine.gpus[index] for index in server.gpu_ids]
+        spec = server_process(server.name, config, python, file, gpus)
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if node.machine.gpus and not gpus else {}
+        processes.append(replace(spec, node=node.index, env={**spec.env, **hidden}))
+    processes += _trainer_processes(config, python, configs / "trainer.toml", placement=placement, nodes=nodes, run=run)
+    processes.append(
+        replace(
+            orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=config.deployment.gpus_per_node == 0),
+            node=placement.orchestrator_node,
+        )
+    )
+    return RunPlan(
+        processes=tuple(processes),
+        configs=sections,
+        notices=(),
+        servers_file=RunLayout(config.output_dir).servers if urls else None,
+        server_urls={RecoveryUnit(name): (url,) for name, url in urls.items()},
+    )
+
+
+def _check_gpus(config: RLConfig, placement: Placement, nodes: Mapping[int, Node]) -> None:
+    wanted = config.deployment.gpus_per_node
+    for node in nodes.values():
+        found = len(node.machine.gpus)
+        if found < wanted and placement.roles_on(node.index):
+            raise ConfigError(
+                f"deployment.gpus_per_node is {wanted}, and node {node.index} ({node.name}) shows {found} GPU(s): lower it, or"
+                " ask the scheduler for nodes that have them"
+            )
+
+
+def _count_copies(config: RLConfig, placement: Placement) -> int:
+    """Return the copies of the trainer's model: as configured, or one when nodes were lost and the rest does not divide."""
+    group = config.deployment.nodes_per_fsdp_group
+    if group is None:
+        configured = config.trainer.model.dp_replicate
+        return configured if placement.num_ranks % configured == 0 else 1
+    num_nodes = len(placement.trainer_nodes)
+    return num_nodes // group if num_nodes % group == 0 else 1
+
+
+def _between_nodes(transport: TransportConfig, leader: Node) -> TransportConfig:
+    return transport.model_copy(update={"host": _bind(transport.host, leader), "advertise": leader.host})
+
+
+def _bind(host: str, node: Node) -> str:
+    """Return where a process of `node` listens: where the user said, else at the address by which other nodes reach it."""
+    return node.host if host in LOCAL_HOSTS and host not in ("0.0.0.0", "::") else host
+
+
+def _url(node: Node, name: str) -> str:
+    host = f"[{node.host}]" if ":" in node.host else node.host
+    return f"http://{host}:{node.ports[name]}/v1"
+
+
+def _servers(config: RLConfig, urls: Mapping[str, str]) -> dict[str, object]:
+    servers = ElasticConfig(servers_file=RunLayout(config.output_dir).servers, sync_interval=_SYNC_INTERVAL_S)
+    return {"base_url": list(urls.values()), "elastic": servers}
+
+
+def _trainer_processes(
+    config: RLConfig, python: str, file: Path, *, placement: Placement, nodes: Mapping[int, Node], run: RunIdentity
+) -> Iterator[ProcessSpec]:
+    """Yield the process that starts the ranks of each node that trains. The first one's name is `trainer`."""
+    layout = RunLayout(config.output_dir)
+    reports = report_files(layout, TRAINER, num_ranks=placement.num_ranks)
+    leader, per_node = nodes[placement.trainer_nodes[0]], placement.ranks_per_node
+    for position, index in enumerate(placement.trainer_nodes):
+        node, first = nodes[index], position * per_node
+        shares = GpuShares(inference=(), trainer=node.machine.gpus[: config.deployment.gpus_per_node])
+        spec = trainer_process(config, python, file, shares, node.machine)
+        place = RankPlace(
+            first_rank=first,
+            num_ranks=placement.num_ranks,
+            host=leader.host,
+            port=leader.ports[RENDEZVOUS],
+            attempt=run.attempt,
+        )
+        several = len(placement.trainer_nodes) > 1
+        defaults = {name: value for name, value in spec.env_defaults.items() if not several or name not in _LOOPBACK}
+        yield replace(
+            spec,
+            name=f"{TRAINER}-{position}" if position else TRAINER,
+            node=index,
+            log=layout.log_file(f"{TRAINER}-{position}.stdout") if position else spec.log,
+            env={**spec.env, **(place.environment() if several else {})},
+            env_defaults={**defaults, **(_interfaces(node) if several else {})},
+            reports=reports[first : first + per_node],
+            records_end=position == 0,
+        )
+
+
+def _interfaces(node: Node) -> dict[str, str]:
+    """Return where ranks of several nodes connect: through the interface that reaches the head. Unknown: as libraries choose."""
+    return dict.fromkeys(_LOOPBACK, node.interface) if node.interface else {}

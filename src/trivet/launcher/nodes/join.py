@@ -1,0 +1,250 @@
+"""Joins a run as a node that is not the first: finds the head, introduces this node, and is its agent until the run is over."""
+
+import importlib.metadata
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import msgspec
+
+from trivet.config.layout import RunLayout
+from trivet.config.loading.dump import to_toml
+from trivet.config.sections.rl import RLConfig
+from trivet.errors import ConfigError, NodesMissing
+from trivet.launcher.logs import RunLog
+from trivet.launcher.nodes.addresses import address_towards, interface_of
+from trivet.launcher.nodes.agent import HeadContact, NodeAgent
+from trivet.launcher.nodes.control import ControlClient
+from trivet.launcher.nodes.identity import NodeIdentity
+from trivet.launcher.nodes.messages import Control, Hello, Orders, Refused
+from trivet.launcher.ports import ReservedPorts
+from trivet.launcher.processes import LocalHost
+from trivet.launcher.scratch import Scratch
+from trivet.launcher.supervision.attempts import role_environment
+from trivet.launcher.supervision.interrupts import Interrupts
+from trivet.machine import inspect_machine
+from trivet.process.stacks import show_stacks_on_signal
+from trivet.secret import read_secret, secret_file, share_secret
+from trivet.storage.durable import DECODE_ERRORS, hash_bytes
+
+_POLL_INTERVAL_S = 0.1
+_BEAT_INTERVAL_S = 0.5
+"""The head learns of an exit at once; anything else may be this late."""
+_LOOK_INTERVAL_S = 1.0
+"""Between two looks at .control.json while there is no contact."""
+
+
+def package_version() -> str:
+    """Return the version of trivet that this node has."""
+    return importlib.metadata.version("trivet")
+
+
+def digest_config(config: RLConfig) -> str:
+    """Return what all nodes of a run have in common: the configuration without what each node says of itself."""
+    deployment = config.deployment.model_copy(update={"node_rank": None, "host": None})
+    return hash_bytes(to_toml(config.model_copy(update={"deployment": deployment})).encode()).xxh3_128
+
+
+def join(config: RLConfig, identity: NodeIdentity) -> int:
+    """Be the agent of a node until the run is over; returns 0 then, however the run ended.
+
+    Raises:
+        NodesMissing: the head did not come, or was lost.
+        ConfigError: the head refuses this node.
+    """
+    show_stacks_on_signal()
+    with ExitStack() as held:
+        interrupts = held.enter_context(Interrupts(clock=time.monotonic))
+        return _Membership(config, identity, interrupts=interrupts, held=held).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What this node knows of the head."""
+
+    control: Control
+    secret: str
+    """The run's secret when .control.json was read, as a token: a new run has a new one."""
+
+
+class _Membership:
+    """This node's part in one run, over as many connections to the head as it takes."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        identity: NodeIdentity,
+        *,
+        interrupts: Interrupts,
+        held: ExitStack,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._index = identity.index
+        self._interrupts = interrupts
+        self._held = held
+        self._clock = clock
+        self._layout = RunLayout(config.output_dir)
+        self._agent: NodeAgent | None = None
+        self._contact: HeadContact | None = None
+        self._give_up_at = clock() + config.deployment.start_timeout_s
+        self._last_refusal = ""
+
+    def run(self) -> int:
+        """Serve one head after another until one says that the run is over."""
+        print(f"node {self._index}: waiting for the first node, in {self._layout.root}", file=sys.stderr)
+        try:
+            while True:
+                head = self._await_head()
+                if self._serve(head):
+                    return 0
+        finally:
+            if self._agent is not None:
+                self._agent.end_processes(timeout_s=self._config.shutdown_timeout_s)
+
+    def _await_head(self) -> _Head:
+        while (head := read_control(self._layout)) is None:
+            self._check_patience()
+            time.sleep(_LOOK_INTERVAL_S)
+        return head
+
+    def _check_patience(self) -> None:
+        """Raise when this node has to end: no head came, the one it had is gone, or a signal asks for the end."""
+        now = self._clock()
+        if self._interrupts.first is not None and self._agent is None:
+            raise NodesMissing(f"node {self._index} was ended by a signal before the first node came")
+        if self._contact is not None and self._contact.is_gone(now=now):
+            raise NodesMissing(
+                f"node {self._index} has not heard from the first node for {2 * self._contact.lost_after_s:.0f} s "
+                "(deployment.lost_after_s): its processes have ended"
+            )
+        if self._contact is None and now > self._give_up_at:
+            reason = f": {self._last_refusal}" if self._last_refusal else ""
+            raise NodesMissing(
+                f"node {self._index} did not find the first node within {self._config.deployment.start_timeout_s:g} s "
+                f"(deployment.start_timeout_s){reason}; all nodes must see {self._layout.root}"
+            )
+
+    def _serve(self, head: _Head) -> bool:
+        """Follow the head's orders; returns True when the run is over, False when contact has to be sought anew."""
+        try:
+            hello = self._introduce(head.control)
+        except OSError:  # the name of the head is not known yet
+            time.sleep(_LOOK_INTERVAL_S)
+            self._check_patience()
+            return False
+        secret = read_secret(secret_file(self._layout, environ=os.environ))
+        with closing(ControlClient(host=head.control.host, port=head.control.port, secret=secret)) as client:
+            if not self._is_welcomed(client, hello, head):
+                return False
+            return self._follow(client)
+
+    def _introduce(self, control: Control) -> Hello:
+        machine = inspect_machine()
+        address = self._config.deployment.host or address_towards(control.host)
+        return Hello(
+            index=self._index,
+            name=os.uname().nodename,
+            host=address,
+            interface=interface_of(address),
+            gpus=machine.gpus,
+            num_cpus=machine.num_cpus,
+            version=package_version(),
+            config_digest=digest_config(self._config),
+        )
+
+    def _is_welcomed(self, client: ControlClient, hello: Hello, head: _Head) -> bool:
+        """Introduce this node until the head answers; returns False when another head is there, or this one refuses.
+
+        Raises:
+            ConfigError: it never will take this node.
+        """
+        while True:
+            sent_at = self._clock()
+            client.send(hello)
+            for answer in client.receive(timeout_s=_LOOK_INTERVAL_S):
+                if isinstance(answer, Orders):
+                    self._begin(hello, lost_after_s=answer.lost_after_s, sent_at=sent_at)
+                    return True
+                if answer.is_final:
+                    raise ConfigError(f"node {self._index} is refused by the first node: {answer.reason}")
+                self._last_refusal = answer.reason
+                time.sleep(_LOOK_INTERVAL_S)
+            self._check_patience()
+            if read_control(self._layout) != head:
+                return False
+
+    def _begin(self, hello: Hello, *, lost_after_s: float, sent_at: float) -> None:
+        if self._contact is None:
+            self._contact = HeadContact(lost_after_s=lost_after_s, now=sent_at)
+        self._contact.begin(sent_at=sent_at)
+        if self._agent is not None:
+            self._agent.forget()
+            return
+        self._layout.logs.mkdir(parents=True, exist_ok=True)
+        file = self._held.enter_context(self._layout.log_file(f"node_{self._index}.log").open("a"))
+        log = RunLog(sys.stdout, file, as_json=self._config.log.json_logging)
+        log.say(f"node {self._index} ({hello.name}) at {hello.host}, interface {hello.interface or 'unknown'}")
+        host = LocalHost(
+            python=sys.executable,
+            environ=role_environment(os.environ) | share_secret(self._layout, environ=os.environ),
+        )
+        host.adopt_orphans()
+        self._agent = NodeAgent(
+            self._index,
+            host=host,
+            bind=hello.host,
+            ports=self._held.enter_context(ReservedPorts()),
+            scratch=self._held.enter_context(Scratch(self._layout.scratch_note_of(self._index))),
+            log=log,
+        )
+
+    def _follow(self, client: ControlClient) -> bool:
+        """Say how this node stands and carry out orders, until the run is over, the head refuses, or is missed."""
+        agent, contact = self._agent, self._contact
+        assert agent is not None
+        assert contact is not None
+        due, exits, num_asked = 0.0, agent.exits, 0
+        while True:
+            now = self._clock()
+            if now >= due or agent.exits != exits:
+                due, exits = now + _BEAT_INTERVAL_S, agent.exits
+                beat = agent.beat()
+                contact.sent(beat.number, now=now)
+                client.send(beat)
+            for answer in client.receive(timeout_s=_POLL_INTERVAL_S):
+                if isinstance(answer, Refused):
+                    agent.end_processes(timeout_s=contact.stop_timeout_s)
+                    return False
+                contact.seen(answer.beat)
+                agent.carry_out(answer)
+            if agent.exit_code is not None:
+                client.send(agent.beat())  # so that the head need not wait for it
+                time.sleep(_POLL_INTERVAL_S)
+                return True
+            if contact.is_missed(now=self._clock()):
+                agent.say(f"the first node is missed for {contact.lost_after_s / 2:.0f} s: ending the processes of this node")
+                agent.end_processes(timeout_s=contact.stop_timeout_s)
+                return False
+            num_asked = self._heed_signals(agent, num_asked)
+
+    def _heed_signals(self, agent: NodeAgent, num_asked: int) -> int:
+        """Leave a first signal to the head, which got it too and has its processes commit; a second one ends this node."""
+        if self._interrupts.first is not None and num_asked == 0:
+            agent.say("a signal asks for the end: the first node decides; a second signal ends this node now")
+            num_asked = 1
+        if self._interrupts.is_repeated:
+            raise NodesMissing(f"node {self._index} was ended by a second signal")
+        return num_asked
+
+
+def read_control(layout: RunLayout) -> _Head | None:
+    """Return where the head listens; None while no run has said it."""
+    try:
+        control = msgspec.json.decode(layout.control.read_bytes(), type=Control)
+        return _Head(control, read_secret(secret_file(layout, environ=os.environ)).token)
+    except (OSError, ConfigError, *DECODE_ERRORS):
+        return None

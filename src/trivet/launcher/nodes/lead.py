@@ -1,0 +1,111 @@
+"""Leads a run of several nodes: waits for the others, and plans what each of them starts."""
+
+import os
+import sys
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from trivet.config.layout import RunLayout
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import RunIdentity
+from trivet.errors import NodesMissing
+from trivet.launcher.node_plan import Node, plan_over_nodes
+from trivet.launcher.nodes.addresses import interface_of, own_address
+from trivet.launcher.nodes.control import ControlServer
+from trivet.launcher.nodes.host import NodeHost
+from trivet.launcher.nodes.identity import NodeIdentity
+from trivet.launcher.nodes.join import digest_config, package_version
+from trivet.launcher.nodes.messages import Control
+from trivet.launcher.nodes.registry import NodeRegistry
+from trivet.launcher.placement import HEAD, place
+from trivet.launcher.plan import RunPlan
+from trivet.launcher.ports import ReservedPorts
+from trivet.launcher.processes import LocalHost
+from trivet.machine import Machine
+from trivet.secret import RunSecret
+from trivet.storage.durable import write_json_atomically
+from trivet.wire.versions import Step
+
+_POLL_INTERVAL_S = 0.2
+
+
+@dataclass(slots=True, kw_only=True)
+class Lead:
+    """The nodes of a run, as the first of them sees them."""
+
+    host: NodeHost
+    own: Node
+    python: str
+    known: dict[int, Node] = field(default_factory=dict[int, Node])
+    """Every node as it was when it was there last."""
+
+    def plan(self, config: RLConfig, run: RunIdentity, resume_step: Step | None) -> RunPlan:
+        """Plan an attempt on the nodes that are there.
+
+        Raises:
+            ConfigError: as `plan_over_nodes`.
+        """
+        self.known |= {HEAD: self.own, **self.host.nodes()}
+        lost = self.host.lost_nodes() if config.deployment.min_train_nodes is not None else frozenset[int]()
+        return plan_over_nodes(
+            config,
+            placement=place(config, lost=lost),
+            nodes=self.known,
+            python=self.python,
+            run=run,
+            resume_step=resume_step,
+        )
+
+
+@contextmanager
+def lead(
+    config: RLConfig,
+    *,
+    layout: RunLayout,
+    identity: NodeIdentity,
+    run: RunIdentity,
+    secret: RunSecret,
+    local: LocalHost,
+    machine: Machine,
+) -> Generator[Lead, None, None]:
+    """Listen for the other nodes, and wait until all are there and hold their ports.
+
+    Raises:
+        NodesMissing: some did not come within `deployment.start_timeout_s`.
+        ConfigError: this node's address cannot be told, or its ports cannot be held.
+    """
+    deployment, placement = config.deployment, place(config)
+    address = deployment.host or own_address(identity.head)
+    with ExitStack() as held:
+        ports = held.enter_context(ReservedPorts())
+        own = Node(
+            index=HEAD,
+            name=os.uname().nodename,
+            host=address,
+            interface=interface_of(address),
+            machine=machine,
+            ports={name: ports.reserve(address, preferred=0) for name in placement.listeners_on(HEAD)},
+        )
+        wanted = {node: placement.listeners_on(node) for node in range(placement.num_nodes) if node != HEAD}
+        registry = NodeRegistry(
+            wanted, config_digest=digest_config(config), version=package_version(), lost_after_s=deployment.lost_after_s
+        )
+        port = ports.reserve(address, preferred=deployment.port)
+        held.enter_context(ControlServer(registry, host=address, port=port, secret=secret))
+        held.callback(layout.control.unlink, missing_ok=True)
+        write_json_atomically(layout.control, Control(run=run.id, attempt=run.attempt, host=address, port=port))
+        host = NodeHost(local, registry, wanted=wanted)
+        print(f"node 0 at {address}:{port} waits for {len(wanted)} more", file=sys.stderr)
+        deadline = time.monotonic() + deployment.start_timeout_s
+        while missing := host.lost_nodes():
+            if time.monotonic() > deadline:
+                problems = "; ".join(registry.port_problems())
+                raise NodesMissing(
+                    f"node {', '.join(map(str, sorted(missing)))} did not come within {deployment.start_timeout_s:g} s "
+                    f"(deployment.start_timeout_s){f': {problems}' if problems else ''}; each node runs the same command, sees "
+                    f"{layout.root} and reaches {address}:{port}"
+                )
+            time.sleep(_POLL_INTERVAL_S)
+        yield Lead(host=host, own=own, python=local.python)

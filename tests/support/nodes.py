@@ -1,0 +1,119 @@
+"""Nodes on one machine: a network namespace each, connected by a switch whose ports can be pulled. Needs root and `ip`."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from support.processes import heed_signals, wait_until
+
+
+def can_make_nodes() -> bool:
+    """Return whether this process may make network namespaces."""
+    return os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+class Nodes:
+    """Nodes 0 to `count` - 1 with addresses 10.214.0.1 and so on, in a network that nothing else is connected to.
+
+    >>> with make_nodes(2) as nodes:
+    ...     process = nodes.start(1, [sys.executable, "-c", "..."], log=path, environ=os.environ)
+    ...     nodes.lose(1)
+    ...     nodes.connect(1)
+    """
+
+    def __init__(self, count: int) -> None:
+        self._name = f"trivet-{secrets.token_hex(3)}"
+        self._count = count
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._name}-switch"
+
+    def _namespace(self, node: int) -> str:
+        return f"{self._name}-{node}"
+
+    def make(self) -> None:
+        for namespace in (self._switch, *map(self._namespace, range(self._count))):
+            _ip("netns", "add", namespace)
+            _ip("-n", namespace, "link", "set", "lo", "up")
+        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        for node in range(self._count):
+            namespace, port = self._namespace(node), f"port{node}"
+            peer = ("peer", "name", "eth0", "netns", namespace)
+            _ip("-n", self._switch, "link", "add", port, "type", "veth", *peer)
+            _ip("-n", self._switch, "link", "set", port, "master", "bridge")
+            _ip("-n", self._switch, "link", "set", port, "up")
+            _ip("-n", namespace, "address", "add", f"10.214.0.{node + 1}/24", "dev", "eth0")
+            _ip("-n", namespace, "link", "set", "eth0", "up")
+            _ip("-n", namespace, "route", "add", "default", "dev", "eth0")
+
+    def start(self, node: int, command: Sequence[str], *, log: Path, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        """Start a command on a node; its output is appended to `log`."""
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self._namespace(node), *command],
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=heed_signals,
+                umask=0o022,
+            )
+        self.processes.append(process)
+        return process
+
+    def pids(self, node: int) -> list[int]:
+        """Return the processes of a node."""
+        listed = subprocess.run(["ip", "netns", "pids", self._namespace(node)], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
+    def disconnect(self, node: int) -> None:
+        """Pull the node's cable."""
+        _ip("-n", self._switch, "link", "set", f"port{node}", "down")
+
+    def connect(self, node: int) -> None:
+        """Put the cable back."""
+        _ip("-n", self._switch, "link", "set", f"port{node}", "up")
+
+    def lose(self, node: int) -> None:
+        """Lose a node: its connection, then all of its processes. Nothing of it can say farewell."""
+        self.disconnect(node)
+        self.kill(node)
+
+    def kill(self, node: int) -> None:
+        for pid in self.pids(node):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.poll()
+        wait_until(lambda: not self.pids(node), timeout_s=20, waiting_for=f"the end of node {node}")
+
+    def remove(self) -> None:
+        for node in range(self._count):
+            with suppress(subprocess.CalledProcessError, AssertionError):
+                self.kill(node)
+        for namespace in (*map(self._namespace, range(self._count)), self._switch):
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+
+@contextmanager
+def make_nodes(count: int) -> Iterator[Nodes]:
+    """Make nodes for a block, and remove them with all that runs on them."""
+    nodes = Nodes(count)
+    try:
+        nodes.make()
+        yield nodes
+    finally:
+        nodes.remove()
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)

@@ -1,0 +1,319 @@
+"""Over several nodes every process is started on its node and finds the others at the addresses of theirs."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trivet.config.layout import RunLayout
+from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.orchestrator import OrchestratorConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.shared import RunIdentity
+from trivet.config.sections.trainer import TrainerConfig
+from trivet.errors import ConfigError
+from trivet.launcher.node_plan import Node, plan_over_nodes
+from trivet.launcher.placement import Placement, place
+from trivet.launcher.plan import ProcessSpec, RunPlan
+from trivet.machine import Machine
+from trivet.process.rank_place import RankPlace, read_place
+
+LAYOUT = RunLayout(Path("outputs"))
+RUN = RunIdentity(id="r", attempt=2)
+GPUS = ("2", "3", "5", "7")
+"""The GPUs of each node: names, not positions."""
+
+
+def make_nodes(placement: Placement, *, gpus: tuple[str, ...] = ()) -> dict[int, Node]:
+    """Return a node at 10.0.0.N for each of the placement; the ports of node N begin at N * 1000."""
+    return {
+        index: Node(
+            index=index,
+            name=f"host-{index}",
+            host=f"10.0.0.{index}",
+            interface=f"eth{index}",
+            machine=Machine(gpus=gpus, num_cpus=8),
+            ports={name: 1000 * index + 100 + offset for offset, name in enumerate(placement.listeners_on(index))},
+        )
+        for index in range(placement.num_nodes)
+    }
+
+
+def make_plan(
+    deployment: Mapping[str, Any] | None = None,
+    *,
+    gpus: tuple[str, ...] = (),
+    lost: tuple[int, ...] = (),
+    changed_nodes: Mapping[int, Mapping[str, Any]] | None = None,
+    resume_step: int | None = None,
+    **changes: Any,
+) -> RunPlan:
+    """Plan attempt 2 of a run; without changes one node trains, one serves, and both have no more than their cores."""
+    section = {"type": "multi_node", "gpus_per_node": len(gpus), **(deployment or {})}
+    config = RLConfig.model_validate({"deployment": section, **changes})
+    placement = place(config, lost=frozenset(lost))
+    nodes = make_nodes(placement, gpus=gpus)
+    for index, update in (changed_nodes or {}).items():
+        nodes[index] = replace(nodes[index], **update)
+    return plan_over_nodes(config, placement=placement, nodes=nodes, python="python", run=RUN, resume_step=resume_step)
+
+
+def process(planned: RunPlan, name: str) -> ProcessSpec:
+    return next(spec for spec in planned.processes if spec.name == name)
+
+
+def server_section(planned: RunPlan, name: str = "inference") -> InferenceConfig:
+    section = planned.configs[LAYOUT.configs / f"{name}.toml"]
+    assert isinstance(section, InferenceConfig)
+    return section
+
+
+def orchestrator_section(planned: RunPlan) -> OrchestratorConfig:
+    section = planned.configs[LAYOUT.configs / "orchestrator.toml"]
+    assert isinstance(section, OrchestratorConfig)
+    return section
+
+
+def trainer_section(planned: RunPlan) -> TrainerConfig:
+    section = planned.configs[LAYOUT.configs / "trainer.toml"]
+    assert isinstance(section, TrainerConfig)
+    return section
+
+
+THREE_SERVERS = {"num_train_nodes": 2, "num_infer_replicas": 3, "servers_per_node": 2}
+
+
+def test_every_process_is_started_on_its_node_with_a_log_of_its_own() -> None:
+    planned = make_plan(THREE_SERVERS)
+    assert [(spec.name, spec.unit, spec.node, spec.log) for spec in planned.processes] == [
+        ("inference", "inference", 2, LAYOUT.log_file("inference.stdout")),
+        ("inference-1", "inference-1", 2, LAYOUT.log_file("inference-1.stdout")),
+        ("inference-2", "inference-2", 3, LAYOUT.log_file("inference-2.stdout")),
+        ("trainer", "training", 0, LAYOUT.log_file("trainer.stdout")),
+        ("trainer-1", "training", 1, LAYOUT.log_file("trainer-1.stdout")),
+        ("orchestrator", "training", 0, LAYOUT.log_file("orchestrator.stdout")),
+    ]
+
+
+@pytest.mark.parametrize(("is_on_inference", "node"), [(False, 0), (True, 2)])
+def test_the_orchestrator_runs_where_the_configuration_has_it(is_on_inference: bool, node: int) -> None:
+    planned = make_plan({"num_train_nodes": 2, "orchestrator_on_inference": is_on_inference})
+    assert process(planned, "orchestrator").node == node
+
+
+def test_every_process_reads_a_configuration_that_is_written() -> None:
+    planned = make_plan(THREE_SERVERS)
+    assert {spec.name: Path(spec.argv[-1]).name for spec in planned.processes} == {
+        "inference": "inference.toml",
+        "inference-1": "inference-1.toml",
+        "inference-2": "inference-2.toml",
+        "trainer": "trainer.toml",
+        "trainer-1": "trainer.toml",
+        "orchestrator": "orchestrator.toml",
+    }
+    assert {Path(spec.argv[-1]) for spec in planned.processes} == set(planned.configs)
+
+
+def test_every_role_gets_the_identity_of_the_run() -> None:
+    planned = make_plan(THREE_SERVERS)
+    sections = [server_section(planned, "inference-2"), orchestrator_section(planned), trainer_section(planned)]
+    assert [section.run for section in sections] == [RUN] * 3
+
+
+def test_a_server_knows_its_name_under_which_it_reports() -> None:
+    planned = make_plan(THREE_SERVERS)
+    assert [server_section(planned, name).name for name in ("inference", "inference-1")] == ["inference", "inference-1"]
+    assert [report.process for report in process(planned, "inference-1").reports] == ["inference-1"]
+
+
+def test_servers_listen_at_the_addresses_that_the_orchestrator_asks() -> None:
+    planned = make_plan(THREE_SERVERS)
+    listening = [server_section(planned, name).server for name in ("inference", "inference-1", "inference-2")]
+    assert [(server.host, server.port) for server in listening] == [("10.0.0.2", 2100), ("10.0.0.2", 2101), ("10.0.0.3", 3100)]
+    urls = ["http://10.0.0.2:2100/v1", "http://10.0.0.2:2101/v1", "http://10.0.0.3:3100/v1"]
+    assert orchestrator_section(planned).client.base_url == urls
+    assert planned.server_urls == {"inference": (urls[0],), "inference-1": (urls[1],), "inference-2": (urls[2],)}
+
+
+def test_an_address_of_ipv6_is_written_in_brackets() -> None:
+    planned = make_plan(changed_nodes={1: {"host": "fd00::2"}})
+    assert server_section(planned).server.host == "fd00::2"
+    assert orchestrator_section(planned).client.base_url == ["http://[fd00::2]:1100/v1"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "bound"),
+    [
+        ("127.0.0.1", "10.0.0.1"),
+        ("localhost", "10.0.0.1"),
+        ("::1", "10.0.0.1"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("::", "::"),
+        ("10.9.0.1", "10.9.0.1"),
+    ],
+)
+def test_a_server_listens_where_others_reach_it(configured: str, bound: str) -> None:
+    planned = make_plan(inference={"server": {"host": configured}})
+    assert server_section(planned).server.host == bound
+    assert orchestrator_section(planned).client.base_url == ["http://10.0.0.1:1100/v1"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "bound"), [("127.0.0.1", "10.0.0.0"), ("0.0.0.0", "0.0.0.0"), ("::", "::"), ("10.9.0.1", "10.9.0.1")]
+)
+def test_the_trainer_listens_where_the_orchestrator_reaches_it(configured: str, bound: str) -> None:
+    transport = {"rollout_transport": {"host": configured}}
+    planned = make_plan({"orchestrator_on_inference": True}, trainer=transport, orchestrator=transport)
+    for section in (trainer_section(planned).rollout_transport, orchestrator_section(planned).rollout_transport):
+        assert (section.host, section.advertise, section.port) == (bound, "10.0.0.0", 100)
+
+
+def test_servers_of_someone_else_keep_their_addresses() -> None:
+    client = {"base_url": ["http://far:8000/v1", "http://further:8000/v1"], "api_key_var": ["THEIR_KEY"]}
+    planned = make_plan({"num_infer_nodes": 0}, inference=None, orchestrator={"client": client})
+    assert [spec.name for spec in planned.processes] == ["trainer", "orchestrator"]
+    assert orchestrator_section(planned).client.base_url == client["base_url"]
+    assert orchestrator_section(planned).client.api_key_var == ["THEIR_KEY"]
+    assert planned.server_urls == {}
+
+
+def test_the_key_of_the_servers_opens_every_one_of_them() -> None:
+    planned = make_plan({"num_infer_replicas": 2}, inference={"server": {"api_key": "ours"}})
+    client, environment = orchestrator_section(planned).client, process(planned, "orchestrator").env
+    assert [client.api_key(url, environment) for url in client.base_url] == ["ours", "ours"]
+    assert server_section(planned, "inference-1").server.api_key == "ours"
+
+
+def test_a_server_without_a_key_is_asked_without_one() -> None:
+    planned = make_plan()
+    assert orchestrator_section(planned).client.api_key_var == OrchestratorConfig().client.api_key_var
+
+
+def test_every_role_gets_the_gpus_of_its_node_by_name() -> None:
+    planned = make_plan(THREE_SERVERS, gpus=GPUS)
+    assert {spec.name: spec.env.get("CUDA_VISIBLE_DEVICES") for spec in planned.processes} == {
+        "inference": "2,3",
+        "inference-1": "5,7",
+        "inference-2": "2,3",
+        "trainer": "2,3,5,7",
+        "trainer-1": "2,3,5,7",
+        "orchestrator": None,
+    }
+    assert server_section(planned).parallel.dp == 2
+
+
+def test_gpus_beyond_those_of_the_configuration_are_left_alone() -> None:
+    planned = make_plan({"gpus_per_node": 2}, gpus=GPUS)
+    assert [process(planned, name).env["CUDA_VISIBLE_DEVICES"] for name in ("inference", "trainer")] == ["2,3", "2,3"]
+
+
+def test_a_server_has_all_memory_of_its_gpus() -> None:
+    planned = make_plan(THREE_SERVERS, gpus=GPUS)
+    assert server_section(planned).gpu_memory_utilization == InferenceConfig().gpu_memory_utilization
+
+
+def test_a_trainer_without_gpus_does_not_see_those_of_its_node() -> None:
+    planned = make_plan(changed_nodes={0: {"machine": Machine(gpus=GPUS, num_cpus=8)}}, trainer_cpu_ranks=2)
+    assert process(planned, "trainer").env == {"CUDA_VISIBLE_DEVICES": ""}
+    assert process(planned, "trainer").argv[4] == "2"
+
+
+def test_a_node_with_too_few_gpus_is_refused() -> None:
+    too_few = {1: {"machine": Machine(gpus=("0",), num_cpus=8)}}
+    with pytest.raises(ConfigError, match=r"gpus_per_node is 4, and node 1 \(host-1\) shows 1 GPU"):
+        make_plan(gpus=GPUS, changed_nodes=too_few)
+
+
+def test_a_node_without_a_role_may_have_fewer_gpus() -> None:
+    too_few = {1: {"machine": Machine(gpus=(), num_cpus=8)}}
+    planned = make_plan({"num_train_nodes": 2}, gpus=GPUS, lost=(1,), changed_nodes=too_few)
+    assert {spec.node for spec in planned.processes} == {0, 2}
+
+
+def test_gpus_of_a_server_that_tensor_parallelism_does_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"2 GPU\(s\), which must be divisible by inference\.parallel\.tp \(4\)"):
+        make_plan(THREE_SERVERS, gpus=GPUS, inference={"parallel": {"tp": 4}})
+
+
+TWO_TRAIN = {"num_train_nodes": 2}
+
+
+def test_ranks_of_two_nodes_meet_at_the_first() -> None:
+    planned = make_plan(TWO_TRAIN, trainer_cpu_ranks=3)
+    common = {"num_ranks": 6, "host": "10.0.0.0", "port": 101, "attempt": 2}
+    assert read_place(process(planned, "trainer").env) == RankPlace(first_rank=0, **common)
+    assert read_place(process(planned, "trainer-1").env) == RankPlace(first_rank=3, **common)
+    assert [process(planned, name).argv[4] for name in ("trainer", "trainer-1")] == ["3", "3"]
+
+
+def test_ranks_of_two_nodes_connect_through_the_interfaces_of_their_nodes() -> None:
+    planned = make_plan(TWO_TRAIN, trainer_cpu_ranks=2)
+    for name, interface in (("trainer", "eth0"), ("trainer-1", "eth1")):
+        defaults = process(planned, name).env_defaults
+        assert (defaults["GLOO_SOCKET_IFNAME"], defaults["NCCL_SOCKET_IFNAME"]) == (interface, interface)
+        assert defaults["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize("lost", [(), (1,)])
+def test_ranks_of_the_only_node_that_trains_meet_over_loopback(lost: tuple[int, ...]) -> None:
+    planned = make_plan({"num_train_nodes": 1 + len(lost)}, lost=lost, trainer_cpu_ranks=2)
+    assert [spec.name for spec in planned.processes] == ["inference", "trainer", "orchestrator"]
+    trainer = process(planned, "trainer")
+    assert read_place(trainer.env) is None
+    assert trainer.env_defaults["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_the_nodes_that_are_left_close_ranks() -> None:
+    planned = make_plan({"num_train_nodes": 3}, lost=(1,), trainer_cpu_ranks=2)
+    follower = process(planned, "trainer-1")
+    place = read_place(follower.env)
+    assert place is not None
+    assert (follower.node, place.first_rank, place.num_ranks) == (2, 2, 4)
+
+
+def test_every_node_has_the_reports_of_its_own_ranks() -> None:
+    planned = make_plan(TWO_TRAIN, trainer_cpu_ranks=2)
+    reports = {name: process(planned, name).reports for name in ("trainer", "trainer-1")}
+    assert {name: [report.process for report in files] for name, files in reports.items()} == {
+        "trainer": ["trainer rank 0 of 4", "trainer rank 1 of 4"],
+        "trainer-1": ["trainer rank 2 of 4", "trainer rank 3 of 4"],
+    }
+    assert [report.path for report in reports["trainer-1"]] == [LAYOUT.report_file("trainer", rank) for rank in (2, 3)]
+
+
+def test_the_first_node_alone_records_the_end_of_the_trainer() -> None:
+    planned = make_plan({"num_train_nodes": 3})
+    trainers = [process(planned, name) for name in ("trainer", "trainer-1", "trainer-2")]
+    assert [spec.records_end for spec in trainers] == [True, False, False]
+    assert all(spec.does_finish and spec.are_children_watched for spec in trainers)
+    assert process(planned, "orchestrator").records_end
+
+
+@pytest.mark.parametrize(
+    ("deployment", "lost", "copies"),
+    [
+        pytest.param({"num_train_nodes": 4, "nodes_per_fsdp_group": 2}, (), 2, id="two nodes a copy"),
+        pytest.param({"num_train_nodes": 4, "nodes_per_fsdp_group": 1}, (), 4, id="one node a copy"),
+        pytest.param({"num_train_nodes": 4, "nodes_per_fsdp_group": 4}, (), 1, id="one copy over all"),
+        pytest.param({"num_train_nodes": 4, "nodes_per_fsdp_group": 2}, (2, 3), 1, id="one group is left"),
+        pytest.param({"num_train_nodes": 4, "nodes_per_fsdp_group": 1}, (3,), 3, id="a copy was lost"),
+        pytest.param({"num_train_nodes": 6, "nodes_per_fsdp_group": 2}, (3,), 1, id="nodes that make no whole groups"),
+        pytest.param({"num_train_nodes": 5}, (), 5, id="no groups of nodes: what the trainer says"),
+        pytest.param({"num_train_nodes": 5}, (4,), 1, id="ranks that no longer divide into copies"),
+    ],
+)
+def test_groups_of_nodes_set_the_copies_of_the_model(deployment: dict[str, int], lost: tuple[int, ...], copies: int) -> None:
+    planned = make_plan(deployment, lost=lost, trainer={"model": {"dp_replicate": 5}})
+    assert trainer_section(planned).model.dp_replicate == copies
+
+
+def test_a_resume_reaches_both_roles_that_keep_checkpoints() -> None:
+    planned = make_plan(resume_step=50)
+    assert (trainer_section(planned).ckpt.resume_step, orchestrator_section(planned).ckpt.resume_step) == (50, 50)
+
+
+def test_a_run_with_no_step_left_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_steps \(50\) must be above the step resumed from \(50\)"):
+        make_plan(resume_step=50, max_steps=50)

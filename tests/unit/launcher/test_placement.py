@@ -1,0 +1,113 @@
+"""Each node has roles that follow from the configuration alone."""
+
+from typing import Any
+
+import pytest
+
+from trivet.config.sections.rl import RLConfig
+from trivet.launcher.placement import HEAD, RENDEZVOUS, TRANSPORT, Placement, describe_placement, place
+
+
+def make_placement(*, lost: tuple[int, ...] = (), changes: dict[str, Any] | None = None, **deployment: Any) -> Placement:
+    section = {"type": "multi_node", "gpus_per_node": 0, **deployment}
+    return place(RLConfig.model_validate({"deployment": section, **(changes or {})}), lost=frozenset(lost))
+
+
+TWO_TRAIN = {"num_train_nodes": 2, "gpus_per_node": 8}
+THREE_SERVERS = {**TWO_TRAIN, "num_infer_replicas": 3, "servers_per_node": 2}
+
+
+@pytest.mark.parametrize(
+    ("deployment", "lines"),
+    [
+        pytest.param(
+            {},
+            ["node 0 (head): trainer rank 0, orchestrator", "node 1: inference"],
+            id="one trains and one serves, without GPUs",
+        ),
+        pytest.param(
+            {"changes": {"trainer_cpu_ranks": 3}},
+            ["node 0 (head): trainer rank 0-2, orchestrator", "node 1: inference"],
+            id="several ranks on a node without GPUs",
+        ),
+        pytest.param(
+            {"gpus_per_node": 8},
+            ["node 0 (head): trainer rank 0-7, orchestrator", "node 1: inference on GPU 0-7"],
+            id="one trains and one serves, with GPUs",
+        ),
+        pytest.param(
+            THREE_SERVERS,
+            [
+                "node 0 (head): trainer rank 0-7, orchestrator",
+                "node 1: trainer rank 8-15",
+                "node 2: inference on GPU 0-3, inference-1 on GPU 4-7",
+                "node 3: inference-2 on GPU 0-3",
+            ],
+            id="servers that share a node",
+        ),
+        pytest.param(
+            {"gpus_per_node": 2, "num_infer_replicas": 2, "servers_per_node": 2},
+            ["node 0 (head): trainer rank 0-1, orchestrator", "node 1: inference on GPU 0, inference-1 on GPU 1"],
+            id="a server of one GPU",
+        ),
+        pytest.param(
+            {"num_infer_replicas": 3, "servers_per_node": 2},
+            ["node 0 (head): trainer rank 0, orchestrator", "node 1: inference, inference-1", "node 2: inference-2"],
+            id="servers that share a node without GPUs",
+        ),
+        pytest.param(
+            {**TWO_TRAIN, "orchestrator_on_inference": True},
+            ["node 0 (head): trainer rank 0-7", "node 1: trainer rank 8-15", "node 2: inference on GPU 0-7, orchestrator"],
+            id="the orchestrator beside the first server",
+        ),
+        pytest.param(
+            {**TWO_TRAIN, "num_infer_nodes": 0, "changes": {"inference": None}},
+            ["node 0 (head): trainer rank 0-7, orchestrator", "node 1: trainer rank 8-15"],
+            id="servers of someone else",
+        ),
+    ],
+)
+def test_every_node_has_its_roles(deployment: dict[str, Any], lines: list[str]) -> None:
+    assert list(describe_placement(make_placement(**deployment))) == lines
+
+
+@pytest.mark.parametrize(
+    ("lost", "trainer_nodes", "num_ranks", "of_node_2"),
+    [
+        ((), (0, 1, 2), 24, ("trainer rank 16-23",)),
+        ((1,), (0, 2), 16, ("trainer rank 8-15",)),
+        ((1, 2), (0,), 8, ()),
+        ((3,), (0, 1, 2), 24, ("trainer rank 16-23",)),
+    ],
+)
+def test_ranks_are_numbered_anew_without_the_nodes_that_are_lost(
+    lost: tuple[int, ...], trainer_nodes: tuple[int, ...], num_ranks: int, of_node_2: tuple[str, ...]
+) -> None:
+    placement = make_placement(num_train_nodes=3, gpus_per_node=8, lost=lost)
+    assert (placement.trainer_nodes, placement.num_ranks, placement.roles_on(2)) == (trainer_nodes, num_ranks, of_node_2)
+    assert placement.num_nodes == 4
+
+
+def test_a_server_keeps_its_node_and_its_gpus_when_nodes_are_lost() -> None:
+    whole, reduced = make_placement(**THREE_SERVERS), make_placement(**THREE_SERVERS, lost=(1, 2))
+    assert reduced.servers == whole.servers
+    assert [(server.node, server.gpu_ids) for server in whole.servers] == [
+        (2, (0, 1, 2, 3)),
+        (2, (4, 5, 6, 7)),
+        (3, (0, 1, 2, 3)),
+    ]
+
+
+def test_a_lost_node_without_a_role_is_described() -> None:
+    lines = list(describe_placement(make_placement(num_train_nodes=2, lost=(1,))))
+    assert lines[1] == "node 1: nothing"
+
+
+def test_servers_listen_on_their_nodes_and_the_trainer_on_the_first() -> None:
+    placement = make_placement(**THREE_SERVERS)
+    assert {node: placement.listeners_on(node) for node in range(placement.num_nodes)} == {
+        HEAD: (TRANSPORT, RENDEZVOUS),
+        1: (),
+        2: ("inference", "inference-1"),
+        3: ("inference-2",),
+    }
