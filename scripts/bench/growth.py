@@ -152,8 +152,10 @@ def grow_in_flight(_: Path) -> Iterator[dict[str, Any]]:
 def grow_hours(_: Path) -> Iterator[dict[str, Any]]:
     """The orchestrator over the rollouts of two days."""
     found = run_bench("orchestrator", "--in-flight", 10_000, "--rollouts", TWO_DAYS, "--verifiers-rollouts", 0)
-    keys = ("rollouts_per_s", "rss_mib", "rss_growth_mib", "loop_lag_p99_ms")
-    yield {"rollouts": TWO_DAYS, "hours": 48} | {key: found[key] for key in keys}
+    keys = ("rollouts_per_s", "rss_growth_mib", "loop_lag_p99_ms")
+    whole = {key: found[key] for key in keys}
+    for tenth, rss_mib in enumerate(found["rss_mib_by_tenth"], start=1):
+        yield {"rollouts": TWO_DAYS * tenth // 10, "hours": round(4.8 * tenth, 1), "rss_mib": rss_mib} | whole
 
 
 def grow_groups(_: Path) -> Iterator[dict[str, Any]]:

@@ -339,6 +339,12 @@ def growth_mib(rss_mib: list[float]) -> float:
     return statistics.median(rss_mib[-tenth:]) - statistics.median(rss_mib[2 * tenth : 3 * tenth])
 
 
+def rss_by_tenth(rss_mib: list[float]) -> list[float]:
+    """Return the median resident memory of each tenth of the run."""
+    tenth = max(1, len(rss_mib) // 10)
+    return [round(statistics.median(rss_mib[at * tenth : (at + 1) * tenth] or rss_mib[-1:]), 1) for at in range(10)]
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -371,6 +377,7 @@ def main() -> None:
         "in_flight_median": statistics.median(watched.in_flight),
         "rss_mib": round(watched.rss_mib[-1], 1),
         "rss_growth_mib": round(growth_mib(watched.rss_mib), 1),
+        "rss_mib_by_tenth": rss_by_tenth(watched.rss_mib),
         "through_verifiers_per_s": [round(ours, 1) for ours, _ in pairs],
         "verifiers_per_s": [round(theirs, 1) for _, theirs in pairs],
         "through_worker": worker,

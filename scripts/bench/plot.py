@@ -25,6 +25,7 @@ AXES = {
     "growth_sizes": ("parameters", "step_s", "parameters", "seconds of a step"),
     "growth_ranks": ("ranks", "step_s", "ranks", "seconds of a step"),
     "growth_in_flight": ("in_flight", "rollouts_per_s", "rollouts in flight", "rollouts a second"),
+    "growth_hours": ("hours", "rss_mib", "hours at ten rollouts a second", "MiB of the orchestrator"),
     "growth_groups": ("groups", "seconds", "groups of the history", "seconds of trivet check"),
     "growth_resume": ("checkpoint_mib", "resumed_s", "MiB of a checkpoint", "seconds to the first step after a resume"),
 }
