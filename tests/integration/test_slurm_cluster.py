@@ -37,6 +37,17 @@ preemption_grace_s = 20
 """
 """SLURM counts limits in minutes. It kills a job at the end of the minute in which its time was up."""
 
+NODES = {
+    1: "",
+    2: """
+[deployment]
+type = "multi_node"
+gpus_per_node = 0
+lost_after_s = 10
+""",
+}
+"""The nodes of a job: all roles on one, or the trainer on the first and the server on the second."""
+
 Cluster = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -61,10 +72,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     assert not (tmp_path / "cluster").exists()
 
 
-def test_a_run_is_queued_again_at_its_time_limit_and_finishes(tmp_path: Path, tiny_model: Path, cluster: Cluster) -> None:
+@pytest.mark.parametrize("num_nodes", NODES)
+def test_a_run_is_queued_again_at_its_time_limit_and_finishes(
+    tmp_path: Path, tiny_model: Path, cluster: Cluster, num_nodes: int
+) -> None:
     layout, file = RunLayout(tmp_path / "run"), tmp_path / "rl.toml"
     # An interval that is never reached: the only commit is the one that the signal asks for.
-    text = CONFIG.replace("interval = 6", "interval = 10000") + SLURM
+    text = CONFIG.replace("interval = 6", "interval = 10000") + SLURM + NODES[num_nodes]
     file.write_text("shutdown_timeout_s = 10\n" + text.format(max_steps=MAX_STEPS, output_dir=layout.root, model=tiny_model))
     said = cluster("run", sys.executable, "-m", "trivet.launcher.commands.rl", "@", file).stdout
     job = said.split()[1]
@@ -85,6 +99,7 @@ def test_a_run_is_queued_again_at_its_time_limit_and_finishes(tmp_path: Path, ti
     resolved.write_text(resolved.read_text().replace(f"max_steps = {MAX_STEPS}", f"max_steps = {reached + 5}"))
     cluster("run", "scontrol", "update", f"JobId={job}", "TimeLimit=10")
     wait_until(lambda: state() == "COMPLETED", timeout_s=420, waiting_for=f"the end of the job: {log}")
+    assert f"NumNodes={num_nodes}" in cluster("run", "scontrol", "show", "job", job).stdout
     report = assert_proven(check_run(layout))
     assert (report.last_step, report.starts) == (reached + 5, {"orchestrator": 2, "trainer": 2})
     assert cluster("run", "squeue", "--noheader").stdout == ""

@@ -3,13 +3,17 @@
     python -m trivet.schedulers.job rl outputs/slurm/rl-1f0c.toml --pid-file outputs/slurm/17.pid
 
 Such a job has the same script and the same configuration as at its first start, so what differs is decided here: by what the output
-directory held before the job and holds now. A job that never came to begin its run starts as it would have the first time.
+directory held before the job and holds now. A job that never came to begin its run starts as it would have the first time. Of the
+nodes of a job the first decides; the others wait for what it writes beside the file of its process id.
 """
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +30,11 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.config.sections.slurm import SlurmCommand
-from trivet.process.lifetime import module_command
+from trivet.exits import describe_exit
+from trivet.process.lifetime import module_command, tied_command
 from trivet.storage.durable import write_atomically, write_json_atomically
+
+_POLL_INTERVAL_S = 0.5
 
 COMMANDS: Mapping[SlurmCommand, tuple[str, type[Section]]] = {
     "rl": ("trivet.launcher.commands.rl", RLConfig),
@@ -89,23 +96,43 @@ def _resumed(ckpt: CkptConfig) -> CkptConfig:
     return ckpt.model_copy(update={"resume_step": -1, "resume_from": None, **whole, **changes})
 
 
-def prepare(command: SlurmCommand, configuration: Path, *, pid_file: Path) -> Path:
-    """Return the file of the configuration to start with; note what the directory holds at the job's first start."""
+def decided_file(pid_file: Path, environ: Mapping[str, str]) -> Path:
+    """Return the file of the configuration that this start of the job reads, on every node."""
+    return pid_file.with_suffix(f".{environ.get('SLURM_RESTART_COUNT', '0')}.toml")
+
+
+def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decided: Path) -> None:
+    """Write the configuration to start with; note what the directory holds at the job's first start."""
     config = load_config(COMMANDS[command][1], ["@", str(configuration)]).config
     output_dir = getattr(config, "output_dir", None)
     assert isinstance(output_dir, Path)
     now, note = read_progress(RunLayout(output_dir)), pid_file.with_suffix(".before.json")
     if not note.exists():
         write_json_atomically(note, now)
-        return configuration
-    before = msgspec.json.decode(note.read_bytes(), type=Progress)
-    again = pid_file.with_suffix(".toml")
-    write_atomically(again, to_toml(go_on(config, before=before, now=now)).encode(), is_private=True)
-    return again
+    else:
+        config = go_on(config, before=msgspec.json.decode(note.read_bytes(), type=Progress), now=now)
+    write_atomically(decided, to_toml(config).encode(), is_private=True)
+
+
+def await_decision(decided: Path, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Return when the first node has written `decided`. The step of the job ends when that node does not come to it."""
+    while not decided.exists():
+        list(decided.parent.iterdir())  # NFS remembers for a while that a name was not there, unless its directory is read
+        sleep(_POLL_INTERVAL_S)
+
+
+def run_beside(command: Sequence[str]) -> None:
+    """Run a command on a node that is not the first, whatever becomes of it: the job's exit code is that of the first node."""
+    started = subprocess.Popen(tied_command(command))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: started.send_signal(number))
+    code = started.wait()
+    if code:
+        print(f"this node {describe_exit(code)}; the first node decides what that means", file=sys.stderr)
 
 
 def main() -> None:
-    """Replace this process by the command, under the same process id."""
+    """Replace this process by the command, under the same process id; on other nodes than the first run it beside this one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("configuration", type=Path)
@@ -114,10 +141,16 @@ def main() -> None:
     # The configuration is complete. A variable would set a key again, [slurm] among them: the job would submit itself.
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in OWN_VARIABLES]:
         del os.environ[name]
-    file = prepare(args.command, args.configuration, pid_file=args.pid_file)
+    decided = decided_file(args.pid_file, os.environ)
+    command = module_command(COMMANDS[args.command][0], "@", str(decided))
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        await_decision(decided)
+        run_beside(command)
+        return
+    decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided)
     write_atomically(args.pid_file, f"{os.getpid()}\n".encode())
     sys.stdout.flush()
-    os.execv(sys.executable, module_command(COMMANDS[args.command][0], "@", str(file)))
+    os.execv(sys.executable, command)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Writes the batch script of a command, and submits it to SLURM.
 
-The script runs one task by srun and knows nothing of a run's roles. Its only other work is the end of the time limit: SLURM signals
-the script alone, which passes the signal on to the launcher, so that the launcher ends its roles in order; then the job is queued
-again. `schedulers.job` is what srun runs.
+The script runs one task on each node by srun and knows nothing of a run's roles. Its only other work is the end of the time limit:
+SLURM signals the script alone, which passes the signal on to the launcher on the first node, so that the launcher ends its roles in
+order; then the job is queued again. `schedulers.job` is what srun runs.
 """
 
 import shlex
@@ -20,7 +20,7 @@ from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.slurm import SlurmCommand, SlurmConfig
-from trivet.errors import ConfigError, Diverged, SubmissionFailed
+from trivet.errors import ConfigError, Diverged, NodesMissing, SubmissionFailed
 from trivet.process.lifetime import module_command
 from trivet.shown_text import printable, shorten
 from trivet.storage.durable import hash_bytes, write_atomically
@@ -39,7 +39,7 @@ _SBATCH_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A command as a job of one node."""
+    """A command as a job."""
 
     command: SlurmCommand
     config: SlurmConfig
@@ -49,7 +49,9 @@ class Job:
     """The file that the command reads."""
     output_dir: Path
     """The output directory of the command; absolute."""
+    num_nodes: int
     num_gpus: int
+    """GPUs of each node."""
     python: str
     """The interpreter that the node runs."""
 
@@ -83,6 +85,7 @@ def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_r
         # Another configuration has another file: a job that still waits reads its own.
         configuration=directory / f"{command}-{hash_bytes(text.encode()).xxh3_128[:8]}.toml",
         output_dir=output_dir,
+        num_nodes=config.deployment.num_nodes if isinstance(config, RLConfig) else 1,
         num_gpus=count_gpus(config),
         python=sys.executable,
     )
@@ -121,11 +124,6 @@ def _check(config: RLConfig | SftConfig | EvalConfig, slurm: SlurmConfig) -> Pat
             "slurm.requeue needs ckpt.interval: fine-tuning commits nothing when its time is up, so a job that is queued again "
             "would begin anew; set ckpt.interval, or slurm.requeue = false"
         )
-    if isinstance(config, RLConfig) and config.deployment.is_multi_node:
-        raise ConfigError(
-            '[slurm] submits runs of one node, and deployment.type is "multi_node": ask SLURM for an allocation, and start the'
-            " command in it without [slurm], with srun --ntasks-per-node=1"
-        )
     project = slurm.project_dir.absolute()
     if not project.is_dir():
         raise ConfigError(f"slurm.project_dir {str(project)!r} is not a directory; name the one that the job is to run in")
@@ -143,6 +141,8 @@ def count_gpus(config: RLConfig | SftConfig | EvalConfig) -> int:
         return 0
     if isinstance(config, SftConfig):
         return 0 if config.device == "cpu" else config.num_ranks or 1
+    if config.deployment.is_multi_node:
+        return config.deployment.gpus_per_node
     serving = config.inference_gpu_ids if config.inference is not None else []
     training = config.trainer_gpu_ids if config.trainer.device != "cpu" else []
     teaching = (config.teacher_gpu_ids or []) if config.teacher_inference is not None else []
@@ -169,7 +169,7 @@ def make_script(job: Job) -> str:
         """trap 'rm -f -- "$pid_file"' EXIT""",
         *([slurm.pre_run_command] if slurm.pre_run_command else []),
         "set -u",
-        f"srun --nodes=1 --ntasks=1 --cpu-bind=none --export=ALL --unbuffered {shlex.join(slurm.srun_args)}".rstrip() + " \\",
+        f"srun {shlex.join([*_srun_words(job.num_nodes), *slurm.srun_args])} \\",
         f'  {shlex.join(task)} --pid-file "$pid_file" &',
         "srun_pid=$!",
         "while true; do",
@@ -182,8 +182,9 @@ def make_script(job: Job) -> str:
     ]
     if slurm.requeue:
         lines += [
-            "# The time is up, and the command is not done. A job that was cancelled is not running any more.",
-            f"if [[ $num_signals != 0 && $code != 0 && $code != {Diverged.exit_code} ]]; then",
+            "# The time is up or a node was lost, and the command is not done. A job that was cancelled is not running any more.",
+            f"is_up=$((num_signals != 0 && code != 0 && code != {Diverged.exit_code}))",
+            f"if [[ $is_up == 1 || $code == {NodesMissing.exit_code} ]]; then",
             '  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state="unknown to squeue"',
             "  if [[ $state == CANCELLED || $state == COMPLETING ]]; then",
             '    echo "not queued again: the job is $state"',
@@ -194,6 +195,12 @@ def make_script(job: Job) -> str:
             "fi",
         ]
     return "\n".join([*lines, 'exit "$code"', ""])
+
+
+def _srun_words(num_nodes: int) -> list[str]:
+    # The launcher on the first node decides what the end of another node means, so srun ends no task for it.
+    several = ["--kill-on-bad-exit=0", "--wait=0"] if num_nodes > 1 else []
+    return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *several, "--cpu-bind=none", "--export=ALL", "--unbuffered"]
 
 
 def _note_commits(job: Job) -> list[str]:
@@ -209,7 +216,7 @@ def _directives(job: Job) -> Iterator[str]:
     for name in _DIRECTIVES:
         if (value := getattr(slurm, name)) is not None:
             yield f"--{name.replace('_', '-')}={shlex.quote(str(value))}"
-    yield "--nodes=1"
+    yield f"--nodes={job.num_nodes}"
     yield "--ntasks-per-node=1"
     if job.num_gpus:
         yield f"--gres=gpu:{job.num_gpus}"

@@ -11,7 +11,7 @@ from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.schedulers import job
-from trivet.schedulers.job import Progress, go_on, prepare, read_progress
+from trivet.schedulers.job import Progress, await_decision, decide, decided_file, go_on, read_progress, run_beside
 
 NEEDED = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x"]
 NOTHING = Progress(run=None, commit=None)
@@ -89,10 +89,44 @@ def test_an_evaluation_goes_on_with_what_is_missing(tmp_path):
 def test_the_first_start_takes_the_configuration_as_it_is_and_a_further_one_goes_on(tmp_path):
     file, pid_file = tmp_path / "rl.toml", tmp_path / "17.pid"
     file.write_text(f'output_dir = "{tmp_path}"\n[orchestrator]\nrollouts_per_example = 4\n[[orchestrator.env]]\nid = "x"\n')
-    assert prepare("rl", file, pid_file=pid_file) == file
+    first, again = decided_file(pid_file, {}), decided_file(pid_file, {"SLURM_RESTART_COUNT": "1"})
+    decide("rl", file, pid_file=pid_file, decided=first)
+    assert load_config(RLConfig, ["@", str(first)]).config == load_config(RLConfig, ["@", str(file)]).config
     commit(tmp_path, 4)
-    resumed = prepare("rl", file, pid_file=pid_file)
-    assert load_config(RLConfig, ["@", str(resumed)]).config.trainer.ckpt.resume_step == -1
+    decide("rl", file, pid_file=pid_file, decided=again)
+    assert load_config(RLConfig, ["@", str(again)]).config.trainer.ckpt.resume_step == -1
+
+
+def test_another_node_waits_for_what_the_first_decides(tmp_path):
+    decided, waited = tmp_path / "17.0.toml", []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            decided.touch()
+
+    await_decision(decided, sleep=sleep)
+    assert len(waited) == 3
+
+
+def test_what_becomes_of_another_node_is_not_the_job_s_exit_code(tmp_path, capsys):
+    run_beside([sys.executable, "-c", "raise SystemExit(75)"])
+    assert "this node ended with exit code 75; the first node decides" in capsys.readouterr().err
+    run_beside([sys.executable, "-c", ""])
+    assert capsys.readouterr().err == ""
+
+
+def test_another_node_runs_the_command_beside_this_process_and_writes_no_process_id(tmp_path, monkeypatch):
+    pid_file = tmp_path / "17.pid"
+    decided_file(pid_file, {}).touch()
+    ran: list[list[str]] = []
+    monkeypatch.setattr("trivet.schedulers.job.run_beside", ran.append)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "rl.toml"), "--pid-file", str(pid_file)])
+    job.main()
+    assert ran == [[sys.executable, "-P", "-m", "trivet.launcher.commands.rl", "@", str(tmp_path / "17.0.toml")]]
+    assert not pid_file.exists()
 
 
 def test_the_command_takes_the_place_of_this_process_and_no_variable_changes_it(tmp_path, monkeypatch):
@@ -102,9 +136,11 @@ def test_the_command_takes_the_place_of_this_process_and_no_variable_changes_it(
     monkeypatch.setattr(os, "execv", lambda _, words: became.append(words))
     monkeypatch.setenv("TRIVET_SLURM__PARTITION", "gpu")
     monkeypatch.setenv("TRIVET_VENVS", "/venvs")
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.setattr(sys, "argv", ["job", "sft", str(file), "--pid-file", str(pid_file)])
     job.main()
     assert pid_file.read_text() == f"{os.getpid()}\n"
-    assert became == [[sys.executable, "-P", "-m", "trivet.launcher.commands.sft", "@", str(file)]]
+    assert became == [[sys.executable, "-P", "-m", "trivet.launcher.commands.sft", "@", str(tmp_path / "17.0.toml")]]
     assert "TRIVET_SLURM__PARTITION" not in os.environ
     assert os.environ["TRIVET_VENVS"] == "/venvs"

@@ -30,13 +30,14 @@ partition = "gpu"
 """
 
 
-def make_job(directory: Path, **keys: object) -> Job:
+def make_job(directory: Path, *, num_nodes: int = 1, **keys: object) -> Job:
     return Job(
         command="rl",
         config=SlurmConfig.model_validate(keys),
         directory=directory,
         configuration=directory / "rl-1f0c.toml",
         output_dir=directory.parent,
+        num_nodes=num_nodes,
         num_gpus=2,
         python="/venv/bin/python",
     )
@@ -84,8 +85,19 @@ def test_the_directives_are_those_of_the_table(tmp_path):
     ]
 
 
+def test_a_run_over_nodes_is_one_task_on_each(tmp_path):
+    script = make_script(make_job(tmp_path, num_nodes=3, srun_args=["--mpi=none"]))
+    assert {"--nodes=3", "--ntasks-per-node=1", "--gres=gpu:2"} <= set(directives(script))
+    assert (
+        "srun --nodes=3 --ntasks=3 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --export=ALL --unbuffered --mpi=none \\"
+        in script
+    )
+    assert "$code == 75" in script  # a lost node: queued again
+
+
 @pytest.mark.parametrize(
-    "keys", [{}, {"requeue": False}, {"pre_run_command": "module load cuda", "srun_args": ["--mpi=none", "a b"]}]
+    "keys",
+    [{}, {"num_nodes": 4}, {"requeue": False}, {"pre_run_command": "module load cuda", "srun_args": ["--mpi=none", "a b"]}],
 )
 def test_a_script_is_clean_for_bash_and_shellcheck(tmp_path, keys):
     script = tmp_path / "rl.sbatch"
@@ -123,6 +135,7 @@ def test_a_value_of_two_lines_is_refused():
         (RLConfig, ["--inference-gpu-ids", "0,1", "--trainer-gpu-ids", "2,3"], 4),
         (RLConfig, ["--inference-gpu-ids", "0", "--trainer-gpu-ids", "0"], 1),
         (RLConfig, ["--slurm.gpus-per-node", "0"], 0),
+        (RLConfig, ["--deployment.type", "multi_node", "--deployment.gpus-per-node", "4"], 4),
         (SftConfig, ["--num-ranks", "4"], 4),
         (SftConfig, ["--device", "cpu"], 0),
         (EvalConfig, ["--env.id", "reverse-text"], 0),

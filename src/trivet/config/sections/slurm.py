@@ -1,4 +1,4 @@
-"""Section for a command that SLURM carries out on one of its nodes."""
+"""Section for a command that SLURM carries out on its nodes."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,15 +37,15 @@ class SlurmConfig(Section):
     gpus_per_node: int | None = Field(default=None, ge=0, le=MAX_PROCESSES)
     """GPUs to ask for; unset: those that the configuration names. 0 for a run on CPUs."""
     cpus_per_task: int | None = Field(default=None, ge=1)
-    """Cores of the run, all roles together. Unset and not exclusive: one, with most clusters."""
+    """Cores of the run on each node, all roles together. Unset and not exclusive: one, with most clusters."""
     mem: OneLine | None = None
-    """Memory of the run, all roles together, as sbatch takes it: `64G`."""
+    """Memory of the run on each node, all roles together, as sbatch takes it: `64G`."""
     exclusive: bool = False
-    """Take the whole node."""
+    """Take whole nodes."""
     pre_run_command: str | None = None
     """Shell text that runs on the node before the command, such as `module load cuda`."""
     requeue: bool = True
-    """Queue the job again when its time is up before the command is done, or its node fails. It goes on from the newest commit."""
+    """Queue the job again when its time is up before the command is done, or a node fails. It goes on from the newest commit."""
     signal_seconds: int = Field(default=300, ge=1, le=65_535)
     """Seconds before the time limit at which the command is asked to end; SLURM may ask up to a minute earlier."""
     srun_args: list[OneLine] = []
