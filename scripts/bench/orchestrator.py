@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
@@ -74,7 +75,8 @@ OVERSAMPLING = 5.0
 class Watched:
     """The measurements of one run of the loop."""
 
-    lags_s: list[float] = field(default_factory=list)
+    lags_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """A number for every 5 ms: a list would be most of the memory that grows."""
     in_flight: list[int] = field(default_factory=list)
     rss_mib: list[float] = field(default_factory=list)
     cpu_s: float = 0.0

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trivet.config.compute_dtype import describe_dtype, record_choice
@@ -151,7 +152,7 @@ class _Place:
     host: ProcessHost
     make_plan: Callable[[RLConfig, RunIdentity, Step | None], RunPlan]
     end_run: Callable[[int], None]
-    """Tells the other nodes the exit code of the run, which is over."""
+    """Notes the exit code that the other nodes are told."""
 
 
 def _open_place(
@@ -171,7 +172,7 @@ def _open_place(
         leader = held.enter_context(
             lead(config, layout=layout, identity=identity, run=run, secret=secret, local=local, machine=machine)
         )
-        return _Place(host=leader.host, make_plan=leader.plan, end_run=leader.host.end_run)
+        return _Place(host=leader.host, make_plan=leader.plan, end_run=partial(setattr, leader, "exit_code"))
     ports = _reserve_ports(config, held.enter_context(ReservedPorts()))
 
     def make_plan(config: RLConfig, run: RunIdentity, resume_step: Step | None) -> RunPlan:

@@ -5,6 +5,7 @@ itself. Its processes end with it, however it ends.
 """
 
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class _Started:
 class NodeAgent:
     """The processes and ports of one node.
 
-    >>> agent = NodeAgent(1, host=host, bind="10.0.0.2", ports=ports, scratch=scratch, log=log)
+    >>> agent = NodeAgent(1, host=host, bind="10.0.0.2", ports=ports, scratch=scratch, open_log=open_log)
     >>> agent.carry_out(orders)
     >>> beat = agent.beat()
     """
@@ -61,9 +62,14 @@ class NodeAgent:
         bind: str,
         ports: ReservedPorts,
         scratch: Scratch,
-        log: RunLog,
+        open_log: Callable[[], RunLog],
         unix_time: Callable[[], float] = time.time,
     ) -> None:
+        """Begin with no process.
+
+        Args:
+            open_log: opens the log of this node, for the first process: before, the head may still empty the directory.
+        """
         self.exit_code: int | None = None
         """The exit code of the run, once the head has told it."""
         self._index = index
@@ -71,7 +77,8 @@ class NodeAgent:
         self._bind = bind
         self._reserved = ports
         self._scratch = scratch
-        self._log = log
+        self._open_log = open_log
+        self._log: RunLog | None = None
         self._unix_time = unix_time
         self._num_done = 0
         self._num_beats = 0
@@ -107,7 +114,7 @@ class NodeAgent:
                 if started is not None and started.child is not None:
                     self._host.show_stacks(started.child, order.pids)
             case EndRun():
-                self._log.say(f"the run is over with exit code {order.exit_code}")
+                self.say(f"the run is over with exit code {order.exit_code}")
                 self.end_processes(timeout_s=0.0)
                 self.exit_code = order.exit_code
 
@@ -121,6 +128,7 @@ class NodeAgent:
             self._port_error = str(exc)
 
     def _start(self, number: int, order: StartProcess) -> None:
+        self._log = self._log or self._open_log()
         spec = self._scratch.redirect(order.spec(self._index))
         for old, started in list(self._started.items()):
             if started.order.name == order.name:
@@ -130,10 +138,10 @@ class NodeAgent:
         try:
             child = self._host.start(spec)
         except OSError as exc:
-            self._log.say(f"{order.name} cannot be started: {exc}")
+            self.say(f"{order.name} cannot be started: {exc}")
             child = None
         else:
-            self._log.say(f"started {order.name} pid={child.pid} log={spec.log}")
+            self.say(f"started {order.name} pid={child.pid} log={spec.log}")
         self._started[number] = _Started(order=order, child=child)
 
     def _signal(self, order: SignalProcess) -> None:
@@ -183,8 +191,11 @@ class NodeAgent:
         self._host.end_orphans()
 
     def say(self, message: str) -> None:
-        """Write a line into the log of this node."""
-        self._log.say(message)
+        """Write a line into the log of this node; on the terminal alone before the first process."""
+        if self._log is not None:
+            self._log.say(message)
+        else:
+            print(f"node {self._index}: {message}", file=sys.stderr)
 
     def forget(self) -> None:
         """Begin anew, as an agent that has carried out nothing. Ports stay held."""

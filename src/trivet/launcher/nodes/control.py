@@ -4,6 +4,7 @@ As between orchestrator and trainer (`transport.zeromq`), nobody without the sec
 """
 
 import contextlib
+import logging
 import secrets
 import threading
 import time
@@ -20,6 +21,8 @@ from trivet.launcher.nodes.registry import NodeRegistry
 from trivet.process.listening import listen
 from trivet.secret import RunSecret
 from trivet.storage.durable import DECODE_ERRORS
+
+logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 16 << 20
 """The largest message: the reports of a node's processes take kilobytes."""
@@ -44,6 +47,7 @@ def _bound(socket: "zmq.Socket[Any]") -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _HEARTBEAT_MS)  # the kernel would wait longer after each failure
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
 
@@ -108,7 +112,11 @@ class ControlServer:
             except DECODE_ERRORS:
                 answer = Refused(reason="it speaks another version: install one version of trivet on all nodes", is_final=True)
             else:
-                answer = self._registry.receive(key, message, now=self._clock(), unix_time=self._unix_time())
+                try:
+                    answer = self._registry.receive(key, message, now=self._clock(), unix_time=self._unix_time())
+                except Exception:  # a defect that one message brings out must not make every node look lost
+                    logger.exception("a message of a node could not be taken")
+                    continue
             with contextlib.suppress(zmq.Again):
                 self._socket.send_multipart([key, msgspec.msgpack.encode(answer)], flags=zmq.DONTWAIT)
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from trivet.launcher.supervision.attempts import role_environment
 from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.machine import inspect_machine
 from trivet.process.stacks import show_stacks_on_signal
-from trivet.secret import read_secret, secret_file, share_secret
+from trivet.secret import RunSecret, read_secret, secret_file, share_secret
 from trivet.storage.durable import DECODE_ERRORS, hash_bytes
 
 _POLL_INTERVAL_S = 0.1
@@ -92,6 +93,7 @@ class _Membership:
         self._contact: HeadContact | None = None
         self._give_up_at = clock() + config.deployment.start_timeout_s
         self._last_refusal = ""
+        self._instance = secrets.token_hex(8)
 
     def run(self) -> int:
         """Serve one head after another until one says that the run is over."""
@@ -136,7 +138,7 @@ class _Membership:
             time.sleep(_LOOK_INTERVAL_S)
             self._check_patience()
             return False
-        secret = read_secret(secret_file(self._layout, environ=os.environ))
+        secret = RunSecret(bytes.fromhex(head.secret))
         with closing(ControlClient(host=head.control.host, port=head.control.port, secret=secret)) as client:
             if not self._is_welcomed(client, hello, head):
                 return False
@@ -152,6 +154,7 @@ class _Membership:
             interface=interface_of(address),
             gpus=machine.gpus,
             num_cpus=machine.num_cpus,
+            instance=self._instance,
             version=package_version(),
             config_digest=digest_config(self._config),
         )
@@ -184,10 +187,8 @@ class _Membership:
         if self._agent is not None:
             self._agent.forget()
             return
-        self._layout.logs.mkdir(parents=True, exist_ok=True)
-        file = self._held.enter_context(self._layout.log_file(f"node_{self._index}.log").open("a"))
-        log = RunLog(sys.stdout, file, as_json=self._config.log.json_logging)
-        log.say(f"node {self._index} ({hello.name}) at {hello.host}, interface {hello.interface or 'unknown'}")
+        where = f"node {self._index} ({hello.name}) at {hello.host}, interface {hello.interface or 'unknown'}"
+        print(where, file=sys.stderr)
         host = LocalHost(
             python=sys.executable,
             environ=role_environment(os.environ) | share_secret(self._layout, environ=os.environ),
@@ -199,8 +200,13 @@ class _Membership:
             bind=hello.host,
             ports=self._held.enter_context(ReservedPorts()),
             scratch=self._held.enter_context(Scratch(self._layout.scratch_note_of(self._index))),
-            log=log,
+            open_log=self._open_log,
         )
+
+    def _open_log(self) -> RunLog:
+        self._layout.logs.mkdir(parents=True, exist_ok=True)
+        file = self._held.enter_context(self._layout.log_file(f"node_{self._index}.log").open("a"))
+        return RunLog(sys.stdout, file, as_json=self._config.log.json_logging)
 
     def _follow(self, client: ControlClient) -> bool:
         """Say how this node stands and carry out orders, until the run is over, the head refuses, or is missed."""

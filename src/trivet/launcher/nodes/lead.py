@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trivet.config.layout import RunLayout
 from trivet.config.sections.rl import RLConfig
@@ -23,6 +23,7 @@ from trivet.launcher.placement import HEAD, place
 from trivet.launcher.plan import RunPlan
 from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import LocalHost
+from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.machine import Machine
 from trivet.secret import RunSecret
 from trivet.storage.durable import write_json_atomically
@@ -38,8 +39,10 @@ class Lead:
     host: NodeHost
     own: Node
     python: str
-    known: dict[int, Node] = field(default_factory=dict[int, Node])
-    """Every node as it was when it was there last."""
+    known: dict[int, Node]
+    """Every node as it was when it was connected last."""
+    exit_code: int = 1
+    """What the other nodes are told at the end; 1 for a run that does not come to set it."""
 
     def plan(self, config: RLConfig, run: RunIdentity, resume_step: Step | None) -> RunPlan:
         """Plan an attempt on the nodes that are there.
@@ -98,14 +101,25 @@ def lead(
         write_json_atomically(layout.control, Control(run=run.id, attempt=run.attempt, host=address, port=port))
         host = NodeHost(local, registry, wanted=wanted)
         print(f"node 0 at {address}:{port} waits for {len(wanted)} more", file=sys.stderr)
-        deadline = time.monotonic() + deployment.start_timeout_s
+        leader = Lead(host=host, own=own, python=local.python, known={})
+        held.callback(lambda: host.end_run(leader.exit_code))
+        _await_nodes(host, registry, config, where=f"{address}:{port}")
+        leader.known = {HEAD: own, **host.nodes()}
+        yield leader
+
+
+def _await_nodes(host: NodeHost, registry: NodeRegistry, config: RLConfig, *, where: str) -> None:
+    timeout_s = config.deployment.start_timeout_s
+    deadline = time.monotonic() + timeout_s
+    with Interrupts(clock=time.monotonic) as interrupts:
         while missing := host.lost_nodes():
+            if interrupts.first is not None:
+                raise SystemExit(128 + interrupts.first)
             if time.monotonic() > deadline:
                 problems = "; ".join(registry.port_problems())
                 raise NodesMissing(
-                    f"node {', '.join(map(str, sorted(missing)))} did not come within {deployment.start_timeout_s:g} s "
+                    f"node {', '.join(map(str, sorted(missing)))} did not come within {timeout_s:g} s "
                     f"(deployment.start_timeout_s){f': {problems}' if problems else ''}; each node runs the same command, sees "
-                    f"{layout.root} and reaches {address}:{port}"
+                    f"{config.output_dir} and reaches {where}"
                 )
             time.sleep(_POLL_INTERVAL_S)
-        yield Lead(host=host, own=own, python=local.python)

@@ -23,6 +23,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     interface: str
     gpus: tuple[str, ...]
     num_cpus: int
+    instance: str
+    """The agent's own name, which it keeps over its connections."""
     version: str
     """Version of trivet."""
     config_digest: str

@@ -53,6 +53,8 @@ class NodeRegistry:
         self._version = version
         self._lost_after_s = lost_after_s
         self._agents: dict[int, _Agent] = {}
+        self._replaced: set[str] = set()
+        """Agents in whose place another agent of the same node has come: they must not take it back."""
         self._lock = threading.Lock()
 
     def receive(self, key: bytes, message: Hello | Beat, *, now: float, unix_time: float) -> Orders | Refused:
@@ -67,6 +69,8 @@ class NodeRegistry:
                 if refusal := self._why_refused(key, message, now=now):
                     return refusal
                 agent = self._agents.get(message.index)
+                if agent is not None and agent.hello.instance != message.instance:
+                    self._replaced.add(agent.hello.instance)
                 if agent is None or agent.key != key:
                     agent = self._agents[message.index] = _Agent(key=key, hello=message, heard_at=now)
             else:
@@ -85,6 +89,8 @@ class NodeRegistry:
     def _why_refused(self, key: bytes, hello: Hello, *, now: float) -> Refused | None:
         if hello.index not in self._expected:
             return Refused(reason=f"the run has no node {hello.index}", is_final=True)
+        if hello.instance in self._replaced:
+            return Refused(reason="another agent of this node has taken its place", is_final=True)
         if hello.version != self._version:
             return Refused(
                 reason=f"it has trivet {hello.version}, the first node {self._version}: install one version on all nodes",

@@ -249,15 +249,16 @@ class Recovery:
     ) -> Iterator[RecoveryAction]:
         """Start a unit again once its nodes are there, or enough of them, or end the run that waits for one in vain."""
         missing = {role.node for role in roles} & run.lost_nodes
-        if not missing or (unit == TRAINING and self._can_train_without(missing)):
+        if not missing or (unit == TRAINING and self._can_train_without(missing, run.lost_nodes)):
             state.phase, state.missing_since = Phase.RUNNING, None
             yield StartUnit(unit=unit)
             return
+        others = [role for role in run.roles.values() if role.unit not in (unit, TRAINING) and role.node not in run.lost_nodes]
+        if unit != TRAINING and others:
+            state.missing_since = None
+            return  # the other servers do its work meanwhile
         if state.missing_since is None:
             state.missing_since = run.now
-        others = [role for role in run.roles.values() if role.unit not in (unit, TRAINING) and role.exit_code is None]
-        if unit != TRAINING and others:
-            return  # the other servers do its work meanwhile
         if run.now - state.missing_since >= self._deployment.return_timeout_s:
             nodes = ", ".join(map(str, sorted(missing)))
             reason = (
@@ -266,10 +267,11 @@ class Recovery:
             )
             yield _finish(Outcome.FAILED, NodesMissing.exit_code, reason, role=roles[0].name)
 
-    def _can_train_without(self, missing: Collection[int]) -> bool:
+    def _can_train_without(self, missing: Collection[int], lost: Collection[int]) -> bool:
         """Return whether the nodes of a unit that are lost hold ranks alone, and enough ranks remain."""
         needed, num_nodes = self._deployment.min_train_nodes, self._deployment.num_train_nodes
-        return needed is not None and all(node < num_nodes for node in missing) and num_nodes - len(missing) >= needed
+        remaining = num_nodes - sum(node < num_nodes for node in lost)
+        return needed is not None and all(node < num_nodes for node in missing) and remaining >= needed
 
     def _why_final(self, state: _UnitState, role: RoleObservation, run: RunObservation) -> str | None:
         """Return why there is no restart, as the end of a sentence; None when there is one."""

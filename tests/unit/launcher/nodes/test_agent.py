@@ -1,6 +1,5 @@
 """The agent of a node carries out orders with real processes, and decides from the head's answers whether it is missed."""
 
-import io
 import os
 import signal
 import socket
@@ -87,7 +86,7 @@ class Node:
         self.ports = held.enter_context(ReservedPorts())
         log, self.written = make_log(directory)
         self.agent = NodeAgent(
-            1, host=self.host, bind=HOST, ports=self.ports, scratch=self.scratch, log=log, unix_time=lambda: UNIX
+            1, host=self.host, bind=HOST, ports=self.ports, scratch=self.scratch, open_log=lambda: log, unix_time=lambda: UNIX
         )
         self.num_orders = 0
 
@@ -312,7 +311,7 @@ def test_a_port_that_another_program_has_is_replaced(node: Node) -> None:
 def test_a_node_says_why_it_holds_no_ports(tmp_path: Path) -> None:
     with ReservedPorts() as ports, Scratch(tmp_path / "note") as scratch:
         host = LocalHost(python=sys.executable, environ={})
-        agent = NodeAgent(1, host=host, bind="192.0.2.77", ports=ports, scratch=scratch, log=make_log(tmp_path)[0])
+        agent = NodeAgent(1, host=host, bind="192.0.2.77", ports=ports, scratch=scratch, open_log=lambda: make_log(tmp_path)[0])
         agent.carry_out(orders_from(1, HoldPorts(names=("inference",))))
         beat = agent.beat()
     assert (beat.num_done, beat.ports) == (1, {})
@@ -349,9 +348,13 @@ def test_an_agent_that_begins_anew_keeps_its_ports_alone(node: Node) -> None:
     assert (node.agent.beat().num_done, len(node.host.started)) == (1, 2)
 
 
-def test_the_agent_writes_into_the_log_of_its_node(node: Node) -> None:
+def test_the_agent_writes_into_the_log_of_its_node_once_it_has_a_process(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node.agent.say("too early for a log")
+    assert (node.written.getvalue(), capsys.readouterr().err) == ("", "node 1: too early for a log\n")
+    node.order(node.start_order("pass"))
     node.agent.say("the first node is missed")
-    assert isinstance(node.written, io.StringIO)
     assert node.written.getvalue().endswith("the first node is missed\n")
 
 

@@ -28,6 +28,7 @@ def make_hello(index: int = 1) -> Hello:
         interface="lo",
         gpus=(),
         num_cpus=2,
+        instance="a1",
         version="1.0",
         config_digest="abc",
     )

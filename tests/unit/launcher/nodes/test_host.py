@@ -53,6 +53,7 @@ class FakeAgent:
             interface="eth0",
             gpus=(),
             num_cpus=2,
+            instance="a1",
             version="1.0",
             config_digest="abc",
         )

@@ -20,7 +20,7 @@ def make_registry() -> NodeRegistry:
 
 def make_hello(**changes: Any) -> Hello:
     fields = {"index": 1, "name": "host-1", "host": "10.0.0.1", "interface": "eth0", "gpus": ("0", "1"), "num_cpus": 4}
-    return Hello(**{**fields, "version": "1.0", "config_digest": "abc", **changes})
+    return Hello(**{**fields, "instance": "a1", "version": "1.0", "config_digest": "abc", **changes})
 
 
 def make_beat(number: int, *, num_done: int = 0, time: float = UNIX, **changes: Any) -> Beat:
@@ -150,7 +150,7 @@ def test_a_new_agent_of_the_same_host_takes_the_place_of_the_old_one() -> None:
     registry = with_first_agent()
     registry.order(1, HOLD)
     tell_accepted(registry, make_beat(1, ports={"inference": 4000}, processes=[RemoteState(order=1, pid=7)]))
-    answer = tell_accepted(registry, make_hello(), key=SECOND, now=1.0)
+    answer = tell_accepted(registry, make_hello(instance="a2"), key=SECOND, now=1.0)
     assert (answer.first, answer.orders, registry.key_of(1)) == (1, [], SECOND)
     assert registry.present(now=1.0)[1].ports == {}
     assert registry.state_of(1, SECOND, 1, now=1.0) is None
@@ -166,6 +166,22 @@ def test_another_host_has_to_wait_until_the_old_one_is_lost() -> None:
     assert registry.key_of(1) == FIRST
     tell_accepted(registry, make_hello(name="host-9"), key=SECOND, now=LOST_AFTER_S + 0.1)
     assert registry.present(now=LOST_AFTER_S + 0.1)[1].name == "host-9"
+
+
+def test_an_agent_that_was_replaced_does_not_take_its_place_back() -> None:
+    registry = with_first_agent()
+    tell_accepted(registry, make_hello(instance="a2"), key=SECOND, now=1.0)
+    answer = tell(registry, make_hello(), key=b"first agent again", now=2.0)
+    assert isinstance(answer, Refused)
+    assert answer.is_final
+    assert registry.key_of(1) == SECOND
+
+
+def test_an_agent_that_connects_anew_replaces_nobody_but_itself() -> None:
+    registry = with_first_agent()
+    for number in range(3):
+        tell_accepted(registry, make_hello(), key=b"connection %d" % number, now=float(number))
+    assert registry.key_of(1) == b"connection 2"
 
 
 def test_a_node_that_never_came_takes_no_orders() -> None:

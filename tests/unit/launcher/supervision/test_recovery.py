@@ -487,3 +487,30 @@ def test_a_lost_orchestrator_is_nothing_that_training_can_do_without() -> None:
     history.ends("trainer", 143, at=11).ends("trainer-1", 143, at=11)
     history.at(11)
     assert history.at(12) == []
+
+
+def test_every_lost_node_that_trains_counts_against_those_that_must_remain() -> None:
+    history = over_nodes(min_train_nodes=1)
+    history.lost_nodes = frozenset({1})  # lost before: the attempt has no role there
+    del history.roles["trainer-1"]
+    history.roles["trainer"] = replace(history.roles["trainer"], node=0)
+    history.roles["trainer-2"] = replace(history.roles["trainer"], name="trainer-2", node=0)
+    history.ends("trainer-2", NODE_LOST, at=10)
+    history.lost_nodes = frozenset({0, 1})
+    history.at(10)
+    history.ends("trainer", 143, at=11).ends("orchestrator", 143, at=11)
+    history.at(11)
+    assert history.at(12) == []
+
+
+def test_a_server_that_restarts_does_not_end_a_run_whose_other_server_was_lost_long_ago() -> None:
+    history = over_nodes(num_servers=2).ends("inference-1", NODE_LOST, at=10)
+    history.lost_nodes = frozenset({3})
+    history.at(10)
+    history.at(10.2)
+    assert history.at(12) == []
+    history.ends("inference", 1, at=3600)
+    (announced,) = history.at(3600)
+    assert isinstance(announced, AnnounceRestart)
+    assert announced.roles == ("inference",)
+    assert history.at(3600.2) == []
