@@ -236,7 +236,7 @@ class Recovery:
         state.restarted_at = [*recent, run.now]
         delay_s = backoff_s(len(recent) + 1, first_s=self._config.backoff_s, max_s=MAX_BACKOFF_S)
         state.phase, state.deadline, state.due = Phase.STOPPING, run.now + self._stop_timeout_s, run.now + delay_s
-        names = tuple(role.name for role in roles)
+        names = tuple(sorted(role.name for role in roles))
         yield AnnounceRestart(unit=unit, roles=names, role=first.name, cause=f"{first.name} {cause}", delay_s=delay_s)
         running = [role for role in roles if role.exit_code is None]
         for by_kill in (False, True):

@@ -127,6 +127,7 @@ def test_trainer_and_orchestrator_go_back_together(dead: str, partner: str) -> N
     announced, stop = history.at(10)
     assert isinstance(announced, AnnounceRestart)
     assert (announced.unit, announced.cause) == (TRAINING, f"{dead} ended with exit code 1")
+    assert announced.roles == ("orchestrator", "trainer")
     assert stop == StopRoles(roles=(partner,), by_kill=False)
     assert history.at(12) == []  # the partner has not ended
     history.ends(partner, 143, at=13)
