@@ -16,6 +16,8 @@ from packaging.utils import canonicalize_name
 from trivet.errors import DependencyError
 
 PROJECT = "trivet"
+SOURCE_TREE = "of a source tree"
+"""Stands for the version where only the source is on the path, as with PYTHONPATH=src."""
 RESTORE = (
     "To restore them, run `bash scripts/install.sh` in a checkout of trivet, `uv sync --extra cpu` (or cuda) in a workspace"
 )
@@ -105,6 +107,14 @@ def read_package(distribution: metadata.Distribution) -> InstalledPackage | None
         extras=frozenset(headers.get_all("Provides-Extra") or ()),
         distribution=distribution,
     )
+
+
+def own_version() -> str:
+    """Return the version of the installed trivet, or SOURCE_TREE where none is."""
+    try:
+        return metadata.version(PROJECT)
+    except metadata.PackageNotFoundError:
+        return SOURCE_TREE
 
 
 def find_violations(installed: InstalledPackages | None = None) -> list[Violation]:

@@ -148,7 +148,7 @@ def _has_cuda_torch() -> bool:
 
 
 def _count_gpus() -> int:
-    listing = _ask_nvidia_smi("-L")
+    listing = ask_nvidia_smi("-L")
     if listing is None:
         return len(list(_NVIDIA_PROC.iterdir())) if _NVIDIA_PROC.is_dir() else 0
     return sum(1 for line in listing.splitlines() if _GPU_LINE.match(line))
@@ -156,12 +156,12 @@ def _count_gpus() -> int:
 
 def _query_capabilities() -> list[tuple[int, int]]:
     """Empty where the driver is too old to say."""
-    answer = _ask_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader") or ""
+    answer = ask_nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader") or ""
     found = re.findall(r"^(\d+)\.(\d+)\s*$", answer, re.MULTILINE)
     return [(int(major), int(minor)) for major, minor in found]
 
 
-def _ask_nvidia_smi(*arguments: str) -> str | None:
+def ask_nvidia_smi(*arguments: str) -> str | None:
     """Return what it prints; None when it is not there or fails."""
     command = ["nvidia-smi", *arguments]
     try:

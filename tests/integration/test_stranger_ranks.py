@@ -12,7 +12,7 @@ STARTED_WITHIN_S = 240.0
 
 def test_a_rank_without_the_secret_is_refused_by_the_other(tmp_path: Path) -> None:
     environment = rank_environment(2, num_cpus=2, is_on_cpu=True) | {"PYTHONPATH": str(Path(__file__).parent)}
-    command = rank_command(sys.executable, "stranger_rank_program", [], num_ranks=2)
+    command = rank_command(sys.executable, "stranger_rank_program", [], num_ranks=2, is_on_cpu=True)
     done = subprocess.run(
         command,
         cwd=tmp_path,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.launcher.plan import rank_command, rank_environment
@@ -37,6 +38,7 @@ def make_row(num_samples: int) -> MicroBatch:
     )
 
 
+@pytest.mark.slow
 def test_a_recorded_batch_that_is_not_finite_ends_both_ranks_with_3_and_names_step_row_and_last_weights(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -62,7 +64,7 @@ def test_a_recorded_batch_that_is_not_finite_ends_both_ranks_with_3_and_names_st
     }
     arguments = [str(word) for pair in flags.items() for word in pair]
     ended = subprocess.run(
-        rank_command(sys.executable, "trivet.trainer.main", arguments, num_ranks=2),
+        rank_command(sys.executable, "trivet.trainer.main", arguments, num_ranks=2, is_on_cpu=True),
         env=os.environ | rank_environment(2, num_cpus=2, is_on_cpu=True),
         capture_output=True,
         text=True,

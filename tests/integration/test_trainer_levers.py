@@ -49,11 +49,13 @@ def of_four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def differences(found: dict[tuple[str, str], Any], alone: dict[tuple[str, str], Any]) -> list[str]:
-    """Return the values of `found` that differ from one rank's without a lever and from one row."""
+    """Return the values of `found` that differ: with a lever from the same ranks' without it, without a lever from one rank's and
+    one row."""
     oracle = load_module(ORACLE)
     wrong = []
     for (lever, loss), result in found.items():
-        expected = alone["lora" if lever.startswith("lora") else "plain", loss]
+        without = "lora" if lever.startswith("lora") else "plain"
+        expected = (alone if lever == without else found)[without, loss]
         error = oracle.gradient_error(result["gradients"], expected["gradients"])
         is_same = result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE, abs=1e-9)
         if error >= TOLERANCE or not is_same or result["norm"] != pytest.approx(expected["norm"], rel=TOLERANCE):
@@ -82,12 +84,12 @@ def test_no_lever_changes_loss_or_gradient_of_any_loss_on_two_copies_of_two_rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_compiled_blocks_change_nothing_on_four_ranks(
-    model: Path, alone: dict[str, Any], tmp_path: Path, num_replicas: int
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_compiled_blocks_change_nothing_on_several_ranks(
+    model: Path, alone: dict[str, Any], tmp_path: Path, num_ranks: int, num_replicas: int
 ) -> None:
-    found = measure(4, model, tmp_path, num_replicas=num_replicas, levers=["compiled"])["gradients"]
-    assert len(found) == len(load_module(PROGRAM).LOSSES)
+    found = measure(num_ranks, model, tmp_path, num_replicas=num_replicas, levers=["plain", "compiled"])["gradients"]
+    assert len(found) == 2 * len(load_module(PROGRAM).LOSSES)
     assert differences(found, alone["gradients"]) == []
 
 

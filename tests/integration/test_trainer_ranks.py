@@ -141,3 +141,9 @@ def test_other_optimizers_make_the_same_weights_on_any_number_of_ranks_and_acros
         continued_by_four / f"{name}-resume_4.pt",
     ):
         assert load_module(ORACLE).gradient_error(torch.load(path)["weights"], expected) < OPTIMIZER_TOLERANCE, path.name
+
+
+def test_a_rank_that_fails_says_why_at_once_on_a_backend_whose_shutdown_waits_for_the_others(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("rank_failure_program.py")
+    run_ranks(2, program, [], logs=tmp_path, codes=[1, 1], timeout_s=60)
+    assert "this rank has failed" in (tmp_path / "rank_1_of_2.log").read_text()

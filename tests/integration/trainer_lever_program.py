@@ -31,7 +31,7 @@ from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.export import gather_weights
 from trivet.trainer.model.policy_model import PolicyModel, load_policy
 from trivet.trainer.model.reference import Reference
-from trivet.trainer.optim.host_state import keep_state_on_host, return_state
+from trivet.trainer.optim.host_state import keep_state_on_host
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
 from trivet.trainer.ranks.world import World, barrier, gather_tensor, open_world
 from trivet.trainer.step import Learner, train_step
@@ -60,8 +60,10 @@ LEVERS: dict[str, dict[str, Any]] = {
     "checkpointed": {"ac": ActivationCheckpointConfig(), "ac_offloading": ActivationOffloadConfig()},
     "every second": {"ac": FULL},
     "selective": {"ac": SELECTIVE},
+    "attention kept": {"ac": ActivationCheckpointConfig(keep=["attention"])},
     "offloaded": {"fsdp_cpu_offload": True},
     "gathered once": {"reshard_after_forward": False},
+    "reduced once": {"reduce_each_row": False},
     "compiled": {"compile": CompileConfig(), "ac": ActivationCheckpointConfig()},
     "lora, checkpointed": {"lora": LORA, "ac": ActivationCheckpointConfig()},
 }
@@ -107,9 +109,8 @@ def move(model: PolicyModel) -> None:
 
 
 def default_levers(world: World) -> list[str]:
-    """Return the levers without those that compile, on more than two ranks: each rank compiles separately, which takes
-    longest."""
-    return [lever for lever, options in LEVERS.items() if "compile" not in options or world.size <= 2]
+    """Return the levers without those that compile, on several ranks: each rank compiles separately, which takes longest."""
+    return [lever for lever, options in LEVERS.items() if "compile" not in options or world.size == 1]
 
 
 def measure(model_dir: str, oracle: ModuleType, world: World, *, levers: Sequence[str]) -> dict[tuple[str, str], Any]:
@@ -145,8 +146,6 @@ def resume(model_dir: str, oracle: ModuleType, world: World, part: Path, *, leve
     run_steps(unbroken, oracle, first=3, last=4)
     resumed = make_learner(model_dir, world, lr=1e-3, lever=lever)
     first = load_part(part, resumed).step + 1
-    if lever.get("optim_cpu_offload"):
-        return_state(resumed.optimizer)
     run_steps(resumed, oracle, first=first, last=4)
     return {
         name: gather_weights(learner.model, dtype=torch.float32, keep=world.is_main)

@@ -1,9 +1,11 @@
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from support.packages import write_installed
+from trivet import dependencies
 from trivet.dependencies import InstalledPackages, find_project_packages, find_violations, require_dependencies
 from trivet.errors import DependencyError
 
@@ -42,6 +44,12 @@ def test_the_error_names_every_violation_and_the_command_that_restores_it(tmp_pa
     ) as error:
         require_dependencies(InstalledPackages([str(tmp_path)]))
     assert error.value.exit_code == 2
+
+
+def test_sources_that_are_not_installed_have_no_version_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dependencies.own_version() == metadata.version("trivet")
+    monkeypatch.setattr(dependencies, "PROJECT", "trivet-that-nobody-installed")
+    assert dependencies.own_version() == "of a source tree"
 
 
 def test_sources_that_are_not_installed_have_no_requirements(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ Only the trainer commits. A checkpoint exists once COMMITTED does; whatever lack
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
 import msgspec
 
 from trivet.checkpoints.parts import PARTS, TRAINER, is_part_done, read_listing, staging_directory
 from trivet.config.layout import COMMITTED, RunLayout
+from trivet.dependencies import own_version
 from trivet.errors import CheckpointError, ResumeError
 from trivet.faults import reach
 from trivet.key_names import key_name
@@ -80,7 +80,7 @@ def commit(
         )
     digests = {name: read_listing(staging / name).digest for name in parts}
     record = CommitRecord(
-        step=step, time=clock(), parts=digests, schema=CHECKPOINT_SCHEMA, version=version("trivet"), run_id=run_id
+        step=step, time=clock(), parts=digests, schema=CHECKPOINT_SCHEMA, version=own_version(), run_id=run_id
     )
     reach("commit.before", step=step)
     remove_directory(final)
@@ -156,7 +156,7 @@ def read_record(layout: RunLayout, step: Step) -> CommitRecord:
         readable = " and ".join(map(str, _READABLE_SCHEMAS))
         raise CheckpointError(
             f"{path.parent} has checkpoint schema {record.schema} (trivet {record.version or 'of an older version'}), this is "
-            f"trivet {version('trivet')}, which reads schemas {readable}; resume with the version that wrote it, or "
+            f"trivet {own_version()}, which reads schemas {readable}; resume with the version that wrote it, or "
             f"start a new run with model.name = {str(layout.weights_step(step))!r}"
         )
     if record.step != step:

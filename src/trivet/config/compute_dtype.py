@@ -48,6 +48,10 @@ class ChosenDtype(msgspec.Struct, frozen=True, kw_only=True):
     """Why this dtype was chosen, as a clause for the user."""
 
 
+_DETERMINISTIC_ON_CPU = ChosenDtype(dtype="float32", reason="deterministic = true, on a CPU")
+"""Whether the CPU's products in bfloat16 give the same bytes twice was never tried. On a GPU `auto` stays what it is."""
+
+
 def choose_dtype(machine: Machine, *, is_on_gpu: bool) -> ChosenDtype:
     """Return the dtype that this machine multiplies fastest, of those that train well."""
     if not is_on_gpu:
@@ -81,9 +85,10 @@ def settle_compute_dtype(loaded: LoadedConfig[SectionT], *, machine: Machine, do
     key, computed = next(iter(dtypes.items()))
     is_on_gpu = bool(machine.gpus) and not _avoids_gpu(config)
     own, file = choose_dtype(machine, is_on_gpu=is_on_gpu), _record_of(config)
-    chosen = own if computed == AUTO else ChosenDtype(dtype=cast("Dtype", computed), reason="it is set")
+    wanted = _DETERMINISTIC_ON_CPU if getattr(config, "deterministic", False) and not is_on_gpu else own
+    chosen = wanted if computed == AUTO else ChosenDtype(dtype=cast("Dtype", computed), reason="it is set")
     if computed == AUTO and file is not None:
-        chosen = read_choice(file) or own
+        chosen = read_choice(file) or wanted
     if does_record and file is not None and _is_role(config):
         recorded = _record_first(file, chosen)
         if computed == AUTO:

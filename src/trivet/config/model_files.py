@@ -4,6 +4,7 @@ import json
 import re
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def find_linear_modules(name: str) -> list[str] | None:
-    """Return the names of the modules with a matrix, without embedding and head.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearModules:
+    """The modules of a model that can have an adapter."""
+
+    names: Sequence[str]
+    """Sorted; without embedding and head."""
+    has_experts: bool
+    """True for a mixture of experts, whose experts are stacked into one tensor and get no adapter."""
+
+
+def find_linear_modules(name: str) -> LinearModules | None:
+    """Return the modules with a matrix of their own.
 
     None if the files are not here, or are no safetensors.
 
@@ -35,31 +46,39 @@ def find_linear_modules(name: str) -> list[str] | None:
         for tensor, entry in header.items()
         if tensor.endswith(".weight") and len(entry["shape"]) == 2
     ]
-    if any(_EXPERT.search(f"{module}.") for module in matrices):
-        return None  # transformers makes other modules of them
-    return sorted(module for module in matrices if "embed" not in module and not module.endswith("lm_head"))
+    # transformers stacks the matrices of experts into one parameter, which is no module.
+    own = [module for module in matrices if not _EXPERT.search(f"{module}.")]
+    names = sorted(module for module in own if "embed" not in module and not module.endswith("lm_head"))
+    return LinearModules(names=names, has_experts=len(own) < len(matrices))
 
 
-def choose_targets(targets: Sequence[str], *, names: Sequence[str], key: str = "model.lora.target_modules") -> list[str]:
+def choose_targets(targets: Sequence[str], *, modules: LinearModules, key: str = "model.lora.target_modules") -> list[str]:
     """Return `targets` of an adapter as PEFT takes them: names stay, an expression becomes the names that it matches.
 
     Args:
         targets: names of modules, last parts of names, or regular expressions.
-        names: the names of all modules that can have an adapter.
         key: the key of `targets`, for the error.
 
     Raises:
         ConfigError: one matches nothing.
     """
-    chosen: list[str] = []
-    for target in targets:
-        if any(is_called(name, target) for name in names):
-            chosen.append(target)
-        elif matching := [name for name in names if re.fullmatch(target, name)]:
-            chosen.extend(matching)
-        else:
-            raise ConfigError(f"{key}: {target!r} is no linear module of this model; there are {', '.join(last_parts(names))}")
-    return sorted(set(chosen))
+    found = {target: _find_target(target, modules.names) for target in targets}
+    if missing := [target for target, matching in found.items() if not matching]:
+        there_are = ", ".join(last_parts(modules.names))
+        problem = f"{key}: {missing[0]!r} is no linear module of this model; there are {there_are}"
+        if modules.has_experts:
+            problem += ". Its experts are one stacked tensor and get no adapter"
+            if usable := [target for target in targets if found[target]]:
+                problem += f"; set {key} = {json.dumps(usable)}"
+        raise ConfigError(problem)
+    return sorted({name for matching in found.values() for name in matching})
+
+
+def _find_target(target: str, names: Sequence[str]) -> list[str]:
+    """Return what PEFT is given for `target`; nothing when it matches no module."""
+    if any(is_called(name, target) for name in names):
+        return [target]
+    return [name for name in names if re.fullmatch(target, name)]
 
 
 def is_called(name: str, target: str) -> bool:

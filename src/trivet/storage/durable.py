@@ -164,7 +164,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def _replace(path: Path, data: bytes, *, does_sync: bool, mode: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     with open(temporary, "wb", opener=_open_private) as file:
         file.write(data)
         if does_sync:

@@ -22,8 +22,11 @@ _HUGE_ADVANTAGE = 1e4
 """An advantage beyond this is named in the message: normalized ones are below 10."""
 _MAX_NAMED = 5
 """Rows or parameters that a message lists; it counts the rest."""
-_ALLOCATOR_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
-"""Torch's allocator for the CPU raises a plain RuntimeError that can only be told by its text."""
+_ALLOCATOR_MESSAGES = (
+    *("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+)
+"""Torch's allocator for the CPU, and CUDA's libraries, raise a plain RuntimeError that can only be told by its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

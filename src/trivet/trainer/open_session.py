@@ -12,6 +12,7 @@ import torch
 from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
 from trivet.checkpoints.parts import TRAINER
 from trivet.checkpoints.resume import choose_start
+from trivet.checkpoints.run_record import AttemptGuard
 from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainingConfig
@@ -25,7 +26,7 @@ from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.profiling import Profiler
 from trivet.trainer.model.export import Exporter, load_tokenizer
 from trivet.trainer.model.policy_model import load_policy, torch_dtype
-from trivet.trainer.optim.host_state import keep_state_on_host, return_state
+from trivet.trainer.optim.host_state import keep_state_on_host
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
 from trivet.trainer.policy_publisher import PolicyPublisher
 from trivet.trainer.policy_retention import PolicyRetention
@@ -148,8 +149,6 @@ def _restore(config: TrainingConfig, layout: RunLayout, learner: Learner, step: 
         verify_checkpoint(layout, step)
     barrier(learner.world)
     saved = load_part(layout.checkpoint_step(step) / TRAINER, learner, skip_optimizer=config.ckpt.skip_optimizer)
-    if config.model.optim_cpu_offload:
-        return_state(learner.optimizer)
     progress = progress_to_resume(saved, config.ckpt)
     learner.learning_rate = replace(learner.learning_rate, start=progress.schedule_start)
     logger.info("resumed step=%s total_tokens=%s", step, progress.total_tokens)
@@ -174,6 +173,7 @@ def _open_telemetry(
         detectors=config.detectors,
         outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, metrics_server=config.metrics_server),
         resume_step=from_step,
+        check=AttemptGuard(layout, config.run).check,
     )
     telemetry.write_event(Start(run_id=config.run.id, from_step=from_step))
     return telemetry

@@ -44,6 +44,8 @@ class RowTensors:
     """int64 [N]: each loss token's sample, numbered from 0 among the samples that have one."""
     num_samples: int
     """Samples with loss tokens."""
+    uses_temperatures: bool = True
+    """False when every temperature is 1."""
     places: tuple[Place, ...] = ()
     """Where those samples are in the batch; for messages."""
     is_dummy: bool = False
@@ -230,6 +232,7 @@ def to_tensors(
         teacher_logprobs_N=None if row.teacher_logprobs_T is None else floats(row.teacher_logprobs_T),
         samples_N=ints(samples_N),
         num_samples=len(present),
+        uses_temperatures=bool((row.temperatures_T[loss_N] != 1).any()),
         places=tuple(places[number - 1] for number in present) if places else (),
     )
 

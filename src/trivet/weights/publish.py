@@ -1,5 +1,6 @@
 """Publishes a policy: its directory appears whole, or not at all, under its final name. Called by the trainer's rank 0."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def publish(
         WeightsError: `write` left no file, or a directory inside, which the manifest would not cover.
     """
     final = layout.weights_step(version)
-    staging = layout.weights / f".{final.name}.tmp"
+    # A process of an earlier attempt, whose machine stood still, may be writing the same version.
+    staging = layout.weights / f".{final.name}.{os.uname().nodename}.{os.getpid()}.tmp"
     reach("weight_write.before", step=version)
     remove_directory(staging)
     staging.mkdir(parents=True)

@@ -60,6 +60,16 @@ def test_both_roles_of_a_run_get_one_dtype_and_its_reason(tmp_path: Path) -> Non
         assert loaded.origins[key] == "auto: this CPU has no instructions for bfloat16 products"
 
 
+@pytest.mark.parametrize(("machine", "expected"), [(AMX, "float32"), (TURING, "float32"), (HOPPER, "bfloat16")])
+def test_a_deterministic_run_computes_in_float32_on_a_cpu_and_in_the_gpus_dtype_on_a_gpu(
+    machine: Machine, expected: str, tmp_path: Path
+) -> None:
+    loaded = settled(RLConfig, *_GROUPS, "--deterministic", "true", machine=machine, output_dir=tmp_path)
+    assert isinstance(loaded.config, RLConfig)
+    assert loaded.config.inference is not None
+    assert (loaded.config.trainer.model.compute_dtype, loaded.config.inference.model.dtype) == (expected, expected)
+
+
 def test_a_trainer_on_the_cpu_beside_a_gpu_is_not_given_the_gpus_dtype(tmp_path: Path) -> None:
     loaded = settled(RLConfig, *_GROUPS, "--trainer.device", "cpu", machine=HOPPER, output_dir=tmp_path)
     assert isinstance(loaded.config, RLConfig)

@@ -10,7 +10,7 @@ import torch
 from trivet.config.layout import RunLayout
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.errors import DiskFull, Diverged, OutOfMemory
-from trivet.trainer.failures import explaining_memory, explaining_update_memory, naming_last_weights
+from trivet.trainer.failures import explaining_memory, explaining_update_memory, is_out_of_memory, naming_last_weights
 from trivet.trainer.losses.terms import LossUnit, RowLoss
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
@@ -90,6 +90,19 @@ def test_a_gpu_without_memory_names_the_row_and_three_keys(oracle) -> None:
     assert f"trainer.model.fused_lm_head_chunk_size = {len(row.targets_N) // 2}" in message
     assert "Tried to allocate 2.00 GiB" in message
     assert "More lines" not in message
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+    ],
+)
+def test_memory_that_a_library_of_cuda_lacks_is_told_from_its_other_errors(error: RuntimeError, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
 
 
 def test_a_row_of_one_sample_asks_for_a_smaller_seq_len(oracle) -> None:

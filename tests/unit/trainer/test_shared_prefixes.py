@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from trivet.config.sections import losses
+from trivet.trainer.attention.choice import HeadDims
 from trivet.trainer.attention.packed import register_attention
 from trivet.trainer.losses.select import cross_entropy, make_policy_loss
 from trivet.trainer.losses.terms import Loss
@@ -46,7 +47,7 @@ class ExactNorm(Qwen3RMSNorm):
 
 @pytest.fixture(scope="module", params=["grouped", "sdpa"])
 def model(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> PolicyModel:
-    attention = register_attention(request.param, device=CPU, dtype=torch.float32)
+    attention = register_attention(request.param, device=CPU, dtype=torch.float32, heads=HeadDims(query=64, value=64))
     causal_lm = AutoModelForCausalLM.from_pretrained(tiny_models["tied"], dtype=torch.float64, attn_implementation=attention)
     for module in causal_lm.modules():
         if isinstance(module, Qwen3RMSNorm):

@@ -177,6 +177,19 @@ def test_catalog_lists_only_what_is_stable(layout):
     assert latest_version(layout) == 10
 
 
+def test_two_processes_that_write_one_version_do_not_mix_their_files(layout, monkeypatch):
+    def write_beside_another(staging):
+        (staging / "first.txt").write_bytes(b"first")
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 1)
+            publish(layout, version=1, run_id="run", write=write_model())
+
+    publish(layout, version=1, run_id="run", write=write_beside_another)
+    assert [path.name for path in layout.weights_step(1).glob("*.txt")] == ["first.txt"]
+    assert not list(layout.weights_step(1).glob("*.safetensors"))
+    verify(layout.weights_step(1))
+
+
 def test_going_back_removes_newer_unfinished_and_what_readers_said_of_them(layout):
     for version in (1, 2, 3):
         publish(layout, version=version, run_id="run", write=write_model())

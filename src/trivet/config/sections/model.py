@@ -22,6 +22,10 @@ class ActivationCheckpointConfig(Section):
     """One of this many blocks is checkpointed; 1: every block."""
     targets: list[str] = ["norm"]
     """Parts for mode `selective`: `norm`, `attn`, `mlp`, or names of a block's modules. Norms keep the most for the least work."""
+    keep: list[Literal["attention", "products"]] = []
+    """Outputs that are kept in what is checkpointed, while the rest is computed again. `attention`: the most expensive part of a
+    long row, for 2 bytes per token and feature of its heads with bfloat16. `products`: those of all matrix products, which are
+    most of the work and most of the memory. On the CPU only `attn = "sdpa"` has an attention that can be kept."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> "ActivationCheckpointConfig":
@@ -45,18 +49,18 @@ class ActivationOffloadConfig(Section):
 
 
 class CompileConfig(Section):
-    """Compile each block with torch.compile, for rows of any length."""
+    """Compile each block, and what follows the head's products, with torch.compile, for rows of any length."""
 
     fullgraph: bool = False
-    """Only `false`: a block is two graphs, before and after its attention, which stays outside. What it does depends on the
-    samples of a row, so that inside a graph each new row would be compiled anew."""
+    """Only `false`: with every attention but `flash_varlen` a block is two graphs, before and after its attention, which stays
+    outside. It loops over the samples of a row, so that inside a graph each new row would be compiled anew."""
 
     @model_validator(mode="after")
     def _leaves_attention_outside(self) -> "CompileConfig":
         if self.fullgraph:
             raise ValueError(
-                "fullgraph = true cannot be: attention depends on the samples of each row and stays outside of what is compiled,"
-                " so a block is never one graph; remove fullgraph, and the rest of each block is compiled"
+                "fullgraph = true cannot be used: most attentions loop over the samples of each row and stay outside of what is "
+                "compiled, so a block is one graph with flash_varlen alone; remove fullgraph, and all that can be is compiled"
             )
         return self
 
@@ -80,10 +84,13 @@ class TrainerModelConfig(Section):
     share_prefixes: bool = True
     """Compute tokens that samples begin with in common once: the prompt of a group's rollouts, the past of a conversation's
     branches. Loss and gradients are the same, up to rounding."""
-    attn: Literal["auto", "sdpa", "grouped", "flash_varlen", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention over packed rows. On CUDA `flash_varlen` (torch's own), or `flash_attention_2` and `flash_attention_3` where those
-    packages are installed; on the CPU `grouped` (samples of like length at once); `sdpa` (sample by sample) runs anywhere.
-    `auto` takes the fastest that can."""
+    attn: Literal["auto", "sdpa", "grouped", "flash_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = (
+        "auto"
+    )
+    """Attention over packed rows. On CUDA `flash_varlen` (torch's own); where those packages are installed `flash_attention_2`,
+    `flash_attention_3` (compute capability 9.0) and `flash_attention_4` (9.0 and 10.0). On the CPU `grouped` (samples of like
+    length at once). `sdpa` (sample by sample) runs anywhere. `auto` takes the fastest that can: a package's only where it agrees
+    with torch's own on a small row at the start."""
     compute_dtype: ComputeDtype = "auto"
     """Dtype of forward and backward. `auto` takes bfloat16 on a GPU of compute capability 8.0 or higher and on a CPU with
     instructions for bfloat16 products, float32 elsewhere. A run chooses once: servers and resumed attempts follow."""
@@ -93,6 +100,9 @@ class TrainerModelConfig(Section):
     """Dtype of gradient reduction over ranks."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward: less memory, one more gather."""
+    reduce_each_row: bool = True
+    """Reduce gradients over ranks after each row. `false`: once a step, which sends less; each rank then keeps the gradients of all
+    parameters whole, 4 bytes each with `reduce_dtype = "float32"`."""
     fused_lm_head_chunk_size: int = Field(default=2048, ge=1, le=MAX_TOKENS)
     """Tokens whose logits exist at one time."""
     trust_remote_code: bool = False

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag
 
 from trivet.config.sections.base import MAX_PROCESSES, MAX_ROLLOUTS, Section, type_or
+from trivet.config.sections.kubernetes import KubernetesConfig
+from trivet.config.sections.skypilot import SkyPilotConfig
 from trivet.config.sections.slurm import SlurmConfig
 from trivet.config.sections.trainer import TrainingConfig
 
@@ -104,5 +106,9 @@ class SftConfig(TrainingConfig):
     """Unset: nothing is held out."""
     num_ranks: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Processes; unset: one per visible GPU, one on the CPU."""
+    kubernetes: KubernetesConfig | None = None
+    """Set: the manifest of a JobSet is written, and nothing runs here."""
+    skypilot: SkyPilotConfig | None = None
+    """Set: a task of SkyPilot is written, and nothing runs here."""
     slurm: SlurmConfig | None = None
     """Set: the run is submitted to SLURM. Unset: it runs here."""

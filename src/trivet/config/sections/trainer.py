@@ -80,6 +80,8 @@ class TrainingConfig(SteppingRoleConfig):
     """The same bytes from the same batches, on the same machine and number of ranks. The run's own key sets it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA when there is a GPU."""
+    gpu_memory_utilization: float = Field(default=1.0, gt=0, le=1)
+    """Largest share of a GPU's memory that a rank may take. A run lowers it to what the servers on the same GPU leave."""
 
 
 class FakeBatchesConfig(Section):

@@ -165,20 +165,20 @@ class _GroupedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         query, key, value, *saved = ctx.saved_tensors
-        own: tuple[list[torch.Tensor], ...] = ([], [], [])
+        segment_grads: tuple[list[torch.Tensor], ...] = ([], [], [])
         of_prefixes: list[tuple[PaddedGroup, torch.Tensor, torch.Tensor]] = []
         for group in ctx.groups.parts:
             tensors = _gather(group, query, key, value)
             grad_MGLD = _per_key_head(_pick(grads[0], group), group, num_kv_heads=key.shape[1])
             probabilities = saved.pop(0) if _keeps_probabilities(group) else None
             grad_query, grad_key_MED, grad_value_MED = _backward(group, tensors, grad_MGLD, probabilities, ctx.scale)
-            own[0].append(grad_query)
-            for parts, grad_MED in zip(own[1:], (grad_key_MED, grad_value_MED), strict=True):
+            segment_grads[0].append(grad_query)
+            for parts, grad_MED in zip(segment_grads[1:], (grad_key_MED, grad_value_MED), strict=True):
                 parts.append(_to_rows([grad_MED[:, None, group.prefix_length :].to(key.dtype)], group))
             if group.prefix_length:
                 of_prefixes.append((group, grad_key_MED, grad_value_MED))
         shapes = (query.shape, key.shape, value.shape)
-        grad_q, grad_k, grad_v = (_in_row_order(p, ctx.groups).view(s) for p, s in zip(own, shapes, strict=True))
+        grad_q, grad_k, grad_v = (_in_row_order(p, ctx.groups).view(s) for p, s in zip(segment_grads, shapes, strict=True))
         if of_prefixes:
             grad_k = _add_prefixes(grad_k, [(group, grad) for group, grad, _ in of_prefixes])
             grad_v = _add_prefixes(grad_v, [(group, grad) for group, _, grad in of_prefixes])

@@ -10,31 +10,34 @@ D head dimension.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from trivet.errors import ConfigError
+from trivet.trainer.attention.choice import PACKAGES, HeadDims, choose_attention
 from trivet.trainer.attention.grouped import Groups, grouped_attention
+from trivet.trainer.attention.package_kernels import IMPLEMENTATIONS, PROBE_LENGTHS, PROBE_PATHS, replace_kernels
 from trivet.trainer.prefixes import PrefixTree
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "trivet_packed_"
-
-_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""The Python module of each attention that torch does not have."""
-_FIRST_WITH_FLASH = (8, 0)
-"""Compute capability of the first GPUs that flash attention runs on."""
-_HOPPER = (9, 0)
-"""Compute capability of the GPUs that flash attention 3 is for."""
+TRACEABLE = frozenset({f"{_PREFIX}varlen"})
+"""Attentions that torch.compile can trace for rows of any segments: one operator of torch, whose shapes it knows."""
+_HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
+"""True where varlen_attn must be told that keys have fewer heads than queries. Torch 2.11 has no such argument."""
+WITHOUT_OPERATOR = frozenset({f"{_PREFIX}by_group"})
+"""Attentions that are made of many operators, so that a checkpoint cannot keep the output of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,8 @@ class KeyTokens:
     """int32 [S + 1]: 0 and the cumulated lengths, prefixes included."""
     lengths: tuple[int, ...]
     """Of each segment with its prefix."""
+    longest: int
+    """Tokens of the longest of them. In a compiled graph the tuple would be compiled anew for each row, a number is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class Segments:
     """The places of a row's segments."""
 
     lengths: tuple[int, ...]
+    longest: int
+    """Tokens of the longest segment, without its prefix."""
     offsets: torch.Tensor
     """int32 [S + 1] on the device: 0 and the cumulated lengths."""
     keys: KeyTokens | None
@@ -64,13 +71,13 @@ class Segments:
     @property
     def longest_sample(self) -> int:
         """Tokens of the longest segment, its prefix included."""
-        return max(self.keys.lengths if self.keys else self.lengths)
+        return self.keys.longest if self.keys else self.longest
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device) -> "Segments":
         """Describe a row of samples of these lengths, in tokens, that share nothing, for `device`."""
         groups = Groups.of(lengths) if device.type == "cpu" else None
-        return cls(lengths=tuple(lengths), offsets=_offsets(lengths, device), keys=None, groups=groups)
+        return cls(lengths=tuple(lengths), longest=max(lengths), offsets=_offsets(lengths, device), keys=None, groups=groups)
 
     @classmethod
     def of_tree(cls, tree: PrefixTree, *, device: torch.device) -> "Segments":
@@ -86,15 +93,21 @@ class Segments:
         """
         if not any(paths):
             return cls.of(lengths, device=device)
-        own = torch.arange(sum(lengths)).split(list(lengths))
-        empty = own[0][:0]
-        prefixes = [torch.cat([empty, *(own[each] for each in path)]) for path in paths]
+        segment_tokens = torch.arange(sum(lengths)).split(list(lengths))
+        empty = segment_tokens[0][:0]
+        prefixes = [torch.cat([empty, *(segment_tokens[each] for each in path)]) for path in paths]
         key_lengths = [len(prefix) + length for prefix, length in zip(prefixes, lengths, strict=True)]
-        tokens = torch.cat([part for pair in zip(prefixes, own, strict=True) for part in pair])
+        tokens = torch.cat([part for pair in zip(prefixes, segment_tokens, strict=True) for part in pair])
         return cls(
             lengths=tuple(lengths),
+            longest=max(lengths),
             offsets=_offsets(lengths, device),
-            keys=KeyTokens(tokens=tokens.to(device), offsets=_offsets(key_lengths, device), lengths=tuple(key_lengths)),
+            keys=KeyTokens(
+                tokens=tokens.to(device),
+                offsets=_offsets(key_lengths, device),
+                lengths=tuple(key_lengths),
+                longest=max(key_lengths),
+            ),
             groups=Groups.of(lengths, prefixes) if device.type == "cpu" else None,
         )
 
@@ -103,7 +116,14 @@ def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
-def register_attention(attn: str, *, device: torch.device, dtype: torch.dtype, has_softcap: bool = False) -> str:
+def register_attention(
+    attn: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    has_softcap: bool = False,
+    heads: HeadDims,
+) -> str:
     """Register the configured attention with transformers and return its name there.
 
     Transformers builds no mask for a name without a mask function, so none is registered.
@@ -111,76 +131,56 @@ def register_attention(attn: str, *, device: torch.device, dtype: torch.dtype, h
     Args:
         dtype: the dtype in which the model computes.
         has_softcap: the model caps the scores before the softmax, which no kernel of torch does.
+        heads: the features of the model's heads.
 
     Raises:
         ConfigError: the device, the installed packages or the model do not allow it.
     """
-    chosen = choose_attention(
-        attn,
-        device_type=device.type,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        is_float32=dtype == torch.float32,
-        has_softcap=has_softcap,
-        is_installed=lambda package: find_spec(package) is not None,
-    )
-    logger.info("attention chosen attn=%s device=%s", chosen, device.type)
+    refused: set[str] = set()
+    while True:
+        resolved = choose_attention(
+            attn,
+            device_type=device.type,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            is_float32=dtype == torch.float32,
+            has_softcap=has_softcap,
+            heads=heads,
+            is_installed=lambda package: package not in refused and _is_installed(package),
+        )
+        if resolved not in IMPLEMENTATIONS:
+            break
+        attend = partial(_attend_probe, device=device)
+        reason = replace_kernels(resolved, attend, head_dim=heads.query, device=device, dtype=dtype)
+        if reason is None:
+            break
+        if attn != "auto":
+            raise ConfigError(f'model.attn = "{attn}" cannot be used: {reason}; set model.attn = "flash_varlen"')
+        logger.warning('model.attn = "auto" does not use %s, which is installed: %s', resolved, reason)
+        refused.add(PACKAGES[resolved])
+    logger.info("attention chosen attn=%s device=%s", resolved, device.type)
     # Transformers would check a name with "sdpa" or "flash" in it against its own functions of that name.
     name, function = {
         "sdpa": ("by_sample", sdpa_packed),
         "grouped": ("by_group", grouped_packed),
         "flash_varlen": ("varlen", flash_varlen_packed),
         "flash_attention_2": ("fa2", partial(package_packed, "flash_attention_2")),
-        "flash_attention_3": ("fa3", partial(package_packed, "flash_attention_3")),
-    }[chosen]
+        "flash_attention_3": ("varlen", flash_varlen_packed),
+        "flash_attention_4": ("varlen", flash_varlen_packed),
+    }[resolved]
     AttentionInterface.register(_PREFIX + name, function)
     return _PREFIX + name
 
 
-def choose_attention(
-    attn: str,
-    *,
-    device_type: str,
-    capability: tuple[int, int] | None,
-    is_float32: bool = False,
-    has_softcap: bool,
-    is_installed: Callable[[str], bool],
-) -> str:
-    """Resolve `model.attn` on this device: "auto" becomes the fastest attention, any other value is checked.
-
-    Args:
-        capability: compute capability of the CUDA device.
-        is_float32: the model computes in float32, which no flash attention takes.
-
-    Raises:
-        ConfigError: as for `register_attention`.
-    """
-    if attn == "auto":
-        if has_softcap or device_type not in ("cpu", "cuda"):
-            return "sdpa"
-        return "grouped" if device_type == "cpu" else _fastest_on_cuda(capability, is_float32, is_installed)
-    if attn == "sdpa":
-        return attn
-    if has_softcap:
-        raise ConfigError(f'model.attn = "{attn}" cannot cap scores as this model does; set model.attn = "sdpa"')
-    if attn == "grouped":
-        if device_type != "cpu":
-            raise ConfigError(f'model.attn = "grouped" is for the CPU, this is {device_type}; set model.attn = "auto"')
-        return attn
-    if device_type != "cuda":
-        raise ConfigError(f'model.attn = "{attn}" needs a CUDA device, this is {device_type}; set model.attn = "sdpa"')
-    if attn in _PACKAGES and not is_installed(_PACKAGES[attn]):
-        raise ConfigError(
-            f'model.attn = "{attn}" needs the Python module {_PACKAGES[attn]}, which is not installed; install it, or set '
-            'model.attn = "flash_varlen", which torch brings'
-        )
-    return attn
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # a package around the module is missing, or does not load
+        return False
 
 
-def _fastest_on_cuda(capability: tuple[int, int] | None, is_float32: bool, is_installed: Callable[[str], bool]) -> str:
-    if is_float32 or (capability is not None and capability < _FIRST_WITH_FLASH):
-        return "sdpa"
-    # Flash attention 2 is no faster than torch's own, which is made from it.
-    return "flash_attention_3" if capability == _HOPPER and is_installed(_PACKAGES["flash_attention_3"]) else "flash_varlen"
+def _attend_probe(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+    segments = Segments.behind(PROBE_LENGTHS, PROBE_PATHS, device=device)
+    return flash_varlen_packed(torch.nn.Identity(), query, key, value, None, segments=segments)[0]
 
 
 def require_full_attention(config: PreTrainedConfig, *, seq_len: int) -> None:
@@ -225,7 +225,9 @@ def sdpa_packed(
     if query.device.type == "cpu" and dtype == torch.bfloat16:
         # Without matrix units for bf16 the CPU kernel's backward takes 5 times as long in bf16 as in float32.
         query, key, value = query.float(), key.float(), value.float()
-    enable_gqa = query.shape[1] != key.shape[1]
+    if query.device.type != "cpu":
+        # Of torch's kernels for CUDA that hold no scores, the one for float32, masks and GPUs before Ampere knows no groups.
+        key, value = _repeat_heads(query, key, value)
     key_lengths = segments.lengths
     if segments.keys is not None:
         key, value = (tensor.index_select(2, segments.keys.tokens) for tensor in (key, value))
@@ -239,14 +241,21 @@ def sdpa_packed(
     if softcap is not None:
         outputs = [_capped_attention(q, k, v, scaling=scaling, softcap=softcap) for q, k, v in parts]
     else:
-        outputs = [_causal_attention(q, k, v, scaling=scaling, enable_gqa=enable_gqa) for q, k, v in parts]
+        outputs = [_causal_attention(q, k, v, scaling=scaling) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
 
 
-def _causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, enable_gqa: bool
-) -> torch.Tensor:
+def _repeat_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values with as many heads as `query`."""
+    num_groups = query.shape[1] // key.shape[1]
+    if num_groups == 1:
+        return key, value
+    return key.repeat_interleave(num_groups, dim=1), value.repeat_interleave(num_groups, dim=1)
+
+
+def _causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None) -> torch.Tensor:
     """Compute attention of one segment; its queries are the last of its keys' tokens."""
+    enable_gqa = query.shape[1] != key.shape[1]
     if query.shape[2] == key.shape[2]:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=enable_gqa)
     return scaled_dot_product_attention(
@@ -265,8 +274,7 @@ def _capped_attention(
 ) -> torch.Tensor:
     """Compute causal attention of one segment with all scores in memory, because no kernel of torch caps them."""
     is_later = _is_later(query, key)
-    num_groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(num_groups, dim=1), value.repeat_interleave(num_groups, dim=1)
+    key, value = _repeat_heads(query, key, value)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
     weights = scores.masked_fill(is_later, float("-inf")).softmax(
@@ -305,18 +313,9 @@ def flash_varlen_packed(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute what `sdpa_packed` computes in one kernel, for float16 and bfloat16; the shapes are the same."""
-    from torch.nn.attention.varlen import varlen_attn
-
     query, key, value, lengths = _unpack(query, key, value, segments)
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        *lengths,
-        scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _HAS_ENABLE_GQA else {}
+    output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(-1, 0), **groups)
     assert isinstance(output, torch.Tensor)
     return output[None], None
 
@@ -329,12 +328,11 @@ def _unpack(
     Flash attention aligns a causal mask with the last query and the last key, as a segment behind its prefix needs it.
     """
     query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    longest = max(segments.lengths)
-    keys = segments.keys
+    longest, keys = segments.longest, segments.keys
     if keys is None:
         return query_THD, key_TKD, value_TKD, (segments.offsets, segments.offsets, longest, longest)
     key_EKD, value_EKD = key_TKD.index_select(0, keys.tokens), value_TKD.index_select(0, keys.tokens)
-    return query_THD, key_EKD, value_EKD, (segments.offsets, keys.offsets, longest, max(keys.lengths))
+    return query_THD, key_EKD, value_EKD, (segments.offsets, keys.offsets, longest, keys.longest)
 
 
 def package_packed(
@@ -349,12 +347,12 @@ def package_packed(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute what `sdpa_packed` computes with the package that `attn` names: flash-attn, or its version for Hopper GPUs.
+    """Compute what `sdpa_packed` computes with the package that `attn` names.
 
     Shapes are as in `sdpa_packed`, dtypes as in `flash_varlen_packed`.
     """
     query, key, value, (offsets_q, offsets_k, longest_q, longest_k) = _unpack(query, key, value, segments)
-    output = import_module(_PACKAGES[attn]).flash_attn_varlen_func(
+    output = import_module(PACKAGES[attn]).flash_attn_varlen_func(
         *(tensor.contiguous() for tensor in (query, key, value)),
         cu_seqlens_q=offsets_q,
         cu_seqlens_k=offsets_k,
@@ -362,6 +360,7 @@ def package_packed(
         max_seqlen_k=longest_k,
         softmax_scale=scaling,
         causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # the packages know nothing of torch's own switch
     )
     # Versions of the package for Hopper differ: some return the log-sums of the softmax as well.
     return (output[0] if isinstance(output, tuple) else output)[None], None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from trivet.checkpoints.commit import commit, committed_steps
 from trivet.checkpoints.parts import TRAINER, begin_part, finish_part, staging_directory
 from trivet.checkpoints.retention import removable_steps, remove_checkpoint
+from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.sections.trainer import TrainingConfig
@@ -110,6 +111,7 @@ class CheckpointSaver:
         finish_part(self.layout, step, TRAINER, known=known)
         reach("trainer_half.after", step=step)
         self.telemetry.sync_events()
+        require_newest_attempt(self.layout, self.config.run)
         record = commit(self.layout, step, parts=parts, run_id=self.config.run.id)
         self.telemetry.write_event(Commit(step=step, digest=record.digest))
         logger.info("checkpoint committed step=%s", step)

@@ -40,6 +40,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 State = dict[str, Any]
 
+_CUDA_RANDOM = "random_cuda"
+"""Key of the GPU's random state, of which dropout draws there. A checkpoint that was written on a CPU has none."""
+
 
 class TrainerProgress(msgspec.Struct, kw_only=True):
     """The trainer's totals since step 0, over all resumes."""
@@ -56,7 +59,7 @@ class TrainerProgress(msgspec.Struct, kw_only=True):
 def state_of(learner: Learner, progress: TrainerProgress) -> State:
     """Return the state to save at this moment. Its tensors are the learner's own, not copies. Collective."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
-    return {"model": _own(learner.model, model), "optimizer": optimizer} | _progress_state(progress)
+    return {"model": _own(learner.model, model), "optimizer": optimizer} | _progress_state(learner, progress)
 
 
 def _state_without_optimizer(learner: Learner, progress: TrainerProgress) -> State:
@@ -64,12 +67,15 @@ def _state_without_optimizer(learner: Learner, progress: TrainerProgress) -> Sta
 
     Asking a fresh optimizer for its state makes one, which would count a step that was never taken.
     """
-    return {"model": _own(learner.model, get_model_state_dict(learner.model))} | _progress_state(progress)
+    return {"model": _own(learner.model, get_model_state_dict(learner.model))} | _progress_state(learner, progress)
 
 
-def _progress_state(progress: TrainerProgress) -> State:
+def _progress_state(learner: Learner, progress: TrainerProgress) -> State:
     # One random state for all ranks: they are seeded alike, and a resume may have another number of them.
-    return {"random": torch.get_rng_state(), "progress": msgspec.to_builtins(progress)}
+    state = {"random": torch.get_rng_state(), "progress": msgspec.to_builtins(progress)}
+    if learner.world.device.type == "cuda":
+        state[_CUDA_RANDOM] = torch.cuda.get_rng_state(learner.world.device)
+    return state
 
 
 def write_state(directory: Path, state: State, group: dist.ProcessGroup, *, hold: Hold = nullcontext) -> dict[str, FileRecord]:
@@ -109,6 +115,8 @@ def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False
     """
     state = (_state_without_optimizer if skip_optimizer else state_of)(learner, TrainerProgress())
     try:
+        if _CUDA_RANDOM not in read_metadata(directory / METADATA_FILE).state_dict_metadata:
+            state.pop(_CUDA_RANDOM, None)
         without_moments = [] if skip_optimizer else _drop_what_was_not_saved(state["optimizer"]["state"], directory)
         load(state, storage_reader=ShardReader(directory), planner=ShardPlanner(), process_group=learner.world.control)
         if without_moments:
@@ -131,6 +139,8 @@ def load_part(directory: Path, learner: Learner, *, skip_optimizer: bool = False
             options=options,
         )
     torch.set_rng_state(state["random"])
+    if _CUDA_RANDOM in state:
+        torch.cuda.set_rng_state(state[_CUDA_RANDOM], learner.world.device)
     return msgspec.convert(state["progress"], TrainerProgress)
 
 

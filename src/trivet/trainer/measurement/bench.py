@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
+from trivet.dependencies import own_version
 from trivet.errors import ConfigError
 from trivet.storage.durable import replace_file
 from trivet.telemetry.logs import setup_logging
@@ -229,7 +230,7 @@ def make_report(config: TrainingConfig, world: World, measured: Measured, *, kin
         peak_flops=peak,
         peak_flops_source="table" if known else "measured",
         device=torch.cuda.get_device_name(world.device) if is_cuda else f"CPU, {torch.get_num_threads()} threads",
-        versions={name: importlib.metadata.version(name) for name in ("trivet", "torch", "transformers")},
+        versions={"trivet": own_version()} | {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         config=config.model_dump(mode="json"),
     )
 

@@ -104,8 +104,8 @@ class ActivationOffload:
         to_device.join()
         return to_device.tensor
 
-    def _prefetch(self, wanted: "weakref.ref[_Kept] | None") -> None:
-        kept = wanted() if wanted is not None else None
+    def _prefetch(self, previous: "weakref.ref[_Kept] | None") -> None:
+        kept = previous() if previous is not None else None
         if kept is not None and kept.on_device is None and kept.to_device is None:
             kept.to_device = self._transfers.copy_to_device(kept.to_host.tensor)
 

@@ -1,19 +1,22 @@
-"""Prepares each block of a model before it is sharded: activation checkpointing, then compiling, then off-loading.
+"""Prepares each block of a model before it is sharded: compiling, activation checkpointing, then off-loading.
 
 Called by `trainer.model.policy_model`. A block's `forward` is replaced: FSDP's hooks stay outside, and parameters keep their names.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.fx.experimental import _config as symbolic_shapes
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trivet.config.sections.model import ActivationCheckpointConfig, TrainerModelConfig
 from trivet.errors import ConfigError
+from trivet.trainer.attention.packed import TRACEABLE, WITHOUT_OPERATOR
 from trivet.trainer.model.activations import ActivationOffload, CudaTransfers
 
 logger = logging.getLogger(__name__)
@@ -22,6 +25,23 @@ Forward = Callable[..., Any]
 
 _PARTS = {"norm": ("norm",), "attn": ("attn", "attention"), "mlp": ("mlp", "feed_forward", "ffn")}
 """Targets of selective checkpointing that mean modules by a part of their name."""
+
+_KEPT_OPERATORS = {
+    "attention": frozenset(
+        {
+            "torch_attn::_varlen_attn",
+            "flash_attn::_flash_attn_varlen_forward",  # of the package flash-attn
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+            "aten::_scaled_dot_product_fused_attention_overrideable",
+        }
+    ),
+    # Without bmm, which would be the scores of an attention that is made of products.
+    "products": frozenset({"aten::mm", "aten::addmm", "aten::_grouped_mm"}),
+}
+"""The operators whose outputs each value of `ac.keep` keeps."""
 
 
 def blocks_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
@@ -43,16 +63,30 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
     blocks = blocks_of(causal_lm)
     offload = _make_offload(config, device)
     checkpointed = blocks[:: config.ac.freq] if config.ac else []
-    for block in checkpointed:
-        assert config.ac is not None
-        _checkpoint(block, config.ac)
+    is_traced = attention in TRACEABLE and config.ac is not None and bool(config.ac.keep)
+    if config.ac is not None and "attention" in config.ac.keep and attention in WITHOUT_OPERATOR:
+        logger.info(
+            'model.ac.keep = ["attention"] does nothing here: attention on the CPU is no single operator unless attn = "sdpa"'
+        )
+    if is_traced:
+        # A checkpoint around a compiled block sees no operator in it, and would run all of it again.
+        _checkpoint(checkpointed, config.ac)
     if config.compile is not None:
         _compile(blocks, attention=attention, device=device)
+    if not is_traced:
+        # Where attention cannot be traced, a checkpoint inside would keep the whole block from being compiled.
+        _checkpoint(checkpointed, config.ac)
     if offload is not None:
         for block in checkpointed:
             block.forward = offload.around(block.forward)
     if config.ac is not None:
-        logger.info("activation checkpointing mode=%s blocks=%s of %s", config.ac.mode, len(checkpointed), len(blocks))
+        logger.info(
+            "activation checkpointing mode=%s blocks=%s of %s keep=%s",
+            config.ac.mode,
+            len(checkpointed),
+            len(blocks),
+            ",".join(config.ac.keep) or "nothing",
+        )
 
 
 def _make_offload(config: TrainerModelConfig, device: torch.device) -> ActivationOffload | None:
@@ -65,13 +99,11 @@ def _make_offload(config: TrainerModelConfig, device: torch.device) -> Activatio
     return ActivationOffload(transfers, max_inflight=config.ac_offloading.max_inflight_activations)
 
 
-def _checkpoint(block: torch.nn.Module, config: ActivationCheckpointConfig) -> None:
-    if config.mode == "full":
-        block.forward = _recomputing(block.forward)
-        return
-    modules = list(_targeted(block, config.targets))
-    for module in modules:
-        module.forward = _recomputing(module.forward)
+def _checkpoint(blocks: list[torch.nn.Module], config: ActivationCheckpointConfig | None) -> None:
+    for block in blocks:
+        assert config is not None
+        for module in [block] if config.mode == "full" else list(_targeted(block, config.targets)):
+            module.forward = _recomputing(module.forward, keep=config.keep)
 
 
 def _targeted(block: torch.nn.Module, targets: list[str]) -> Iterator[torch.nn.Module]:
@@ -83,9 +115,9 @@ def _targeted(block: torch.nn.Module, targets: list[str]) -> Iterator[torch.nn.M
                 f"model.ac.targets: {target!r} is no part of a block of this model; there are {', '.join(_PARTS)}, and "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in names}))}"
             )
-    chosen = [name for name in names if any(_is_meant(name, target) for target in targets)]
-    for name in chosen:
-        if not any(name.startswith(f"{other}.") for other in chosen):
+    targeted = [name for name in names if any(_is_meant(name, target) for target in targets)]
+    for name in targeted:
+        if not any(name.startswith(f"{other}.") for other in targeted):
             yield block.get_submodule(name)
 
 
@@ -98,17 +130,36 @@ def _is_meant(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _recomputing(forward: Forward) -> Forward:
+def _recomputing(forward: Forward, *, keep: Sequence[str]) -> Forward:
+    """Return `forward` under a checkpoint. The random state is kept: models draw dropout and jitter by functions, too.
+
+    Args:
+        keep: see `ActivationCheckpointConfig`.
+    """
+    options: dict[str, Any] = {}
+    if keep:
+        operators = frozenset[str]().union(*(_KEPT_OPERATORS[name] for name in keep))
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_choose_policy, operators))
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return run
 
 
+def _choose_policy(kept: frozenset[str], context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Decide for one call of an operator whether its outputs are kept. Operators that hold others have no schema."""
+    is_kept = isinstance(operator, torch._ops.OpOverload) and operator._schema.name in kept
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.device) -> None:
     require_compiler(device)
-    # Attention depends on the samples of a row: if it were traced, each new row would be compiled anew.
-    AttentionInterface.register(attention, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention]))
+    if attention not in TRACEABLE:
+        # Such an attention loops over the samples of a row: if it were traced, each new row would be compiled anew.
+        AttentionInterface.register(attention, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[attention]))
+    # Otherwise torch treats equal sizes as one, and a first row of as many tokens as the model has features makes its own graph.
+    symbolic_shapes.use_duck_shape = False
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)
     logger.info("blocks are compiled when they first run blocks=%s", len(blocks))

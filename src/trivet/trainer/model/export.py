@@ -9,11 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trivet.config.chat_template import read_chat_template
 from trivet.config.sections.trainer import TrainingConfig
 from trivet.errors import ConfigError
+from trivet.trainer.model.host_copies import HostCopies
 from trivet.trainer.model.policy_model import PolicyModel, has_adapter
 from trivet.trainer.ranks.world import gather_tensor
 
@@ -43,6 +45,7 @@ def gather_weights(
     keep: bool,
     only_trained: bool = False,
     into: Mapping[str, torch.Tensor] | None = None,
+    copies: HostCopies | None = None,
 ) -> dict[str, torch.Tensor]:
     """Copy all parameters and buffers to the CPU, by their Hugging Face names. Collective.
 
@@ -52,20 +55,28 @@ def gather_weights(
         only_trained: leave out what is frozen.
         keep: false on ranks that take part but need no result; they get an empty dict.
         into: the result of an earlier call with the same arguments; its memory is used again.
+        copies: makes the copies, which may be read once it says so; None: all are made when this returns.
     """
+    host_copies = copies or HostCopies(model.head.weight.device)
     weights: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen or (only_trained and not tensor.requires_grad):
             continue
         seen.add(id(tensor))
-        full = gather_tensor(tensor.detach())
+        # Servers keep buffers, such as the balance of a mixture's experts, in the dtype that they have.
+        kept_dtype = dtype if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+        tensor = tensor.detach()
+        # Convert before it leaves the device: bf16 has half the bytes. A whole tensor in main memory is converted by the copy.
+        is_here = tensor.device.type == "cpu" and not isinstance(tensor, DTensor)
+        kept = tensor if is_here else tensor.to(kept_dtype)
+        full = gather_tensor(kept)
         if keep:
             name = name.removeprefix(_PREFIX)
-            kept_dtype = dtype if full.is_floating_point() else full.dtype
-            copy = into[name] if into else torch.empty(full.shape, dtype=kept_dtype)
-            # Convert before the copy leaves a GPU: bf16 has half the bytes, and the GPU converts faster.
-            weights[name] = copy.copy_(full if full.device.type == "cpu" else full.to(kept_dtype))
+            weights[name] = into[name] if into else host_copies.empty(full.shape, kept_dtype)
+            host_copies.start(weights[name], full, does_change=tensor.dtype == kept_dtype)
+    if copies is None:
+        host_copies.wait()
     return weights
 
 
@@ -78,6 +89,8 @@ class Exporter:
     dtype: torch.dtype
     is_sharded: bool = True
     """Split the weights into files of at most 5 GB, which servers read in parallel."""
+    copies: HostCopies | None = None
+    """Makes the copies; None: chosen for the model's device."""
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Memory kept from step to step: allocating it costs more than the copy into it."""
     _twin: PreTrainedModel | None = None
@@ -88,10 +101,16 @@ class Exporter:
     def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
         """Copy the weights as they are now, by the names that `write` takes. The next call uses the memory again. Collective.
 
+        A GPU may still be copying when this returns; `write` waits for it.
+
         Everything that asks the model itself is done here, because the model may compute while `write` runs.
         """
         is_adapter = has_adapter(self.model.causal_lm)
-        self._weights = gather_weights(self.model, dtype=self.dtype, keep=keep, only_trained=is_adapter, into=self._weights)
+        if self.copies is None:
+            self.copies = HostCopies(self.model.head.weight.device)
+        self._weights = gather_weights(
+            self.model, dtype=self.dtype, keep=keep, only_trained=is_adapter, into=self._weights, copies=self.copies
+        )
         if not keep:
             return {}
         if is_adapter:
@@ -104,6 +123,8 @@ class Exporter:
 
     def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
         """Write safetensors, their configuration (config.json, generation_config.json; adapter_config.json) and the tokenizer."""
+        assert self.copies is not None, "gather comes first"
+        self.copies.wait()
         causal_lm = self.model.causal_lm
         if has_adapter(causal_lm):
             from trivet.trainer.model.lora import write_adapter

@@ -44,8 +44,8 @@ def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
         )
     text_config = hf_config.get_text_config()
     if config.rope_scaling is not None:
-        own = getattr(text_config, "rope_parameters", None)
-        text_config.rope_parameters = config.rope_scaling.over(own, model=config.name)
+        model_rope = getattr(text_config, "rope_parameters", None)
+        text_config.rope_parameters = config.rope_scaling.over(model_rope, model=config.name)
     num_layers = config.debug.num_layers
     if num_layers is not None:
         if num_layers > text_config.num_hidden_layers:
@@ -94,8 +94,8 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
     for name, buffer in buffers.items():
         path, _, last = name.rpartition(".")
         model.get_submodule(path)._buffers[last] = buffer.to(world.device)
-    wanted = {original for name, _ in causal_lm.named_parameters() if (original := original_name(name)) is not None}
-    source = _open(config, causal_lm, wanted, world)
+    parameter_names = {original for name, _ in causal_lm.named_parameters() if (original := original_name(name)) is not None}
+    source = _open(config, causal_lm, parameter_names, world)
     with torch.no_grad():
         for name, parameter in causal_lm.named_parameters():
             _fill(parameter, original_name(name), name, source)
@@ -115,13 +115,13 @@ def original_name(name: str) -> str | None:
     return ".".join(kept)
 
 
-def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, wanted: set[str], world: World) -> WeightSource:
+def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_names: set[str], world: World) -> WeightSource:
     if config.debug.random_init:
         with torch.device("meta"), no_init_weights():
             return RandomWeights(type(causal_lm)._from_config(causal_lm.config))
     try:
         files = SafetensorsWeights.find(config.name)
-        if files is not None and wanted <= set(files.names):
+        if files is not None and parameter_names <= set(files.names):
             return files
         logger.warning(
             "names in the files of %s are not those of its parameters: rank 0 loads all of it into main memory", config.name
@@ -149,12 +149,19 @@ def _fill(parameter: torch.Tensor, original: str | None, name: str, source: Weig
 
 
 def _fill_buffers(causal_lm: PreTrainedModel, source: WeightSource) -> None:
-    """Fill the buffers that the files contain; the others are computed when the model is built."""
-    if not isinstance(source, SafetensorsWeights):
+    """Fill the buffers that the files contain; the others are computed when the model is built. Collective.
+
+    A model that rank 0 loads has those that are saved with it, such as the balance of a mixture's experts.
+    """
+    if isinstance(source, RandomWeights):
         return
+    names = source.names if isinstance(source, SafetensorsWeights) else causal_lm.state_dict().keys()
     for name, buffer in causal_lm.named_buffers():
-        if name in source.names:
-            buffer.copy_(source.read(name, shape=buffer.shape, first_row=0, num_rows=buffer.shape[0] if buffer.shape else 1))
+        original = original_name(name)
+        if original is not None and (original in names or name in names):
+            buffer.copy_(
+                source.read(original, shape=buffer.shape, first_row=0, num_rows=buffer.shape[0] if buffer.shape else 1)
+            )
 
 
 def _not_loadable(config: TrainerModelConfig, exc: Exception) -> ConfigError:

@@ -1,21 +1,27 @@
 """Scores tokens with a language-model head, a chunk at a time, so that all logits never exist at once.
 
-Called by `trainer.model.policy_model`. After the product with the head's weight come ten passes over the logits. On a CPU they are
-made over a few tokens at a time, whose logits stay in the cache of a core; the float32 logits of a whole chunk would go to memory
-and back in each pass.
+Called by `trainer.model.policy_model`. What comes after the product with the head's weight is in `trainer.model.logit_arithmetic`.
+On a CPU it is done over a few tokens at a time, whose logits stay in the cache of a core; the float32 logits of a whole chunk would
+go to memory and back in each pass. On a GPU the product itself gives float32 logits, where torch and the GPU can.
 
 Legend: N tokens to score, C tokens of one chunk, R tokens whose logits are worked on at one time, H hidden size, V vocabulary.
 """
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from trivet.trainer.model.logit_arithmetic import LogitArithmetic, LogitForm
 from trivet.trainer.optim.master_weights import MasterWeights
 
 _CACHED_LOGITS = 1 << 18
 """Float32 logits worked on at one time on a CPU, with as many values beside them: of the sizes tried the fastest with 2 MiB of
 cache a core, or close to it."""
+_FIRST_WITH_BF16 = (8, 0)
+"""Compute capability of the first GPUs that multiply bfloat16."""
+_EAGER = LogitArithmetic()
 
 
 class TokenScores(NamedTuple):
@@ -34,24 +40,74 @@ def score_tokens(
     targets_N: torch.Tensor,
     temperatures_N: torch.Tensor,
     chunk_size: int,
-    softcap: float | None = None,
     masters: MasterWeights | None = None,
+    uses_temperatures: bool = True,
+    arithmetic: LogitArithmetic = _EAGER,
 ) -> TokenScores:
-    """Score `targets_N` under softmax(logits / temperature), logits = hidden @ weight.T.
+    """Score `targets_N` under softmax(logits / temperature), logits = hidden @ weight.T, capped where `arithmetic` caps them.
 
-    The matrix products run in the dtype of `hidden_NH`, everything after them in float32 (float64 for float64 input).
+    The matrix products multiply in the dtype of `hidden_NH`. Everything after them is float32 (float64 for float64 input), and so
+    are the logits and the weight's gradient that they give where `choose_product_dtype` says so.
 
     Args:
         weight_VH: may be wider than `hidden_NH`; its gradient has its own dtype.
         targets_N: int64.
         temperatures_N: float32, > 0.
         chunk_size: tokens whose logits exist at one time.
-        softcap: logits are softcap * tanh(hidden @ weight.T / softcap).
         masters: casts the weight and takes its gradient, where that is not left to autograd.
+        uses_temperatures: false when every temperature is 1. The caller knows; asking a tensor would wait for the GPU.
+        arithmetic: computes everything after the products, eagerly or compiled.
     """
     masters = masters or MasterWeights()
-    logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, masters, targets_N, temperatures_N, chunk_size, softcap)
+    uses_tiles = hidden_NH.device.type == "cpu" and not arithmetic.is_compiled
+    head = _Head(
+        chunk_size=chunk_size,
+        uses_tiles=uses_tiles,
+        form=LogitForm(
+            softcap=arithmetic.softcap, uses_temperatures=uses_temperatures, grad_dtype=None if uses_tiles else hidden_NH.dtype
+        ),
+        arithmetic=arithmetic,
+        product_dtype=_product_dtype(hidden_NH.device, hidden_NH.dtype),
+    )
+    logprobs_N, entropies_N = _ChunkedHead.apply(hidden_NH, weight_VH, masters, targets_N, temperatures_N, head)
     return TokenScores(logprobs_N, entropies_N)
+
+
+def choose_product_dtype(
+    dtype: torch.dtype, *, device_type: str, capability: tuple[int, int] | None, has_wide_products: bool
+) -> torch.dtype:
+    """Return the dtype of what a matrix product of `dtype` gives: float32 where that costs no pass of its own, else `dtype`.
+
+    Logits that are rounded to bfloat16 move log-probabilities by about 0.02.
+
+    Args:
+        capability: compute capability of the CUDA device.
+        has_wide_products: torch's product can give another dtype than it multiplies.
+    """
+    is_possible = device_type == "cuda" and capability is not None and capability >= _FIRST_WITH_BF16 and has_wide_products
+    return torch.float32 if is_possible and dtype == torch.bfloat16 else dtype
+
+
+@cache
+def _product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    return choose_product_dtype(
+        dtype,
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        has_wide_products=torch.version.hip is None and "dtype" in torch.ops.aten.mm.overloads(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """How hidden states become scores; see `score_tokens`."""
+
+    chunk_size: int
+    uses_tiles: bool
+    """A chunk is worked on a few tokens at a time. A GPU, and what is compiled, gain nothing by that."""
+    form: LogitForm
+    arithmetic: LogitArithmetic
+    product_dtype: torch.dtype
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -63,108 +119,69 @@ class _ChunkedHead(torch.autograd.Function):
         masters: MasterWeights,
         targets_N: torch.Tensor,
         temperatures_N: torch.Tensor,
-        chunk_size: int,
-        softcap: float | None,
+        head: _Head,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weight_VH = masters.of(master_VH, hidden_NH.dtype)
         ctx.master, ctx.masters = master_VH, masters
-        logprobs, entropies, log_totals = [], [], []
-        for hidden_CH, targets_C, temperatures_C in _chunks(hidden_NH, targets_N, temperatures_N, size=chunk_size):
-            outputs_CV = hidden_CH @ weight_VH.T
-            for outputs_RV, targets_R, temperatures_R in _tiles(outputs_CV, targets_C, temperatures_C):
-                logits_RV = _logits(outputs_RV, temperatures_R, softcap=softcap)
-                of_targets_R = logits_RV.gather(1, targets_R[:, None])[:, 0]
-                log_totals_R, mean_logits_R = _summarize(logits_RV)
-                log_totals.append(log_totals_R)
-                logprobs.append(of_targets_R - log_totals_R)
-                entropies.append(log_totals_R - mean_logits_R)
-        entropies_N = torch.cat(entropies)
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, torch.cat(log_totals), entropies_N)
-        ctx.chunk_size = chunk_size
-        ctx.softcap = softcap
+        scores: list[tuple[torch.Tensor, ...]] = []
+        for hidden_CH, *of_tokens_C in _chunks(hidden_NH, targets_N, temperatures_N, size=head.chunk_size):
+            outputs_CV = _multiply(hidden_CH, weight_VH.T, dtype=head.product_dtype)
+            for tile in _tiles(head, outputs_CV, *of_tokens_C):
+                scores.append(head.arithmetic.score(*tile, form=head.form))
+        logprobs_N, entropies_N, log_totals_N = (torch.cat(parts) for parts in zip(*scores, strict=True))
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, log_totals_N, entropies_N)
+        ctx.head = head
         ctx.set_materialize_grads(False)
-        return torch.cat(logprobs), entropies_N
+        return logprobs_N, entropies_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, temperatures_N, log_totals_N, entropies_N = ctx.saved_tensors
+        head: _Head = ctx.head
         grad_logprobs_N = torch.zeros_like(log_totals_N) if grads[0] is None else grads[0]
-        grad_entropies_N = grads[1]
         grad_weight_VH: torch.Tensor | None = None
         grad_hidden = []
-        chunks = _chunks(
-            hidden_NH,
-            targets_N,
-            temperatures_N,
-            log_totals_N,
-            grad_logprobs_N,
-            entropies_N,
-            torch.zeros_like(entropies_N) if grad_entropies_N is None else grad_entropies_N,
-            size=ctx.chunk_size,
-        )
-        for hidden_CH, *of_tokens_C in chunks:
-            grad_logits_CV = hidden_CH @ weight_VH.T  # outputs first, and tile by tile their gradient
-            for tile in _tiles(grad_logits_CV, *of_tokens_C):
-                outputs_RV, targets_R, temperatures_R, log_totals_R, grad_R, entropies_R, grad_entropies_R = tile
-                scale_R1 = (grad_R / temperatures_R)[:, None]
-                logits_RV = _logits(outputs_RV, temperatures_R, softcap=ctx.softcap)
-                slope_RV = None if ctx.softcap is None else 1.0 - (logits_RV * (temperatures_R[:, None] / ctx.softcap)).square()
-                logprobs_RV = logits_RV.sub_(log_totals_R[:, None])
-                if grad_entropies_N is None:
-                    grad_RV = logprobs_RV.exp_().mul_(-scale_R1)
-                else:
-                    bonus_R1 = (grad_entropies_R / temperatures_R)[:, None]
-                    grad_RV = _mix(logprobs_RV, entropies_R, scale_R1=scale_R1, bonus_R1=bonus_R1)
-                grad_RV.scatter_add_(1, targets_R[:, None], scale_R1)
-                outputs_RV.copy_(grad_RV if slope_RV is None else grad_RV.mul_(slope_RV))
-            grad_hidden.append(grad_logits_CV @ weight_VH)
+        of_tokens_N = [hidden_NH, targets_N, temperatures_N, log_totals_N, entropies_N, grad_logprobs_N]
+        if grads[1] is not None:
+            of_tokens_N.append(grads[1])
+        for hidden_CH, *of_tokens_C in _chunks(*of_tokens_N, size=head.chunk_size):
+            outputs_CV = _multiply(hidden_CH, weight_VH.T, dtype=head.product_dtype)
+            grad_outputs_CV = _differentiate(head, outputs_CV, of_tokens_C, dtype=hidden_CH.dtype)
+            grad_hidden.append(grad_outputs_CV @ weight_VH)
             if not ctx.needs_input_grad[1]:
                 continue
-            part_VH = grad_logits_CV.T @ hidden_CH
+            part_VH = _multiply(grad_outputs_CV.T, hidden_CH, dtype=head.product_dtype)
             if ctx.masters.sums_gradients:
                 ctx.masters.add_gradient(ctx.master, part_VH)
                 continue
             part_VH = part_VH.to(log_totals_N.dtype)
             grad_weight_VH = part_VH if grad_weight_VH is None else grad_weight_VH.add_(part_VH)
         grad_master_VH = None if grad_weight_VH is None else grad_weight_VH.to(ctx.master.dtype)
-        return torch.cat(grad_hidden), grad_master_VH, None, None, None, None, None
+        return torch.cat(grad_hidden), grad_master_VH, None, None, None, None
 
 
-def _summarize(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log(sum(exp(logits))) and the mean of the logits under softmax(logits), in as few passes as possible.
-
-    The entropy is their difference: it is exact to the rounding of a logit, as the log-probabilities are.
-    """
-    largest_R1 = logits_RV.amax(dim=-1, keepdim=True)
-    shifted_RV = logits_RV.sub_(largest_R1)
-    weights_RV = shifted_RV.exp()
-    totals_R = weights_RV.sum(dim=-1)
-    means_R = weights_RV.mul_(shifted_RV).sum(dim=-1) / totals_R
-    return totals_R.log() + largest_R1[:, 0], means_R + largest_R1[:, 0]
+def _multiply(left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    return left @ right if dtype == left.dtype else torch.mm(left, right, out_dtype=dtype)
 
 
-def _mix(
-    logprobs_RV: torch.Tensor, entropies_R: torch.Tensor, *, scale_R1: torch.Tensor, bonus_R1: torch.Tensor
+def _differentiate(
+    head: _Head, outputs_CV: torch.Tensor, of_tokens_C: list[torch.Tensor], *, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return -p * (scale + bonus * (log p + H)): the gradients of -logsumexp and of the entropy with respect to the logits."""
-    probabilities_RV = logprobs_RV.exp()
-    return logprobs_RV.add_(entropies_R[:, None]).mul_(bonus_R1).add_(scale_R1).mul_(probabilities_RV).neg_()
-
-
-def _logits(outputs_RV: torch.Tensor, temperatures_R: torch.Tensor, *, softcap: float | None) -> torch.Tensor:
-    """Return the float32 or float64 logits; they may be `outputs_RV` itself, changed."""
-    wide_RV = outputs_RV if outputs_RV.dtype == torch.float64 else outputs_RV.float()
-    if softcap is not None:
-        wide_RV = wide_RV.div_(softcap).tanh_().mul_(softcap)
-    return wide_RV if bool((temperatures_R == 1).all()) else wide_RV.div_(temperatures_R[:, None])
+    """Return the gradient with respect to `outputs_CV` in `dtype`. Eagerly it may be `outputs_CV` itself, changed."""
+    if not head.uses_tiles:
+        return head.arithmetic.differentiate(outputs_CV, *of_tokens_C, form=head.form)
+    grad_CV = outputs_CV if outputs_CV.dtype == dtype else torch.empty_like(outputs_CV, dtype=dtype)
+    for grad_RV, *tile in _tiles(head, grad_CV, outputs_CV, *of_tokens_C):
+        grad_RV.copy_(head.arithmetic.differentiate(*tile, form=head.form))
+    return grad_CV
 
 
 def _chunks(*tensors: torch.Tensor, size: int) -> Any:
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def _tiles(outputs_CV: torch.Tensor, *of_tokens_C: torch.Tensor) -> Any:
-    """Split a chunk into the tokens that are worked on at one time; on a GPU that is the whole chunk."""
+def _tiles(head: _Head, outputs_CV: torch.Tensor, *of_tokens_C: torch.Tensor) -> Any:
+    """Split a chunk into the tokens that are worked on at one time."""
     num_tokens, vocab_size = outputs_CV.shape
     num_cached = max(1, _CACHED_LOGITS // vocab_size)
-    return _chunks(outputs_CV, *of_tokens_C, size=num_cached if outputs_CV.device.type == "cpu" else num_tokens)
+    return _chunks(outputs_CV, *of_tokens_C, size=num_cached if head.uses_tiles else num_tokens)

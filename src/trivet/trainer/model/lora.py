@@ -5,6 +5,7 @@ master weights.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import PreTrainedModel
 
-from trivet.config.model_files import choose_targets, is_called, last_parts
+from trivet.config.model_files import LinearModules, choose_targets, is_called, last_parts
 from trivet.config.sections.lora import LoRAConfig
 from trivet.errors import ConfigError
 from trivet.weights.adapters import ADAPTER_CONFIG
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
 """PEFT's name of a model's only adapter; it is in no file."""
@@ -36,7 +39,9 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
     Raises:
         ConfigError: a target or a module to save is not in the model; lists those there are.
     """
-    linear = _names(causal_lm, only_linear=True)
+    # The experts of a mixture are one parameter of three dimensions, of which PEFT makes no adapter.
+    has_experts = any(parameter.ndim == 3 for parameter in causal_lm.parameters())
+    modules = LinearModules(names=_names(causal_lm, only_linear=True), has_experts=has_experts)
     inject_adapter_in_model(
         LoraConfig(
             task_type="CAUSAL_LM",
@@ -44,7 +49,7 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  declared an int, used as a number
             lora_dropout=config.dropout,
-            target_modules=choose_targets(config.target_modules, names=linear),
+            target_modules=choose_targets(config.target_modules, modules=modules),
             modules_to_save=_choose_saved(config.modules_to_save, names=_names(causal_lm, only_linear=False)) or None,
             use_rslora=config.rslora,
         ),
@@ -55,6 +60,8 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoRAConfig, *, base_name: st
     for parameter in causal_lm.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    if has_experts:
+        logger.info("experts get no adapter and stay as they are")
 
 
 def name_adapter(causal_lm: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

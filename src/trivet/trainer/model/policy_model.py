@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from trivet.config.sections.model import ComputeDtype, TrainerModelConfig
 from trivet.errors import ConfigError
-from trivet.trainer.attention.packed import register_attention, require_full_attention
+from trivet.trainer.attention.packed import HeadDims, register_attention, require_full_attention
 from trivet.trainer.kernels.cpu import speed_up_on_cpu
 from trivet.trainer.kernels.lanes import Lanes
 from trivet.trainer.model.blocks import blocks_of, prepare_blocks
 from trivet.trainer.model.initial_weights import build, fill, read_config
+from trivet.trainer.model.logit_arithmetic import LogitArithmetic
 from trivet.trainer.model.logprobs import TokenScores, score_tokens
 from trivet.trainer.model.supported import LogitRule, find_logit_rule, require_packable, require_text_decoder
 from trivet.trainer.optim.master_weights import MasterWeights
@@ -42,6 +43,7 @@ class PolicyModel(torch.nn.Module):
         lanes: Lanes | None = None,
         shares_prefixes: bool = True,
         seq_len: int = 0,
+        reduces_each_row: bool = True,
     ) -> None:
         """Wrap `causal_lm`.
 
@@ -52,6 +54,7 @@ class PolicyModel(torch.nn.Module):
             lanes: where rows may be computed side by side.
             shares_prefixes: tokens that samples of a row begin with in common are computed once.
             seq_len: the most tokens of a row that samples which share a prefix may fill; 0: as many as the batch's longest row.
+            reduces_each_row: gradients are reduced over ranks after each row, not once a step.
         """
         super().__init__()
         self.causal_lm = causal_lm
@@ -59,8 +62,10 @@ class PolicyModel(torch.nn.Module):
         self.lanes = lanes or Lanes()
         self.shares_prefixes = shares_prefixes
         self.seq_len = seq_len
+        self.reduces_each_row = reduces_each_row
         self._logit_rule = logit_rule
         self._masters = masters
+        self._arithmetic = LogitArithmetic(softcap=logit_rule.softcap)
 
     def forward(self, row: RowTensors) -> TokenScores:
         """Score the loss tokens of `row`."""
@@ -74,9 +79,14 @@ class PolicyModel(torch.nn.Module):
             targets_N=row.targets_N,
             temperatures_N=row.temperatures_N / self._logit_rule.scale,
             chunk_size=self.chunk_size,
-            softcap=self._logit_rule.softcap,
             masters=self._masters,
+            uses_temperatures=row.uses_temperatures or self._logit_rule.scale != 1.0,
+            arithmetic=self._arithmetic,
         )
+
+    def compile_head(self) -> None:
+        """Have what follows the head's products compiled when it first runs."""
+        self._arithmetic = LogitArithmetic.compiled(softcap=self._logit_rule.softcap)
 
     def renew_casts(self) -> None:
         """Cast changed master weights with all cores, before rows are computed side by side."""
@@ -135,7 +145,11 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
     require_full_attention(hf_config, seq_len=config.seq_len)
     has_softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
     attention = register_attention(
-        config.attn, device=world.device, dtype=torch_dtype(config.compute_dtype), has_softcap=has_softcap
+        config.attn,
+        device=world.device,
+        dtype=torch_dtype(config.compute_dtype),
+        has_softcap=has_softcap,
+        heads=HeadDims.of(hf_config),
     )
     dtype = torch_dtype(config.compute_dtype if config.lora else config.optimization_dtype)
     causal_lm = build(hf_config, config, attention=attention, dtype=dtype)
@@ -158,7 +172,10 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
         lanes=Lanes.of(seq_len=config.seq_len) if is_whole else None,
         shares_prefixes=config.share_prefixes,
         seq_len=config.seq_len,
+        reduces_each_row=config.reduce_each_row and world.size > 1,
     )
+    if config.compile is not None:
+        model.compile_head()
     if masters is not None:
         masters.sums_gradients = is_whole and dtype == torch.float32  # sums in narrower dtypes would lose small gradients
     if not is_whole:
@@ -242,10 +259,14 @@ def shard(model: PolicyModel, config: TrainerModelConfig, world: World) -> None:
 
 
 def set_last_row(model: PolicyModel, *, is_last: bool, world: World) -> None:
-    """Prepare the next backward pass: a single rank accumulates in place and goes through FSDP's reduction once per step."""
-    if world.size == 1 and isinstance(model, FSDPModule):
+    """Prepare the next backward pass: a single rank accumulates in place and goes through FSDP's reduction once per step.
+
+    Several ranks do so only by `model.reduce_each_row = false`, and free gathered parameters after each row anyway.
+    """
+    if isinstance(model, FSDPModule) and not model.reduces_each_row:
         model.set_requires_gradient_sync(is_last)
-        model.set_reshard_after_backward(is_last)
+        if world.size == 1:
+            model.set_reshard_after_backward(is_last)
 
 
 @contextmanager

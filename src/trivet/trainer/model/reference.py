@@ -36,12 +36,12 @@ class Reference:
 
     def __init__(self, model: PolicyModel) -> None:
         """Copy `model` as it is now."""
-        self._shards = [_local(parameter).to("cpu", copy=True) for parameter in model.trained_parameters]
+        self._shards = _host_copies(model)
 
     def follow(self, model: PolicyModel) -> None:
         """Replace the reference by `model` as it is now."""
         for shard, parameter in zip(self._shards, model.trained_parameters, strict=True):
-            shard.copy_(_local(parameter))
+            shard.copy_(_local(parameter), non_blocking=True)
 
     @torch.no_grad()
     def score(self, model: PolicyModel, rows: Sequence[RowTensors]) -> list[RowTensors]:
@@ -51,18 +51,21 @@ class Reference:
 
     @contextmanager
     def _lent_to(self, model: PolicyModel) -> Iterator[None]:
-        own = [_local(parameter).to("cpu", copy=True) for parameter in model.trained_parameters]
+        trained_shards = _host_copies(model)
         self._put(self._shards, model)
         try:
             yield
         finally:
             free_gathered(model)  # the gathered parameters are the reference's
-            self._put(own, model)
+            if torch.cuda.is_available():
+                # With off-loaded parameters the GPU may still read the shards that the CPU is about to replace.
+                torch.cuda.current_stream().synchronize()
+            self._put(trained_shards, model)
 
     @staticmethod
     def _put(shards: Sequence[torch.Tensor], model: PolicyModel) -> None:
         for shard, parameter in zip(shards, model.trained_parameters, strict=True):
-            _local(parameter).copy_(shard)
+            _local(parameter).copy_(shard, non_blocking=True)
 
 
 def open_reference(
@@ -105,6 +108,16 @@ def open_reference(
     policy = load_policy(config, world)
     read_adapter(directory, policy)
     return Reference(policy)
+
+
+def _host_copies(model: PolicyModel) -> list[torch.Tensor]:
+    """Copy this rank's trained shards to main memory: pinned for those of a GPU, without waiting for it.
+
+    The CPU must not read the result. Only copies on the same stream may use it.
+    """
+    shards = [_local(parameter) for parameter in model.trained_parameters]
+    hosts = [torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda) for shard in shards]
+    return [host.copy_(shard, non_blocking=True) for host, shard in zip(hosts, shards, strict=True)]
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

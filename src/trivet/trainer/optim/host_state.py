@@ -1,59 +1,169 @@
 """Keeps an optimizer's state in main memory and moves it to the GPU for the update, some parameters at a time.
 
 Called by `trainer.open_session` for model.optim_cpu_offload. Works with any optimizer that skips parameters without a gradient.
+What is for a GPU here has not run on one yet.
 """
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
-_PART_BYTES = 512 << 20
-"""Bytes of parameters whose state is on the GPU at one time."""
+_PART_BYTES = 256 << 20
+"""Bytes of parameters in one part. The state of at most three parts is on the GPU at one time."""
+
+State = dict[str, Any]
+"""The optimizer's state of one parameter, by name."""
 
 
-def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, *, part_bytes: int = _PART_BYTES) -> None:
-    """Make `optimizer.step()` fetch the state it needs and put it back.
+class StateMover(Protocol):
+    """Moves the state of parts between main memory and the device. A part is named by its index."""
+
+    def fetch(self, part: int, states: Sequence[State]) -> None:
+        """Begin to move `states` to the device."""
+        ...
+
+    def await_fetched(self, part: int) -> None:
+        """Have the update that is computed next wait for what `fetch` began."""
+        ...
+
+    def give_back(self, part: int, states: Sequence[State]) -> None:
+        """Begin to move `states` to main memory, once the update that was begun before has been computed."""
+        ...
+
+    def await_given_back(self, part: int) -> None:
+        """Return once `states` are in main memory."""
+        ...
+
+
+def keep_state_on_host(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    *,
+    part_bytes: int = _PART_BYTES,
+    mover: StateMover | None = None,
+) -> None:
+    """Make `optimizer.step()` fetch the state it needs and put it back, and `optimizer.load_state_dict()` leave it on the host.
+
+    While one part is updated, the state of the next is fetched and that of the one before is given back.
 
     Args:
         device: the device of the parameters; on the CPU the update is made in parts, and nothing moves.
+        mover: None: one for `device`.
     """
     if device.type != "cuda":
         logger.info("model.optim_cpu_offload does nothing here: the optimizer's state is in main memory already")
-    update = optimizer.step
+    own_mover = mover or (CudaStateMover(device) if device.type == "cuda" else _NoMover())
+    update, load = optimizer.step, optimizer.load_state_dict
 
     def step(closure: None = None) -> None:
         """Take one step by calling `update` for some parameters at a time."""
         assert closure is None, "an update in parts cannot compute its loss again"
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [parameter.grad for parameter in trained]
+        pairs = [(parameter, parameter.grad) for parameter in trained]
         for parameter in trained:
             parameter.grad = None
-        for part in _parts(list(zip(trained, gradients, strict=True)), max_bytes=part_bytes):
-            for parameter, gradient in part:
-                parameter.grad = gradient
-                _move(optimizer.state[parameter], device)
-            update()
-            for parameter, _ in part:
-                parameter.grad = None
-                _move(optimizer.state[parameter], torch.device("cpu"))
-            if device.type == "cuda":
-                # The memory that is being copied is freed next.
-                torch.cuda.synchronize(device)
-        for parameter, gradient in zip(trained, gradients, strict=True):
+        _update_parts(optimizer, update, list(_parts(pairs, max_bytes=part_bytes)), own_mover)
+        for parameter, gradient in pairs:
             parameter.grad = gradient
 
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        """Load `state_dict` without moving moments: `load` would move all of them to the device of the parameters."""
+        small = {key: {n: v for n, v in state.items() if not _moves(v)} for key, state in state_dict["state"].items()}
+        load({**state_dict, "state": small})
+        _set_moments(optimizer, state_dict)
+
     optimizer.step = step  # type: ignore[method-assign]  checkpoints call it too, to make the state
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
-def return_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move the state back to main memory, after a checkpoint was loaded to where the parameters are."""
-    for state in optimizer.state.values():
-        _move(state, torch.device("cpu"))
+def _update_parts(
+    optimizer: torch.optim.Optimizer, update: Callable[[], object], parts: Sequence[Sequence["Pair"]], mover: StateMover
+) -> None:
+    """Call `update` for one part after the other, while the state of its neighbours moves."""
+    states = [[optimizer.state[parameter] for parameter, _ in part] for part in parts]
+    for index, part in enumerate(parts):
+        if index == 0:
+            mover.fetch(0, states[0])
+        if index + 1 < len(parts):
+            mover.fetch(index + 1, states[index + 1])
+        mover.await_fetched(index)
+        for parameter, gradient in part:
+            parameter.grad = gradient
+        update()
+        for parameter, _ in part:
+            parameter.grad = None
+        mover.give_back(index, states[index])
+        if index:
+            mover.await_given_back(index - 1)  # else the CPU would run ahead and fetch all parts
+    if parts:
+        mover.await_given_back(len(parts) - 1)
+
+
+def _set_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Give `optimizer` the moments of `state_dict`, in main memory."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=True):
+        for name, value in state_dict["state"].get(key, {}).items():
+            if _moves(value):
+                optimizer.state[parameter][name] = _host_copy(value) if value.device.type == "cuda" else value
+
+
+class CudaStateMover:
+    """Moves state on a stream of its own, beside the update."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Open the stream."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._fetched: dict[int, torch.cuda.Event] = {}
+        self._given_back: dict[int, torch.cuda.Event] = {}
+
+    def fetch(self, part: int, states: Sequence[State]) -> None:
+        """Implement `StateMover`."""
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            for state in states:
+                for name, value in state.items():
+                    if _moves(value) and value.device.type == "cpu":
+                        state[name] = value.to(self._device, non_blocking=True)
+                        _local(state[name]).record_stream(current)  # the update uses it on another stream
+            self._fetched[part] = torch.cuda.Event()
+            self._fetched[part].record(self._stream)
+
+    def await_fetched(self, part: int) -> None:
+        """Implement `StateMover`."""
+        torch.cuda.current_stream(self._device).wait_event(self._fetched.pop(part))
+
+    def give_back(self, part: int, states: Sequence[State]) -> None:
+        """Implement `StateMover`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for state in states:
+                for name, value in state.items():
+                    if _moves(value) and value.device.type == "cuda":
+                        _local(value).record_stream(self._stream)  # what the first update made was allocated on another stream
+                        state[name] = _host_copy(value)
+            self._given_back[part] = torch.cuda.Event()
+            self._given_back[part].record(self._stream)
+
+    def await_given_back(self, part: int) -> None:
+        """Implement `StateMover`."""
+        self._given_back.pop(part).synchronize()
+
+
+class _NoMover:
+    """Leaves all state where it is."""
+
+    def fetch(self, part: int, states: Sequence[State]) -> None: ...
+    def await_fetched(self, part: int) -> None: ...
+    def give_back(self, part: int, states: Sequence[State]) -> None: ...
+    def await_given_back(self, part: int) -> None: ...
 
 
 Pair = tuple[torch.nn.Parameter, Any]
@@ -76,12 +186,15 @@ def _parts(pairs: list[Pair], *, max_bytes: int) -> Iterator[list[Pair]]:
         yield part
 
 
-def _move(state: dict[str, Any], device: torch.device) -> None:
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.device.type == device.type or value.numel() == 1:
-            continue  # a count of steps stays where the optimizer made it
-        if device.type == "cpu":
-            host = torch.empty_like(value, device=device, pin_memory=True)
-            state[name] = host.copy_(value, non_blocking=True)
-        else:
-            state[name] = value.to(device, non_blocking=True)
+def _moves(value: object) -> bool:
+    """Return False for a count of steps, which stays where the optimizer made it."""
+    return isinstance(value, torch.Tensor) and value.numel() > 1
+
+
+def _host_copy(value: torch.Tensor) -> torch.Tensor:
+    """Begin to copy `value` to page-locked memory, without waiting for the GPU."""
+    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -67,7 +67,9 @@ class World:
 
 
 @contextmanager
-def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, num_replicas: int = 1) -> Iterator[World]:
+def open_world(
+    *, device: str, timeout_s: float, wait_timeout_s: float = 0.0, num_replicas: int = 1, gpu_memory_share: float = 1.0
+) -> Iterator[World]:
     """Join the other ranks, started by `ranks.starter` on this machine or by torchrun on several. A single rank joins nobody.
 
     Args:
@@ -75,6 +77,7 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
         timeout_s: longest collective operation.
         wait_timeout_s: how much longer the other ranks may wait while rank 0 waits for a batch.
         num_replicas: copies of the model, each sharded over its part of the ranks.
+        gpu_memory_share: the share of the GPU's memory that torch's allocator may take.
 
     Raises:
         ConfigError: `cuda` without a CUDA device; or the copies do not divide the ranks.
@@ -88,6 +91,7 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        torch.cuda.set_per_process_memory_fraction(gpu_memory_share, chosen)
     timeout = timedelta(seconds=timeout_s)
     place = read_place() if "RANK" in os.environ else None
     if "RANK" in os.environ and RENDEZVOUS_FILE not in os.environ and place is None:
@@ -95,6 +99,7 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
     else:
         store = _open_store(size) if place is None else _meet(place, is_main=rank == 0, timeout=timeout)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    has_peers_waiting = size > 1
     try:
         secret = _find_ranks_secret(place) if size > 1 else None
         prove_ranks(None, secret)
@@ -106,8 +111,12 @@ def open_world(*, device: str, timeout_s: float, wait_timeout_s: float = 0.0, nu
         for group in mesh.get_all_groups():
             prove_ranks(group, secret)
         yield World(rank=rank, size=size, device=chosen, mesh=mesh, control=control, secret=secret)
+        has_peers_waiting = False
     finally:
-        dist.destroy_process_group()
+        # After a failure NCCL's shutdown would wait for the other ranks, which wait for this one in a collective: the error would
+        # be told minutes later. This process ends instead, which aborts its communicators, and the starter ends the others.
+        if not has_peers_waiting:
+            dist.destroy_process_group()
 
 
 def open_group(world: World, *, timeout_s: float) -> dist.ProcessGroup:
@@ -251,7 +260,22 @@ def barrier(world: World) -> None:
 
 
 def _choose_device(device: str, *, local_rank: int) -> torch.device:
-    has_cuda = torch.cuda.is_available()
+    has_cuda = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise ConfigError('device = "cuda", but torch sees no CUDA device; install the CUDA build, or set device = "cpu"')
-    return torch.device("cuda", local_rank) if has_cuda and device != "cpu" else torch.device("cpu")
+        raise ConfigError(f'device = "cuda", but torch sees no CUDA device: {_why_no_cuda()}; or set device = "cpu"')
+    return torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
+
+
+def _why_no_cuda() -> str:
+    """Return what torch says about its lack of a CUDA device, and what to do."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as exc:  # its CPU build asserts that it is a CUDA build
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+    else:
+        reason = "it gives no reason"
+    if torch.version.cuda is None:
+        return f"{reason}; install the CUDA build"
+    if "driver" in reason:
+        return f"{reason}; this build needs a driver for CUDA {torch.version.cuda}: update the driver"
+    return f"{reason}; see what nvidia-smi -L shows, and what CUDA_VISIBLE_DEVICES hides"

@@ -39,7 +39,10 @@ def main() -> int:
 def start(config: SftConfig) -> int:
     """Join the other ranks and train, or measure with `--bench`; return the exit code."""
     with open_world(
-        device=config.device, timeout_s=config.dist_timeout_seconds, num_replicas=config.model.dp_replicate
+        device=config.device,
+        timeout_s=config.dist_timeout_seconds,
+        num_replicas=config.model.dp_replicate,
+        gpu_memory_share=config.gpu_memory_utilization,
     ) as world:
         if config.bench is not None:
             run_bench(config, world, loss=cross_entropy, kind="sft")

@@ -2,6 +2,7 @@ import sys
 import types
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config
 
 from trivet.errors import ConfigError
+from trivet.trainer.attention import packed
+from trivet.trainer.attention.choice import HeadDims
 from trivet.trainer.attention.packed import (
     Segments,
-    choose_attention,
     package_packed,
     register_attention,
     require_full_attention,
@@ -20,6 +22,7 @@ from trivet.trainer.attention.packed import (
 from trivet.trainer.rows import to_tensors
 
 CPU = torch.device("cpu")
+HEADS = HeadDims(query=64, value=64)
 
 
 def test_each_segment_is_attended_alone() -> None:
@@ -65,60 +68,38 @@ def test_a_token_changes_nothing_outside_its_sample(tiny_model: Path, make_learn
 
 
 def test_auto_groups_samples_on_the_cpu() -> None:
-    assert register_attention("auto", device=CPU, dtype=torch.float32).endswith("by_group")
+    assert register_attention("auto", device=CPU, dtype=torch.float32, heads=HEADS).endswith("by_group")
 
 
-@pytest.mark.parametrize(
-    ("capability", "packages", "dtype", "has_softcap", "expected"),
-    [
-        ((9, 0), {"flash_attn", "flash_attn_interface"}, "bfloat16", False, "flash_attention_3"),
-        ((9, 0), {"flash_attn"}, "bfloat16", False, "flash_varlen"),
-        ((8, 0), {"flash_attn", "flash_attn_interface"}, "bfloat16", False, "flash_varlen"),
-        ((9, 0), {"flash_attn_interface"}, "bfloat16", True, "sdpa"),
-        ((9, 0), {"flash_attn_interface"}, "float32", False, "sdpa"),
-        ((7, 5), set[str](), "float32", False, "sdpa"),
-        ((7, 5), set[str](), "bfloat16", False, "sdpa"),
-    ],
-)
-def test_auto_takes_the_fastest_that_runs_on_cuda(
-    capability: tuple[int, int], packages: set[str], dtype: str, has_softcap: bool, expected: str
+@pytest.mark.parametrize("paths", [[[], []], [[], [0]]], ids=["samples alone", "a shared prefix"])
+def test_keys_have_as_many_heads_as_queries_for_the_kernels_of_a_gpu(
+    paths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = choose_attention(
-        "auto",
-        device_type="cuda",
-        capability=capability,
-        is_float32=dtype == "float32",
-        has_softcap=has_softcap,
-        is_installed=packages.__contains__,
-    )
-    assert found == expected
+    """Meta tensors stand in for those of a GPU."""
+    meta, heads = torch.device("meta"), list[tuple[int, int, bool]]()
+
+    def record(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool, **_: Any) -> torch.Tensor:
+        heads.append((key.shape[1], value.shape[1], enable_gqa))
+        return query
+
+    monkeypatch.setattr(packed, "scaled_dot_product_attention", record)
+    tensors = [torch.empty(1, count, 7, 8, device=meta) for count in (4, 2, 2)]
+    sdpa_packed(torch.nn.Identity(), *tensors, None, segments=Segments.behind([4, 3], paths, device=meta))
+    assert heads == [(4, 4, False)] * 2
 
 
 @pytest.mark.parametrize("attn", ["flash_varlen", "flash_attention_2", "flash_attention_3"])
 def test_flash_attention_is_refused_without_cuda(attn: str) -> None:
     with pytest.raises(ConfigError, match=r'set model\.attn = "sdpa"'):
-        register_attention(attn, device=CPU, dtype=torch.bfloat16)
-
-
-def test_an_attention_whose_package_is_missing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs the Python module flash_attn, which is not installed"):
-        choose_attention(
-            "flash_attention_2", device_type="cuda", capability=(8, 0), has_softcap=False, is_installed=set[str]().__contains__
-        )
-
-
-def test_attention_by_groups_is_refused_on_cuda() -> None:
-    with pytest.raises(ConfigError, match=r'"grouped" is for the CPU'):
-        choose_attention(
-            "grouped", device_type="cuda", capability=(9, 0), has_softcap=False, is_installed=set[str]().__contains__
-        )
+        register_attention(attn, device=CPU, dtype=torch.bfloat16, heads=HEADS)
 
 
 def test_flash_attention_2_gets_the_samples_of_a_row_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the package's function computes each sample alone."""
 
-    def stand_in(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+    def stand_in(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic):
         assert causal
+        assert not deterministic
         assert max_seqlen_q == max_seqlen_k == 4
         assert torch.equal(cu_seqlens_q, cu_seqlens_k)
         lengths = cu_seqlens_q.diff().tolist()

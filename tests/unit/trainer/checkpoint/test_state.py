@@ -1,5 +1,6 @@
 """A run that is saved and loaded continues exactly. Other numbers of ranks are in tests/integration."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.errors import CheckpointError
 from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress_to_resume, state_of, write_state
+from trivet.trainer.optim.host_state import keep_state_on_host
 from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.step import Learner, train_step
 
@@ -36,6 +38,19 @@ def test_three_steps_a_reload_and_three_more_equal_six(any_model: Path, make_lea
         assert torch.equal(ours, theirs)
 
 
+def test_a_run_with_its_moments_in_main_memory_is_reloaded_exactly(
+    tiny_model: Path, make_learner, oracle, tmp_path: Path
+) -> None:
+    unbroken, first, second = (make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2) for _ in range(3))
+    for learner in (first, second):
+        keep_state_on_host(learner.optimizer, torch.device("cpu"), part_bytes=10_000)
+    expected = train(unbroken, oracle, range(1, 5))
+    losses = train(first, oracle, range(1, 3))
+    save_part(tmp_path, first, TrainerProgress(step=2))
+    load_part(tmp_path, second)
+    assert losses + train(second, oracle, range(3, 5)) == expected
+
+
 def test_saving_changes_nothing(tiny_model: Path, make_learner, oracle, tmp_path: Path) -> None:
     disturbed, undisturbed = (make_learner(tiny_model, loss=DefaultLossConfig(), lr=1e-2) for _ in range(2))
     losses = train(disturbed, oracle, range(1, 2))
@@ -49,6 +64,30 @@ def test_random_state_is_restored(tiny_model: Path, make_learner, tmp_path: Path
     expected = torch.rand(3)
     load_part(tmp_path, learner)
     assert torch.equal(torch.rand(3), expected)
+
+
+def on_a_gpu(learner: Learner) -> Learner:
+    """Return the learner with a world that says so; its tensors stay on the CPU."""
+    return replace(learner, world=replace(learner.world, device=torch.device("cuda", 0)))
+
+
+def test_the_random_state_of_a_gpu_is_restored_where_there_is_one(
+    tiny_model: Path, make_learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.arange(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append(state))
+    (on_cpu := tmp_path / "cpu").mkdir()
+    (on_cuda := tmp_path / "cuda").mkdir()
+    learner = make_learner(tiny_model)
+    save_part(on_cpu, learner, TrainerProgress())
+    save_part(on_cuda, on_a_gpu(learner), TrainerProgress())
+    load_part(on_cuda, learner)
+    load_part(on_cpu, on_a_gpu(learner))
+    assert restored == []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8))
+    load_part(on_cuda, on_a_gpu(learner))
+    assert torch.equal(restored[0], torch.arange(16, dtype=torch.uint8))
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_models: dict[str, Path], make_learner, tmp_path: Path) -> None:

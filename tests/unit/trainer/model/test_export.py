@@ -8,11 +8,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.rope import RopeScalingConfig
 from trivet.config.sections.trainer import TokenizerConfig, TrainerModelConfig, TrainingConfig
 from trivet.errors import ConfigError
+from trivet.trainer.model import export as export_module
 from trivet.trainer.model.export import Exporter, load_tokenizer
+from trivet.trainer.model.host_copies import HostCopies
 from trivet.trainer.model.policy_model import load_policy
+from trivet.trainer.ranks.world import gather_tensor
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import Learner, train_step
 
@@ -55,6 +59,48 @@ def test_the_saved_dtype_is_in_the_files_and_in_the_config(any_model: Path, make
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118  # not a mapping
         assert ("lm_head.weight" in file.keys()) == ("untied" in any_model.name)  # noqa: SIM118
+
+
+class LateCopies(HostCopies):
+    """Copies nothing before it is waited for, as a GPU may."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.started: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def start(self, target: torch.Tensor, source: torch.Tensor, *, does_change: bool) -> None:
+        self.started.append((target, source))
+
+    def wait(self) -> None:
+        while self.started:
+            target, source = self.started.pop()
+            target.copy_(source)
+
+
+def test_writing_waits_for_the_copies_and_gathering_does_not(tiny_model: Path, make_learner, tmp_path: Path) -> None:
+    exporter = make_exporter(make_learner(tiny_model), tiny_model, torch.float32)
+    exporter.copies = copies = LateCopies()
+    weights = exporter.gather(keep=True)
+    assert len(copies.started) == len(weights)
+    exporter.write(tmp_path, weights)
+    assert copies.started == []
+    with safe_open(tmp_path / "model.safetensors", "pt") as file, safe_open(tiny_model / "model.safetensors", "pt") as start:
+        for name in start.keys():  # noqa: SIM118  # not a mapping
+            assert torch.equal(file.get_tensor(name), start.get_tensor(name))
+
+
+def test_shards_are_converted_before_they_are_gathered(tiny_model: Path, make_learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[torch.dtype] = []
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        gathered.append(tensor.dtype)
+        return gather_tensor(tensor)
+
+    monkeypatch.setattr(export_module, "gather_tensor", record)
+    model = make_learner(tiny_model, lora=LoRAConfig()).model
+    weights = export_module.gather_weights(model, dtype=torch.bfloat16, keep=True, only_trained=True)
+    assert set(gathered) == {torch.bfloat16}
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
 def test_the_same_weights_give_the_same_names_as_the_model_they_came_from(any_model: Path, make_learner) -> None:

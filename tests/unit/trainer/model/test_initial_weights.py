@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.model import DebugModelConfig, TrainerModelConfig
@@ -65,6 +65,41 @@ def test_files_with_other_names_are_loaded_by_transformers(
     model = load(tmp_path, world)
     assert "are not those of its parameters" in caplog.text
     require_same(weights_of(model), tiny_model)
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, target_modules=["q_proj"], modules_to_save=["gate"])])
+def test_the_balance_of_experts_is_loaded_although_it_is_no_parameter(
+    lora: LoRAConfig | None, world: World, tmp_path: Path
+) -> None:
+    """Files have one matrix for each expert, and the model one tensor for all: rank 0 loads it."""
+    config = Glm4MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        pad_token_id=0,
+    )
+    causal_lm = AutoModelForCausalLM.from_config(config)
+    balances = {name: buffer for name, buffer in causal_lm.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert balances
+    for buffer in balances.values():
+        buffer.copy_(torch.tensor([0.5, -1.0, 2.0, 0.25]))
+    causal_lm.save_pretrained(tmp_path)
+    found = [
+        (original_name(name), buffer)
+        for name, buffer in load(tmp_path, world, lora=lora).causal_lm.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    ]
+    assert len(found) == len(balances) * (1 if lora is None else 2)  # PEFT keeps the module that it trains a copy of
+    for name, buffer in found:
+        assert torch.equal(balances[str(name)], buffer), name
 
 
 def test_a_model_whose_files_lack_a_weight_is_refused(tiny_models: dict[str, Path], world: World, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from trivet.config.layout import RunLayout
-from trivet.config.model_files import choose_targets
+from trivet.config.model_files import LinearModules, choose_targets
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.losses import DefaultLossConfig, GrpoLossConfig
 from trivet.config.sections.trainer import TrainerConfig, TrainerModelConfig, TrainingConfig
@@ -18,6 +18,7 @@ from trivet.trainer.checkpoint.state import TrainerProgress, load_part, state_of
 from trivet.trainer.disk_budget import measure_sizes
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.export import Exporter, load_tokenizer
+from trivet.trainer.model.lora import add_adapter
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.model.reference import open_reference
 from trivet.trainer.ranks.world import gather_tensor
@@ -210,11 +211,28 @@ def test_a_module_that_the_model_does_not_have_is_refused_with_those_it_has(tiny
 
 
 def test_targets_are_names_or_expressions_for_whole_names() -> None:
-    assert choose_targets(["q_proj"], names=NAMES) == ["q_proj"]
-    assert choose_targets(["self_attn.q_proj"], names=NAMES) == ["self_attn.q_proj"]
-    assert choose_targets([r".*\.1\..*"], names=NAMES) == [NAMES[2], NAMES[1]]
+    modules = LinearModules(names=NAMES, has_experts=False)
+    assert choose_targets(["q_proj"], modules=modules) == ["q_proj"]
+    assert choose_targets(["self_attn.q_proj"], modules=modules) == ["self_attn.q_proj"]
+    assert choose_targets([r".*\.1\..*"], modules=modules) == [NAMES[2], NAMES[1]]
     with pytest.raises(ConfigError, match="'proj' is no linear module of this model; there are q_proj, up_proj"):
-        choose_targets(["proj"], names=NAMES)
+        choose_targets(["proj"], modules=modules)
+
+
+def test_an_adapter_of_a_mixture_leaves_the_experts_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "num_experts": 2, "num_hidden_layers": 1, "vocab_size": 32}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, num_attention_heads=2, head_dim=8))
+    with pytest.raises(
+        ConfigError, match=r'Its experts are .* set model\.lora\.target_modules = \["q_proj", "k_proj", .*"o_proj"\]'
+    ):
+        add_adapter(model, LoRAConfig(), base_name="moe", dtype=torch.float32)
+    with caplog.at_level("INFO"):
+        add_adapter(model, LoRAConfig(target_modules=["q_proj"]), base_name="moe", dtype=torch.float32)
+    assert "experts get no adapter" in caplog.text
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(".q_proj.lora_" in name for name in trained)
 
 
 def test_a_model_name_that_is_an_adapter_is_told_to_be_merged(tiny_model: Path, make_learner, world, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ import torch
 
 from trivet.config.layout import RunLayout
 from trivet.config.sections.losses import GrpoLossConfig
+from trivet.config.sections.model import TrainerModelConfig
 from trivet.errors import CheckpointError
+from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.model.reference import Reference, open_reference
-from trivet.trainer.ranks.world import gather_tensor
+from trivet.trainer.ranks.world import gather_tensor, open_world
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 from trivet.weights.retention import reference_version_after
@@ -71,3 +73,19 @@ def test_a_reference_that_was_removed_is_named(tiny_model: Path, make_learner, t
     arguments = {"config": None, "layout": RunLayout(tmp_path), "from_step": 5, "world": learner.world}
     with pytest.raises(CheckpointError, match="step 5 is compared with policy 4"):
         open_reference(BETA, learner.model, **arguments)
+
+
+@pytest.mark.gpu
+def test_shards_of_a_gpu_change_places_through_pinned_memory(tiny_model: Path, oracle):
+    with open_world(device="cuda", timeout_s=30) as world:
+        model = load_policy(TrainerModelConfig(name=str(tiny_model), compute_dtype="float32"), world)
+        before = weights_of(model)
+        reference, row = Reference(model), to_tensors(row_of(oracle), device=world.device)
+        expected = model(row).logprobs_N.detach()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        (scored,) = reference.score(model, [row])
+        torch.testing.assert_close(scored.reference_logprobs_N, expected)
+        assert all(torch.equal(now, 1.5 * then) for now, then in zip(weights_of(model), before, strict=True))
+        assert all(tensor.is_pinned() for tensor in reference._shards)

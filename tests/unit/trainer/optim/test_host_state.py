@@ -1,9 +1,11 @@
 """An optimizer that updates some parameters at a time equals one that updates all at once."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from trivet.trainer.optim.host_state import keep_state_on_host
+from trivet.trainer.optim.host_state import State, keep_state_on_host
 
 CPU = torch.device("cpu")
 
@@ -35,6 +37,58 @@ def test_an_update_in_parts_is_the_update(make: type[torch.optim.Optimizer], opt
     for index, values in state["state"].items():
         for name, value in values.items():
             assert torch.equal(value, expected_state["state"][index][name])
+
+
+class RecordingMover:
+    """Writes down when it is asked for what."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def fetch(self, part: int, states: Sequence[State]) -> None:
+        self.calls.append(("fetch", part))
+
+    def await_fetched(self, part: int) -> None:
+        self.calls.append(("update", part))
+
+    def give_back(self, part: int, states: Sequence[State]) -> None:
+        self.calls.append(("give back", part))
+
+    def await_given_back(self, part: int) -> None:
+        self.calls.append(("await", part))
+
+
+def test_state_moves_beside_the_update_of_another_part_and_at_most_three_parts_are_on_the_device() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(4)]
+    optimizer, mover = torch.optim.SGD(parameters, lr=0.1), RecordingMover()
+    keep_state_on_host(optimizer, CPU, part_bytes=1, mover=mover)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert mover.calls == [
+        *(("fetch", 0), ("fetch", 1), ("update", 0), ("give back", 0)),
+        *(("fetch", 2), ("update", 1), ("give back", 1), ("await", 0)),
+        *(("fetch", 3), ("update", 2), ("give back", 2), ("await", 1)),
+        *(("update", 3), ("give back", 3), ("await", 2), ("await", 3)),
+    ]
+
+
+def test_loaded_moments_stay_in_main_memory_and_counts_go_where_the_parameters_are() -> None:
+    """The device "meta" stands for the GPU."""
+    source = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4)) for _ in range(2)], fused=True)
+    for parameter in source.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    source.step()
+    target = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4, device="meta")) for _ in range(2)], lr=0.5)
+    keep_state_on_host(target, torch.device("meta"))
+    saved = source.state_dict()
+    target.load_state_dict(saved)
+    assert target.param_groups[0]["lr"] == source.param_groups[0]["lr"]
+    for state, expected in zip(target.state.values(), saved["state"].values(), strict=True):
+        assert state["step"].device.type == "meta"
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].device == CPU
+            assert torch.equal(state[name], expected[name])
 
 
 @pytest.mark.gpu

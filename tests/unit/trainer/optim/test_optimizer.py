@@ -4,6 +4,7 @@ import torch
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.sections.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
 from trivet.errors import ConfigError
+from trivet.trainer.optim import muon
 from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, make_optimizer, state_bytes
 
 
@@ -122,6 +123,35 @@ def test_muon_agrees_with_torchs_own_to_the_bfloat16_that_it_computes_in() -> No
     make_optimizer([ours], MuonConfig(lr=0.1), matrices=[ours]).step()
     torch.optim.Muon([theirs], lr=0.1, adjust_lr_fn="match_rms_adamw").step()
     assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < 0.02
+
+
+def test_muon_gathers_the_next_matrix_before_it_orthogonalizes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[tuple[str, int]] = []
+    begin, compute = muon.begin_gather, muon.orthogonalize
+    monkeypatch.setattr(muon, "begin_gather", lambda tensor: happened.append(("gather", len(tensor))) or begin(tensor))
+    monkeypatch.setattr(muon, "orthogonalize", lambda whole: happened.append(("orthogonalize", len(whole))) or compute(whole))
+    matrices = [torch.nn.Parameter(torch.ones(size, 4)) for size in (1, 2, 3)]
+    for matrix in matrices:
+        matrix.grad = torch.ones_like(matrix)
+    make_optimizer(matrices, MuonConfig(lr=0.1), matrices=matrices).step()
+    assert [what for what, _ in happened] == ["gather", "gather", "orthogonalize", "gather", "orthogonalize", "orthogonalize"]
+    assert [size for what, size in happened if what == "orthogonalize"] == [1, 2, 3]
+
+
+def test_a_gpu_may_round_products_within_muons_iteration_alone() -> None:
+    matmul = torch.backends.cuda.matmul
+    assert not matmul.allow_tf32
+    with muon.tf32_products():
+        assert matmul.allow_tf32
+    assert not matmul.allow_tf32
+
+
+def test_the_cpus_products_are_exact_within_muons_iteration() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(64, 64)
+    expected = matrix @ matrix
+    with muon.tf32_products():
+        assert torch.equal(matrix @ matrix, expected)
 
 
 def test_muon_leaves_a_matrix_without_gradient_alone_and_takes_one_of_zeros() -> None:

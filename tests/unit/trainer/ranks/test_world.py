@@ -30,6 +30,20 @@ def test_cuda_is_refused_where_there_is_none() -> None:
         pass
 
 
+def test_a_driver_that_is_too_old_is_named_instead_of_computing_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nPlease update your GPU driver")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    expected = (
+        r"no CUDA device: The NVIDIA driver .* is too old \(found version 12020\)\.; this build needs a driver for CUDA 13\.0"
+    )
+    with pytest.raises(ConfigError, match=expected), open_world(device="cuda", timeout_s=30):
+        pass
+
+
 def test_values_of_ranks_that_measured_nothing_are_left_out() -> None:
     joined = join_values([{"loss": np.array([1.0, 2.0])}, {}, {"loss": np.array([3.0]), "entropy": np.array([0.5])}])
     assert {name: values.tolist() for name, values in joined.items()} == {"loss": [1.0, 2.0, 3.0], "entropy": [0.5]}

@@ -1,0 +1,123 @@
+"""Decides with which attention packed rows are computed, by the device, its capability, the dtype, the model's heads and packages.
+
+Pure. Called by `trainer.attention.packed`. What is chosen for a GPU has not run on one yet.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from trivet.errors import ConfigError
+
+PACKAGES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn.cute.interface",
+}
+"""The Python module of each attention that torch does not have."""
+_FIRST_WITH_FLASH = (8, 0)
+"""Compute capability of the first GPUs that flash attention runs on."""
+_CAPABILITIES = {"flash_attention_3": ((9, 0),), "flash_attention_4": ((9, 0), (10, 0))}
+"""Compute capabilities of the GPUs that the kernels of a package are for: Hopper, and Blackwell of data centers."""
+_MAX_FLASH_DIM = 256
+"""Features of a head that flash attention takes at most; they must be a multiple of 8."""
+_MAX_DIMS = {"flash_attention_4": 128}
+"""The same for kernels that take fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadDims:
+    """The features of a model's heads."""
+
+    query: int
+    """Of queries and keys."""
+    value: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "HeadDims":
+        """Read them from a model's own configuration, also where keys are made of two parts (multi-head latent attention)."""
+        text = config.get_text_config()
+        if getattr(text, "qk_nope_head_dim", None) is not None:
+            return cls(query=text.qk_nope_head_dim + text.qk_rope_head_dim, value=text.v_head_dim)
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(query=dim, value=dim)
+
+    @property
+    def fits_flash_attention(self) -> bool:
+        """True for heads that flash attention can compute."""
+        return self.query == self.value <= _MAX_FLASH_DIM and self.query % 8 == 0
+
+
+def choose_attention(
+    attn: str,
+    *,
+    device_type: str,
+    capability: tuple[int, int] | None,
+    is_float32: bool = False,
+    has_softcap: bool,
+    heads: HeadDims,
+    is_installed: Callable[[str], bool],
+) -> str:
+    """Resolve `model.attn` on this device: "auto" becomes the fastest attention, any other value is checked.
+
+    Args:
+        capability: compute capability of the CUDA device.
+        is_float32: the model computes in float32, which no flash attention takes.
+
+    Raises:
+        ConfigError: as for `register_attention`.
+    """
+    if attn == "auto":
+        if has_softcap or device_type not in ("cpu", "cuda"):
+            return "sdpa"
+        return "grouped" if device_type == "cpu" else _fastest_on_cuda(capability, is_float32, heads, is_installed)
+    if attn == "sdpa":
+        return attn
+    if has_softcap:
+        raise ConfigError(f'model.attn = "{attn}" cannot cap scores as this model does; set model.attn = "sdpa"')
+    if attn == "grouped":
+        if device_type != "cpu":
+            raise ConfigError(f'model.attn = "grouped" is for the CPU, this is {device_type}; set model.attn = "auto"')
+        return attn
+    if device_type != "cuda":
+        raise ConfigError(f'model.attn = "{attn}" needs a CUDA device, this is {device_type}; set model.attn = "sdpa"')
+    if reason := _why_no_flash(attn, capability, heads):
+        raise ConfigError(f'model.attn = "{attn}" cannot be used: {reason}; set model.attn = "auto"')
+    if attn in PACKAGES and not is_installed(PACKAGES[attn]):
+        raise ConfigError(
+            f'model.attn = "{attn}" needs the Python module {PACKAGES[attn]}, which is not installed; install it, or set '
+            'model.attn = "flash_varlen", which torch brings'
+        )
+    return attn
+
+
+def _why_no_flash(attn: str, capability: tuple[int, int] | None, heads: HeadDims) -> str | None:
+    """Return why flash attention `attn` cannot compute on a GPU, as a clause for the user; None where it can."""
+    if capability is not None and capability < _FIRST_WITH_FLASH:
+        return f"flash attention needs compute capability 8.0, this GPU has {_version(capability)}"
+    possible = _CAPABILITIES.get(attn)
+    if capability is not None and possible and capability not in possible:
+        return f"it needs compute capability {' or '.join(map(_version, possible))}, this GPU has {_version(capability)}"
+    if not heads.fits_flash_attention or heads.query > _MAX_DIMS.get(attn, _MAX_FLASH_DIM):
+        return (
+            f"it takes heads of a multiple of 8 features, at most {_MAX_DIMS.get(attn, _MAX_FLASH_DIM)} and as many for values as "
+            f"for keys; this model's keys have {heads.query}, its values {heads.value}"
+        )
+    return None
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def _fastest_on_cuda(
+    capability: tuple[int, int] | None, is_float32: bool, heads: HeadDims, is_installed: Callable[[str], bool]
+) -> str:
+    if is_float32 or _why_no_flash("flash_varlen", capability, heads):
+        return "sdpa"
+    # Flash attention 2 is no faster than torch's own, which is made from it.
+    for attn in _CAPABILITIES:
+        if not _why_no_flash(attn, capability, heads) and is_installed(PACKAGES[attn]):
+            return attn
+    return "flash_varlen"
