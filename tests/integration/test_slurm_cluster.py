@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm_cluster.sh"
 MAX_STEPS = 400
 SLURM = """
 [slurm]
-time = "3"
+time = "5"
 gpus_per_node = 0
 signal_seconds = 60
 
@@ -55,7 +55,7 @@ Cluster = Callable[..., "subprocess.CompletedProcess[str]"]
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     environment = os.environ | {
         "SLURM_CLUSTER_DIR": str(tmp_path / "cluster"),
-        "PYTHONPATH": str(ENVIRONMENTS),
+        "PYTHONPATH": os.pathsep.join([str(ENVIRONMENTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "WANDB_MODE": "disabled",
     }
 
@@ -88,12 +88,12 @@ def test_a_run_is_queued_again_at_its_time_limit_and_finishes(
         return next(word.partition("=")[2] for word in found.split() if word.startswith("JobState="))
 
     log = layout.slurm / f"{job}.log"
-    wait_until(lambda: state() == "PENDING" and committed_steps(layout) != [], timeout_s=240, waiting_for=f"a requeue: {log}")
+    wait_until(lambda: state() == "PENDING" and committed_steps(layout) != [], timeout_s=420, waiting_for=f"a requeue: {log}")
     reached = committed_steps(layout)[-1]
     assert 0 < reached < MAX_STEPS, log.read_text()
     preempted = [event for event in read_events(layout.events) if isinstance(event, Stop)]
     assert any(event.reason == "preempted" for event in preempted), preempted
-    assert not descendants_with("trivet.trainer.main", 1), "something of the job is left"
+    assert not descendants_with(str(layout.root), 1), "something of the job is left"
     # The second start is to finish: a smaller goal, and all the time it needs.
     (resolved,) = layout.slurm.glob("rl-*.toml")
     resolved.write_text(resolved.read_text().replace(f"max_steps = {MAX_STEPS}", f"max_steps = {reached + 5}"))
@@ -117,4 +117,4 @@ def test_a_run_that_is_cancelled_ends_and_is_not_queued_again(tmp_path: Path, ti
     found = cluster("run", "scontrol", "show", "job", job).stdout
     assert "JobState=CANCELLED" in found
     assert "Restarts=0" in found
-    assert not descendants_with("trivet.trainer.main", 1)
+    assert not descendants_with(str(layout.root), 1)

@@ -4,10 +4,13 @@
 
 Such a job has the same script and the same configuration as at its first start, so what differs is decided here: by what the output
 directory held before the job and holds now. A job that never came to begin its run starts as it would have the first time. Of the
-nodes of a job the first decides; the others wait for what it writes beside the file of its process id.
+nodes of a job the first decides; the others wait for what it writes beside the file of its process id. At its end it writes its
+exit code there too, which is the job's: schedulers know the codes of all nodes, and some report the highest one.
 """
 
 import argparse
+import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -15,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from trivet.checkpoints.commit import committed_steps
-from trivet.config.layout import OWN_VARIABLES, RunLayout
+from trivet.checkpoints.run_record import read_run
+from trivet.config.layout import COMMITTED, OWN_VARIABLES, RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.loading.load import load_config
 from trivet.config.loading.sources import ENVIRONMENT_PREFIX
@@ -30,11 +33,27 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.config.sections.slurm import SlurmCommand
+from trivet.errors import NodesMissing, TrivetError
 from trivet.exits import describe_exit
 from trivet.process.lifetime import module_command, tied_command
-from trivet.storage.durable import write_atomically, write_json_atomically
+from trivet.schedulers.node_variables import (
+    JOB_INDEX,
+    NODE_BASE,
+    POD_INDEX,
+    RESTARTS,
+    SKYPILOT_HOSTS,
+    SKYPILOT_INDEX,
+    SLURM_INDEX,
+    SLURM_RESTARTS,
+)
+from trivet.shown_text import print_error
+from trivet.storage.durable import hash_bytes, hash_file, write_atomically, write_json_atomically
 
 _POLL_INTERVAL_S = 0.5
+_DECISION_TIMEOUT_S = 300.0
+"""A node imports for seconds before it decides, and a file on NFS is seen up to a minute late."""
+_END_TIMEOUT_S = 60.0
+"""How long a node may go on after the first one has ended, which has told it to end if it ever led the run."""
 
 COMMANDS: Mapping[SlurmCommand, tuple[str, type[Section]]] = {
     "rl": ("trivet.launcher.commands.rl", RLConfig),
@@ -51,15 +70,16 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The run's id and attempt; None before any."""
     commit: int | None
     """The newest committed step."""
+    digest: str = ""
+    """The digest of its record: another run may have committed the same step."""
 
 
 def read_progress(layout: RunLayout) -> Progress:
     """Return how far the run in `layout` is."""
-    run: str | None = None
-    if layout.run_file.exists():
-        record = msgspec.json.decode(layout.run_file.read_bytes(), type=dict[str, Any])
-        run = f"{record.get('id')} attempt {record.get('attempt')}"
-    return Progress(run=run, commit=max(committed_steps(layout), default=None))
+    record, commit = read_run(layout), max(committed_steps(layout), default=None)
+    digest = hash_file(layout.checkpoint_step(commit) / COMMITTED).xxh3_128 if commit is not None else ""
+    run = f"{record.id} attempt {record.attempt}" if record is not None else None
+    return Progress(run=run, commit=commit, digest=digest)
 
 
 def go_on(config: Section, *, before: Progress, now: Progress) -> Section:
@@ -72,7 +92,7 @@ def go_on(config: Section, *, before: Progress, now: Progress) -> Section:
         has_results = config.output_dir is not None and RunLayout(config.output_dir).evals.exists()
         return config.model_copy(update={"resume_path": config.resume_path or (config.output_dir if has_results else None)})
     assert isinstance(config, RLConfig | SftConfig)
-    if now.commit is not None and now.commit != before.commit:
+    if now.commit is not None and (now.commit, now.digest) != (before.commit, before.digest):
         return _resume(config)
     if now.commit is None and now.run != before.run and isinstance(config, RLConfig):
         return config.model_copy(update={"clean": True})  # what the job's first start left is in the way
@@ -98,11 +118,38 @@ def _resumed(ckpt: CkptConfig) -> CkptConfig:
 
 def decided_file(pid_file: Path, environ: Mapping[str, str]) -> Path:
     """Return the file of the configuration that this start of the job reads, on every node."""
-    return pid_file.with_suffix(f".{environ.get('SLURM_RESTART_COUNT', '0')}.toml")
+    return pid_file.with_suffix(f".{_name_start(environ)}.toml")
 
 
-def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decided: Path) -> None:
-    """Write the configuration to start with; note what the directory holds at the job's first start."""
+def code_file(pid_file: Path, environ: Mapping[str, str]) -> Path:
+    """Return the file in which the first of several nodes notes its exit code; `schedulers.slurm` knows this name."""
+    return pid_file.with_suffix(f".{_name_start(environ)}.code")
+
+
+def _name_start(environ: Mapping[str, str]) -> str:
+    """Return what tells this start of the job from its others, the same on every node."""
+    if _is_in_pod(environ):
+        return environ[RESTARTS]
+    if SKYPILOT_INDEX in environ:
+        # SkyPilot does not count. A start on the same machines has another number there.
+        machines = hash_bytes(environ.get(SKYPILOT_HOSTS, "").encode()).xxh3_128
+        return f"{environ.get('SKYPILOT_INTERNAL_JOB_ID', '0')}-{machines[:8]}"
+    return environ.get(SLURM_RESTARTS, "0")
+
+
+def _is_in_pod(environ: Mapping[str, str]) -> bool:
+    return NODE_BASE in environ
+
+
+def is_first_node(environ: Mapping[str, str]) -> bool:
+    """Return whether this is the node of the job that decides how it starts."""
+    if _is_in_pod(environ):
+        return all(environ[name] == "0" for name in (NODE_BASE, JOB_INDEX, POD_INDEX))
+    return environ.get(SKYPILOT_INDEX, environ.get(SLURM_INDEX, "0")) == "0"
+
+
+def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decided: Path) -> Section:
+    """Write the configuration to start with, and return it; note what the directory holds at the job's first start."""
     config = load_config(COMMANDS[command][1], ["@", str(configuration)]).config
     output_dir = getattr(config, "output_dir", None)
     assert isinstance(output_dir, Path)
@@ -112,27 +159,74 @@ def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decide
     else:
         config = go_on(config, before=msgspec.json.decode(note.read_bytes(), type=Progress), now=now)
     write_atomically(decided, to_toml(config).encode(), is_private=True)
+    return config
 
 
-def await_decision(decided: Path, *, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Return when the first node has written `decided`. The step of the job ends when that node does not come to it."""
-    while not decided.exists():
-        list(decided.parent.iterdir())  # NFS remembers for a while that a name was not there, unless its directory is read
+def await_decision(decided: Path, *, code: Path, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Return when the first node has written `decided`.
+
+    Args:
+        code: where it notes its exit code.
+
+    Raises:
+        NodesMissing: it ended before, or wrote nothing within `_DECISION_TIMEOUT_S`: it may not share the directory.
+    """
+    for _ in range(round(_DECISION_TIMEOUT_S / _POLL_INTERVAL_S)):
+        if _exists(decided):
+            return
+        if _exists(code):
+            raise NodesMissing("the first node ended before it decided how the job starts: see its lines in the log of the job")
         sleep(_POLL_INTERVAL_S)
+    raise NodesMissing(
+        f"the first node of the job did not write {decided} within {_DECISION_TIMEOUT_S:g} s: see its lines in the log of the job,"
+        " and whether all nodes share output_dir"
+    )
 
 
-def run_beside(command: Sequence[str]) -> None:
-    """Run a command on a node that is not the first, whatever becomes of it: the job's exit code is that of the first node."""
-    started = subprocess.Popen(tied_command(command))
+def _exists(path: Path) -> bool:
+    list(path.parent.iterdir())  # NFS remembers for a while that a name was not there, unless its directory is read
+    return path.exists()
+
+
+def run_first(command: Sequence[str], *, code: Path) -> int:
+    """Run a command on the first of several nodes; note its exit code, and return it as a shell counts it."""
+    ended = _start_child(command).wait()
+    exit_code = ended if ended >= 0 else 128 - ended
+    write_atomically(code, f"{exit_code}\n".encode())
+    return exit_code
+
+
+def run_other(command: Sequence[str], *, code: Path, end_timeout_s: float = _END_TIMEOUT_S) -> None:
+    """Run a command on a node that is not the first, whatever becomes of it. End it when the first node has ended without it.
+
+    Args:
+        code: where the first node notes its exit code.
+        end_timeout_s: how long the command may go on after that, and after each signal that it gets then.
+    """
+    child, patient_until = _start_child(command), math.inf
+    signals = iter((signal.SIGTERM, signal.SIGKILL))
+    while (ended := child.poll()) is None:
+        if patient_until == math.inf and _exists(code):
+            patient_until = time.monotonic() + end_timeout_s
+        if time.monotonic() > patient_until:
+            child.send_signal(next(signals, signal.SIGKILL))
+            patient_until = time.monotonic() + end_timeout_s
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_POLL_INTERVAL_S)
+    if ended:
+        print(f"this node {describe_exit(ended)}; the first node decides what that means", file=sys.stderr)
+
+
+def _start_child(command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Start a command that ends with this process, and gets the signals that ask this process to end."""
+    child = subprocess.Popen(tied_command(command))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: started.send_signal(number))
-    code = started.wait()
-    if code:
-        print(f"this node {describe_exit(code)}; the first node decides what that means", file=sys.stderr)
+        signal.signal(number, lambda number, _: child.send_signal(number))
+    return child
 
 
 def main() -> None:
-    """Replace this process by the command, under the same process id; on other nodes than the first run it beside this one."""
+    """Replace this process by the command, under the same process id. On several nodes without pods it is a child of this one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("configuration", type=Path)
@@ -141,16 +235,31 @@ def main() -> None:
     # The configuration is complete. A variable would set a key again, [slurm] among them: the job would submit itself.
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in OWN_VARIABLES]:
         del os.environ[name]
-    decided = decided_file(args.pid_file, os.environ)
+    decided, code = decided_file(args.pid_file, os.environ), code_file(args.pid_file, os.environ)
     command = module_command(COMMANDS[args.command][0], "@", str(decided))
-    if os.environ.get("SLURM_PROCID", "0") != "0":
-        await_decision(decided)
-        run_beside(command)
-        return
-    decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided)
-    write_atomically(args.pid_file, f"{os.getpid()}\n".encode())
-    sys.stdout.flush()
-    os.execv(sys.executable, command)
+    args.pid_file.parent.mkdir(parents=True, exist_ok=True)
+    is_first, is_pod = is_first_node(os.environ), _is_in_pod(os.environ)
+    is_alone = is_pod  # a pod's exit code is its own, and the JobSet acts on that of the first
+    try:
+        if is_first:
+            code.unlink(missing_ok=True)  # of a start that had the same name
+            config = decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided)
+            is_alone |= not (isinstance(config, RLConfig) and config.deployment.num_nodes > 1)
+            write_atomically(args.pid_file, f"{os.getpid()}\n".encode())
+        else:
+            await_decision(decided, code=code)
+    except TrivetError as exc:
+        print_error(exc)
+        if is_first:
+            write_atomically(code, f"{exc.exit_code}\n".encode())
+        raise SystemExit(exc.exit_code if is_first or is_pod else 0) from exc
+    if is_alone:
+        sys.stdout.flush()
+        os.execv(sys.executable, command)
+    elif is_first:
+        raise SystemExit(run_first(command, code=code))
+    else:
+        run_other(command, code=code)
 
 
 if __name__ == "__main__":

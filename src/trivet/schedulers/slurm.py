@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.config.loading.dump import to_toml
@@ -22,17 +21,32 @@ from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.slurm import SlurmCommand, SlurmConfig
 from trivet.errors import ConfigError, Diverged, NodesMissing, SubmissionFailed
 from trivet.process.lifetime import module_command
-from trivet.shown_text import printable, shorten
-from trivet.storage.durable import hash_bytes, write_atomically
+from trivet.schedulers.preparation import (
+    Submittable,
+    commit_time_s,
+    count_gpus,
+    count_nodes,
+    require_commits,
+    show_notices,
+    show_resolved,
+    write_files,
+)
+from trivet.shown_text import shorten
+from trivet.storage.durable import hash_bytes
 
-Submittable = TypeVar("Submittable", RLConfig, SftConfig, EvalConfig)
 _DIRECTIVES = ("job_name", "partition", "account", "qos", "constraint", "nodelist", "exclude", "time", "cpus_per_task", "mem")
 """Keys that sbatch takes by the same name, with dashes."""
 _PROGRESS_LINES = [
     '  elif [[ $(newest_commit) == "$committed_before" ]]; then',
-    '    echo "not queued again: nothing was committed since this start; raise slurm.time, or lower ckpt.interval"',
+    '    echo "not queued again: nothing was committed since this start; see which node was missing, or raise slurm.time"',
 ]
 """Without them a job that reaches no commit would be started for ever. An evaluation commits nothing and keeps every result."""
+_FIRST_CODE_LINES = [
+    "# srun reports the highest code of all nodes: one that SLURM killed would hide how the run ended.",
+    'code_file="${pid_file%.pid}.${SLURM_RESTART_COUNT:-0}.code"',
+    'if [[ -s $code_file ]]; then code=$(< "$code_file"); fi',
+]
+"""Without that file the first node did not come to end by itself, and srun's code stays."""
 _SBATCH_TIMEOUT_S = 60.0
 """sbatch waits several times its MessageTimeout, 10 s by default, for a controller that does not answer."""
 
@@ -56,25 +70,19 @@ class Job:
     """The interpreter that the node runs."""
 
 
-def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_run: bool) -> int | None:
+def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_run: bool) -> int:
     """Write the script of a configuration with a table [slurm], and submit it; return the exit code.
 
     Args:
-        loaded: not yet settled for this machine: the job settles it for its own.
         is_dry_run: write only.
-
-    Returns:
-        None without the table: the command runs here.
 
     Raises:
         ConfigError: the table and other keys do not fit together, or the script cannot be written.
         SubmissionFailed: sbatch refused the script, or there is none.
     """
     config = loaded.config
-    if config.slurm is None:
-        return None
-    for notice in (*loaded.notices, *_notices(config.slurm)):
-        print(f"notice: {printable(notice)}", file=sys.stderr)
+    assert config.slurm is not None
+    show_notices(_notices(config.slurm))
     output_dir = _check(config, config.slurm)
     directory = RunLayout(output_dir).slurm
     text = to_toml(config.model_copy(update={"slurm": None}))
@@ -85,19 +93,14 @@ def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_r
         # Another configuration has another file: a job that still waits reads its own.
         configuration=directory / f"{command}-{hash_bytes(text.encode()).xxh3_128[:8]}.toml",
         output_dir=output_dir,
-        num_nodes=config.deployment.num_nodes if isinstance(config, RLConfig) else 1,
-        num_gpus=count_gpus(config),
+        num_nodes=count_nodes(config),
+        num_gpus=count_gpus(config, asked=config.slurm.gpus_per_node),
         python=sys.executable,
     )
     script = directory / f"{command}.sbatch"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(job.configuration, text.encode(), is_private=True)
-        write_atomically(script, make_script(job).encode(), is_private=True)  # pre_run_command may hold a key
-    except OSError as exc:
-        raise ConfigError(f"{directory} cannot be written: {exc.strerror}; choose another output_dir") from exc
+    write_files(directory, {job.configuration: text, script: make_script(job)})
     if is_dry_run:
-        print(to_toml(config, origins=loaded.origins, is_masked=True))
+        show_resolved(loaded)
         print(f"# wrote {script}; submit it with: sbatch {shlex.quote(str(script))}")
         return 0
     job_id = run_sbatch(script)
@@ -112,41 +115,20 @@ def _notices(slurm: SlurmConfig) -> Iterator[str]:
 
 def _check(config: RLConfig | SftConfig | EvalConfig, slurm: SlurmConfig) -> Path:
     """Refuse what does not fit together; return the absolute output directory."""
-    if isinstance(config, RLConfig) and slurm.requeue:
-        needed = config.recovery.preemption_grace_s + config.shutdown_timeout_s
+    if slurm.requeue:
+        needed = commit_time_s(config)
         if slurm.signal_seconds < needed:
             raise ConfigError(
                 f"slurm.signal_seconds ({slurm.signal_seconds}) is less than recovery.preemption_grace_s + shutdown_timeout_s "
                 f"({needed:g}): the time limit would end the run before its commit; raise slurm.signal_seconds"
             )
-    if isinstance(config, SftConfig) and slurm.requeue and config.ckpt.interval is None:
-        raise ConfigError(
-            "slurm.requeue needs ckpt.interval: fine-tuning commits nothing when its time is up, so a job that is queued again "
-            "would begin anew; set ckpt.interval, or slurm.requeue = false"
-        )
+        require_commits(config, restarted_by="slurm.requeue", otherwise=", or slurm.requeue = false")
     project = slurm.project_dir.absolute()
     if not project.is_dir():
         raise ConfigError(f"slurm.project_dir {str(project)!r} is not a directory; name the one that the job is to run in")
     if config.output_dir is None:
         raise ConfigError("[slurm] needs output_dir: the job's script and log are written there; set it")
     return project / config.output_dir
-
-
-def count_gpus(config: RLConfig | SftConfig | EvalConfig) -> int:
-    """Return the GPUs that a command asks for."""
-    assert config.slurm is not None
-    if config.slurm.gpus_per_node is not None:
-        return config.slurm.gpus_per_node
-    if isinstance(config, EvalConfig):
-        return 0
-    if isinstance(config, SftConfig):
-        return 0 if config.device == "cpu" else config.num_ranks or 1
-    if config.deployment.is_multi_node:
-        return config.deployment.gpus_per_node
-    serving = config.inference_gpu_ids if config.inference is not None else []
-    training = config.trainer_gpu_ids if config.trainer.device != "cpu" else []
-    teaching = (config.teacher_gpu_ids or []) if config.teacher_inference is not None else []
-    return max([*serving, *training, *teaching], default=-1) + 1
 
 
 def make_script(job: Job) -> str:
@@ -160,6 +142,7 @@ def make_script(job: Job) -> str:
         "set -eo pipefail",
         f"cd -- {shlex.quote(str(slurm.project_dir.absolute()))}",
         f'pid_file={shlex.quote(str(job.directory))}/"$SLURM_JOB_ID.pid"',
+        "export PYTHONUNBUFFERED=1  # srun's own --unbuffered gives the task a terminal, on which progress is drawn",
         'srun_pid="" num_signals=0',
         'rm -f -- "$pid_file"  # of a start that its node did not survive',
         *(_note_commits(job) if slurm.requeue and job.command != "eval" else []),
@@ -179,6 +162,7 @@ def make_script(job: Job) -> str:
         '  if [[ $num_signals == "$before" ]]; then break; fi',
         "done",
         "trap '' TERM",
+        *(_FIRST_CODE_LINES if job.num_nodes > 1 else []),
     ]
     if slurm.requeue:
         lines += [
@@ -200,7 +184,7 @@ def make_script(job: Job) -> str:
 def _srun_words(num_nodes: int) -> list[str]:
     # The launcher on the first node decides what the end of another node means, so srun ends no task for it.
     several = ["--kill-on-bad-exit=0", "--wait=0"] if num_nodes > 1 else []
-    return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *several, "--cpu-bind=none", "--export=ALL", "--unbuffered"]
+    return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *several, "--cpu-bind=none", "--export=ALL"]
 
 
 def _note_commits(job: Job) -> list[str]:

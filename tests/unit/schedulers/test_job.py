@@ -1,17 +1,29 @@
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from trivet.checkpoints.run_record import write_run
 from trivet.config.layout import COMMITTED, RunLayout
 from trivet.config.loading.load import load_config
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
+from trivet.config.sections.shared import RunIdentity
+from trivet.errors import NodesMissing
 from trivet.schedulers import job
-from trivet.schedulers.job import Progress, await_decision, decide, decided_file, go_on, read_progress, run_beside
+from trivet.schedulers.job import (
+    Progress,
+    await_decision,
+    decide,
+    decided_file,
+    go_on,
+    is_first_node,
+    read_progress,
+    run_first,
+    run_other,
+)
 
 NEEDED = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x"]
 NOTHING = Progress(run=None, commit=None)
@@ -37,8 +49,11 @@ def test_the_progress_of_a_run_is_its_attempt_and_its_newest_commit(tmp_path):
     assert read_progress(RunLayout(tmp_path)) == NOTHING
     commit(tmp_path, 4)
     commit(tmp_path, 12)
-    (tmp_path / "run.json").write_text(json.dumps({"id": "a", "attempt": 2}))
-    assert read_progress(RunLayout(tmp_path)) == Progress(run="a attempt 2", commit=12)
+    write_run(RunLayout(tmp_path), RunIdentity(id="a", attempt=2))
+    found = read_progress(RunLayout(tmp_path))
+    assert (found.run, found.commit) == ("a attempt 2", 12)
+    (tmp_path / "checkpoints" / "step_12" / COMMITTED).write_text('{"another": "run"}')
+    assert read_progress(RunLayout(tmp_path)).digest != found.digest
 
 
 @pytest.mark.parametrize(
@@ -105,27 +120,141 @@ def test_another_node_waits_for_what_the_first_decides(tmp_path):
         if len(waited) == 3:
             decided.touch()
 
-    await_decision(decided, sleep=sleep)
+    await_decision(decided, code=tmp_path / "17.0.code", sleep=sleep)
     assert len(waited) == 3
 
 
+def test_another_node_does_not_wait_for_a_first_one_that_has_ended(tmp_path):
+    code, waited = tmp_path / "17.0.code", list[float]()
+    code.write_text("2\n")
+    with pytest.raises(NodesMissing, match="the first node ended before it decided"):
+        await_decision(tmp_path / "17.0.toml", code=code, sleep=waited.append)
+    assert waited == []
+
+
+def test_a_first_node_that_decides_nothing_is_not_waited_for_without_end(tmp_path, monkeypatch, capsys):
+    waited: list[float] = []
+    with pytest.raises(NodesMissing, match=r"did not write .*17\.0\.toml within 300 s"):
+        await_decision(tmp_path / "17.0.toml", code=tmp_path / "17.0.code", sleep=waited.append)
+    assert sum(waited) == 300
+    monkeypatch.setattr("trivet.schedulers.job._DECISION_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "rl.toml"), "--pid-file", str(tmp_path / "17.pid")])
+    for name, value, code in (
+        ("SLURM_PROCID", "1", 0),
+        ("JOBSET_NODE_BASE", "1", 75),
+    ):  # of SLURM's tasks the highest code counts
+        monkeypatch.setenv(name, value)
+        for variable in ("JOBSET_JOB_INDEX", "JOB_COMPLETION_INDEX", "JOBSET_RESTARTS"):
+            monkeypatch.setenv(variable, "0")
+        with pytest.raises(SystemExit) as caught:
+            job.main()
+        assert caught.value.code == code
+        assert "the first node of the job did not write" in capsys.readouterr().err
+
+
 def test_what_becomes_of_another_node_is_not_the_job_s_exit_code(tmp_path, capsys):
-    run_beside([sys.executable, "-c", "raise SystemExit(75)"])
+    run_other([sys.executable, "-c", "raise SystemExit(75)"], code=tmp_path / "17.0.code")
     assert "this node ended with exit code 75; the first node decides" in capsys.readouterr().err
-    run_beside([sys.executable, "-c", ""])
+    run_other([sys.executable, "-c", ""], code=tmp_path / "17.0.code")
     assert capsys.readouterr().err == ""
+
+
+def test_another_node_does_not_outlive_the_first_one_for_long(tmp_path, capsys):
+    """A first node that fails before it leads the run tells nobody to end."""
+    (code := tmp_path / "17.0.code").write_text("2\n")
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+    run_other([sys.executable, "-c", program], code=code, end_timeout_s=0.2)
+    assert "this node killed by SIG" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "exit_code"),
+    [("", 0), ("raise SystemExit(3)", 3), ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137)],
+)
+def test_the_first_node_notes_the_exit_code_of_the_job(tmp_path, program, exit_code):
+    code = tmp_path / "17.0.code"
+    assert run_first([sys.executable, "-c", program], code=code) == exit_code
+    assert code.read_text() == f"{exit_code}\n"
+
+
+def test_the_first_of_several_nodes_decides_and_runs_the_command_beside_this_process(tmp_path, monkeypatch):
+    file, pid_file = tmp_path / "rl.toml", tmp_path / "17.pid"
+    file.write_text(
+        f'output_dir = "{tmp_path}"\n[orchestrator]\nrollouts_per_example = 4\n[[orchestrator.env]]\nid = "x"\n'
+        '[deployment]\ntype = "multi_node"\n'
+    )
+    ran: list[list[str]] = []
+    monkeypatch.setattr(job, "run_first", lambda command, code: ran.append([*command, code.name]) or 3)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(sys, "argv", ["job", "rl", str(file), "--pid-file", str(pid_file)])
+    with pytest.raises(SystemExit) as caught:
+        job.main()
+    assert caught.value.code == 3
+    assert ran == [[sys.executable, "-P", "-m", "trivet.launcher.commands.rl", "@", str(tmp_path / "17.0.toml"), "17.0.code"]]
+    assert pid_file.read_text() == f"{os.getpid()}\n"
+
+
+def test_a_first_node_that_cannot_decide_says_so_to_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "none.toml"), "--pid-file", str(tmp_path / "17.pid")])
+    with pytest.raises(SystemExit) as caught:
+        job.main()
+    assert (caught.value.code, (tmp_path / "17.0.code").read_text()) == (2, "2\n")
+    assert "none.toml" in capsys.readouterr().err
 
 
 def test_another_node_runs_the_command_beside_this_process_and_writes_no_process_id(tmp_path, monkeypatch):
     pid_file = tmp_path / "17.pid"
     decided_file(pid_file, {}).touch()
     ran: list[list[str]] = []
-    monkeypatch.setattr("trivet.schedulers.job.run_beside", ran.append)
+    monkeypatch.setattr(job, "run_other", lambda command, code: ran.append(command))
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "rl.toml"), "--pid-file", str(pid_file)])
     job.main()
     assert ran == [[sys.executable, "-P", "-m", "trivet.launcher.commands.rl", "@", str(tmp_path / "17.0.toml")]]
+    assert not pid_file.exists()
+
+
+POD = {"JOBSET_NODE_BASE": "0", "JOBSET_JOB_INDEX": "0", "JOB_COMPLETION_INDEX": "0", "JOBSET_RESTARTS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_first"),
+    [
+        ({}, True),
+        ({"SLURM_PROCID": "0"}, True),
+        ({"SLURM_PROCID": "2"}, False),
+        (POD, True),
+        (POD | {"SLURM_PROCID": "2"}, True),
+        (POD | {"JOB_COMPLETION_INDEX": "1"}, False),
+        (POD | {"JOBSET_NODE_BASE": "2"}, False),
+        (POD | {"JOBSET_NODE_BASE": "2", "JOBSET_JOB_INDEX": "1"}, False),
+    ],
+)
+def test_one_node_of_a_job_decides(environ, is_first):
+    assert is_first_node(environ) is is_first
+
+
+def test_each_start_of_a_job_has_a_decision_of_its_own(tmp_path):
+    file = tmp_path / "a-17.pid"
+    assert decided_file(file, {"SLURM_RESTART_COUNT": "1"}).name == "a-17.1.toml"
+    assert decided_file(file, POD).name == "a-17.2.toml"
+
+
+def test_another_pod_becomes_the_command_whose_exit_code_counts(tmp_path, monkeypatch):
+    pid_file = tmp_path / "kubernetes" / "a.pid"
+    environ = POD | {"JOBSET_NODE_BASE": "1"}
+    pid_file.parent.mkdir()
+    decided_file(pid_file, environ).touch()
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: became.append(words))
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "rl.toml"), "--pid-file", str(pid_file)])
+    job.main()
+    assert became == [[sys.executable, "-P", "-m", "trivet.launcher.commands.rl", "@", str(pid_file.with_name("a.2.toml"))]]
     assert not pid_file.exists()
 
 

@@ -14,7 +14,9 @@ from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.slurm import SlurmConfig
 from trivet.errors import ConfigError, SubmissionFailed
 from trivet.launcher.commands import rl
-from trivet.schedulers.slurm import Job, count_gpus, make_script, run_sbatch, submit
+from trivet.schedulers.preparation import count_gpus
+from trivet.schedulers.slurm import Job, make_script, run_sbatch
+from trivet.schedulers.submit import submit
 
 RUN = """
 output_dir = "{directory}"
@@ -88,10 +90,7 @@ def test_the_directives_are_those_of_the_table(tmp_path):
 def test_a_run_over_nodes_is_one_task_on_each(tmp_path):
     script = make_script(make_job(tmp_path, num_nodes=3, srun_args=["--mpi=none"]))
     assert {"--nodes=3", "--ntasks-per-node=1", "--gres=gpu:2"} <= set(directives(script))
-    assert (
-        "srun --nodes=3 --ntasks=3 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --export=ALL --unbuffered --mpi=none \\"
-        in script
-    )
+    assert "srun --nodes=3 --ntasks=3 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --export=ALL --mpi=none \\" in script
     assert "$code == 75" in script  # a lost node: queued again
 
 
@@ -144,7 +143,8 @@ def test_a_value_of_two_lines_is_refused():
 def test_a_job_asks_for_the_gpus_that_the_configuration_names(kind, flags, count):
     needed = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x"] if kind is RLConfig else []
     config = load_config(kind, [*needed, "--slurm.job-name", "x", *flags]).config
-    assert count_gpus(config) == count
+    assert config.slurm is not None
+    assert count_gpus(config, asked=config.slurm.gpus_per_node) == count
 
 
 def test_a_dry_run_writes_script_and_configuration_and_submits_nothing(tmp_path, monkeypatch, capsys):
@@ -243,7 +243,7 @@ COMMITS = "mkdir -p {directory}/checkpoints/step_4; touch {directory}/checkpoint
 
 
 def run_script(
-    directory: Path, *, code: int, after: str = "true", state: str = "RUNNING", squeue: str = ""
+    directory: Path, *, code: int, after: str = "true", state: str = "RUNNING", squeue: str = "", num_nodes: int = 1
 ) -> tuple[int, str, str]:
     """Run a job's script with stand-ins for SLURM's commands, and signal it when its task runs.
 
@@ -262,7 +262,7 @@ def run_script(
         (programs / name).chmod(0o755)
     (directory / "slurm").mkdir()
     script = directory / "slurm" / "rl.sbatch"
-    script.write_text(make_script(make_job(directory / "slurm", project_dir=directory)))
+    script.write_text(make_script(make_job(directory / "slurm", num_nodes=num_nodes, project_dir=directory)))
     environ = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     with subprocess.Popen(["bash", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         wait_until(ready.exists, timeout_s=20, waiting_for="the task")
@@ -298,3 +298,19 @@ def test_a_job_that_was_cancelled_is_not_queued_again(tmp_path):
 def test_a_controller_that_does_not_answer_does_not_cost_the_requeue(tmp_path):
     _, asked, _ = run_script(tmp_path, code=143, after=COMMITS.format(directory=tmp_path), squeue="exit 1")
     assert asked == "requeue 17"
+
+
+@pytest.mark.parametrize(
+    ("noted", "reported", "asked"),
+    [
+        pytest.param("3", 137, "", id="a node was killed by SLURM after the run had diverged"),
+        pytest.param("0", 1, "", id="a node failed after the run was done"),
+        pytest.param("75", 143, "requeue 17", id="the run needs a node that was lost"),
+        pytest.param("", 137, "requeue 17", id="the first node noted nothing"),
+    ],
+)
+def test_the_exit_code_of_a_job_is_that_of_its_first_node(tmp_path: Path, noted: str, reported: int, asked: str) -> None:
+    note = f"printf '{noted}' > {tmp_path}/slurm/17.0.code"
+    after = "; ".join([COMMITS.format(directory=tmp_path), note])
+    code, found, _ = run_script(tmp_path, code=reported, after=after, num_nodes=2)
+    assert (code, found) == (int(noted or reported), asked)

@@ -14,7 +14,7 @@ SlurmCommand = Literal["rl", "sft", "eval"]
 
 
 class SlurmConfig(Section):
-    """With this table the command writes a batch script into output_dir/slurm and submits it. The job carries the command out."""
+    """The table that has a command written as a batch script in output_dir/slurm and submitted. The job carries the command out."""
 
     job_name: OneLine = "trivet"
     """Name that squeue shows."""

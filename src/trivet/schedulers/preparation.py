@@ -1,0 +1,170 @@
+"""Prepares a command for a scheduler: what the job needs of a node, what it refuses, and the files that are written for it."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from trivet.config.loading.dump import to_toml
+from trivet.config.loading.load import LoadedConfig
+from trivet.config.masking import mask_table, names_secret
+from trivet.config.sections.evaluation import EvalConfig
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.config.tables import as_list, as_table
+from trivet.errors import ConfigError
+from trivet.shown_text import printable
+from trivet.storage.durable import write_atomically
+
+Submittable = TypeVar("Submittable", RLConfig, SftConfig, EvalConfig)
+
+
+def count_nodes(config: RLConfig | SftConfig | EvalConfig) -> int:
+    """Return the nodes of a command: one, unless it is a run with `[deployment]`."""
+    return config.deployment.num_nodes if isinstance(config, RLConfig) else 1
+
+
+def count_gpus(config: RLConfig | SftConfig | EvalConfig, *, asked: int | None) -> int:
+    """Return the GPUs that a command needs on each of its nodes.
+
+    Args:
+        asked: what the scheduler's own key says. None: those that the configuration names, and none for an evaluation, which asks
+            servers that run elsewhere.
+    """
+    if asked is not None:
+        return asked
+    if isinstance(config, EvalConfig):
+        return 0
+    if isinstance(config, SftConfig):
+        return 0 if config.device == "cpu" else config.num_ranks or 1
+    if config.deployment.is_multi_node:
+        return config.deployment.gpus_per_node
+    serving = config.inference_gpu_ids if config.inference is not None else []
+    training = config.trainer_gpu_ids if config.trainer.device != "cpu" else []
+    teaching = (config.teacher_gpu_ids or []) if config.teacher_inference is not None else []
+    return max([*serving, *training, *teaching], default=-1) + 1
+
+
+def commit_time_s(config: RLConfig | SftConfig | EvalConfig) -> float:
+    """Return the seconds between a request to end and the end of a run that commits first; 0 for a command that does not."""
+    return config.recovery.preemption_grace_s + config.shutdown_timeout_s if isinstance(config, RLConfig) else 0.0
+
+
+def require_below(config: RLConfig | SftConfig, shared: Path, *, working_dir: Path, key: str) -> None:
+    """Refuse an output directory that the job's machines do not share, or that goes with them.
+
+    Args:
+        shared: the directory that outlives the machines, on them.
+        working_dir: where the command runs on them.
+        key: names `shared`.
+
+    Raises:
+        ConfigError: it is elsewhere.
+    """
+    there = Path(os.path.normpath(working_dir / config.output_dir))
+    if not there.is_relative_to(shared):
+        raise ConfigError(
+            f"output_dir is {str(there)!r} on the machines of the job, and not below {key} ({str(shared)!r}): what is written there"
+            " goes with them; choose another output_dir, such as a relative one"
+        )
+
+
+def require_commits(config: RLConfig | SftConfig | EvalConfig, *, restarted_by: str, otherwise: str) -> None:
+    """Refuse fine-tuning that a scheduler would start again, and that would begin anew each time.
+
+    Args:
+        restarted_by: what makes the scheduler start it again.
+        otherwise: what to write so that it does not.
+
+    Raises:
+        ConfigError: there are no commits on the way.
+    """
+    if isinstance(config, SftConfig) and config.ckpt.interval is None:
+        raise ConfigError(
+            f"{restarted_by} needs ckpt.interval: fine-tuning commits nothing when it is asked to end, so a job that is started"
+            f" again would begin anew; set ckpt.interval{otherwise}"
+        )
+
+
+def require_nothing_hidden(config: RLConfig | SftConfig, *, file: str, instead: str) -> None:
+    """Refuse a configuration with values that may be secret, of which a file that others read would hold the text.
+
+    Args:
+        file: what the file is.
+        instead: the key that names secrets without their values.
+
+    Raises:
+        ConfigError: there are such values.
+    """
+    table = config.model_dump(mode="json", exclude={"kubernetes", "skypilot"})
+    if found := sorted(set(_find_hidden((), table, mask_table(table)))):
+        raise ConfigError(
+            f"{', '.join(found)} may hold a secret, and the {file} would show it: remove it, and give the job what it needs as a"
+            f" variable by {instead}"
+        )
+
+
+def require_no_secret_variable(overrides: Mapping[str, object], *, key: str, instead: str) -> None:
+    """Refuse overrides that give a variable a value which may be secret, as the file that others read would show it.
+
+    Args:
+        key: names `overrides`.
+        instead: the key that names secrets without their values.
+
+    Raises:
+        ConfigError: there is such a variable.
+    """
+    if found := sorted(set(_find_variables(overrides))):
+        raise ConfigError(f"{key} gives {', '.join(found)} a value, which may be secret; name it in {instead} instead")
+
+
+def _find_variables(value: object) -> Iterator[str]:
+    """Yield the names of variables that may be secret: of `{name = "A_TOKEN", value = "…"}` and of `{A_TOKEN = "…"}`."""
+    for each in as_list(value) or []:
+        yield from _find_variables(each)
+    table = as_table(value) or {}
+    name = table.get("name")
+    if isinstance(name, str) and names_secret(name) and table.get("value") is not None:
+        yield name
+    for key, each in table.items():
+        if isinstance(each, str) and key.isupper() and names_secret(key):
+            yield key
+        yield from _find_variables(each)
+
+
+def _find_hidden(path: tuple[str, ...], value: object, shown: object) -> Iterator[str]:
+    """Yield the keys of which a masked copy does not show the value, or a part of it."""
+    if (table := as_table(value)) is not None and (masked := as_table(shown)) is not None:
+        for name, each in table.items():
+            yield from _find_hidden((*path, name), each, masked[name])
+    elif (items := as_list(value)) is not None and (masked_items := as_list(shown)) is not None:
+        for each, masked_each in zip(items, masked_items, strict=True):
+            yield from _find_hidden(path, each, masked_each)
+    elif value != shown:
+        yield ".".join(path)
+
+
+def write_files(directory: Path, files: Mapping[Path, str]) -> None:
+    """Write the files of a job, which only their owner may read: they may hold keys.
+
+    Raises:
+        ConfigError: `directory` cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            write_atomically(path, text.encode(), is_private=True)
+    except OSError as exc:
+        raise ConfigError(f"{directory} cannot be written: {exc.strerror}; choose another output_dir") from exc
+
+
+def show_notices(notices: Iterable[str]) -> None:
+    """Print the notices about a configuration."""
+    for notice in notices:
+        print(f"notice: {printable(notice)}", file=sys.stderr)
+
+
+def show_resolved(loaded: LoadedConfig[Submittable]) -> None:
+    """Print the resolved configuration, for `--dry-run`."""
+    print(to_toml(loaded.config, origins=loaded.origins, is_masked=True))

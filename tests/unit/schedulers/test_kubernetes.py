@@ -1,0 +1,224 @@
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trivet.config.loading.load import load_config
+from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sft import SftConfig
+from trivet.errors import ConfigError
+from trivet.launcher.commands import rl
+from trivet.schedulers.documents import to_yaml
+from trivet.schedulers.kubernetes import make_manifest
+from trivet.schedulers.submit import submit
+
+NEEDED = ["--kubernetes.image", "registry.example/trivet:1", "--kubernetes.volume-claim", "runs", "--output-dir", "run-1"]
+RL = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x", *NEEDED]
+NODES = ["--deployment.type", "multi_node", "--deployment.num-train-nodes", "2", "--deployment.num-infer-replicas", "3"]
+FILE = """
+output_dir = "run-1"
+[orchestrator]
+rollouts_per_example = 4
+[[orchestrator.env]]
+id = "x"
+[kubernetes]
+image = "registry.example/trivet:1"
+volume_claim = "runs"
+"""
+
+
+def jobset(*flags: str) -> dict[str, Any]:
+    """Return the JobSet of a run, as kubectl reads it."""
+    config = load_config(RLConfig, [*RL, *flags]).config
+    _, found = yaml.safe_load_all(to_yaml(make_manifest(config, command="rl", configuration="a = 1\n")))
+    return found
+
+
+def jobs(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {job["name"]: job for job in found["spec"]["replicatedJobs"]}
+
+
+def test_each_configuration_has_a_name_of_its_own_and_does_not_change():
+    config = load_config(RLConfig, RL).config
+    first, other = (make_manifest(config, command="rl", configuration=text)[0] for text in ("a = 1\n", "a = 2\n"))
+    assert first["immutable"]
+    assert first["metadata"]["name"] != other["metadata"]["name"]
+
+
+def pod(found: dict[str, Any], job: str = "trainer") -> dict[str, Any]:
+    return jobs(found)[job]["template"]["spec"]["template"]["spec"]
+
+
+def variables(found: dict[str, Any], job: str = "trainer") -> dict[str, Any]:
+    (container,) = pod(found, job)["containers"]
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+
+
+def test_a_run_on_one_node_is_one_pod():
+    found = jobset("--kubernetes.name", "my-run")
+    assert list(jobs(found)) == ["trainer"]
+    assert pod(found)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert found["spec"]["network"]["subdomain"] == "my-run"
+
+
+def test_the_nodes_of_a_run_are_jobs_that_know_their_numbers():
+    found = jobset(*NODES)
+    spec = {name: job["template"]["spec"] for name, job in jobs(found).items()}
+    assert {name: (job["replicas"], spec[name]["completions"]) for name, job in jobs(found).items()} == {
+        "trainer": (1, 2),
+        "inference": (3, 1),
+    }
+    assert variables(found)["JOBSET_HEAD"] == "trivet-trainer-0-0.trivet"
+    for name, numbers in (("trainer", ("0", "2", "5")), ("inference", ("2", "1", "5"))):
+        said = variables(found, name)
+        assert (said["JOBSET_NODE_BASE"], said["JOBSET_JOB_SIZE"], said["JOBSET_NODES"]) == numbers
+        path = "metadata.labels['jobset.sigs.k8s.io/job-index']"
+        assert said["JOBSET_JOB_INDEX"] == {"fieldRef": {"fieldPath": path}}
+        assert pod(found, name)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
+
+
+def test_the_set_ends_with_the_nodes_that_train_and_is_not_started_again_for_what_is_final():
+    found = jobset(*NODES, "--kubernetes.max-restarts", "7", "--kubernetes.max-server-restarts", "5")
+    assert found["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
+    policy = found["spec"]["failurePolicy"]
+    assert (policy["maxRestarts"], policy["rules"][0]["action"]) == (7, "FailJobSet")
+    for name, limit in (("trainer", 0), ("inference", 5)):
+        spec = jobs(found)[name]["template"]["spec"]
+        assert spec["backoffLimit"] == limit
+        assert spec["podFailurePolicy"]["rules"] == [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2, 3]}}]
+        assert spec["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_a_pod_has_the_time_for_its_commit():
+    found = jobset("--recovery.preemption-grace-s", "100.5", "--shutdown-timeout-s", "10")
+    assert pod(found)["terminationGracePeriodSeconds"] == 111 + 30
+
+
+def test_files_are_on_the_volume_and_the_configuration_beside_it():
+    (container,) = pod(jobset("--kubernetes.volume-path", "/data", "--kubernetes.working-dir", "/data/me"))["containers"]
+    assert container["workingDir"] == "/data/me"
+    assert container["command"] == [
+        *("python", "-P", "-m", "trivet.schedulers.job", "rl", "/run/trivet/rl.toml"),
+        *("--pid-file", "run-1/kubernetes/trivet-$(JOBSET_UID).pid"),
+    ]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts == {"configuration": "/run/trivet", "runs": "/data", "shm": "/dev/shm"}
+
+
+@pytest.mark.parametrize("value", ["1", "y", "a: b", "$(HOME)", "two\nlines"])
+def test_a_variable_has_the_value_that_was_written(value: str):
+    found = jobset("--kubernetes.env", json.dumps({"A": value}))
+    assert variables(found)["A"] == value.replace("$", "$$")  # which the kubelet turns back
+
+
+def test_secrets_are_named_and_never_written():
+    found = jobset("--kubernetes.secret-env.WANDB_API_KEY", "wandb/key")
+    assert variables(found)["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kubernetes.env.HF_TOKEN", "x"], r"HF_TOKEN in env may be secret.*secret_env"),
+        (["--kubernetes.env.A", "x", "--kubernetes.secret-env.A", "s/k"], "A: in env and among the secrets"),
+        (["--kubernetes.secret-env.A", "no-slash"], "secret_env"),
+        (["--kubernetes.name", "Big"], "name"),
+        (["--kubernetes.name", "1st"], "name"),
+        (["--kubernetes.name", "a" * 41], "name"),
+        (["--kubernetes.volume-path", "runs"], "absolute"),
+        (["--kubernetes.memory", "lots"], "memory"),
+    ],
+)
+def test_what_kubernetes_would_refuse_is_refused_here(flags: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_config(RLConfig, [*RL, *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--output-dir", "/elsewhere"],
+            r"output_dir is '/elsewhere' on the machines of the job, and not below kubernetes.volume_path",
+        ),
+        (["--output-dir", "../up"], "not below"),
+        (["--kubernetes.working-dir", "/opt"], "'/opt/run-1'"),
+        (
+            ["--kubernetes.pod-overrides", '{"containers": [{"name": "trivet", "env": [{"name": "A_TOKEN", "value": "x"}]}]}'],
+            r"kubernetes.pod_overrides gives A_TOKEN a value.*kubernetes.secret_env",
+        ),
+        (["--inference.server.api-key", "hidden"], r"inference.server.api_key may hold a secret.*kubernetes.secret_env"),
+        (["--slurm.job-name", "x"], r"\[slurm\] and \[kubernetes\]"),
+    ],
+)
+def test_what_would_be_lost_or_shown_is_refused(tmp_path: Path, monkeypatch, flags: list[str], message: str):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        submit(load_config(RLConfig, [*RL, *flags]), command="rl", is_dry_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fine_tuning_needs_commits_to_be_started_again(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"kubernetes.max_restarts needs ckpt.interval"):
+        submit(load_config(SftConfig, NEEDED), command="sft", is_dry_run=False)
+    for flags in (["--ckpt.interval", "10"], ["--kubernetes.max-restarts", "0"]):
+        assert submit(load_config(SftConfig, [*NEEDED, *flags]), command="sft", is_dry_run=False) == 0
+    assert "trivet.schedulers.job" in (tmp_path / "run-1" / "kubernetes" / "jobset.yaml").read_text()
+
+
+def test_an_override_is_merged_by_key_and_by_name():
+    overrides = """{"priorityClassName": "high", "containers": [
+        {"name": "trivet", "securityContext": {"runAsUser": 7}, "command": ["sleep", "1"],
+         "resources": {"limits": {"rdma/ib": 1}}, "volumeMounts": [{"name": "runs", "mountPath": "/models"}],
+         "env": [{"name": "JOBSET_NODES", "value": "9"}, {"name": "B", "value": "2"}]},
+        {"name": "watcher", "image": "w"}], "volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}]}"""
+    found = jobset("--kubernetes.pod-overrides", overrides.replace("\n", ""))
+    own, other = pod(found)["containers"]
+    assert (pod(found)["priorityClassName"], own["securityContext"], own["command"]) == (
+        "high",
+        {"runAsUser": 7},
+        ["sleep", "1"],
+    )
+    assert own["resources"]["limits"] == {"nvidia.com/gpu": 2, "rdma/ib": 1}
+    assert {each["mountPath"] for each in own["volumeMounts"]} == {"/run/trivet", "/runs", "/dev/shm", "/models"}
+    assert (variables_of(own)["JOBSET_NODES"], variables_of(own)["B"]) == ("9", "2")
+    assert other == {"name": "watcher", "image": "w"}
+    assert pod(found)["volumes"][-1] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
+
+
+def variables_of(container: dict[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each.get("value") for each in container["env"]}
+
+
+def test_the_command_writes_the_manifest_and_says_how_to_apply_it(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(FILE)
+    monkeypatch.setattr("sys.argv", ["rl", "@", "run.toml"])
+    assert rl.main() == 0
+    directory = Path("run-1/kubernetes")
+    assert (
+        capsys.readouterr().out == f"wrote {directory}/jobset.yaml; start it with: kubectl apply -f {directory}/jobset.yaml\n"
+    )
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {
+        "jobset.yaml": 0o600,
+        "rl.toml": 0o600,
+    }
+    config_map, found = yaml.safe_load_all((directory / "jobset.yaml").read_text())
+    assert config_map["data"]["rl.toml"] == (directory / "rl.toml").read_text()
+    assert pod(found)["volumes"][0]["configMap"]["name"] == config_map["metadata"]["name"]
+    in_pod = load_config(RLConfig, ["@", str(directory / "rl.toml")]).config
+    assert in_pod == load_config(RLConfig, ["@", "run.toml"]).config.model_copy(update={"kubernetes": None})
+
+
+def test_a_dry_run_shows_the_resolved_configuration_too(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(FILE)
+    monkeypatch.setattr("sys.argv", ["rl", "@", "run.toml", "--dry-run"])
+    assert rl.main() == 0
+    said = capsys.readouterr().out
+    assert "rollouts_per_example = 4" in said
+    assert "# wrote run-1/kubernetes/jobset.yaml" in said
