@@ -14,6 +14,7 @@ import pytest
 
 from support.environments.unruly import WAYS
 from support.fake_inference import FakeInference
+from support.groups import make_request
 from support.http_fake import serve_fake
 from support.processes import assert_all_gone, descendants_of, descendants_with, still_alive, wait_until
 from trivet.config.sections.client import ClientConfig
@@ -27,8 +28,8 @@ from trivet.environments.workers.worker_log import WorkerLog
 from trivet.errors import EnvironmentLoadError, RoleFailed, RolloutFailed, WorkerLost
 from trivet.secret import SECRET_FILE
 from trivet.wire.events import EnvRestart, Event
-from trivet.wire.groups import GroupRequest, SamplingArguments, Split
-from trivet.wire.rollouts import GroupId, Rollout
+from trivet.wire.groups import GroupRequest, Split
+from trivet.wire.rollouts import Rollout
 from trivet.wire.workers import HostSettings
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"
@@ -65,14 +66,7 @@ def settings(*, rollout_timeout_s: float = 60.0, **args: object) -> HostSettings
 
 
 def request(way: str, url: str, *, group_id: int) -> GroupRequest:
-    return GroupRequest(
-        group_id=GroupId(group_id),
-        env="unruly",
-        example_id=WAYS.index(way),
-        num_rollouts=2,
-        base_url=url,
-        sampling=SamplingArguments(temperature=1.0),
-    )
+    return make_request(group_id, env="unruly", example_id=WAYS.index(way), url=url)
 
 
 def with_pool(

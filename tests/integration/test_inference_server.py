@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -287,6 +288,14 @@ def test_no_route_that_changes_the_server_is_open(inference_server: str, origin:
     preflight = {**headers, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     allowed = httpx.options(f"{inference_server}/update_weights", headers=preflight, timeout=60)
     assert "access-control-allow-origin" not in allowed.headers
+
+
+def test_an_idle_connection_is_closed_by_the_client_first(inference_server: str) -> None:
+    """Leave a connection idle for longer than httpx's clients do: the server must answer on it."""
+    with httpx.Client(base_url=inference_server, limits=httpx.Limits(keepalive_expiry=60), timeout=60) as client:
+        first = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")
+        time.sleep(7)
+        assert client.get("/health").extensions["network_stream"].get_extra_info("client_addr") == first
 
 
 def test_a_page_whose_name_was_led_here_is_refused(inference_server: str) -> None:

@@ -24,7 +24,7 @@ def start_ranks(directory: Path, behaviour: str, *, num_ranks: int = 2, **variab
     ours = {"PYTHONPATH": str(TESTS), **rank_environment(num_ranks, num_cpus=2, is_on_cpu=True)}
     environment = os.environ | ours | variables
     return subprocess.Popen(
-        rank_command(sys.executable, "support.stand_in_rank", [behaviour], num_ranks=num_ranks),
+        rank_command(sys.executable, "support.stand_in_rank", [behaviour], num_ranks=num_ranks, is_on_cpu=True),
         cwd=directory,
         env=environment,
         stderr=subprocess.DEVNULL,

@@ -120,6 +120,7 @@ def test_a_script_trains_with_its_own_functions_and_the_command_resumes_it(tmp_p
     assert assert_proven(check_run(layout)).last_step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_cell_that_fails_ends_the_run_of_a_notebook(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +140,7 @@ def test_a_cell_that_fails_ends_the_run_of_a_notebook(
     assert outputs[4][0].text == "False interrupted True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_model_is_evaluated_on_a_server_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     printed = run_script(tmp_path, names(MODEL=tiny_model, OUTPUT=tmp_path / "outputs") + EVALUATION)

@@ -1,92 +1,22 @@
 """One run over several nodes: real roles, real vLLM and gloo, each node a network namespace that can be lost."""
 
+import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
+from support.node_run import ENVIRON, START_S, NodeRun, prove
 from support.nodes import Nodes, can_make_nodes, make_nodes
-from support.processes import wait_until
-from support.rl_run import CONFIG, ENVIRONMENTS
-from trivet.config.layout import RunLayout
-from trivet.launcher.run_directory import read_run
-from trivet.process.lifetime import module_command
+from support.tiny_models import tiny_model_writer
+from trivet.checkpoints.run_record import read_run
 
 pytestmark = pytest.mark.skipif(not can_make_nodes(), reason="making network namespaces needs root and ip")
 
-DEPLOYMENT = """
-[deployment]
-type = "multi_node"
-num_train_nodes = {num_train_nodes}
-num_infer_replicas = {num_servers}
-gpus_per_node = 0
-lost_after_s = 10
 
-[recovery]
-max_restarts = 10
-"""
-START_S = 300.0
-ENVIRON = {
-    **os.environ,
-    "PYTHONPATH": str(ENVIRONMENTS),
-    "WANDB_MODE": "disabled",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
-class NodeRun:
-    """One run whose command is started on each of its nodes."""
-
-    def __init__(
-        self, directory: Path, model: Path, nodes: Nodes, *, max_steps: int, num_train_nodes: int, num_servers: int
-    ) -> None:
-        self.layout = RunLayout(directory / "outputs")
-        self.nodes = nodes
-        self.count = num_train_nodes + num_servers
-        self._config = directory / "rl.toml"
-        text = CONFIG.format(max_steps=max_steps, output_dir=self.layout.root, model=model)
-        self._config.write_text(text + DEPLOYMENT.format(num_train_nodes=num_train_nodes, num_servers=num_servers))
-        self._directory = directory
-
-    def start(self, node: int, *flags: str) -> "subprocess.Popen[bytes]":
-        command = module_command(
-            "trivet.launcher.commands.rl", "@", str(self._config), "--deployment.node-rank", str(node), *flags
-        )
-        return self.nodes.start(node, command, log=self._directory / f"node_{node}.out", environ=ENVIRON)
-
-    def output(self, node: int = 0) -> str:
-        return (self._directory / f"node_{node}.out").read_text()
-
-    def everything(self) -> str:
-        logs = [self._directory / f"node_{node}.out" for node in range(self.count)]
-        logs += sorted(self.layout.logs.rglob("*.stdout"))
-        return "\n\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
-
-    def await_step(self, step: int) -> None:
-        self.await_that(lambda: self.layout.weights_step(step).exists() or self.has_passed(step), f"step {step}")
-
-    def has_passed(self, step: int) -> bool:
-        return f"trainer SUCCESS Step {step} " in self.output()
-
-    def await_said(self, words: str) -> None:
-        self.await_that(lambda: words in self.output(), words)
-
-    def await_that(self, condition, what: str) -> None:
-        try:
-            wait_until(condition, timeout_s=START_S, waiting_for=what)
-        except AssertionError as exc:
-            raise AssertionError(f"{exc}: {self.everything()}") from None
-
-
-def check(layout: RunLayout) -> None:
-    """Prove the run's history with `trivet check`."""
-    command = module_command("trivet.tools.cli", "check", str(layout.root), python=sys.executable)
-    checked = subprocess.run(command, capture_output=True, text=True, env=ENVIRON, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
+@pytest.mark.slow
 def test_a_run_goes_on_when_a_node_that_serves_is_lost_and_comes_back(tmp_path: Path, tiny_model: Path) -> None:
     with make_nodes(2) as nodes:
         run = NodeRun(tmp_path, tiny_model, nodes, max_steps=12, num_train_nodes=1, num_servers=1)
@@ -105,7 +35,7 @@ def test_a_run_goes_on_when_a_node_that_serves_is_lost_and_comes_back(tmp_path: 
         assert record is not None
         assert record.attempt == 1  # the trainer never noticed
         assert not run.layout.control.exists()
-        check(run.layout)
+        prove(run.layout)
 
 
 @pytest.mark.slow
@@ -125,7 +55,7 @@ def test_a_run_goes_back_to_its_checkpoint_when_a_node_that_trains_is_lost(tmp_p
         assert record is not None
         assert record.attempt == 2
         assert "attempt 2 from step 6" in run.output()
-        check(run.layout)
+        prove(run.layout)
 
 
 @pytest.mark.slow
@@ -139,3 +69,56 @@ def test_a_lost_head_ends_the_rest_within_a_minute(tmp_path: Path, tiny_model: P
         assert agent.wait(60) == 75
         assert nodes.pids(1) == []
         assert "has not heard from the first node" in run.output(1)
+
+
+@pytest.mark.slow
+def test_a_server_over_two_nodes_loads_policies_and_starts_again_when_one_node_fails(tmp_path: Path) -> None:
+    environ = {**ENVIRON, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # both nodes are one machine, whose cores vLLM would share out
+    tiny_model_writer(hidden_size=128)(tmp_path / "model")  # one attention head for each rank
+    with make_nodes(3) as nodes:
+        run = NodeRun(tmp_path, tmp_path / "model", nodes, max_steps=10, num_train_nodes=1, num_servers=1, nodes_per_server=2)
+        on_policy = ("--max-async-level", "0")
+        for node in (2, 1, 0):
+            run.start(node, *on_policy, environ=environ)
+        head = nodes.processes[-1]
+        run.await_step(3)
+        os.kill(find_pid(nodes, 2, "trivet.inference.main"), signal.SIGKILL)
+        run.await_said("inference-shard-1 killed by SIGKILL")
+        assert head.wait(2 * START_S) == 0, run.everything()
+        assert [process.wait(30) for process in nodes.processes] == [0, 0, 0]
+        assert [nodes.pids(node) for node in range(3)] == [[], [], []]
+        record = read_run(run.layout)
+        assert record is not None
+        assert record.attempt == 1  # the trainer never noticed
+        assert "inference-shard-1 killed by SIGKILL: inference and inference-shard-1 restarted" in run.output()
+        # Every other batch is sampled from the newest policy. Had a rank kept old weights, its tokens would be less likely here.
+        steps = [json.loads(line) for line in (run.layout.metrics / "trainer.jsonl").read_text().splitlines()]
+        exact = [step["step"] for step in steps if step["mismatch_kl/mean"] < 1e-6]
+        assert len(exact) >= 4, steps
+        assert exact[-1] > 5, steps
+        prove(run.layout)
+
+
+@pytest.mark.slow
+def test_environment_workers_of_another_node_are_lost_and_come_back(tmp_path: Path, tiny_model: Path) -> None:
+    with make_nodes(2) as nodes:
+        run = NodeRun(tmp_path, tiny_model, nodes, max_steps=12, num_train_nodes=1, num_servers=1)
+        workers = ("--deployment.env-worker-nodes", "[1]")
+        run.start(1, *workers)
+        head = run.start(0, *workers)
+        run.await_step(2)
+        os.kill(find_pid(nodes, 1, "trivet.orchestrator.environment_node"), signal.SIGKILL)
+        run.await_said("env-workers-1 killed by SIGKILL")
+        assert head.wait(START_S) == 0, run.everything()
+        assert [process.wait(30) for process in nodes.processes] == [0, 0]
+        assert [nodes.pids(node) for node in range(2)] == [[], []]
+        record = read_run(run.layout)
+        assert record is not None
+        assert record.attempt == 1  # the trainer never noticed
+        assert not list(run.layout.logs.glob("env_workers/*[!@1].log"))  # none ran beside the orchestrator
+        prove(run.layout)
+
+
+def find_pid(nodes: Nodes, node: int, module: str) -> int:
+    """Return the process of a node that runs a module."""
+    return next(pid for pid in nodes.pids(node) if module in psutil.Process(pid).cmdline())

@@ -57,6 +57,7 @@ def assert_proven(layout: RunLayout) -> None:
     assert not report.breaches, describe_report(report, events=layout.events)
 
 
+@pytest.mark.slow
 def test_a_run_completes_although_each_role_is_lost_once(run: Run) -> None:
     launcher = run.start("--recovery.watchdog-timeout-s", str(WATCHDOG_S), "--recovery.max-restarts", "5")
     run.wait_for(run.layout.weights_step(2) / STABLE)

@@ -3,8 +3,9 @@
 import io
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -72,6 +73,7 @@ class FakeHost:
     stopped: set[int] = field(default_factory=set)
     """Pids of processes that a signal has stopped."""
     lost: set[int] = field(default_factory=set)
+    leaving: set[int] = field(default_factory=set)
     num_nodes: int = 1
     was_hurried: bool = False
     does_adopt: bool = False
@@ -109,6 +111,9 @@ class FakeHost:
 
     def lost_nodes(self) -> frozenset[int]:
         return frozenset(self.lost)
+
+    def leaving_nodes(self) -> frozenset[int]:
+        return frozenset(self.leaving)
 
     @property
     def has_nodes(self) -> bool:
@@ -148,13 +153,21 @@ class FakeAttempts:
         return self.last_commit is not None and self.last_commit >= (self.max_steps or 0)
 
     names: Sequence[str] = NAMES
+    starts_after: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     num_plans: int = 0
 
     def specs(self) -> Sequence[ProcessSpec]:
-        return [make_spec(self.layout, name) for name in self.names]
+        specs = [make_spec(self.layout, name) for name in self.names]
+        return [replace(spec, starts_after=self.starts_after.get(spec.name, ())) for spec in specs]
 
-    def plan_again(self) -> None:
+    named_without: list[set[str]] = field(default_factory=list)
+    """The units that each list of servers left out."""
+
+    def plan_again(self, servers: Collection[RecoveryUnit]) -> None:
         self.num_plans += 1
+
+    def name_servers(self, *, without: Collection[RecoveryUnit] = ()) -> None:
+        self.named_without.append(set(without))
 
     def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
         return {RecoveryUnit("inference"): self.urls}
@@ -186,12 +199,10 @@ def make_spec(layout: RunLayout, name: str) -> ProcessSpec:
     )
 
 
-def write_report(
-    layout: RunLayout, role: str, *, pid: int = 1, step: int = 0, attempt: int = 1, time: float = 0.0, waits_for: str = ""
-) -> None:
+def write_report(layout: RunLayout, role: str, *, pid: int = 1, attempt: int = 1, time: float = 0.0, **fields: Any) -> None:
     """Write the report of a role's only process."""
     layout.reports.mkdir(parents=True, exist_ok=True)
-    report = ProcessReport(role=role, rank=0, pid=pid, attempt=attempt, time=time, since=0, step=step, waits_for=waits_for)
+    report = ProcessReport(role=role, rank=0, pid=pid, attempt=attempt, time=time, since=0, **fields)
     path = layout.report_file(role)
     temporary = path.with_name("new")
     temporary.write_bytes(msgspec.json.encode(report))

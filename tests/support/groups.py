@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trivet.orchestrator.sampler import Draw
+from trivet.wire.groups import GroupRequest, SamplingArguments
 from trivet.wire.rollouts import Group, GroupId, Rollout, Sample
 from trivet.wire.versions import PolicyVersion, Step, VersionRun
 
@@ -38,3 +39,16 @@ def make_group(group_id: int, rewards: Sequence[float] = (0.0, 1.0), *, version:
         for index, reward in enumerate(rewards)
     ]
     return Group(group_id=GroupId(group_id), env="toy", example_id=group_id, rollouts=rollouts)
+
+
+def make_request(
+    group_id: int, *, env: str, example_id: int = 0, num_rollouts: int = 2, url: str = "http://model"
+) -> GroupRequest:
+    return GroupRequest(
+        group_id=GroupId(group_id),
+        env=env,
+        example_id=example_id,
+        num_rollouts=num_rollouts,
+        base_url=url,
+        sampling=SamplingArguments(temperature=1.0),
+    )

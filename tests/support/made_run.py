@@ -9,8 +9,8 @@ from support.groups import make_draw, make_sample
 from support.histories import MAX_OFF_POLICY_STEPS, RunMaker, replay_events, write_events
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER, begin_part, finish_part
+from trivet.checkpoints.run_record import RunRecord
 from trivet.config.layout import RunLayout
-from trivet.launcher.run_directory import RunRecord
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals
 from trivet.orchestrator.rollout_log import write_rollouts

@@ -5,11 +5,21 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from support.processes import heed_signals, wait_until
+
+LINK_PROGRAM = Path(__file__).with_name("link_program.py")
+_NO_OFFLOADS = """
+import fcntl, socket, struct, array
+for command in (0x17, 0x1F, 0x24):  # transmit checksums, TCP segments, other segments: linux/ethtool.h
+    value = array.array("I", [command, 0])
+    request = struct.pack("16sP", b"eth0", value.buffer_info()[0])
+    fcntl.ioctl(socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 0x8946, request)
+"""
 
 
 def can_make_nodes() -> bool:
@@ -52,6 +62,8 @@ class Nodes:
             _ip("-n", self._switch, "link", "set", port, "up")
             _ip("-n", namespace, "address", "add", f"10.214.0.{node + 1}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
+            # A frame that a program passes on must carry its checksum, and fit: veth leaves both to a card that there is not.
+            subprocess.run(["ip", "netns", "exec", namespace, sys.executable, "-c", _NO_OFFLOADS], check=True)
             _ip("-n", namespace, "route", "add", "default", "dev", "eth0")
 
     def start(self, node: int, command: Sequence[str], *, log: Path, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
@@ -82,6 +94,42 @@ class Nodes:
     def connect(self, node: int) -> None:
         """Put the cable back."""
         _ip("-n", self._switch, "link", "set", f"port{node}", "up")
+
+    @contextmanager
+    def worse(self, node: int, *, loss: float = 0.0, delay_s: float = 0.0) -> Iterator[None]:
+        """Give the node a bad cable for a block: a share of the frames is lost, or each comes late, in both directions."""
+        port, near, far = f"port{node}", f"near{node}", f"far{node}"
+        _ip("-n", self._switch, "link", "set", port, "nomaster")
+        _ip("-n", self._switch, "link", "add", near, "type", "veth", "peer", "name", far)
+        for link in (near, far):
+            _ip("-n", self._switch, "link", "set", link, "up")
+        program = subprocess.Popen(
+            [
+                *("ip", "netns", "exec", self._switch, sys.executable, str(LINK_PROGRAM)),
+                *(port, near, "--loss", str(loss), "--delay", str(delay_s)),
+            ],
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == b"up\n"
+            _ip("-n", self._switch, "link", "set", far, "master", "bridge")
+            yield
+        finally:
+            program.terminate()
+            program.wait(20)
+            _ip("-n", self._switch, "link", "delete", near)
+            _ip("-n", self._switch, "link", "set", port, "master", "bridge")
+
+    @contextmanager
+    def silenced(self, node: int, towards: int) -> Iterator[None]:
+        """Have nothing that one node sends reach another for a block, while the way back is open."""
+        route = ("blackhole", f"10.214.0.{towards + 1}/32")
+        _ip("-n", self._namespace(node), "route", "add", *route)
+        try:
+            yield
+        finally:
+            _ip("-n", self._namespace(node), "route", "delete", *route)
 
     def lose(self, node: int) -> None:
         """Lose a node: its connection, then all of its processes. Nothing of it can say farewell."""

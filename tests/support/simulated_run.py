@@ -6,7 +6,7 @@ of it follows one seed. The events are those of a real run, so the history check
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from trivet.client.inference_client import PolicyStatus
 from trivet.client.load import ServerLoad
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
-from trivet.config.sections.client import ClientConfig, ConcurrencyConfig
+from trivet.config.sections.client import ClientConfig, ConcurrencyConfig, ElasticConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, WorkerLost
@@ -29,6 +29,7 @@ from trivet.orchestrator.load_watcher import LoadWatcher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.sampler import Draw, ExampleSampler
+from trivet.storage.durable import write_atomically
 from trivet.weights.manifest import read_manifest
 from trivet.weights.publish import publish
 from trivet.wire.batches import Batch
@@ -47,6 +48,8 @@ class Plan:
     seed: int
     num_servers: int = 1
     max_steps: int = 5
+    batch_size: int = 8
+    rollouts_per_example: int = 2
     max_async_level: int = 1
     is_strict: bool = False
     max_off_policy_steps: int = 8
@@ -69,6 +72,12 @@ class Plan:
     group_s: float = 2.0
     is_even: bool = False
     """Whether trainer, groups and loads take exactly their time, instead of a random one around it."""
+    do_groups_vary: bool = False
+    """Whether groups take a random time in an even run too, from a fifth of theirs to twice as long."""
+    load_s: float | None = None
+    """Time in which a server loads a policy; unset: a random one, or a tenth of a second in an even run."""
+    are_servers_named: bool = False
+    """Whether a file names the servers (`SimulatedRun.name_servers`), as a launcher's does."""
     poll_factor: float = 10.0
     """Factor by which the watcher polls less often. A poll takes no virtual time, but real time."""
 
@@ -83,7 +92,7 @@ class SimulatedServer:
         """
         self.base_url = base_url
         self._rng = rng
-        self._load_s = load_s
+        self.load_s = load_s
         self.status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
         self.life = 0
         """Counts the server's starts."""
@@ -104,7 +113,7 @@ class SimulatedServer:
     async def update_weights(self, directory: Path) -> PolicyStatus:
         await self._answer(300.0)
         manifest = read_manifest(directory)
-        await self._work(self._rng.uniform(0.1, 3.0) if self._load_s is None else self._load_s)
+        await self._work(self._rng.uniform(0.1, 3.0) if self.load_s is None else self.load_s)
         self.status = PolicyStatus(version=manifest.version, digest=manifest.digest)
         await self._answer(300.0)
         return self.status
@@ -230,19 +239,23 @@ class SimulatedRun:
         self._layout.weights.mkdir(parents=True)
         self._trainer = SimulatedTrainer(plan, self._layout, published, self.recorder, self._rng)
         urls = [f"http://server-{index}" for index in range(plan.num_servers)]
-        load_s = 0.1 if plan.is_even else None
+        self._servers_file = directory / "servers"
+        self.name_servers(urls)
+        load_s = plan.load_s or (0.1 if plan.is_even else None)
         self.servers = {url: SimulatedServer(url, self._rng, load_s=load_s) for url in urls}
         self.config = OrchestratorConfig(
             output_dir=directory,
             max_steps=plan.max_steps,
-            batch_size=8,
-            rollouts_per_example=2,
+            batch_size=plan.batch_size,
+            rollouts_per_example=plan.rollouts_per_example,
             oversampling_factor=plan.oversampling_factor,
             max_async_level=plan.max_async_level,
             strict_async_level=plan.is_strict,
             max_off_policy_steps=plan.max_off_policy_steps,
             max_fruitless_batches=10_000,
-            client=ClientConfig(base_url=urls),
+            client=ClientConfig(
+                base_url=urls, elastic=ElasticConfig(servers_file=self._servers_file) if plan.are_servers_named else None
+            ),
             ckpt=CkptConfig(),
             concurrency=ConcurrencyConfig(min_inflight=2),
         )
@@ -251,6 +264,10 @@ class SimulatedRun:
     @property
     def events(self) -> list[Event]:
         return self.recorder.events
+
+    def name_servers(self, urls: Iterable[str]) -> None:
+        """Tell an orchestrator with `are_servers_named` which servers there are."""
+        write_atomically(self._servers_file, "\n".join(urls).encode())
 
     async def run(self) -> None:
         """Run with all troubles, to the last batch."""
@@ -267,7 +284,7 @@ class SimulatedRun:
 
     async def run_group(self, draw: Draw, *, base_url: str) -> list[Rollout]:
         plan, fate = self.plan, self._rng.random()
-        seconds = plan.group_s * (1.0 if plan.is_even else self._rng.uniform(0.2, 2.0))
+        seconds = plan.group_s * (self._rng.uniform(0.2, 2.0) if plan.do_groups_vary or not plan.is_even else 1.0)
         if self._rng.random() < plan.slow_share:
             seconds *= 100
         try:

@@ -6,7 +6,7 @@ the output directory. A file `last_step_committed` in it says that the last step
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +64,8 @@ class StandInAttempts:
 
     def server_urls(self) -> Mapping[RecoveryUnit, Sequence[str]]:
         return {RecoveryUnit("inference"): ()}
+
+    def name_servers(self, *, without: Collection[RecoveryUnit] = ()) -> None: ...
 
     def begin_next(self, log: RunLog) -> None:
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})

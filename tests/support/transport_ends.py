@@ -10,8 +10,9 @@ import zmq
 from support.memory_transport import MemoryReceiver, MemorySender
 from support.processes import find_free_port
 from trivet.config.sections.shared import TransportConfig
+from trivet.process.encrypted_sockets import key_pair
 from trivet.secret import RunSecret
-from trivet.transport.zeromq import ZmqReceiver, ZmqSender, derive_keys
+from trivet.transport.zeromq import KEY_PURPOSE, ZmqReceiver, ZmqSender
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
 
 Frames = list[bytes]
@@ -48,7 +49,7 @@ class ZmqRelay:
         self._front, self._back = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
         for end in (self._front, self._back):
             end.setsockopt(zmq.LINGER, 0)
-        public, private = derive_keys(SECRET)
+        public, private = key_pair(SECRET.derive(KEY_PURPOSE))
         self._front.curve_server = True
         self._front.curve_secretkey = private
         self._back.curve_serverkey = public

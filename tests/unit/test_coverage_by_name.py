@@ -27,6 +27,7 @@ ELSEWHERE = {
     "environments/apis/v0/host.py": "unit/environments/apis/v0/test_kinds.py",
     "environments/apis/v1/*.py": "unit/environments/apis/v1/test_host.py",  # with verifiers 0.4
     "environments/local_pool.py": "unit/environments/apis/v0/test_kinds.py",
+    "environments/nodes/*.py": "unit/environments/nodes/test_node_pools.py",  # both ends of one connection
     "environments/packages/import_*.py": "unit/environments/packages/test_discovery.py",
     "environments/packages/interpreters.py": "unit/tools/test_environment_installer.py",
     "environments/packages/venvs.py": "unit/tools/test_environment_installer.py",
@@ -52,13 +53,14 @@ ELSEWHERE = {
     "inference/*.py": "integration/test_inference_server.py",  # parts that run inside vLLM
     "launcher/commands/*.py": "integration/test_launcher_command.py",
     "launcher/commands/sft.py": "integration/test_sft_command.py",
-    "launcher/nodes/join.py": "integration/test_nodes.py",
     "launcher/nodes/lead.py": "integration/test_nodes.py",
     "launcher/nodes/messages.py": "unit/launcher/nodes/test_agent.py",  # declarations
     "launcher/host.py": "integration/test_launcher_processes.py",
     "launcher/processes.py": "integration/test_launcher_processes.py",  # real processes and signals
     "launcher/role_configs.py": "unit/launcher/test_plan.py",
     "launcher/supervision/clock.py": "unit/launcher/supervision/test_supervisor.py",  # declarations
+    "launcher/supervision/decisions.py": "unit/launcher/supervision/test_recovery.py",  # declarations
+    "process/encrypted_sockets.py": "unit/transport/test_strangers.py",
     "process/imports.py": "unit/test_quick_imports.py",
     "process/listening.py": "unit/launcher/test_ports.py",
     "orchestrator/connections.py": "unit/orchestrator/test_start.py",
@@ -66,10 +68,14 @@ ELSEWHERE = {
     "library/messages.py": "unit/library/test_trainers.py",
     "library/process.py": "unit/library/test_trainers.py",
     "orchestrator/counters.py": "unit/orchestrator/test_metrics.py",
+    "orchestrator/environment_node.py": "integration/test_env_nodes.py",  # a process of its own
     "orchestrator/main.py": "integration/test_rl_run.py",
     "orchestrator/pools.py": "unit/orchestrator/test_sampler.py",
     "orchestrator/self_check.py": "unit/orchestrator/test_start.py",
     "orchestrator/change_event.py": "unit/orchestrator/test_dispatcher.py",
+    "schedulers/node_variables.py": "unit/launcher/nodes/test_identity.py",  # declarations
+    "schedulers/preparation.py": "unit/schedulers/test_slurm.py",
+    "schedulers/submit.py": "unit/schedulers/test_kubernetes.py",
     "shown_text.py": "unit/tools/test_status.py",
     "telemetry/stats.py": "unit/telemetry/test_metrics.py",
     "telemetry/*.py": "unit/telemetry/test_telemetry.py",

@@ -101,12 +101,15 @@ class ServerDiscovery:
 
     async def _find_ready(self) -> list[Server]:
         await self._look_up()
-        ready: list[Server] = []
-        for server in self._servers.known:
-            try:
-                await server.client.check_health(timeout_s=PROBE_TIMEOUT_S)
-            except InferenceError as exc:
-                server.last_error = str(exc)
-            else:
-                ready.append(server)
-        return ready
+        known = self._servers.known
+        answers = await asyncio.gather(*(_answers(server) for server in known))
+        return [server for server, is_ready in zip(known, answers, strict=True) if is_ready]
+
+
+async def _answers(server: Server) -> bool:
+    try:
+        await server.client.check_health(timeout_s=PROBE_TIMEOUT_S)
+    except InferenceError as exc:
+        server.last_error = str(exc)
+        return False
+    return True

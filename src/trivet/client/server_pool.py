@@ -38,6 +38,10 @@ from trivet.wire.versions import START_VERSION
 
 logger = logging.getLogger(__name__)
 
+_LATE_S = 30.0
+"""When half of the servers have loaded a policy, the others have this time, or as long again if that is more. A server that reads
+weights from busy shared storage takes longer than the others; one that was lost never answers."""
+
 
 class ServerPool:
     """Serves policies with the servers of `client.base_url`, or with those behind a DNS name.
@@ -67,10 +71,13 @@ class ServerPool:
             resolve: looks up `client.elastic.hostname`.
         """
         self._config = config
+        self._clock = clock
         self._make_client = make_client
         self._servers = ServerSet(write_event=write_event, clock=clock)
         self._monitor = ServerHealthMonitor(self._servers, clock=clock, sleep=sleep)
         self._discovery: ServerDiscovery | None = None
+        self._answered: list[Server] = []
+        """Servers that answered at the start."""
         if config.elastic is not None:
             self._discovery = ServerDiscovery(
                 config.elastic, self._servers, make_client=make_client, resolve=resolve, clock=clock, sleep=sleep
@@ -89,16 +96,19 @@ class ServerPool:
         """
         timeout_s = self._config.wait_for_ready_timeout
         if self._discovery is not None:
-            ready = await self._discovery.wait_ready(timeout_s)
-            logger.info("inference ready urls=%s", ", ".join(server.root for server in ready))
+            self._answered = await self._discovery.wait_ready(timeout_s)
+            logger.info("inference ready urls=%s", ", ".join(server.root for server in self._answered))
             return
         for url in self._config.base_url:
             server = self._servers.add(self._make_client(url))
             await server.client.wait_ready(timeout_s)
+            self._answered.append(server)
             logger.info("inference ready url=%s", server.root)
 
     async def ensure_policy_on_all(self, policy: TargetPolicy, *, reset: bool = True) -> TargetPolicy:
         """Have every server serve `policy` and admit it: before the first rollout.
+
+        They load it at once. One that did not answer at the start is not waited for: `run` admits it when it does.
 
         Args:
             policy: becomes the target.
@@ -110,24 +120,34 @@ class ServerPool:
         Raises:
             InferenceError: a listed server failed, or all behind a DNS name did; or their start models differ.
         """
+        waiting = [server for server in self._servers.known if server.is_admitted or server in self._answered]
         if policy.directory is None and not reset:
-            await self._require_start_model()
+            await self._require_start_model(waiting)
         errors: list[InferenceError] = []
-        for server in self._servers.known:
-            try:
-                status = await server.ensure_policy(policy)
-            except InferenceError as exc:
-                server.last_error = str(exc)
-                errors.append(exc)
-            else:
-                policy = self._servers.target = replace(policy, digest=status.digest)
-                self._servers.admit(server)
+        while waiting and policy.digest is None:  # the first that serves the start model says its digest
+            policy, error = await self._load_and_admit(waiting.pop(0), policy)
+            errors += [error] if error is not None else []
+        loaded = await asyncio.gather(*(self._load_and_admit(server, policy) for server in waiting))
+        errors += [error for _, error in loaded if error is not None]
         if errors and (self._discovery is None or not self._servers.admitted):
             raise errors[0]
         return policy
 
+    async def _load_and_admit(self, server: Server, policy: TargetPolicy) -> tuple[TargetPolicy, InferenceError | None]:
+        """Return `policy` with the digest that the server says, and why the server was not admitted."""
+        try:
+            status = await server.ensure_policy(policy)
+        except InferenceError as exc:
+            server.last_error = str(exc)
+            return policy, exc
+        policy = self._servers.target = replace(policy, digest=status.digest)
+        self._servers.admit(server)
+        return policy, None
+
     async def ensure_policy(self, policy: TargetPolicy) -> None:
-        """Have the admitted servers serve `policy`, and return once at least one does. One that fails is marked unhealthy.
+        """Have the admitted servers serve `policy`, and return once at least one does.
+
+        One that fails, or takes much longer than most, is marked unhealthy: a lost node must not hold up the others.
 
         Raises:
             PolicyRefused: every server says that the weights directory is not whole.
@@ -135,7 +155,7 @@ class ServerPool:
         """
         self._servers.target = policy
         admitted = self._servers.admitted
-        errors = await asyncio.gather(*(self._ensure_on(server, policy) for server in admitted))
+        errors = await self._ensure_on_most(admitted, policy)
         refused = [error for error in errors if isinstance(error, PolicyRefused)]
         if admitted and len(refused) == len(admitted):
             raise refused[0]
@@ -181,14 +201,47 @@ class ServerPool:
         for server in self._servers.known:
             await self._servers.remove(server.root).client.aclose()
 
-    async def _require_start_model(self) -> None:
-        for server in self._servers.known:
+    async def _require_start_model(self, servers: list[Server]) -> None:
+        for server in servers:
             status = await server.client.served_policy()
             if status.version != START_VERSION:
                 raise InferenceError(
                     f"{server.root} holds policy {status.version} and the run starts from the base model; set "
                     "orchestrator.reload_weights_on_start = true"
                 )
+
+    async def _ensure_on_most(self, servers: list[Server], policy: TargetPolicy) -> list[InferenceError | None]:
+        """Return the error of each server that ended in time; servers that are much later than half of all are not waited for."""
+        if not servers:
+            return []
+        begun, may_go_on, num_loaded, num_ended = self._clock(), asyncio.Event(), 0, 0
+
+        async def load(server: Server) -> InferenceError | None:
+            nonlocal num_loaded, num_ended
+            has_error = True
+            try:
+                error = await self._ensure_on(server, policy)
+                num_loaded += error is None
+                has_error = False
+                return error
+            finally:
+                num_ended += 1
+                if has_error or 2 * num_loaded >= len(servers) or num_ended == len(servers):
+                    may_go_on.set()
+
+        loads = {asyncio.create_task(load(server), name=f"load-{server.root}"): server for server in servers}
+        try:
+            await may_go_on.wait()
+            more_s = max(_LATE_S, self._clock() - begun)
+            done, late = await asyncio.wait(loads, timeout=more_s, return_when=asyncio.FIRST_EXCEPTION)
+            errors = [task.result() for task in loads if task in done]
+        finally:
+            for task in loads:
+                task.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
+        for task in late:
+            self._servers.mark_unhealthy(loads[task], f"it did not load policy {policy.version} when half of the servers had")
+        return errors
 
     async def _ensure_on(self, server: Server, policy: TargetPolicy) -> InferenceError | None:
         try:

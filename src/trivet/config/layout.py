@@ -79,6 +79,16 @@ class RunLayout:
         return self.root / "slurm"
 
     @property
+    def kubernetes(self) -> Path:
+        """The directory of a JobSet's manifest and configuration, and, in the pods, of what each start notes for later ones."""
+        return self.root / "kubernetes"
+
+    @property
+    def skypilot(self) -> Path:
+        """The directory of a task of SkyPilot and its configuration, and, on its nodes, of what each start notes for later ones."""
+        return self.root / "skypilot"
+
+    @property
     def secret(self) -> Path:
         """The file of the run's secret."""
         return self.root / ".secret"
@@ -110,6 +120,11 @@ class RunLayout:
     def control(self) -> Path:
         """The file that says where the first node of a run of several listens for the others."""
         return self.root / ".control.json"
+
+    @property
+    def lease(self) -> Path:
+        """The file that says which first node leads a run of several: `launcher.nodes.lease.Lease`."""
+        return self.root / ".lease.json"
 
     @property
     def run_file(self) -> Path:

@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from trivet.checkpoints.run_record import read_run
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
 from trivet.dialects.vf_console import MetricsLine, dictionary_of, read_steps
-from trivet.launcher.run_directory import read_run
 from trivet.step_directories import list_steps
 from trivet.storage.durable import remove_directory, sync_tree, write_json_atomically
 from trivet.weights.manifest import read_manifest

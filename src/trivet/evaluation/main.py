@@ -24,7 +24,7 @@ from trivet.evaluation.servers import EvalServers, connect
 from trivet.evaluation.targets import follow_targets
 from trivet.evaluation.weights_reader import WeightsReader
 from trivet.process.signals import run_until_signalled
-from trivet.schedulers.slurm import submit
+from trivet.schedulers.submit import submit
 from trivet.telemetry.logs import setup_logging
 from trivet.wire.workers import HostSettings
 

@@ -7,12 +7,17 @@ from typing import Any
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.vllm_keys import COMPUTED_VLLM_ARGUMENTS, VLLM_KEYS
 from trivet.errors import ConfigError
+from trivet.process.server_shard import ServerShard
 
 _FIXED = {
     "logprobs_mode": "log-probabilities must be those of the distribution sampled from",
     "worker_extension_cls": "it is how weights are loaded",
     "enable_scale_out": "/inference/v1/generate, which it enables, is how the server is asked for tokens",
     "generation_config": "sampling that a request does not ask for would bias the importance ratio",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "master_addr", "master_port", "headless"),
+        "deployment.num_infer_nodes has a run start a server over several nodes",
+    ),
 }
 """vLLM's arguments that the server sets itself, and why no other value works."""
 
@@ -30,11 +35,12 @@ JSON_LOG_CONFIG = str(Path(__file__).with_name("json_logging.json"))
 """The logging configuration of vLLM and uvicorn for `log.json_logging`: both have handlers of their own."""
 
 
-def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict[str, Any]:
+def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: ServerShard | None = None) -> dict[str, Any]:
     """Return the arguments of vLLM's engine and API server by name; an absent one keeps vLLM's default.
 
     Args:
         token: the run's secret, which is accepted in place of `server.api_key`.
+        shard: the share of this node in a server that spans several.
 
     Raises:
         ConfigError: `vllm_args` sets an argument that another key or the server itself sets.
@@ -100,6 +106,16 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str) -> dict
         arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}
     if config.log.json_logging:
         arguments["log_config_file"] = JSON_LOG_CONFIG
+    if shard is not None:
+        arguments |= {
+            "nnodes": shard.num_shards,
+            "node_rank": shard.index,
+            "master_addr": shard.host,
+            "master_port": shard.port,
+            "headless": not shard.is_first,
+            # vLLM's CPU platform would choose another way when a node has one rank.
+            "distributed_executor_backend": "mp",
+        }
     return arguments | config.vllm_args
 
 
@@ -144,6 +160,10 @@ LOOPBACK_ENVIRONMENT = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
 
 JSON_LOG_ENVIRONMENT = {"VLLM_LOGGING_CONFIG_PATH": JSON_LOG_CONFIG}
 """Has the engine's processes, which import vLLM anew, log JSON too."""
+
+SHARD_ENVIRONMENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Has every rank of a server over several nodes connect to the store that its first shard opens. Otherwise rank 0 would open one
+itself, on all addresses of its node, and would not get the port that the launcher holds for it."""
 
 EAGER_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """For `enforce_eager` on the CPU. Without it vLLM still compiles a small function, which ranks log-probabilities, and g++ runs for

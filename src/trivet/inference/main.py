@@ -8,6 +8,7 @@ import asyncio
 import importlib.metadata
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -27,18 +28,21 @@ from trivet.inference.arguments import (
     EAGER_CPU_ENVIRONMENT,
     JSON_LOG_ENVIRONMENT,
     LOOPBACK_ENVIRONMENT,
+    SHARD_ENVIRONMENT,
     cpu_environment,
     refuse_unknown,
     vllm_arguments,
 )
 from trivet.inference.engine_process import count_physical_cores, find_openmp, preloaded, restart_with
 from trivet.inference.positions import position_overrides
+from trivet.inference.server_shards import open_store
 from trivet.key_names import key_name
 from trivet.machine import compile_cache_directory
 from trivet.process.imports import without_collections
 from trivet.process.lifetime import die_with_parent
 from trivet.process.listening import is_held
 from trivet.process.lock import holder_of
+from trivet.process.server_shard import ServerShard, read_shard, shard_name
 from trivet.process.stacks import show_tasks_on_signal
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import process_report
@@ -51,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5
 """How long requests have to be answered at the end. The engine has failed them before."""
+_KEEP_ALIVE_S = 75
+"""How long an idle connection stays open. Clients close theirs sooner: httpx after 5 s, aiohttp after 15. A server that closes
+first may do so while a request is on its way on that connection, and the request fails although nothing is wrong."""
 
 
 def main() -> int:
@@ -61,7 +68,8 @@ def main() -> int:
 
 def serve(config: InferenceConfig) -> int:
     """Serve until a signal ends it; returns the exit code."""
-    role = "teacher" if config.is_teacher else config.name
+    shard = read_shard()
+    role = "teacher" if config.is_teacher else shard_name(config.name, shard.index if shard is not None else 0)
     setup_logging(role, level=config.log.level, as_json=config.log.json_logging)
     if is_foreign_run_active(config.output_dir, parent=os.getppid()):
         logger.warning(
@@ -73,7 +81,7 @@ def serve(config: InferenceConfig) -> int:
     arm(config.faults.schedule)
     is_cpu = not _has_cuda_build()
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
-    arguments = vllm_arguments(config, is_cpu=is_cpu, token=secret.token)
+    arguments = vllm_arguments(config, is_cpu=is_cpu, token=secret.token, shard=shard)
     is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1
     for name, value in {**LOOPBACK_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory())}.items():
         os.environ.setdefault(name, value)
@@ -81,6 +89,7 @@ def serve(config: InferenceConfig) -> int:
         COMMON_ENVIRONMENT
         | (ADAPTER_ENVIRONMENT if config.enable_lora else {})
         | (JSON_LOG_ENVIRONMENT if config.log.json_logging else {})
+        | (SHARD_ENVIRONMENT if shard is not None else {})
     )
     if is_cpu and config.model.enforce_eager:
         os.environ.update(EAGER_CPU_ENVIRONMENT)
@@ -93,8 +102,10 @@ def serve(config: InferenceConfig) -> int:
     import uvloop
 
     args = _make_namespace({**arguments, **position_overrides(config)}, config.vllm_args)
+    if shard is not None and not shard.is_first:
+        return _run_shard(args)
     roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs]
-    return uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process))
+    return uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process, shard=shard))
 
 
 def is_foreign_run_active(output_dir: Path, *, parent: int) -> bool:
@@ -134,15 +145,41 @@ def _make_namespace(arguments: Mapping[str, object], extra: Mapping[str, object]
     return args
 
 
-async def _run(args: Namespace, *, secret: RunSecret, roots: Sequence[Path], is_one_process: bool) -> int:
+def _run_shard(args: Namespace) -> int:
+    """Run the ranks of a node that answers no requests, until one ends or a signal comes; returns the exit code."""
+    signal.signal(signal.SIGTERM, _end_while_starting)
+    with without_collections():
+        from trivet.inference.executors import ManyProcessExecutor
+    vllm_config = make_engine_config(args)
+    try:
+        executor = ManyProcessExecutor(vllm_config, monitor_workers=False)
+    except Exception as exc:  # vLLM raises no narrower one
+        raise InferenceError(
+            f"the ranks of this node did not start for {args.model}: {exc} (their own error is above)"
+        ) from exc
+    process_report.begin("computing for the first node of this server")
+    try:
+        executor.start_worker_monitor(inline=True)  # returns when a rank has ended, which none does by itself
+    finally:
+        for rank in multiprocessing.active_children():
+            rank.kill()  # it waits for the first node, and would make vLLM wait for it for nine seconds
+        executor.shutdown()
+    return 1
+
+
+async def _run(
+    args: Namespace, *, secret: RunSecret, roots: Sequence[Path], is_one_process: bool, shard: ServerShard | None
+) -> int:
     signal.signal(signal.SIGTERM, _end_while_starting)
     sock = _listen(args)
     try:
+        store = open_store(shard) if shard is not None else None
         engine = _start_engine(args, is_one_process=is_one_process)
         try:
             return await _serve_http(engine, args, sock, secret=secret, roots=roots)
         finally:
             engine.shutdown(timeout=0)
+            del store  # the ranks have ended
     finally:
         sock.close()
 
@@ -170,14 +207,11 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
     with without_collections():
         from trivet.inference.executors import ManyProcessExecutor, OneProcessExecutor
         from trivet.inference.versioned_engine import VersionedEngine
-        from trivet.inference.vllm_names import AsyncEngineArgs, Executor
+        from trivet.inference.vllm_names import Executor
 
         if is_one_process:
             _import_model_class(Path(args.model))
-    try:
-        vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    except (ValueError, TypeError, OSError) as exc:
-        raise ConfigError(f"vLLM cannot serve {key_name('inference.model.name')} {args.model!r} as configured: {exc}") from exc
+    vllm_config = make_engine_config(args)
     if is_one_process:
         # vLLM's CPU platform has chosen a new engine process and a new worker process: see engine_process.
         vllm_config.parallel_config.distributed_executor_backend = "uni"
@@ -190,6 +224,24 @@ def _start_engine(args: Namespace, *, is_one_process: bool) -> "VersionedEngine"
         )
     except RuntimeError as exc:
         raise InferenceError(f"vLLM's engine did not start for {args.model}: {exc} (its own error is above)") from exc
+
+
+def make_engine_config(args: Namespace) -> Any:
+    """Return vLLM's configuration of an engine that serves over HTTP.
+
+    vLLM's limits of sequences and tokens of a batch depend on the GPU only for a usage that it knows.
+
+    Raises:
+        ConfigError: vLLM cannot serve the model as configured.
+    """
+    from trivet.inference.vllm_names import AsyncEngineArgs, UsageContext
+
+    try:
+        return AsyncEngineArgs.from_cli_args(args).create_engine_config(
+            UsageContext.OPENAI_API_SERVER, headless=getattr(args, "headless", False)
+        )
+    except (ValueError, TypeError, OSError) as exc:
+        raise ConfigError(f"vLLM cannot serve {key_name('inference.model.name')} {args.model!r} as configured: {exc}") from exc
 
 
 def _import_model_class(model: Path) -> None:
@@ -250,6 +302,7 @@ async def _serve_http(
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             **({"log_config": log_config} if log_config else {}),
         ),
         name="serve-http",

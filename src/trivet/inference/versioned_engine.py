@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from trivet.inference.engine_process import await_children
+from trivet.inference.engine_routes import EngineRoutes
 from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 from trivet.inference.policy_ledger import PolicyLedger, TokenVersions
 from trivet.inference.vllm_names import (
@@ -80,6 +81,7 @@ class VersionedEngine(AsyncLLM):
         self._is_open.set()
         self._num_adapter_loads = 0
         super().__init__(*args, **kwargs)
+        self._routes = EngineRoutes.install(self.engine_core)
         # The only place that every completion passes, those of a request with several too.
         self._add_request_state = self.output_processor.add_request
         self.output_processor.add_request = self._admit_then_add
@@ -194,8 +196,12 @@ class VersionedEngine(AsyncLLM):
             for index, attempt in admitted.attempts.items()
             if index not in admitted.versions.runs
         ]
+        request_ids = [attempt.request.request_id for attempt in attempts]
+        if self._routes is not None:
+            self._routes.forget_all_but(self.output_processor.request_states)
+            self._routes.expect_end_of(request_ids)
         # Not abort_requests_async: the engine may apply such an abort a second time, later, to the attempt that follows.
-        await self.engine_core.call_utility_async("abort_requests", [attempt.request.request_id for attempt in attempts])
+        await self.engine_core.call_utility_async("abort_requests", request_ids)
         for attempt in attempts:
             request = attempt.request
             if request.request_id in self.output_processor.request_states:

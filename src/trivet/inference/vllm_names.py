@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.renderers import ChatParams as ChatParams
     from vllm.renderers import merge_kwargs as merge_kwargs
     from vllm.renderers.online_renderer import OnlineRenderer as OnlineRenderer
+    from vllm.usage.usage_lib import UsageContext as UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
     from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
     from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest
@@ -78,6 +79,7 @@ MODULE_OF = {
     "ChatParams": "vllm.renderers",
     "merge_kwargs": "vllm.renderers",
     "OnlineRenderer": "vllm.renderers.online_renderer",
+    "UsageContext": "vllm.usage.usage_lib",
     "FlexibleArgumentParser": "vllm.utils.argparse_utils",
     "EngineCoreOutput": "vllm.v1.engine",
     "EngineCoreRequest": "vllm.v1.engine",

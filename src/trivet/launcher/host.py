@@ -13,7 +13,7 @@ class HostedProcess(Protocol):
 
     @property
     def spec(self) -> ProcessSpec:
-        """What it was started from."""
+        """The command, environment and log that it was started with."""
         ...
 
     @property
@@ -41,7 +41,10 @@ class HostedProcess(Protocol):
 
 
 class ProcessHost(Protocol):
-    """Where the supervisor's processes run: all that it does to a process goes through here. Nothing here waits for a node."""
+    """The machine or the nodes on which the supervisor's processes run: all that it does to a process goes through here.
+
+    No method waits for a node to answer.
+    """
 
     def start(self, spec: ProcessSpec) -> HostedProcess:
         """Start a process; its output is appended to its log. What an earlier one reported is removed.
@@ -86,7 +89,15 @@ class ProcessHost(Protocol):
         ...
 
     def lost_nodes(self) -> frozenset[int]:
-        """Return the nodes of the run that are not there."""
+        """Return the nodes of the run that are not there.
+
+        Raises:
+            RunDirectoryBusy: another node leads the run now.
+        """
+        ...
+
+    def leaving_nodes(self) -> frozenset[int]:
+        """Return the nodes, besides this one, that a signal has asked to end."""
         ...
 
     @property

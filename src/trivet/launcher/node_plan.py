@@ -12,10 +12,11 @@ from trivet.config.layout import RunLayout
 from trivet.config.loading.resolve import LOCAL_HOSTS
 from trivet.config.sections.base import Section
 from trivet.config.sections.client import ElasticConfig
+from trivet.config.sections.environment import EnvNodesConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity, TransportConfig
 from trivet.errors import ConfigError
-from trivet.launcher.placement import RENDEZVOUS, TRANSPORT, Placement
+from trivet.launcher.placement import ENVIRONMENTS, RENDEZVOUS, TRANSPORT, Placement, ServerPlacement
 from trivet.launcher.plan import (
     TRAINER,
     GpuShares,
@@ -24,15 +25,20 @@ from trivet.launcher.plan import (
     RunPlan,
     orchestrator_process,
     report_files,
+    server_keys,
     server_process,
     trainer_process,
 )
 from trivet.launcher.role_configs import Ports, orchestrator_config, server_config, trainer_config
 from trivet.machine import Machine
+from trivet.process.lifetime import module_command
 from trivet.process.rank_place import RankPlace
+from trivet.process.server_shard import ServerShard, shard_name
 
 _LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that have the ranks of one machine connect over loopback."""
+_SERVING, _ENVIRONMENTS = "serving", "environments"
+"""Kinds of work in which one role replaces another whose node is lost."""
 _SYNC_INTERVAL_S = 1.0
 """The orchestrator looks this often whether a server came back at another address."""
 
@@ -91,28 +97,29 @@ def plan_over_nodes(
     orchestrator = orchestrator.model_copy(
         update={"rollout_transport": _between_nodes(orchestrator.rollout_transport, leader)}
         | ({"client": orchestrator.client.model_copy(update=_servers(config, urls))} if urls else {})
+        | {"env_nodes": _env_nodes(placement, nodes[placement.orchestrator_node])}
     )
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes: list[ProcessSpec] = []
     for server in placement.servers:
         node, file = nodes[server.node], configs / f"{server.name}.toml"
+        num_gpus = 0 if len(server.nodes) > 1 else len(server.gpu_ids)  # 0: over several nodes it is one replica
         section = server_config(
-            config.inference, run, name="inference", port=node.ports[server.name], num_gpus=len(server.gpu_ids), share=1.0
+            config.inference, run, name="inference", port=node.ports[server.name], num_gpus=num_gpus, share=1.0
         )
         assert section is not None
         bound = section.server.model_copy(update={"host": _bind(section.server.host, node)})
         sections[file] = section.model_copy(update={"server": bound, "name": server.name})
-        gpus = [node.machine.gpus[index] for index in server.gpu_ids]
-        spec = server_process(server.name, config, python, file, gpus)
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if node.machine.gpus and not gpus else {}
-        processes.append(replace(spec, node=node.index, env={**spec.env, **hidden}))
+        processes += _server_processes(config, python, file, server=server, nodes=nodes)
     processes += _trainer_processes(config, python, configs / "trainer.toml", placement=placement, nodes=nodes, run=run)
     processes.append(
         replace(
             orchestrator_process(config, python, configs / "orchestrator.toml", is_on_cpu=config.deployment.gpus_per_node == 0),
             node=placement.orchestrator_node,
+            work=_ENVIRONMENTS if placement.orchestrator_node in placement.worker_nodes else "",
         )
     )
+    processes += _worker_processes(config, python, configs / "orchestrator.toml", placement=placement)
     return RunPlan(
         processes=tuple(processes),
         configs=sections,
@@ -162,6 +169,33 @@ def _servers(config: RLConfig, urls: Mapping[str, str]) -> dict[str, object]:
     return {"base_url": list(urls.values()), "elastic": servers}
 
 
+def _server_processes(
+    config: RLConfig, python: str, file: Path, *, server: ServerPlacement, nodes: Mapping[int, Node]
+) -> Iterator[ProcessSpec]:
+    """Yield the process of each node of a server. They are one unit: when one fails, all are started again."""
+    layout, first = RunLayout(config.output_dir), nodes[server.node]
+    for index, number in enumerate(server.nodes):
+        node, name = nodes[number], shard_name(server.name, index)
+        gpus = [node.machine.gpus[position] for position in server.gpu_ids]
+        spec = server_process(server.name, config, python, file, gpus)
+        env = {**spec.env, **({"CUDA_VISIBLE_DEVICES": ""} if node.machine.gpus and not gpus else {})}
+        defaults = spec.env_defaults
+        if len(server.nodes) > 1:
+            shard = ServerShard(index=index, num_shards=len(server.nodes), host=first.host, port=first.ports[server.rendezvous])
+            env |= shard.environment() | {"VLLM_HOST_IP": node.host}
+            defaults = {**defaults, **_interfaces(node)}
+        yield replace(
+            spec,
+            name=name,
+            node=number,
+            work=_SERVING,
+            log=layout.log_file(f"{name}.stdout"),
+            env=env,
+            env_defaults=defaults,
+            reports=report_files(layout, name),
+        )
+
+
 def _trainer_processes(
     config: RLConfig, python: str, file: Path, *, placement: Placement, nodes: Mapping[int, Node], run: RunIdentity
 ) -> Iterator[ProcessSpec]:
@@ -191,6 +225,33 @@ def _trainer_processes(
             env_defaults={**defaults, **(_interfaces(node) if several else {})},
             reports=reports[first : first + per_node],
             records_end=position == 0,
+        )
+
+
+def _env_nodes(placement: Placement, own: Node) -> EnvNodesConfig | None:
+    if not placement.has_distant_workers:
+        return None
+    return EnvNodesConfig(nodes=list(placement.worker_nodes), own=own.index, host=own.host, port=own.ports[ENVIRONMENTS])
+
+
+def _worker_processes(config: RLConfig, python: str, file: Path, *, placement: Placement) -> Iterator[ProcessSpec]:
+    """Yield the process of each node that runs environment workers for an orchestrator on another."""
+    layout = RunLayout(config.output_dir)
+    for node in placement.worker_nodes:
+        if node == placement.orchestrator_node:
+            continue
+        name, own = f"env-workers-{node}", ("--env-nodes.own", str(node))
+        yield ProcessSpec(
+            name=name,
+            unit=RecoveryUnit(name),
+            argv=tuple(module_command("trivet.orchestrator.environment_node", "@", str(file), *own, python=python)),
+            log=layout.log_file(f"{name}.stdout"),
+            env=server_keys(config),
+            env_defaults={"PYTHONUNBUFFERED": "1"},
+            does_finish=False,
+            node=node,
+            work=_ENVIRONMENTS,
+            reports=report_files(layout, name),
         )
 
 

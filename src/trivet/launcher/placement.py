@@ -7,8 +7,9 @@ from trivet.config.sections.rl import RLConfig
 
 HEAD = 0
 """The node that leads a run: it supervises every process, and is the first of those that train."""
-TRANSPORT, RENDEZVOUS = "transport", "rendezvous"
-"""Names of what listens on the first node that trains besides servers: the trainer for batches, its ranks for each other."""
+TRANSPORT, RENDEZVOUS, ENVIRONMENTS = "transport", "rendezvous", "environments"
+"""Names of what listens besides servers. On the first node that trains: the trainer for batches, its ranks for each other. On that
+of the orchestrator: the orchestrator for environment workers of other nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +18,20 @@ class ServerPlacement:
 
     name: str
     """`inference`, `inference-1` and so on."""
-    node: int
+    nodes: tuple[int, ...]
+    """The node of each shard. The first one answers requests."""
     gpu_ids: tuple[int, ...]
-    """Positions among the node's GPUs; none on the CPU."""
+    """Positions among the GPUs of each of its nodes; none on the CPU."""
+
+    @property
+    def node(self) -> int:
+        """The node that answers requests."""
+        return self.nodes[0]
+
+    @property
+    def rendezvous(self) -> str:
+        """The name of what listens on its first node for the ranks of all its nodes."""
+        return f"{self.name}-{RENDEZVOUS}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,31 +44,40 @@ class Placement:
     ranks_per_node: int
     servers: tuple[ServerPlacement, ...]
     orchestrator_node: int
+    worker_nodes: tuple[int, ...]
+    """Nodes that run environment workers."""
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the trainer on all nodes."""
         return len(self.trainer_nodes) * self.ranks_per_node
 
+    @property
+    def has_distant_workers(self) -> bool:
+        """True when environment workers are elsewhere than beside the orchestrator alone."""
+        return self.worker_nodes != (self.orchestrator_node,)
+
     def listeners_on(self, node: int) -> tuple[str, ...]:
         """Return the names of what listens on `node`; each needs a port there."""
-        names = [server.name for server in self.servers if server.node == node]
+        servers = [server for server in self.servers if server.node == node]
+        names = [server.name for server in servers]
+        names += [server.rendezvous for server in servers if len(server.nodes) > 1]
         if node == self.trainer_nodes[0]:
             names += [TRANSPORT, RENDEZVOUS]
+        if node == self.orchestrator_node and self.has_distant_workers:
+            names.append(ENVIRONMENTS)
         return tuple(names)
 
     def roles_on(self, node: int) -> tuple[str, ...]:
         """Describe the roles of `node` for people."""
-        roles = [
-            f"{server.name} on GPU {_span(server.gpu_ids)}" if server.gpu_ids else server.name
-            for server in self.servers
-            if server.node == node
-        ]
+        roles = [_describe_server(server, node) for server in self.servers if node in server.nodes]
         if node in self.trainer_nodes:
             first = self.trainer_nodes.index(node) * self.ranks_per_node
             roles.append(f"trainer rank {_span(range(first, first + self.ranks_per_node))}")
         if node == self.orchestrator_node:
             roles.append("orchestrator")
+        if node in self.worker_nodes and self.has_distant_workers:
+            roles.append("environment workers")
         return tuple(roles)
 
 
@@ -68,23 +89,27 @@ def place(config: RLConfig, *, lost: frozenset[int] = frozenset()) -> Placement:
     """
     deployment = config.deployment
     num_training, per_server = deployment.num_train_nodes, deployment.gpus_per_node // deployment.servers_per_node
+    span = deployment.num_infer_nodes
     servers: list[ServerPlacement] = []
     for number in range(deployment.num_infer_replicas if config.inference is not None else 0):
         node, slot = divmod(number, deployment.servers_per_node)
         servers.append(
             ServerPlacement(
                 name=f"inference-{number}" if number else "inference",
-                node=num_training + node,
+                nodes=tuple(range(first := num_training + node * span, first + span)),
                 gpu_ids=tuple(range(slot * per_server, (slot + 1) * per_server)),
             )
         )
     trainer_nodes = tuple(node for node in range(num_training) if node not in lost)
+    worker_nodes = deployment.env_worker_nodes if config.orchestrator.replay is None else None
+    orchestrator_node = servers[0].node if deployment.orchestrator_on_inference and servers else trainer_nodes[0]
     return Placement(
         num_nodes=deployment.num_nodes,
         trainer_nodes=trainer_nodes,
         ranks_per_node=deployment.gpus_per_node or config.trainer_cpu_ranks,
         servers=tuple(servers),
-        orchestrator_node=servers[0].node if deployment.orchestrator_on_inference and servers else trainer_nodes[0],
+        orchestrator_node=orchestrator_node,
+        worker_nodes=tuple(sorted(worker_nodes)) if worker_nodes else (orchestrator_node,),
     )
 
 
@@ -93,6 +118,11 @@ def describe_placement(placement: Placement) -> Iterator[str]:
     for node in range(placement.num_nodes):
         head = " (head)" if node == HEAD else ""
         yield f"node {node}{head}: {', '.join(placement.roles_on(node)) or 'nothing'}"
+
+
+def _describe_server(server: ServerPlacement, node: int) -> str:
+    shard = f" shard {server.nodes.index(node)} of {len(server.nodes)}" if len(server.nodes) > 1 else ""
+    return f"{server.name}{shard}" + (f" on GPU {_span(server.gpu_ids)}" if server.gpu_ids else "")
 
 
 def _span(numbers: "range | tuple[int, ...]") -> str:

@@ -4,7 +4,7 @@ Pure: the machine, the ports and the run's identity are given. `launcher.run` ca
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NewType
 
@@ -29,6 +29,9 @@ SHARED_GPU_MEMORY = 0.5
 """Share of a GPU that the inference server takes when the trainer or a teacher needs the same one."""
 SHARED_TEACHER_MEMORY = 0.25
 """Share of a GPU that a teacher's server takes when another role needs the same one."""
+_CONTEXT_MEMORY = 0.08
+"""Share of a GPU that is left for what no allocator counts: the CUDA contexts of a rank and of a server, and buffers of NCCL. vLLM
+refuses to start where its share is not free besides its own context."""
 
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -42,6 +45,12 @@ share what is kept."""
 
 _YIELD_CORES = {"OMP_WAIT_POLICY": "passive"}
 """Roles share the cores: an OpenMP thread that waits must sleep, not spin in the way of the other role's threads."""
+
+
+_ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
+"""Rows of changing lengths fragment the memory of a GPU otherwise, and each pinned tensor takes memory up to a power of two."""
+_GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""GPUs are counted by nvidia-smi. CUDA's own order, the fastest first, would give their numbers to others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +83,10 @@ class ProcessSpec:
     """The index of the node on which it runs."""
     records_end: bool = True
     """True for a process that records in events.jsonl that it reached the last step, if it finishes at all."""
+    starts_after: tuple[str, ...] = ()
+    """Servers that must answer before this process starts, because it takes memory of the same GPUs."""
+    work: str = ""
+    """Kind of work. Units of the same kind replace each other while a node is lost; empty: nobody replaces it."""
     are_children_watched: bool = False
     """True for a role that cannot do without any of its processes: one that is stopped makes the role stuck."""
 
@@ -86,6 +99,16 @@ class GpuShares:
     trainer: tuple[str, ...]
     teacher: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+
+    def servers_before(self, name: str) -> tuple[str, ...]:
+        """Return the servers on a GPU of the role `name` that start before it.
+
+        vLLM measures what it takes by what is free while it starts: memory that another process takes then counts as vLLM's, and
+        memory that one frees ends it.
+        """
+        gpus = {TEACHER: self.teacher, INFERENCE: self.inference, TRAINER: self.trainer}
+        earlier = list(gpus)[: list(gpus).index(name)] if name in gpus else []
+        return tuple(server for server in earlier if not set(gpus[server]).isdisjoint(gpus[name]))
 
     @property
     def is_shared(self) -> bool:
@@ -155,6 +178,8 @@ def plan(
     )
     orchestrator = orchestrator_config(config, run, ports, resume_step)
     trainer = trainer_config(config, run, ports, resume_step)
+    share = _trainer_share(shares, inference, teacher)
+    trainer = trainer.model_copy(update={"gpu_memory_utilization": min(trainer.gpu_memory_utilization, share)})
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes = [
         trainer_process(config, python, configs / "trainer.toml", shares, machine),
@@ -170,7 +195,7 @@ def plan(
         urls[RecoveryUnit(TEACHER)] = tuple(orchestrator.teacher_model.client.base_url)
         processes.insert(0, server_process(TEACHER, config, python, configs / "teacher.toml", shares.teacher))
     return RunPlan(
-        processes=tuple(processes),
+        processes=tuple(replace(spec, starts_after=shares.servers_before(spec.name)) for spec in processes),
         configs=sections,
         notices=(
             *shares.notices,
@@ -180,6 +205,16 @@ def plan(
         ),
         server_urls=urls,
     )
+
+
+def _trainer_share(shares: GpuShares, *servers: InferenceConfig | None) -> float:
+    """Return the share of a GPU's memory that the servers on the trainer's GPUs leave to a rank."""
+    taken = [
+        server.gpu_memory_utilization
+        for server, gpus in zip(servers, (shares.inference, shares.teacher), strict=True)
+        if server is not None and not set(gpus).isdisjoint(shares.trainer)
+    ]
+    return round(1 - sum(taken) - _CONTEXT_MEMORY, 3) if taken else 1.0
 
 
 def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
@@ -225,9 +260,13 @@ def report_files(layout: RunLayout, role: str, *, num_ranks: int = 1) -> tuple[R
     return tuple(ReportFile(process=name, path=layout.report_file(role, rank)) for rank, name in enumerate(names))
 
 
-def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int) -> tuple[str, ...]:
-    """Return the command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it."""
-    return tuple(module_command("trivet.trainer.ranks.starter", str(num_ranks), module, *arguments, python=python))
+def rank_command(python: str, module: str, arguments: Sequence[str], *, num_ranks: int, is_on_cpu: bool) -> tuple[str, ...]:
+    """Return the command that runs `module` as `num_ranks` ranks on this machine; each rank ends with the one that started it.
+
+    Ranks that were given GPUs refuse to compute on the CPU: the launcher asks the driver what is there, torch may find it too old.
+    """
+    device = () if is_on_cpu else ("--device", "cuda")
+    return tuple(module_command("trivet.trainer.ranks.starter", str(num_ranks), module, *arguments, *device, python=python))
 
 
 def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[str, str]:
@@ -237,7 +276,7 @@ def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    return common | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else {})
+    return common | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else _GPU_ORDER | _ALLOCATOR_SETTINGS)
 
 
 def _teacher_ids(config: RLConfig, num_gpus: int) -> list[int]:
@@ -266,7 +305,7 @@ def server_process(name: str, config: RLConfig, python: str, file: Path, gpus: S
         argv=tuple(module_command("trivet.inference.main", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file(f"{name}.stdout"),
         env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
-        env_defaults={"PYTHONUNBUFFERED": "1"} | ({} if gpus else _YIELD_CORES),
+        env_defaults={"PYTHONUNBUFFERED": "1"} | (_GPU_ORDER if gpus else _YIELD_CORES),
         does_finish=False,
         reports=report_files(RunLayout(config.output_dir), name),
         are_children_watched=True,
@@ -280,14 +319,15 @@ def orchestrator_process(config: RLConfig, python: str, file: Path, *, is_on_cpu
         unit=TRAINING,
         argv=tuple(module_command("trivet.orchestrator.main", "@", str(file), python=python)),
         log=RunLayout(config.output_dir).log_file("orchestrator.stdout"),
-        env=_server_keys(config),
+        env=server_keys(config),
         env_defaults={"PYTHONUNBUFFERED": "1"} | (_KEEP_MEMORY if is_on_cpu else {}),
         does_finish=True,
         reports=report_files(RunLayout(config.output_dir), ORCHESTRATOR),
     )
 
 
-def _server_keys(config: RLConfig) -> dict[str, str]:
+def server_keys(config: RLConfig) -> dict[str, str]:
+    """Return the variables with the keys of the servers that the run starts, for those who ask them."""
     servers = {SERVER_KEY: config.inference, TEACHER_KEY: config.teacher_inference}
     return {name: inference.server.api_key for name, inference in servers.items() if inference and inference.server.api_key}
 
@@ -300,7 +340,7 @@ def trainer_process(config: RLConfig, python: str, file: Path, shares: GpuShares
     return ProcessSpec(
         name=TRAINER,
         unit=TRAINING,
-        argv=rank_command(python, "trivet.trainer.main", ("@", str(file)), num_ranks=num_ranks),
+        argv=rank_command(python, "trivet.trainer.main", ("@", str(file)), num_ranks=num_ranks, is_on_cpu=is_on_cpu),
         log=RunLayout(config.output_dir).log_file("trainer.stdout"),
         env=hidden if is_on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)},
         env_defaults={

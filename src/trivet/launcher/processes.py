@@ -171,6 +171,11 @@ class LocalHost:
         """Return the nodes that are not there: none, as this is the only one."""
         return frozenset()
 
+    @staticmethod
+    def leaving_nodes() -> frozenset[int]:
+        """Return the other nodes that a signal has asked to end: there is none."""
+        return frozenset()
+
     @property
     def has_nodes(self) -> bool:
         """True when there are more nodes than this one."""

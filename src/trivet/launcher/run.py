@@ -39,6 +39,7 @@ from trivet.wire.versions import Step
 
 if TYPE_CHECKING:
     from trivet.launcher.nodes.identity import NodeIdentity
+    from trivet.launcher.nodes.lease import HeadLease
 
 
 def check(config: RLConfig) -> None:
@@ -106,6 +107,7 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         directory = held.enter_context(RunDirectory(layout))
         scratch = held.enter_context(Scratch(layout.scratch_note))
         ckpt = config.trainer.ckpt
+        lease = held.enter_context(_lease_of(config, layout)) if identity is not None else None
         environments = held.enter_context(_loading_environments(config))
         step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
         if config.clean:
@@ -114,7 +116,7 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         run, machine = directory.identify(is_resumed=is_resumed), inspect_machine()
         if not is_resumed and identity is not None:
             directory.renew_secret()  # the other nodes need the new run's
-        place = _open_place(config, identity, layout=layout, run=run, machine=machine, held=held)
+        place = _open_place(config, identity, layout=layout, run=run, machine=machine, held=held, lease=lease)
         attempts = Attempts(
             config=config, directory=directory, run=run, from_step=step, make_plan=place.make_plan, scratch=scratch
         )
@@ -145,9 +147,15 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         return exit_code
 
 
+def _lease_of(config: RLConfig, layout: RunLayout) -> "HeadLease":
+    from trivet.launcher.nodes.lease import HeadLease  # here: as in `start`
+
+    return HeadLease(layout.lease, lost_after_s=config.deployment.lost_after_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a run takes place: one machine, or several nodes."""
+    """The surroundings of a run: one machine, or several nodes."""
 
     host: ProcessHost
     make_plan: Callable[[RLConfig, RunIdentity, Step | None], RunPlan]
@@ -163,14 +171,15 @@ def _open_place(
     run: RunIdentity,
     machine: Machine,
     held: ExitStack,
+    lease: "HeadLease | None",
 ) -> _Place:
     local = LocalHost(python=sys.executable, environ=role_environment(os.environ) | share_secret(layout, environ=os.environ))
-    if identity is not None:
+    if identity is not None and lease is not None:
         from trivet.launcher.nodes.lead import lead  # here: as in `start`
 
         secret = find_secret(layout, environ=os.environ)
         leader = held.enter_context(
-            lead(config, layout=layout, identity=identity, run=run, secret=secret, local=local, machine=machine)
+            lead(config, layout=layout, identity=identity, run=run, secret=secret, local=local, machine=machine, lease=lease)
         )
         return _Place(host=leader.host, make_plan=leader.plan, end_run=partial(setattr, leader, "exit_code"))
     ports = _reserve_ports(config, held.enter_context(ReservedPorts()))

@@ -1,6 +1,5 @@
 """Gives a run its output directory: one run per directory, nothing of another run in the way, an identity for each."""
 
-import os
 import secrets
 import shutil
 import time
@@ -8,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from trivet.checkpoints.commit import committed_steps, discard_staging, resolve_resume_step, verify_checkpoint
 from trivet.checkpoints.fork import adopt, choose_fork
+from trivet.checkpoints.run_record import read_run, write_run
 from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.base import Section
@@ -19,7 +17,7 @@ from trivet.config.sections.shared import RunIdentity
 from trivet.errors import CheckpointError, ConfigError
 from trivet.key_names import key_name
 from trivet.process.lock import FileLock, holder_of
-from trivet.storage.durable import DECODE_ERRORS, write_atomically, write_json_atomically
+from trivet.storage.durable import write_atomically
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
 
@@ -30,16 +28,6 @@ ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports", "
 
 _LOCK_WAIT_S = 0.3
 """Seconds to wait for the lock: a process that asks who holds it locks it for a moment."""
-
-
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of run.json."""
-
-    id: str
-    attempt: int
-    started: float
-    """Unix seconds of this attempt."""
-    pid: int
 
 
 class RunDirectory:
@@ -166,20 +154,16 @@ class RunDirectory:
             except CheckpointError as exc:
                 raise ConfigError(str(exc)) from exc
             self._remove_uncommitted()
-        self._write_record(run)
+        write_run(self.layout, run)
 
     def begin_next(self, run: RunIdentity) -> None:
         """Prepare the directory for the next attempt of the run that holds it: no role writes to it now."""
         self._remove_uncommitted()
-        self._write_record(run)
+        write_run(self.layout, run)
 
     def _remove_uncommitted(self) -> None:
         discard_staging(self.layout)
         drop_torn_line(self.layout.events)
-
-    def _write_record(self, run: RunIdentity) -> None:
-        record = RunRecord(id=run.id, attempt=run.attempt, started=time.time(), pid=os.getpid())
-        write_json_atomically(self.layout.run_file, record)
 
     def _foreign_entries(self) -> list[str]:
         """Return the entries that no run writes. Hidden files, such as locks or notes of a file system, do not count.
@@ -187,18 +171,11 @@ class RunDirectory:
         Nor does what the command wrote that submitted this run as a job.
         """
         names = {path.name for path in self.layout.root.iterdir()}
-        return sorted(name for name in names - {self.layout.slurm.name} if not name.startswith("."))
+        submissions = {path.name for path in (self.layout.slurm, self.layout.kubernetes, self.layout.skypilot)}
+        return sorted(name for name in names - submissions if not name.startswith("."))
 
     def _entries(self) -> list[str]:
         return [name for name in ENTRIES if (self.layout.root / name).exists()]
-
-
-def read_run(layout: RunLayout) -> RunRecord | None:
-    """Return the record of the run that wrote this directory, or None when there is no readable one."""
-    try:
-        return msgspec.json.decode(layout.run_file.read_bytes(), type=RunRecord)
-    except (OSError, *DECODE_ERRORS):
-        return None
 
 
 def write_configs(configs: Mapping[Path, Section]) -> None:

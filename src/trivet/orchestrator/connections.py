@@ -6,7 +6,7 @@ Each is a context manager that closes what it opened. Used by `orchestrator.star
 import logging
 import os
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from trivet.client.inference_client import InferenceClient
 from trivet.client.server_pool import ServerPool
@@ -14,10 +14,11 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.client import ClientConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.local_pool import LocalPool
+from trivet.environments.nodes.node_pools import open_node_pools
 from trivet.environments.port import EnvironmentPool
 from trivet.environments.settings import run_settings
 from trivet.environments.workers.memory import memory_limit
-from trivet.environments.workers.pool import PoolLimits, open_worker_pool
+from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.orchestrator.teacher import Teacher
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry.telemetry import Telemetry
@@ -32,14 +33,36 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[EnvironmentPool, None]:
-    """Load every environment of the run in worker processes; a replay has none.
+    """Load every environment of the run in worker processes, on this node and on others; a replay has none.
 
     Raises:
         EnvironmentLoadError: one cannot be loaded.
+        WaitTimeout: another node took too long.
     """
     if config.replay is not None:
         yield LocalPool({})
         return
+    nodes = config.env_nodes
+    async with AsyncExitStack() as opened:
+        local = (
+            await opened.enter_async_context(open_own_workers(config)) if nodes is None or nodes.own in nodes.nodes else None
+        )
+        if nodes is None:
+            assert local is not None
+            yield local
+            return
+        secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
+        timeout_s = config.env_start_timeout_s
+        yield await opened.enter_async_context(open_node_pools(local, nodes, secret=secret, timeout_s=timeout_s))
+
+
+@asynccontextmanager
+async def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "") -> AsyncGenerator[WorkerPool, None]:
+    """Load every environment of the run in worker processes of this machine.
+
+    Args:
+        name_suffix: of the names of workers and of their logs, where a run has workers on several nodes.
+    """
     settings = list(run_settings(config).values())
     limits = PoolLimits(
         workers_per_env=config.workers_per_env,
@@ -48,7 +71,10 @@ async def open_environments(config: OrchestratorConfig) -> AsyncGenerator[Enviro
         start_timeout_s=config.env_start_timeout_s,
         max_memory_bytes=memory_limit(config.max_worker_memory),
     )
-    async with open_worker_pool(settings, log_of=RunLayout(config.output_dir).env_worker_log, limits=limits) as pool:
+    layout = RunLayout(config.output_dir)
+    async with open_worker_pool(
+        settings, log_of=lambda env: layout.env_worker_log(f"{env}{name_suffix}"), limits=limits, name_suffix=name_suffix
+    ) as pool:
         yield pool
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trivet.algorithms.packing import PackItem, pack
+from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.errors import BatchError
@@ -278,6 +279,7 @@ class Loop:
 
 
 def _write_rollouts(layout: RunLayout, step: Step, groups: list[Group], config: OrchestratorConfig) -> RolloutsWritten:
+    require_newest_attempt(layout, config.run)  # another may have written this step while the machine stood still
     return write_rollouts(layout, step, groups, recorded_for=config.run.id if config.record_rollouts else "")
 
 

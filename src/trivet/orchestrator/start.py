@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import resolve_resume_step
+from trivet.checkpoints.run_record import AttemptGuard
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -54,6 +55,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
         detectors=config.detectors,
         outputs=TelemetryOutputs(wandb=config.wandb, heartbeat=config.heartbeat, shown_samples=config.shown_samples),
         resume_step=part.progress.step,
+        check=AttemptGuard(layout, config.run).check,
     )
     replayed = read_groups(recorded_files(config.replay)[0]).run_id if config.replay is not None else ""
     telemetry.write_event(Start(run_id=config.run.id, from_step=part.progress.step, replayed_run=replayed))

@@ -68,12 +68,14 @@ class EventWriter:
         role: str,
         attempt: int,
         key: bytes | None = None,
+        check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = lambda: time.time(),
     ) -> None:
         """Open the file for appending, and find where the role's chain ended.
 
         Args:
             key: signs each line; None: lines carry no `mac`.
+            check: called before each event; raises when this role must not write any more.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
@@ -81,6 +83,7 @@ class EventWriter:
         self._role = role
         self._attempt = attempt
         self._key = key
+        self._check = check
         self._clock = clock
         self._last = _last_link(path, role)
         self._lock = threading.Lock()
@@ -88,6 +91,7 @@ class EventWriter:
     def write(self, event: Event) -> None:
         """Append the event as one line; raises OSError when the disk took only a part of it."""
         with self._lock:
+            self._check()
             event.time, event.role, event.attempt = self._clock(), self._role, self._attempt
             offset = os.fstat(self._fd).st_size
             line, link = seal(_encoder.encode(event), offset=offset, last=self._last, key=self._key)

@@ -23,19 +23,30 @@ class MetricsWriter:
     >>> writer.close()
     """
 
-    def __init__(self, path: Path, *, resume_step: int = 0, clock: Callable[[], float] = lambda: time.time()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume_step: int = 0,
+        clock: Callable[[], float] = lambda: time.time(),
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open the file for appending, without the lines of steps that happen again.
 
         Args:
             resume_step: lines of later steps, left by an earlier attempt, are removed: those steps happen again.
+            check: called before each line; raises when this role must not write any more.
         """
+        check()
         path.parent.mkdir(parents=True, exist_ok=True)
         _keep_until(path, resume_step)
         self._file = path.open("ab", buffering=0)
         self._clock = clock
+        self._check = check
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics of a step. A value that is NaN or infinite is left out: it does not exist in this step."""
+        self._check()
         numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         self._file.write(msgspec.json.encode({"step": step, "time": self._clock(), **numbers}) + b"\n")
 

@@ -1,7 +1,7 @@
 """Writes everything that a role reports: step lines, metrics, events and W&B. Owned by the role's loop; one per process."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,8 +51,12 @@ class Telemetry:
         detectors: DetectorsConfig | None = None,
         outputs: TelemetryOutputs = TelemetryOutputs(),
         resume_step: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the role's outputs.
+
+        Args:
+            check: called before each event and line of metrics; raises when this role must not write any more.
 
         Raises:
             ConfigError: the metrics server's port is taken, or the secret that signs events cannot be read.
@@ -64,9 +68,13 @@ class Telemetry:
 
             self._server = MetricsServer(outputs.metrics_server)
         self._make_line = LINES[role]
-        self._events = EventWriter(layout.events, role=role, attempt=run.attempt, key=event_key(events, layout))
-        self._metrics = MetricsWriter(layout.metrics / f"{role}.jsonl", resume_step=resume_step)
-        self._evals = MetricsWriter(layout.metrics / "eval.jsonl", resume_step=resume_step) if role == "orchestrator" else None
+        self._events = EventWriter(layout.events, role=role, attempt=run.attempt, key=event_key(events, layout), check=check)
+
+        def open_metrics(name: str) -> MetricsWriter:
+            return MetricsWriter(layout.metrics / f"{name}.jsonl", resume_step=resume_step, check=check)
+
+        self._metrics = open_metrics(role)
+        self._evals = open_metrics("eval") if role == "orchestrator" else None
         self._heartbeat = Heartbeat(outputs.heartbeat.url) if outputs.heartbeat is not None else None
         self._watch = Watch(detectors) if detectors is not None else None
         self._shown_samples = outputs.shown_samples

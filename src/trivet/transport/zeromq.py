@@ -3,9 +3,8 @@
 ZeroMQ drops messages when a peer goes away, read by it or not, so nothing here relies on it: what counts is the trainer's
 acknowledgement. The last one may go with the trainer, which ends by itself; then another sign that it had the batch counts.
 
-Both ends derive the trainer's keys from the run's secret, and connections are encrypted (CURVE). The public key never crosses the
-network, and a handshake needs it, so nobody without the secret gets past the handshake in either direction; there is no further
-list of clients to keep (ZAP). Until then a connection costs one frame of memory and `_HANDSHAKE_MS`.
+Connections are encrypted with a key of the run's secret (`process.encrypted_sockets`). Until the end of its handshake a connection
+costs one frame of memory and `_HANDSHAKE_MS`.
 """
 
 import asyncio
@@ -18,17 +17,15 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from trivet.config.layout import SECRET_FILE
 from trivet.config.sections.shared import TransportConfig
 from trivet.errors import ConfigError
 from trivet.faults import reach
-from trivet.process.listening import listen
+from trivet.process.encrypted_sockets import MAX_CURVE_BYTES, MAX_FRAME_BYTES, connect_encrypted, listen_encrypted
 from trivet.secret import RunSecret
 from trivet.transport.frames import (
-    MAX_FRAME_BYTES,
     BatchMessage,
     RunKey,
     is_acknowledged,
@@ -43,6 +40,7 @@ from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
 
+KEY_PURPOSE = "transport/trainer"
 _CLOSE_POLL_MS = 50
 """The receiver's thread notices within this time that it should end."""
 _LAST_ANSWER_S = 5.0
@@ -51,8 +49,6 @@ _LINGER_MS = 1_000
 """The sender waits this long for its last message to leave."""
 _HEARTBEAT_MS = 10_000
 """A peer whose machine vanished is noticed and the connection made anew."""
-_MAX_CURVE_BYTES = 64
-"""The bytes that encryption adds to a frame: its command's name, a nonce and a code that shows damage."""
 _HANDSHAKE_MS = 10_000
 """A connection that has not shown the secret by then is closed; a loaded machine needs a fraction of a second."""
 _MAX_QUEUED = 4
@@ -96,18 +92,8 @@ class _Handshakes:
         self._events.close()
 
 
-def derive_keys(secret: RunSecret) -> tuple[bytes, bytes]:
-    """Return the public and the private key of the trainer's end."""
-    private = z85.encode(secret.derive("transport/trainer"))
-    return zmq.curve_public(private), private
-
-
-def _address(host: str, port: int) -> str:
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 def _bound_and_keep_alive(socket: "zmq.Socket[Any]") -> None:
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _MAX_CURVE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + MAX_CURVE_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
 
@@ -145,11 +131,9 @@ class ZmqSender:
         self._socket.setsockopt(zmq.SNDHWM, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         _bound_and_keep_alive(self._socket)
-        self._socket.curve_serverkey, _ = derive_keys(secret)
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._handshakes = _Handshakes(self._socket, self._context)
         self._strangers = RepeatedWarning(logger)
-        self._socket.connect(_address(config.advertise or config.host, config.port))
+        connect_encrypted(self._socket, host=config.advertise or config.host, port=config.port, key=secret.derive(KEY_PURPOSE))
 
     async def send(self, batch: Batch) -> None:
         """Send `batch` until the trainer acknowledges it, as `BatchSender.send`."""
@@ -240,13 +224,11 @@ class ZmqReceiver:
         self._socket.setsockopt(zmq.LINGER, 0)
         _bound_and_keep_alive(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = derive_keys(secret)
         self._handshakes = _Handshakes(self._socket, self._context)
         self._strangers = RepeatedWarning(logger)
         self._where = f"{config.host}:{config.port}"
         try:
-            listener = listen(config.host, config.port)
+            listen_encrypted(self._socket, host=config.host, port=config.port, key=secret.derive(KEY_PURPOSE))
         except OSError as exc:
             self._handshakes.close()
             self._context.destroy()
@@ -254,8 +236,6 @@ class ZmqReceiver:
                 f"the trainer cannot listen on rollout_transport.host = {config.host!r}, port = {config.port}: {exc.strerror}; "
                 "choose a free port and give it to trainer and orchestrator"
             ) from exc
-        self._socket.setsockopt(zmq.USE_FD, listener.detach())
-        self._socket.bind(_address(config.host, config.port))
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="batch-receiver", daemon=True)
         self._thread.start()

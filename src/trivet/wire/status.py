@@ -9,6 +9,9 @@ import msgspec
 
 from trivet.wire.versions import PolicyVersion, Step
 
+RUNNING_GROUPS = "running groups"
+"""The activity of the environment workers of another node once they have loaded."""
+
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One environment worker, as the pool that started it sees it."""

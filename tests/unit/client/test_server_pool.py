@@ -255,6 +255,70 @@ def test_a_run_that_does_not_reset_its_servers_refuses_what_they_hold():
     run_virtually(scenario(), limit_s=60)
 
 
+def test_every_server_loads_the_policy_of_a_resumed_run_at_once(layout):
+    async def scenario() -> None:
+        site = Site(*(f"http://server-{number}" for number in range(20)))
+        await site.pool.start()
+        before = asyncio.get_running_loop().time()
+        await site.pool.ensure_policy_on_all(policy(layout, 1))
+        assert asyncio.get_running_loop().time() - before < 2  # one load takes 1 s
+        assert len(site.pool.roots) == 20
+        await site.pool.aclose()
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_server_that_is_lost_does_not_hold_up_a_policy_that_the_others_load(layout):
+    async def scenario() -> None:
+        site = Site(*(f"http://server-{number}" for number in range(4)))
+        async with started(site):
+            site.servers["http://server-0"].is_frozen = True
+            before = asyncio.get_running_loop().time()
+            await site.pool.ensure_policy(policy(layout, 1))
+            assert asyncio.get_running_loop().time() - before < 32  # 1 s and 30 s more
+            assert site.lost == ["http://server-0"]
+            assert len(site.pool.roots) == 3
+            site.servers["http://server-0"].is_frozen = False
+            await asyncio.sleep(40)
+            assert len(site.pool.roots) == 4
+            assert site.servers["http://server-0"].status.version == 1
+
+    run_virtually(scenario(), limit_s=600)
+
+
+def test_a_slow_server_is_not_given_up_for_one_that_failed(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            site.servers[A].is_down = True
+            site.servers[B].load_s = 100.0
+            await site.pool.ensure_policy(policy(layout, 1))
+            assert site.pool.roots == [B]
+            assert site.servers[B].status.version == 1
+
+    run_virtually(scenario(), limit_s=600)
+
+
+def test_named_servers_that_do_not_answer_do_not_hold_up_the_start(layout):
+    async def scenario() -> None:
+        names = [f"server-{number}" for number in range(5)]
+        site = Site(*(f"http://{name}:80" for name in names), names=[names])
+        for name in names[1:]:
+            site.servers[f"http://{name}:80"].is_frozen = True
+        await site.pool.start()
+        await site.pool.ensure_policy_on_all(policy(layout, 1))
+        assert asyncio.get_running_loop().time() < 40  # one question is given up after 30 s
+        assert site.pool.roots == ["http://server-0:80"]
+        running = asyncio.create_task(site.pool.run())
+        site.servers["http://server-1:80"].is_frozen = False
+        await asyncio.sleep(60)
+        assert site.pool.roots == ["http://server-0:80", "http://server-1:80"]
+        running.cancel()
+        await site.pool.aclose()
+
+    run_virtually(scenario(), limit_s=600)
+
+
 def test_servers_with_different_start_models_are_refused():
     async def scenario() -> None:
         site = Site(A, B)

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from trivet.checkpoints.run_record import RunRecord
 from trivet.config.layout import RunLayout
 from trivet.dialects.vf_checkpoints import STATE, VfCheckpoints
 from trivet.dialects.vf_console import VfConsole, read_steps
 from trivet.dialects.vf_rl import main, show, take_options
 from trivet.errors import ConfigError
-from trivet.launcher.run_directory import RunRecord
 from trivet.storage.durable import write_json_atomically
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion

@@ -1,5 +1,7 @@
 """What needs reasoning-gym is slow: it lives in a virtual environment of its own, where a test of verifiers' releases runs this."""
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,24 @@ def test_a_seed_draws_the_tasks_and_none_is_trained_and_held_out() -> None:
 def test_an_unknown_task_is_refused() -> None:
     with pytest.raises(ValueError, match="no_such_task"):
         load(task="no_such_task")
+
+
+@pytest.mark.slow
+def test_the_program_writes_right_answers_to_tasks_that_are_not_trained_on(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("reasoning_gym")
+    from reasoning_tasks import main  # pyright: ignore[reportMissingImports]  on the path here
+
+    file, settings = tmp_path / "new" / "sft.jsonl", SUMS | {"min_digits": 4, "max_digits": 4}
+    monkeypatch.setattr(
+        sys, "argv", ["main", str(file), "--task", "chain_sum", "--settings", json.dumps(settings), "--examples", "30"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    shown = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert len(shown) == 30
+    assert not {question["content"] for question, _ in shown} & set(load(settings=settings).get_dataset()["question"])
+    for question, answer in shown:
+        said = question["content"].split(":")[1].removesuffix("=").strip()
+        first, sign, second = said.split()
+        assert int(answer["content"]) == int(first) + (int(second) if sign == "+" else -int(second))

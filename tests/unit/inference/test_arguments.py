@@ -11,6 +11,7 @@ import pytest
 from trivet.config.sections.inference import InferenceConfig
 from trivet.errors import ConfigError
 from trivet.inference.arguments import cpu_environment, refuse_unknown, vllm_arguments
+from trivet.process.server_shard import ServerShard
 
 
 def make_config(**values: Any) -> InferenceConfig:
@@ -87,6 +88,7 @@ def test_blocks_are_small_on_a_cpu_so_that_short_prompts_are_shared() -> None:
         ("kv_cache_memory_bytes", r"inference\.cpu_kv_cache_gib sets"),
         ("enable_scale_out", r"inference\.vllm_args\.enable_scale_out = 1 is not allowed: /inference/v1/generate"),
         ("logprobs_mode", r"inference\.vllm_args\.logprobs_mode = 1 is not allowed: .*remove it"),
+        ("nnodes", r"inference\.vllm_args\.nnodes = 1 is not allowed: deployment\.num_infer_nodes has a run start"),
     ],
 )
 def test_an_argument_that_a_key_or_the_server_sets_is_refused(name: str, message: str) -> None:
@@ -149,3 +151,24 @@ def test_no_web_page_may_ask_and_a_key_is_vllms_own() -> None:
     assert "api_key" not in vllm_arguments(make_config(), is_cpu=True, token="secret")
     keyed = vllm_arguments(make_config(server={"api_key": "key"}), is_cpu=True, token="secret")
     assert keyed["api_key"] == ["key", "secret"]
+
+
+@pytest.mark.parametrize(("index", "is_headless"), [(0, False), (1, True)])
+def test_a_shard_is_started_as_vllm_starts_a_node_of_a_server(index: int, is_headless: bool) -> None:
+    shard = ServerShard(index=index, num_shards=2, host="10.0.0.1", port=41000)
+    arguments = vllm_arguments(make_config(parallel={"tp": 2}), is_cpu=True, token="secret", shard=shard)
+    expected = {
+        "nnodes": 2,
+        "node_rank": index,
+        "master_addr": "10.0.0.1",
+        "master_port": 41000,
+        "headless": is_headless,
+        "distributed_executor_backend": "mp",
+        "tensor_parallel_size": 2,
+    }
+    assert arguments.items() >= expected.items()
+
+
+def test_a_server_of_one_node_is_told_of_no_others() -> None:
+    arguments = vllm_arguments(make_config(), is_cpu=False, token="secret")
+    assert arguments.keys().isdisjoint({"nnodes", "node_rank", "master_addr", "headless", "distributed_executor_backend"})

@@ -1,8 +1,14 @@
 import os
+from argparse import Namespace
+from enum import Enum
 from pathlib import Path
 
+import pytest
+
 from trivet.config.layout import RunLayout
-from trivet.inference.main import is_foreign_run_active
+from trivet.errors import ConfigError
+from trivet.inference import vllm_names
+from trivet.inference.main import is_foreign_run_active, make_engine_config
 from trivet.process.lock import FileLock
 
 
@@ -12,3 +18,46 @@ def test_a_server_that_the_run_did_not_start_keeps_out_of_its_reports(tmp_path: 
         assert is_foreign_run_active(tmp_path, parent=1)
         assert not is_foreign_run_active(tmp_path, parent=os.getpid())
     assert not is_foreign_run_active(tmp_path, parent=1)
+
+
+class UsageContext(Enum):
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+
+
+class EngineArgs:
+    """Stands in for vLLM's, which takes long to import."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> "EngineArgs":
+        return cls(args.model)
+
+    def create_engine_config(self, usage_context: UsageContext | None = None, headless: bool = False) -> str:
+        if self.model == "unknown":
+            raise ValueError("no such architecture")
+        assert usage_context is not None
+        return f"{self.model} for {usage_context.value}{' without a server' if headless else ''}"
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_names, "AsyncEngineArgs", EngineArgs, raising=False)
+    monkeypatch.setattr(vllm_names, "UsageContext", UsageContext, raising=False)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_engine_is_configured_for_an_api_server() -> None:
+    assert make_engine_config(Namespace(model="m")) == "m for OPENAI_API_SERVER"
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_ranks_of_a_shard_are_configured_without_a_server() -> None:
+    assert make_engine_config(Namespace(model="m", headless=True)) == "m for OPENAI_API_SERVER without a server"
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_model_that_vllm_cannot_serve_is_refused_with_its_reason() -> None:
+    with pytest.raises(ConfigError, match=r"cannot serve inference\.model\.name 'unknown' as configured: no such architecture"):
+        make_engine_config(Namespace(model="unknown"))

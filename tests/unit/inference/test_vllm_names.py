@@ -37,7 +37,7 @@ ATTRIBUTES = {
     "GenerateTokensResponse": {"choices"},
     "LoRARequest": {"load_inplace", "lora_int_id", "lora_name", "lora_path"},
     "LoadLoRAAdapterRequest": {"load_inplace", "lora_name", "lora_path"},
-    "MultiprocExecutor": {"_init_executor"},
+    "MultiprocExecutor": {"_init_executor", "shutdown", "start_worker_monitor"},
     "OnlineRenderer": {"chat_template", "chat_template_content_format", "default_chat_template_kwargs", "model_config"}
     | {
         "exclude_tools_when_tool_choice_none",
@@ -50,10 +50,12 @@ ATTRIBUTES = {
     "OpenAIServingModels": {"load_lora_adapter"},
     "ServingTokens": {"serve_tokens"},
     "UniProcExecutor": {"_init_executor"},
+    "UsageContext": {"OPENAI_API_SERVER"},
     "VocabParallelEmbedding": {"quant_method"},
     "vllm.renderers.base.BaseRenderer": {"get_tokenizer", "render_messages_async"},
     "vllm.v1.engine.core.EngineCore": {"abort_requests"},
     "vllm.v1.engine.core_client.AsyncMPClient": {"add_request_async", "call_utility_async"},
+    "vllm.v1.engine.core_client.DPLBAsyncMPClient": {"engine_inflight", "reqs_in_flight"},
     "vllm.v1.engine.output_processor.OutputProcessor": {"add_request", "process_outputs", "propagate_error", "request_states"},
     "vllm.v1.engine.output_processor.RequestState": {"queue", "request_index"},
     "vllm.v1.worker.gpu_worker.Worker": {"add_lora", "model_runner", "pin_lora", "reload_weights", "remove_lora"},
@@ -92,14 +94,50 @@ for path, names in attributes.items():
         continue
     missing |= {f"{path}.{each}": f"{path} has no {each} any more" for each in names if not has(owner, each)}
 
+import vllm.engine.arg_utils
 import vllm.envs
 import vllm.v1.metrics.loggers
+
+class H100:
+    # What vLLM asks of the platform for the default limits of a batch.
+
+    def __getattr__(self, name):
+        answers = {"get_device_total_memory": 80 * 2**30, "get_device_name": "NVIDIA H100 80GB HBM3"}
+        return lambda: answers.get(name, False)
+
+platform = vllm.engine.arg_utils.current_platform
+vllm.engine.arg_utils.current_platform = H100()
+tokens, sequences = vllm_names.AsyncEngineArgs.get_batch_defaults(1)
+vllm.engine.arg_utils.current_platform = platform
+limits = [values.get(vllm_names.UsageContext.OPENAI_API_SERVER) for values in (tokens, sequences)]
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+from trivet.inference.engine_routes import EngineRoutes
+
+client = DPLBAsyncMPClient.__new__(DPLBAsyncMPClient)  # its constructor would start engines
+client.__dict__ |= {"reqs_in_flight": {}, "engine_inflight": Counter(), "client_count": 1, "eng_start_index": 0}
+client.__dict__ |= {"core_engines": [b"0", b"1"], "lb_engines": [[0, 0, 0.0], [0, 0, 0.0]]}
+request = SimpleNamespace(request_id="a", data_parallel_rank=None, pooling_params=None)
+end = lambda: asyncio.run(DPLBAsyncMPClient.process_engine_outputs(client, SimpleNamespace(finished_requests={"a"})))
+routes = EngineRoutes.install(client)
+seen = []
+client.get_core_engine_for_request(request)
+routes.expect_end_of(["a"])
+for act in (lambda: client.get_core_engine_for_request(request), end, end):
+    act()
+    seen.append([len(client.reqs_in_flight), client.engine_inflight[b"0"]])
 
 parser = vllm_names.make_arg_parser(vllm_names.FlexibleArgumentParser())
 arguments = [action.dest for action in parser._actions]
 variables = list(vllm.envs.environment_variables)
 metrics = re.findall(r'"vllm:(\\w+)"', inspect.getsource(vllm.v1.metrics.loggers))
-print(json.dumps({"missing": missing, "arguments": arguments, "variables": variables, "metrics": metrics}))
+print(json.dumps({"missing": missing, "arguments": arguments, "variables": variables, "metrics": metrics, "limits": limits}
+    | {"routes": seen}))
 """
 
 
@@ -155,6 +193,23 @@ def test_vllm_publishes_the_metrics_that_tell_the_load(found: dict) -> None:
     published = {*found["metrics"], *(f"{name}_total" for name in found["metrics"])}
     text = "".join(f'vllm:{name}{{engine="0"}} 3.0\n' for name in published)
     assert read_load(text) == ServerLoad(num_running=3, num_waiting=3, cache_usage=3.0, num_preemptions=3)
+
+
+def test_vllm_gives_the_server_the_batch_limits_of_a_large_gpu(found: dict) -> None:
+    """Without the usage, an H100 would get those of any device: 2,048 tokens and 128 sequences."""
+    assert found["limits"] == [8192, 1024]
+
+
+def test_vllms_client_keeps_a_restarted_request_until_it_ends(found: dict) -> None:
+    """The entries and the engine's count after the request was sent again, the first attempt's end, and the second's."""
+    assert found["routes"] == [[1, 1], [1, 1], [0, 0]]
+
+
+def test_vllm_reads_every_variable_that_the_documentation_names(found: dict) -> None:
+    documents = "".join(path.read_text() for path in (SOURCE.parents[1] / "docs").glob("*.md"))
+    named = set(re.findall(r"\bVLLM_[A-Z0-9_]+\b", documents))
+    assert "VLLM_USE_V2_MODEL_RUNNER" in named  # the fallback in troubleshooting.md
+    assert not named - set(found["variables"])
 
 
 def imports_of_vllm(path: Path) -> Iterator[tuple[str, str]]:

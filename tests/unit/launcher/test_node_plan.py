@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trivet.config.layout import RunLayout
+from trivet.config.sections.environment import EnvNodesConfig
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
@@ -19,6 +20,7 @@ from trivet.launcher.placement import Placement, place
 from trivet.launcher.plan import ProcessSpec, RunPlan
 from trivet.machine import Machine
 from trivet.process.rank_place import RankPlace, read_place
+from trivet.process.server_shard import ServerShard, read_shard
 
 LAYOUT = RunLayout(Path("outputs"))
 RUN = RunIdentity(id="r", attempt=2)
@@ -237,6 +239,43 @@ def test_gpus_of_a_server_that_tensor_parallelism_does_not_divide_are_refused() 
         make_plan(THREE_SERVERS, gpus=GPUS, inference={"parallel": {"tp": 4}})
 
 
+def test_environment_workers_of_other_nodes_connect_to_the_orchestrator() -> None:
+    planned = make_plan({"num_train_nodes": 2, "env_worker_nodes": [0, 1, 2], "orchestrator_on_inference": True})
+    workers = [spec for spec in planned.processes if spec.name.startswith("env-workers")]
+    assert [(spec.name, spec.unit, spec.node, spec.log.name, spec.reports[0].path) for spec in workers] == [
+        ("env-workers-0", "env-workers-0", 0, "env-workers-0.stdout", LAYOUT.report_file("env-workers-0")),
+        ("env-workers-1", "env-workers-1", 1, "env-workers-1.stdout", LAYOUT.report_file("env-workers-1")),
+    ]
+    assert workers[1].argv[-3:] == (str(LAYOUT.configs / "orchestrator.toml"), "--env-nodes.own", "1")
+    nodes = orchestrator_section(planned).env_nodes
+    assert nodes == EnvNodesConfig(nodes=[0, 1, 2], own=2, host="10.0.0.2", port=2101)
+    assert {spec.name: spec.work for spec in planned.processes} == {
+        "inference": "serving",
+        "trainer": "",
+        "trainer-1": "",
+        "orchestrator": "environments",
+        "env-workers-0": "environments",
+        "env-workers-1": "environments",
+    }
+
+
+def test_environment_workers_of_other_nodes_have_the_key_of_the_servers() -> None:
+    planned = make_plan({"env_worker_nodes": [1]}, inference={"server": {"api_key": "ours"}})
+    client = orchestrator_section(planned).client
+    assert [client.api_key(url, process(planned, "env-workers-1").env) for url in client.base_url] == ["ours"]
+
+
+def test_a_replay_starts_no_environment_workers() -> None:
+    planned = make_plan(
+        {"num_infer_nodes": 0, "num_train_nodes": 2, "env_worker_nodes": [1]}, inference=None, orchestrator={"replay": "other"}
+    )
+    assert [spec.name for spec in planned.processes] == ["trainer", "trainer-1", "orchestrator"]
+
+
+def test_environment_workers_beside_the_orchestrator_need_no_nodes() -> None:
+    assert orchestrator_section(make_plan()).env_nodes is None
+
+
 TWO_TRAIN = {"num_train_nodes": 2}
 
 
@@ -317,3 +356,58 @@ def test_a_resume_reaches_both_roles_that_keep_checkpoints() -> None:
 def test_a_run_with_no_step_left_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_steps \(50\) must be above the step resumed from \(50\)"):
         make_plan(resume_step=50, max_steps=50)
+
+
+TWO_WIDE = {"num_infer_nodes": 2, "num_infer_replicas": 2}
+WIDE_MODEL = {"inference": {"parallel": {"tp": 8}}}
+
+
+def test_the_shards_of_a_server_are_started_together_and_read_one_configuration() -> None:
+    planned = make_plan(TWO_WIDE, gpus=GPUS, **WIDE_MODEL)
+    servers = [spec for spec in planned.processes if spec.unit.startswith("inference")]
+    assert [(spec.name, spec.unit, spec.node, Path(spec.argv[-1]).name, spec.log.name) for spec in servers] == [
+        ("inference", "inference", 1, "inference.toml", "inference.stdout"),
+        ("inference-shard-1", "inference", 2, "inference.toml", "inference-shard-1.stdout"),
+        ("inference-1", "inference-1", 3, "inference-1.toml", "inference-1.stdout"),
+        ("inference-1-shard-1", "inference-1", 4, "inference-1.toml", "inference-1-shard-1.stdout"),
+    ]
+    assert [[report.process for report in spec.reports] for spec in servers] == [[spec.name] for spec in servers]
+    assert not any(spec.does_finish for spec in servers)
+
+
+def test_the_first_shard_alone_has_an_address() -> None:
+    planned = make_plan(TWO_WIDE, gpus=GPUS, **WIDE_MODEL)
+    urls = ["http://10.0.0.1:1100/v1", "http://10.0.0.3:3100/v1"]
+    assert orchestrator_section(planned).client.base_url == urls
+    assert planned.server_urls == {"inference": (urls[0],), "inference-1": (urls[1],)}
+    server = server_section(planned, "inference-1").server
+    assert (server.host, server.port) == ("10.0.0.3", 3100)
+
+
+def test_the_shards_of_a_server_meet_at_its_first_node() -> None:
+    planned = make_plan(TWO_WIDE, gpus=GPUS, **WIDE_MODEL)
+    shards = {spec.name: read_shard(spec.env) for spec in planned.processes if spec.unit.startswith("inference")}
+    assert shards == {
+        "inference": ServerShard(index=0, num_shards=2, host="10.0.0.1", port=1101),
+        "inference-shard-1": ServerShard(index=1, num_shards=2, host="10.0.0.1", port=1101),
+        "inference-1": ServerShard(index=0, num_shards=2, host="10.0.0.3", port=3101),
+        "inference-1-shard-1": ServerShard(index=1, num_shards=2, host="10.0.0.3", port=3101),
+    }
+
+
+def test_a_shard_uses_the_gpus_and_the_interface_of_its_own_node() -> None:
+    planned = make_plan(TWO_WIDE, gpus=GPUS, changed_nodes={2: {"machine": Machine(gpus=("a", "b", "c", "d"), num_cpus=8)}})
+    shard = process(planned, "inference-shard-1")
+    assert (shard.env["CUDA_VISIBLE_DEVICES"], shard.env["VLLM_HOST_IP"]) == ("a,b,c,d", "10.0.0.2")
+    assert (shard.env_defaults["GLOO_SOCKET_IFNAME"], shard.env_defaults["NCCL_SOCKET_IFNAME"]) == ("eth2", "eth2")
+
+
+def test_a_server_over_several_nodes_is_one_replica() -> None:
+    parallel = server_section(make_plan(TWO_WIDE, gpus=GPUS, **WIDE_MODEL)).parallel
+    assert (parallel.tp, parallel.dp) == (8, 1)
+
+
+def test_a_server_of_one_node_has_no_shards() -> None:
+    server = process(make_plan(THREE_SERVERS), "inference")
+    assert read_shard(server.env) is None
+    assert "GLOO_SOCKET_IFNAME" not in server.env_defaults

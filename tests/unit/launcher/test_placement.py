@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from trivet.config.sections.rl import RLConfig
-from trivet.launcher.placement import HEAD, RENDEZVOUS, TRANSPORT, Placement, describe_placement, place
+from trivet.launcher.placement import ENVIRONMENTS, HEAD, RENDEZVOUS, TRANSPORT, Placement, describe_placement, place
 
 
 def make_placement(*, lost: tuple[int, ...] = (), changes: dict[str, Any] | None = None, **deployment: Any) -> Placement:
@@ -56,6 +57,22 @@ THREE_SERVERS = {**TWO_TRAIN, "num_infer_replicas": 3, "servers_per_node": 2}
             id="servers that share a node without GPUs",
         ),
         pytest.param(
+            {"gpus_per_node": 8, "num_infer_nodes": 2, "num_infer_replicas": 2},
+            [
+                "node 0 (head): trainer rank 0-7, orchestrator",
+                "node 1: inference shard 0 of 2 on GPU 0-7",
+                "node 2: inference shard 1 of 2 on GPU 0-7",
+                "node 3: inference-1 shard 0 of 2 on GPU 0-7",
+                "node 4: inference-1 shard 1 of 2 on GPU 0-7",
+            ],
+            id="servers over two nodes each",
+        ),
+        pytest.param(
+            {"num_infer_nodes": 2, "orchestrator_on_inference": True},
+            ["node 0 (head): trainer rank 0", "node 1: inference shard 0 of 2, orchestrator", "node 2: inference shard 1 of 2"],
+            id="the orchestrator beside the first shard",
+        ),
+        pytest.param(
             {**TWO_TRAIN, "orchestrator_on_inference": True},
             ["node 0 (head): trainer rank 0-7", "node 1: trainer rank 8-15", "node 2: inference on GPU 0-7, orchestrator"],
             id="the orchestrator beside the first server",
@@ -64,6 +81,20 @@ THREE_SERVERS = {**TWO_TRAIN, "num_infer_replicas": 3, "servers_per_node": 2}
             {**TWO_TRAIN, "num_infer_nodes": 0, "changes": {"inference": None}},
             ["node 0 (head): trainer rank 0-7, orchestrator", "node 1: trainer rank 8-15"],
             id="servers of someone else",
+        ),
+        pytest.param(
+            {"num_train_nodes": 2, "env_worker_nodes": [0, 2]},
+            [
+                "node 0 (head): trainer rank 0, orchestrator, environment workers",
+                "node 1: trainer rank 1",
+                "node 2: inference, environment workers",
+            ],
+            id="environment workers beside the orchestrator and the server",
+        ),
+        pytest.param(
+            {"env_worker_nodes": [0]},
+            ["node 0 (head): trainer rank 0, orchestrator", "node 1: inference"],
+            id="environment workers where they would be anyway",
         ),
     ],
 )
@@ -110,4 +141,27 @@ def test_servers_listen_on_their_nodes_and_the_trainer_on_the_first() -> None:
         1: (),
         2: ("inference", "inference-1"),
         3: ("inference-2",),
+    }
+
+
+@pytest.mark.parametrize(("nodes", "names"), [([0, 1], (ENVIRONMENTS,)), ([1], (ENVIRONMENTS,)), ([0], ()), (None, ())])
+def test_the_orchestrator_listens_for_environment_workers_of_other_nodes(
+    nodes: list[int] | None, names: tuple[str, ...]
+) -> None:
+    assert make_placement(env_worker_nodes=nodes).listeners_on(HEAD) == (TRANSPORT, RENDEZVOUS, *names)
+
+
+@pytest.mark.parametrize("nodes", [[2], [], [1, 1]])
+def test_environment_workers_are_on_nodes_of_the_run(nodes: list[int]) -> None:
+    with pytest.raises(ValidationError, match=r"must name nodes of the run, each once: there are nodes 0 to 1"):
+        make_placement(env_worker_nodes=nodes)
+
+
+def test_the_first_shard_of_a_server_alone_listens() -> None:
+    placement = make_placement(num_infer_nodes=2, num_infer_replicas=2)
+    assert {node: placement.listeners_on(node) for node in range(1, placement.num_nodes)} == {
+        1: ("inference", "inference-rendezvous"),
+        2: (),
+        3: ("inference-1", "inference-1-rendezvous"),
+        4: (),
     }

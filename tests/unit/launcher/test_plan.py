@@ -18,6 +18,10 @@ CONFIGS = Path("outputs/configs")
 LAPTOP = Machine(gpus=(), num_cpus=2)
 
 
+TEACHER = {"teacher_inference": {"model": {"name": "big"}, "is_teacher": True, "server": {"port": 8001}}}
+ASKED = {"teacher_model": {"model": {"name": "big"}, "client": {"base_url": ["http://127.0.0.1:8001/v1"]}}}
+
+
 def make_plan(config: RLConfig | None = None, *, num_gpus: int = 0, ports: Ports | None = None, **changes: Any) -> RunPlan:
     return plan(
         config or RLConfig.model_validate(changes),
@@ -70,6 +74,17 @@ def test_three_roles_are_started_from_their_resolved_files() -> None:
         "outputs/configs/trainer.toml",
     )
     assert [spec.does_finish for spec in planned.processes] == [False, True, True]
+
+
+@pytest.mark.parametrize(("num_gpus", "device"), [(0, ()), (2, ("--device", "cuda"))])
+def test_ranks_that_get_gpus_may_not_compute_on_the_cpu(num_gpus: int, device: tuple[str, ...]) -> None:
+    assert process(make_plan(num_gpus=num_gpus), "trainer").argv[8:] == device
+
+
+@pytest.mark.parametrize(("num_gpus", "order"), [(0, None), (2, "PCI_BUS_ID")])
+def test_gpus_are_numbered_as_nvidia_smi_numbers_them(num_gpus: int, order: str | None) -> None:
+    planned = make_plan(num_gpus=num_gpus)
+    assert [process(planned, name).env_defaults.get("CUDA_DEVICE_ORDER") for name in ("inference", "trainer")] == [order] * 2
 
 
 def test_every_role_gets_the_identity_of_the_run() -> None:
@@ -156,8 +171,34 @@ def test_one_gpu_is_shared_with_memory_for_both() -> None:
     planned = make_plan(num_gpus=1)
     assert process(planned, "trainer").env["CUDA_VISIBLE_DEVICES"] == "0"
     assert inference_config(planned).gpu_memory_utilization == 0.5
+    assert trainer_config(planned).gpu_memory_utilization == 0.42
     assert any("one GPU" in notice for notice in planned.notices)
     assert any("0.9 is lowered to 0.5" in notice for notice in planned.notices)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "expected"),
+    [
+        (0, {}, {"inference": (), "trainer": (), "orchestrator": ()}),
+        (1, {}, {"inference": (), "trainer": ("inference",), "orchestrator": ()}),
+        (2, {}, {"inference": (), "trainer": (), "orchestrator": ()}),
+        (2, {"trainer_gpu_ids": [0, 1]}, {"inference": (), "trainer": ("inference",), "orchestrator": ()}),
+        (
+            1,
+            {**TEACHER, "orchestrator": ASKED},
+            {"teacher": (), "inference": ("teacher",), "trainer": ("teacher", "inference"), "orchestrator": ()},
+        ),
+    ],
+)
+def test_what_shares_a_gpu_starts_after_the_servers_on_it_answer(
+    num_gpus: int, changes: dict[str, Any], expected: dict[str, tuple[str, ...]]
+) -> None:
+    planned = make_plan(num_gpus=num_gpus, **changes)
+    assert {spec.name: spec.starts_after for spec in planned.processes} == expected
+
+
+def test_a_trainer_with_gpus_of_its_own_may_take_all_of_their_memory() -> None:
+    assert trainer_config(make_plan(num_gpus=2)).gpu_memory_utilization == 1.0
 
 
 def test_a_trainer_on_the_cpu_does_not_see_the_gpus() -> None:
@@ -202,10 +243,6 @@ def test_the_roles_of_a_fork_resume_the_checkpoint_they_were_given_under_setting
         assert (role.ckpt.resume_from, role.ckpt.resume_step, role.ckpt.allow_changes) == (None, 6, ["*"])
 
 
-TEACHER = {"teacher_inference": {"model": {"name": "big"}, "is_teacher": True, "server": {"port": 8001}}}
-ASKED = {"teacher_model": {"model": {"name": "big"}, "client": {"base_url": ["http://127.0.0.1:8001/v1"]}}}
-
-
 def test_a_teacher_is_started_first_under_its_own_name_and_asked_where_it_listens() -> None:
     planned = make_plan(**TEACHER, orchestrator=ASKED, ports=Ports(inference=8000, transport=5555, teacher=40003))
     assert [spec.name for spec in planned.processes] == ["teacher", "inference", "trainer", "orchestrator"]
@@ -246,3 +283,4 @@ def test_a_teacher_on_the_gpu_of_others_takes_less_of_it() -> None:
     assert isinstance(config, InferenceConfig)
     assert config.gpu_memory_utilization == 0.25
     assert inference_config(planned).gpu_memory_utilization == 0.5
+    assert trainer_config(planned).gpu_memory_utilization == 0.17

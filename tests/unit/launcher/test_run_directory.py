@@ -4,12 +4,13 @@ import pytest
 
 from trivet.checkpoints.commit import commit, committed_steps
 from trivet.checkpoints.parts import PARTS, begin_part, finish_part
+from trivet.checkpoints.run_record import read_run
 from trivet.config.layout import RunLayout
 from trivet.config.loading.load import load_config
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError, RunDirectoryBusy
-from trivet.launcher.run_directory import RunDirectory, read_run, write_configs
+from trivet.launcher.run_directory import RunDirectory, write_configs
 from trivet.process.lock import FileLock
 from trivet.secret import make_secret
 from trivet.wire.versions import Step

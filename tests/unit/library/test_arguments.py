@@ -23,6 +23,8 @@ OTHERWISE = {
     "bench": "measures no run",
     "faults": "for tests of endurance",
     "deployment": "a program of Python leads no nodes",
+    "kubernetes": "writes a command as a manifest, and a program of Python is none",
+    "skypilot": "writes a command as a task, and a program of Python is none",
     "slurm": "submits a command, and a program of Python is none",
 }
 """Keys of a run that `RLArguments` has under another name, or not."""

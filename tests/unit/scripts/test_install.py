@@ -77,6 +77,24 @@ def test_with_a_gpu_the_cuda_build_is_installed(machine):
     assert links == ""
 
 
+def test_an_image_is_told_which_build_it_gets(machine):
+    machine.install(INSTALL_EXTRA="cuda")
+    assert "--extra cuda" in machine.uv_calls()[0][1]
+    done = machine.try_install(INSTALL_EXTRA="rocm")
+    assert done.returncode == 1
+    assert "INSTALL_EXTRA must be cpu or cuda, not 'rocm'" in done.stderr
+
+
+def test_the_cuda_build_gets_no_wheels_that_pip_is_told_about(machine, tmp_path):
+    """Among them may be a CPU torch."""
+    machine.add_command("nvidia-smi", "echo 'GPU 0: some GPU'")
+    (tmp_path / "torch-2.13.0+cpu-cp311-cp311-any.whl").touch()
+    machine.install(PIP_FIND_LINKS=str(tmp_path))
+    [(links, arguments)] = machine.uv_calls()
+    assert "--extra cuda" in arguments
+    assert links == ""
+
+
 def test_a_driver_without_a_gpu_counts_as_no_gpu(machine):
     machine.add_command("nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
     machine.install()

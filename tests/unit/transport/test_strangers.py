@@ -12,11 +12,12 @@ import zmq
 
 from support.transport_ends import SECRET, make_batch, make_config
 from trivet.errors import WaitTimeout
+from trivet.process.encrypted_sockets import MAX_FRAME_BYTES, key_pair
 from trivet.secret import RunSecret
-from trivet.transport.frames import MAX_FRAME_BYTES, RunKey, make_message
+from trivet.transport.frames import RunKey, make_message
 from trivet.transport.inbox import Inbox
 from trivet.transport.repeated import RepeatedWarning
-from trivet.transport.zeromq import ZmqReceiver, ZmqSender, derive_keys
+from trivet.transport.zeromq import KEY_PURPOSE, ZmqReceiver, ZmqSender
 from trivet.wire.codec import decode, encode
 from trivet.wire.control import Alive, BatchReply, BatchVerdict
 
@@ -53,7 +54,7 @@ def forge(config, *, public=None):
         yield stranger
 
 
-@pytest.mark.parametrize("public", [None, derive_keys(OTHER_SECRET)[0]], ids=["plain", "another-secret"])
+@pytest.mark.parametrize("public", [None, key_pair(OTHER_SECRET.derive(KEY_PURPOSE))[0]], ids=["plain", "another-secret"])
 def test_a_forged_batch_is_neither_read_nor_answered(receiver, public, caplog):
     attack = forge(receiver.config, public=public)
     stranger = next(attack)

@@ -69,10 +69,10 @@ def _target_problems(model: TrainerModelConfig, at: Key) -> Iterator[str]:
     """Check the modules of an adapter against the model's files, if they are here; else building the model does."""
     if model.lora is None:
         return
-    names = find_linear_modules(model.name)
-    if names:
+    modules = find_linear_modules(model.name)
+    if modules is not None and modules.names:
         try:
-            choose_targets(model.lora.target_modules, names=names, key=str(at.model.lora.target_modules))
+            choose_targets(model.lora.target_modules, modules=modules, key=str(at.model.lora.target_modules))
         except ConfigError as exc:
             yield str(exc)
 

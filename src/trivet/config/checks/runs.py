@@ -10,6 +10,7 @@ from trivet.config.checks.roles import inference_problems, orchestrator_problems
 from trivet.config.checks.sampling import sampling_notices
 from trivet.config.loading.dump import literal
 from trivet.config.loading.findings import ROOT
+from trivet.config.sections.deployment import DeploymentConfig
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.model import DebugModelConfig
@@ -79,12 +80,8 @@ def _node_problems(config: RLConfig) -> Iterator[str]:
             f"{ROOT.deployment.num_infer_nodes} ({deployment.num_infer_nodes}) must be 0 if the run starts no server"
             f' ({ROOT.inference} = "None", or a replay), and only then'
         )
-    if deployment.num_infer_nodes > 1:
-        yield (
-            f"{ROOT.deployment.num_infer_nodes} ({deployment.num_infer_nodes}): a server spans one node; set it to 1, and"
-            f" {ROOT.deployment.num_infer_replicas} to the number of servers. For a model that no node can hold start the servers"
-            f' yourself, set it to 0 and {ROOT.inference} = "None", and name them in {ORCHESTRATOR.client.base_url}'
-        )
+    if deployment.num_infer_nodes > 1 and config.inference is not None:
+        yield from _spanning_problems(config.inference, deployment)
     if config.teacher_inference is not None:
         yield (
             f'{ROOT.deployment.type} = "multi_node" has no place for a teacher\'s server: start it yourself, name it in'
@@ -100,7 +97,7 @@ def _node_problems(config: RLConfig) -> Iterator[str]:
         )
     ):
         yield problem
-    if deployment.gpus_per_node and config.inference is not None:
+    if deployment.gpus_per_node and deployment.num_infer_nodes == 1 and config.inference is not None:
         num_gpus = deployment.gpus_per_node // deployment.servers_per_node
         if problem := tensor_parallel_problem(
             config.inference.parallel.tp,
@@ -109,6 +106,32 @@ def _node_problems(config: RLConfig) -> Iterator[str]:
             gpu_ids=f"{ROOT.deployment.gpus_per_node} / servers_per_node",
         ):
             yield problem
+
+
+def _spanning_problems(inference: InferenceConfig, deployment: DeploymentConfig) -> Iterator[str]:
+    """Check that the ranks of a server over several nodes are one replica with as many of them on each node."""
+    pipeline = inference.vllm_args.get("pipeline_parallel_size", 1)
+    num_nodes, num_ranks = deployment.num_infer_nodes, inference.parallel.tp * (pipeline if isinstance(pipeline, int) else 1)
+    key = INFERENCE.parallel.tp if num_ranks == inference.parallel.tp else f"{INFERENCE.parallel.tp} * pipeline_parallel_size"
+    advice = (
+        f"change it, or start a server on each node with {ROOT.deployment.num_infer_nodes} = 1 and a larger"
+        f" {ROOT.deployment.num_infer_replicas}"
+    )
+    if inference.parallel.dp > 1:
+        yield (
+            f"{INFERENCE.parallel.dp} ({inference.parallel.dp}) must be 1 for a server over several nodes"
+            f" ({ROOT.deployment.num_infer_nodes} = {num_nodes}); {advice}"
+        )
+    if (num_gpus := num_nodes * deployment.gpus_per_node) and num_ranks != num_gpus:
+        yield (
+            f"{key} ({num_ranks}) must be the GPUs of the server, {ROOT.deployment.num_infer_nodes} *"
+            f" {ROOT.deployment.gpus_per_node} = {num_nodes} * {deployment.gpus_per_node} = {num_gpus}; {advice}"
+        )
+    elif num_ranks % num_nodes:
+        yield (
+            f"{key} ({num_ranks}) must be divisible by {ROOT.deployment.num_infer_nodes} ({num_nodes}), for each node has as many"
+            f" ranks; {advice}"
+        )
 
 
 def _layout_problems(config: RLConfig) -> Iterator[str]:

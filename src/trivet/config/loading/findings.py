@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from trivet.config.loading.keys import KeyPath, dotted
+from trivet.config.masking import hide_in_addresses
 from trivet.errors import ConfigError
 
 _MAX_LISTED = 50
@@ -56,14 +57,14 @@ class ConfigFinding:
         return tuple(self.text.split(_MARK)[1::2])
 
     def show(self, name_of: Callable[[str], str] = str) -> str:
-        """Return the text for the user.
+        """Return the text for the user, without the passwords of the addresses in it.
 
         Args:
             name_of: returns the name by which the user knows a key.
         """
         parts = self.text.split(_MARK)
         parts[1::2] = map(name_of, parts[1::2])
-        return "".join(parts)
+        return hide_in_addresses("".join(parts))
 
 
 @dataclass(slots=True)

@@ -40,7 +40,6 @@ CONNECTING = ("host", "advertise", "port", "max_message_mib")
 
 DETERMINISTIC: dict[str, object] = {
     "trainer.deterministic": True,
-    "trainer.model.compute_dtype": "float32",
     "trainer.model.optimization_dtype": "float32",
     "trainer.model.reduce_dtype": "float32",
     "orchestrator.deterministic": True,
@@ -48,7 +47,6 @@ DETERMINISTIC: dict[str, object] = {
     "orchestrator.oversampling_factor": 1.0,
     "inference.deterministic": True,
     "inference.max_num_seqs": 1,
-    "inference.model.dtype": "float32",
 }
 """Values that `deterministic = true` sets in each role, besides seeds."""
 

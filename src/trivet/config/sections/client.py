@@ -30,7 +30,7 @@ class ElasticConfig(Section):
 
     @property
     def source(self) -> str:
-        """Where the addresses are from, for messages."""
+        """The key that says where the addresses are from, with its value, for messages."""
         if self.servers_file is not None:
             return f"client.elastic.servers_file = {str(self.servers_file)!r}"
         return f"client.elastic.hostname = {self.hostname!r}"

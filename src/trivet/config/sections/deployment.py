@@ -16,7 +16,8 @@ class DeploymentConfig(Section):
     num_train_nodes: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Nodes over which the trainer's ranks are spread."""
     num_infer_nodes: int = Field(default=1, ge=0, le=MAX_PROCESSES)
-    """Nodes of one inference server; 0: the run starts none, and orchestrator.client.base_url names those that run."""
+    """Nodes of one inference server, which inference.parallel.tp divides among them; 0: the run starts none, and
+    orchestrator.client.base_url names those that run."""
     num_infer_replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Inference servers. Each is restarted alone, and rollouts go to the least loaded."""
     servers_per_node: int = Field(default=1, ge=1, le=MAX_PROCESSES)
@@ -24,7 +25,11 @@ class DeploymentConfig(Section):
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Nodes over which one copy of the trainer's model is sharded, which sets trainer.model.dp_replicate; unset: all that train."""
     orchestrator_on_inference: bool = False
-    """Run the orchestrator and its environments on the first node that serves, not on the first that trains."""
+    """Run the orchestrator, and environments without nodes of their own, on the first node that serves instead of the first that
+    trains."""
+    env_worker_nodes: list[int] | None = None
+    """Numbers of the nodes that run environment workers, orchestrator.workers_per_env of each environment on each; unset: the
+    orchestrator's node. A group runs on the node with the fewest pending ones."""
     gpus_per_node: int = Field(default=8, ge=0, le=MAX_PROCESSES)
     """GPUs of each node, all of which its role uses. 0: nodes without GPUs, on each of which trainer_cpu_ranks ranks train."""
     min_train_nodes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
@@ -66,6 +71,13 @@ class DeploymentConfig(Section):
             raise ValueError(f"min_train_nodes ({self.min_train_nodes}) must be <= num_train_nodes ({self.num_train_nodes})")
         if self.orchestrator_on_inference and self.num_infer_nodes == 0:
             raise ValueError("orchestrator_on_inference needs a node that serves; raise num_infer_nodes or remove it")
+        workers = self.env_worker_nodes
+        if workers is not None and not (
+            workers and set(workers) <= set(range(self.num_nodes)) and len(set(workers)) == len(workers)
+        ):
+            raise ValueError(
+                f"env_worker_nodes = {workers} must name nodes of the run, each once: there are nodes 0 to {self.num_nodes - 1}"
+            )
         return self
 
     @property

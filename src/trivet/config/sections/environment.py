@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from trivet.config.layout import SECRET_FILE
+from trivet.config.sections.addresses import Host
 from trivet.config.sections.base import MAX_PROCESSES, MAX_WAIT_S, Section
 from trivet.config.sections.sampling import EnvSamplingConfig
 from trivet.process.imports import is_in_a_file
@@ -55,6 +56,19 @@ class EnvWorkersConfig(Section):
     seconds."""
     rollout_timeout_s: float | None = Field(default=3600.0, gt=0, le=MAX_WAIT_S)
     """Longest time for the rollouts of one example and their scores, seconds; a group that needs longer fails. None: any."""
+
+
+class EnvNodesConfig(Section):
+    """The nodes that run environment workers. deployment.env_worker_nodes fills it in."""
+
+    nodes: list[int] = Field(min_length=1)
+    """The numbers of these nodes."""
+    own: int = Field(ge=0)
+    """The number of the node of this process."""
+    host: Host
+    """Where the orchestrator listens for the pools of the other nodes."""
+    port: int = Field(ge=1, le=65535)
+    """The port there, which the launcher holds."""
 
 
 class EnvConfig(Section):

@@ -8,7 +8,7 @@ from pydantic import Field
 from trivet.config.sections.base import MAX_ROLLOUTS, MAX_TOKENS, Section
 from trivet.config.sections.client import ClientConfig, ConcurrencyConfig
 from trivet.config.sections.curriculum import AdvantageConfig, BufferConfig, FiltersConfig
-from trivet.config.sections.environment import EnvConfig, EnvWorkersConfig
+from trivet.config.sections.environment import EnvConfig, EnvNodesConfig, EnvWorkersConfig
 from trivet.config.sections.online_eval import OnlineEvalConfig, ValConfig
 from trivet.config.sections.sampling import SamplingConfig
 from trivet.config.sections.shared import DEFAULT_MODEL, SteppingRoleConfig, TransportConfig
@@ -86,6 +86,8 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
     sampling: SamplingConfig = SamplingConfig()
     env: list[EnvConfig] = Field(default=[EnvConfig()], min_length=1)
     """Environments to train on."""
+    env_nodes: EnvNodesConfig | None = None
+    """Environment workers on several nodes; unset: on this machine. A run over several nodes sets it."""
     buffer: BufferConfig = BufferConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     filters: FiltersConfig = FiltersConfig()

@@ -9,6 +9,7 @@ from trivet.config.sections.bench import BenchConfig
 from trivet.config.sections.deployment import DeploymentConfig
 from trivet.config.sections.detectors import DetectorsConfig
 from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.kubernetes import KubernetesConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import (
     DEFAULT_MODEL,
@@ -19,6 +20,7 @@ from trivet.config.sections.shared import (
     LogConfig,
     WandbConfig,
 )
+from trivet.config.sections.skypilot import SkyPilotConfig
 from trivet.config.sections.slurm import SlurmConfig
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.config.sections.trainer import TrainerConfig
@@ -47,8 +49,8 @@ class RLConfig(Section):
     max_async_level: int | None = Field(default=None, ge=0)
     """Fills trainer.max_async_level and orchestrator.max_async_level."""
     deterministic: bool = False
-    """Two runs give the same bytes, and a killed and resumed run those of an unbroken one: float32, one sequence at a time,
-    strict_async_level, seeded sampling, batches in the order of group ids. Slow; for debugging and for proofs."""
+    """Two runs give the same bytes, and a killed and resumed run those of an unbroken one: one sequence at a time, float32 on
+    a CPU, strict_async_level, seeded sampling, batches in the order of group ids. Slow; for debugging and for proofs."""
     seed: int | None = Field(default=None, ge=0)
     """Fills every role's seed."""
     inference_gpu_ids: list[int] = [0]
@@ -83,6 +85,10 @@ class RLConfig(Section):
     """Shared by every role."""
     deployment: DeploymentConfig = DeploymentConfig()
     """The nodes of the run."""
+    kubernetes: KubernetesConfig | None = None
+    """Set: the manifest of a JobSet is written, and nothing runs here."""
+    skypilot: SkyPilotConfig | None = None
+    """Set: a task of SkyPilot is written, and nothing runs here."""
     slurm: SlurmConfig | None = None
     """Set: the run is submitted to SLURM. Unset: it runs here."""
     shutdown_timeout_s: float = Field(default=20.0, gt=0, le=MAX_WAIT_S)

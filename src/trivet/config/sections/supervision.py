@@ -11,7 +11,8 @@ class RecoveryConfig(Section):
     """Inference is restarted alone; trainer and orchestrator go back to the newest checkpoint together."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of inference, and of trainer with orchestrator, within restart_window_s; one failure more ends the run. 0: none."""
+    """Restarts of inference, and of trainer with orchestrator, within restart_window_s; one failure more ends the run. 0: none.
+    Over several nodes, one that is lost while its role works does not count."""
     restart_window_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
     """Restarts longer ago than this many seconds no longer count."""
     backoff_s: float = Field(default=1.0, ge=0, le=MAX_WAIT_S)

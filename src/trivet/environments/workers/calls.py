@@ -1,7 +1,7 @@
-"""Matches the answers of one worker with the calls that wait for them. Owned by `client.WorkerClient`."""
+"""Matches the answers of one worker with the calls that wait for them. Owned by `client.WorkerClient`, or `nodes.node`."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from trivet.errors import MessageRefused, RolloutFailed, WorkerLost
@@ -82,6 +82,27 @@ class PendingCalls:
         if problem := _mismatch(order, answer):
             raise MessageRefused(f"an answer to call {answer.call_id} {problem}")
         future.set_result(answer)
+
+    @property
+    def newest(self) -> int:
+        """The id of the newest call, -1 before the first."""
+        return self._next_id - 1
+
+    def cancelled_among(self, running: Collection[int], *, newest: int) -> list[int]:
+        """Return the cancelled calls that the other side still runs; those that it received and ended are forgotten."""
+        self._cancelled = {each for each in self._cancelled if each > newest or each in running}
+        return [each for each in self._cancelled if each <= newest]
+
+    def lose(self, call_id: int, loss: str) -> None:
+        """Fail one call with WorkerLost, if it is still in flight."""
+        _, future = self._pending.get(call_id, (None, None))
+        if future is not None and not future.done():
+            future.set_exception(WorkerLost(loss))
+
+    def lose_missing(self, *, newest: int, running: Collection[int], loss: str) -> None:
+        """Fail with WorkerLost what the other side has received, up to `newest`, and does not run: its answer was lost."""
+        for call_id in [each for each in self._pending if each <= newest and each not in running]:
+            self.lose(call_id, loss)
 
     def fail_all(self, loss: str) -> None:
         """Fail every call in flight, and every later one, with WorkerLost.

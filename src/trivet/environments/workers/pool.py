@@ -99,9 +99,17 @@ class WorkerPool:
         *,
         log_of: Callable[[str], Path],
         limits: PoolLimits,
+        name_suffix: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin with no worker.
+
+        Args:
+            log_of: returns the file that the output of an environment's workers is appended to, given its name.
+            name_suffix: of the names of workers, where a run has several pools.
+        """
         self._settings = settings
+        self._name_suffix = name_suffix
         self._log_of = log_of
         self._version_limit = VersionLimit()
         self._limits = limits
@@ -250,7 +258,7 @@ class WorkerPool:
     def _make_environment(self, settings: HostSettings) -> _Environment:
         slots = [
             _Slot(
-                name=f"{settings.name}-{index}",
+                name=f"{settings.name}-{index}{self._name_suffix}",
                 # The hashes of examples are the same in every worker.
                 settings=settings if index == 0 else msgspec.structs.replace(settings, hash_keys=[]),
                 budget=RestartBudget(limit=self._limits.max_restarts),
@@ -377,14 +385,10 @@ async def _limit_time(timeout_s: float | None, running: Awaitable[list[Rollout]]
 
 @asynccontextmanager
 async def open_worker_pool(
-    settings: Sequence[HostSettings], *, log_of: Callable[[str], Path], limits: PoolLimits
+    settings: Sequence[HostSettings], *, log_of: Callable[[str], Path], limits: PoolLimits, name_suffix: str = ""
 ) -> AsyncIterator[WorkerPool]:
-    """Open a pool with every environment loaded; `WorkerPool.run` keeps its workers alive.
-
-    Args:
-        log_of: returns the file that the output of an environment's workers is appended to, given its name.
-    """
-    pool = WorkerPool(settings, log_of=log_of, limits=limits)
+    """Open a pool with every environment loaded; `WorkerPool.run` keeps its workers alive. Arguments are those of `WorkerPool`."""
+    pool = WorkerPool(settings, log_of=log_of, limits=limits, name_suffix=name_suffix)
     try:
         await pool.start()
         yield pool

@@ -35,5 +35,5 @@ def become_ranks(module: str, arguments: Sequence[str], *, device: Device, num_r
         "TORCHINDUCTOR_CACHE_DIR": str(compile_cache_directory()),
         **rank_environment(count, num_cpus=machine.num_cpus, is_on_cpu=is_on_cpu),
     }
-    argv = rank_command(sys.executable, module, arguments, num_ranks=count)
+    argv = rank_command(sys.executable, module, arguments, num_ranks=count, is_on_cpu=is_on_cpu)
     os.execve(argv[0], argv, {**defaults, **os.environ})

@@ -4,7 +4,7 @@ from functools import partial
 
 from trivet.config.command import run_command
 from trivet.config.sections.rl import RLConfig
-from trivet.schedulers.slurm import submit
+from trivet.schedulers.submit import submit
 
 
 def main() -> int:

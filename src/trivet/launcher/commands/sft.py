@@ -16,7 +16,7 @@ from trivet.conversations.mixture import open_data
 from trivet.errors import ConfigError
 from trivet.launcher.commands.ranks import become_ranks
 from trivet.launcher.run_directory import RunDirectory, write_configs
-from trivet.schedulers.slurm import submit
+from trivet.schedulers.submit import submit
 from trivet.secret import share_secret
 
 

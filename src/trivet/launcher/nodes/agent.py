@@ -24,17 +24,11 @@ from trivet.launcher.nodes.messages import (
     SignalProcess,
     StartProcess,
 )
+from trivet.launcher.nodes.report_reader import ReportReader
 from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import Child, LocalHost
 from trivet.launcher.scratch import Scratch
 
-_ALONE_SHARE = 0.5
-"""Share of `lost_after_s` after which an agent that misses the head ends its processes. They have ended before the head, which
-waits for all of it, starts others in their place."""
-_STOP_SHARE = 0.25
-"""Share of `lost_after_s` that they have for it."""
-_LEAVE_FACTOR = 2.0
-"""The agent itself ends after this many times `lost_after_s`."""
 _START_FAILED = 127
 """Exit code of a process that could not be started, as a shell has it."""
 
@@ -72,6 +66,8 @@ class NodeAgent:
         """
         self.exit_code: int | None = None
         """The exit code of the run, once the head has told it."""
+        self.is_leaving = False
+        """Whether a signal has asked this node to end."""
         self._index = index
         self._host = host
         self._bind = bind
@@ -85,6 +81,7 @@ class NodeAgent:
         self._ports: dict[str, int] = {}
         self._port_error = ""
         self._started: dict[int, _Started] = {}
+        self._reader = ReportReader(host.read_reports)
 
     @property
     def exits(self) -> tuple[int | None, ...]:
@@ -114,9 +111,9 @@ class NodeAgent:
                 if started is not None and started.child is not None:
                     self._host.show_stacks(started.child, order.pids)
             case EndRun():
-                self.say(f"the run is over with exit code {order.exit_code}")
                 self.end_processes(timeout_s=0.0)
                 self.exit_code = order.exit_code
+                self.say(f"the run is over with exit code {order.exit_code}")
 
     def _hold(self, order: HoldPorts) -> None:
         self._port_error = ""
@@ -134,6 +131,7 @@ class NodeAgent:
             if started.order.name == order.name:
                 if started.child is not None:
                     started.child.signal_group(signal.SIGKILL)  # mostly it has ended
+                self._reader.forget(old)
                 del self._started[old]
         try:
             child = self._host.start(spec)
@@ -142,6 +140,7 @@ class NodeAgent:
             child = None
         else:
             self.say(f"started {order.name} pid={child.pid} log={spec.log}")
+            self._reader.follow(number, child)
         self._started[number] = _Started(order=order, child=child)
 
     def _signal(self, order: SignalProcess) -> None:
@@ -164,7 +163,7 @@ class NodeAgent:
             if started.child is None:
                 states.append(RemoteState(order=number, pid=0, exit_code=_START_FAILED))
                 continue
-            child, reports = started.child, self._host.read_reports(started.child)
+            child, reports = started.child, self._reader.newest(number)
             states.append(
                 RemoteState(
                     order=number,
@@ -181,6 +180,7 @@ class NodeAgent:
             num_done=self._num_done,
             ports=dict(self._ports),
             port_error=self._port_error,
+            is_leaving=self.is_leaving,
             processes=states,
         )
 
@@ -197,57 +197,16 @@ class NodeAgent:
         else:
             print(f"node {self._index}: {message}", file=sys.stderr)
 
+    def close(self) -> None:
+        """End what reads reports; the processes have ended."""
+        self._reader.close()
+
     def forget(self) -> None:
         """Begin anew, as an agent that has carried out nothing. Ports stay held."""
+        for number in self._started:
+            self._reader.forget(number)
         self._started.clear()
         self._num_done = self._num_beats = 0
-
-
-class HeadContact:
-    """Decides from the answers of the head whether it is missed. Pure.
-
-    What counts is when the newest beat was sent that the head has seen: a line that is cut in one direction cuts that too.
-
-    >>> contact = HeadContact(lost_after_s=30.0, now=0.0)
-    >>> contact.sent(1, now=0.0)
-    >>> contact.seen(1)
-    >>> contact.is_missed(now=16.0)
-    True
-    """
-
-    def __init__(self, *, lost_after_s: float, now: float) -> None:
-        self.lost_after_s = lost_after_s
-        self._sent: dict[int, float] = {}
-        self._heard_at = now
-
-    def sent(self, beat: int, *, now: float) -> None:
-        """Note that a beat was sent."""
-        self._sent[beat] = now
-
-    def seen(self, beat: int) -> None:
-        """Note that the head has seen this beat and those before it."""
-        if beat in self._sent:
-            self._heard_at = self._sent[beat]
-        for old in [number for number in self._sent if number <= beat]:
-            del self._sent[old]
-
-    def begin(self, *, sent_at: float) -> None:
-        """Note that the head has answered what was sent at that time on a new connection, whose beats are numbered from one."""
-        self._sent.clear()
-        self._heard_at = sent_at
-
-    def is_missed(self, *, now: float) -> bool:
-        """Return whether the processes of this node have to end."""
-        return now - self._heard_at > _ALONE_SHARE * self.lost_after_s
-
-    def is_gone(self, *, now: float) -> bool:
-        """Return whether this agent has to end."""
-        return now - self._heard_at > _LEAVE_FACTOR * self.lost_after_s
-
-    @property
-    def stop_timeout_s(self) -> float:
-        """How long processes may take to end when the head is missed."""
-        return _STOP_SHARE * self.lost_after_s
 
 
 def _exit_code(started: _Started) -> int | None:

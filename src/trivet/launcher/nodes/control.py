@@ -4,7 +4,6 @@ As between orchestrator and trainer (`transport.zeromq`), nobody without the sec
 """
 
 import contextlib
-import logging
 import secrets
 import threading
 import time
@@ -14,16 +13,14 @@ from typing import Any
 
 import msgspec
 import zmq
-from zmq.utils import z85
 
 from trivet.launcher.nodes.messages import Beat, Hello, Orders, Refused
 from trivet.launcher.nodes.registry import NodeRegistry
-from trivet.process.listening import listen
+from trivet.process.encrypted_sockets import connect_encrypted, listen_encrypted
 from trivet.secret import RunSecret
 from trivet.storage.durable import DECODE_ERRORS
 
-logger = logging.getLogger(__name__)
-
+_KEY_PURPOSE = "nodes/head"
 _MAX_BYTES = 16 << 20
 """The largest message: the reports of a node's processes take kilobytes."""
 _HANDSHAKE_MS = 10_000
@@ -35,12 +32,6 @@ _POLL_MS = 200
 
 _decode_request = msgspec.msgpack.Decoder(Hello | Beat).decode
 _decode_answer = msgspec.msgpack.Decoder(Orders | Refused).decode
-
-
-def _keys(secret: RunSecret) -> tuple[bytes, bytes]:
-    """Return the public and the private key of the head."""
-    private = z85.encode(secret.derive("nodes/head"))
-    return zmq.curve_public(private), private
 
 
 def _bound(socket: "zmq.Socket[Any]") -> None:
@@ -82,16 +73,13 @@ class ControlServer:
         _bound(self._socket)
         # An agent that connects anew takes the place of its own old connection, which may not have ended yet.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = _keys(secret)
         try:
-            self._socket.setsockopt(zmq.USE_FD, listen(host, port).detach())
-            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+            listen_encrypted(self._socket, host=host, port=port, key=secret.derive(_KEY_PURPOSE))
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._answer, name="node-control", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="node-control", daemon=True)
 
     def __enter__(self) -> "ControlServer":
         self._thread.start()
@@ -101,6 +89,12 @@ class ControlServer:
         self._is_closing.set()
         self._thread.join()
         self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        try:
+            self._answer()
+        except Exception as exc:  # noqa: BLE001  # the supervisor raises it: nodes that nobody hears would look lost
+            self._registry.fail(exc)
 
     def _answer(self) -> None:
         while not self._is_closing.is_set():
@@ -112,11 +106,7 @@ class ControlServer:
             except DECODE_ERRORS:
                 answer = Refused(reason="it speaks another version: install one version of trivet on all nodes", is_final=True)
             else:
-                try:
-                    answer = self._registry.receive(key, message, now=self._clock(), unix_time=self._unix_time())
-                except Exception:  # a defect that one message brings out must not make every node look lost
-                    logger.exception("a message of a node could not be taken")
-                    continue
+                answer = self._registry.receive(key, message, now=self._clock(), unix_time=self._unix_time())
             with contextlib.suppress(zmq.Again):
                 self._socket.send_multipart([key, msgspec.msgpack.encode(answer)], flags=zmq.DONTWAIT)
 
@@ -137,10 +127,8 @@ class ControlClient:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.SNDHWM, 4)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-        self._socket.curve_serverkey, _ = _keys(secret)
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.setsockopt(zmq.ROUTING_ID, secrets.token_hex(16).encode())
-        self._socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+        connect_encrypted(self._socket, host=host, port=port, key=secret.derive(_KEY_PURPOSE))
 
     def send(self, message: Hello | Beat) -> None:
         """Send a message, or drop it while there is no connection."""

@@ -102,6 +102,7 @@ class NodeHost:
         registry: NodeRegistry,
         *,
         wanted: Mapping[int, Sequence[str]],
+        check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -109,8 +110,10 @@ class NodeHost:
 
         Args:
             wanted: the names of what will listen on each node, by its index.
+            check: raises when this node must not lead the run any more.
         """
         self._local = local
+        self._check = check
         self._registry = registry
         self._wanted = wanted
         self._asked: dict[int, bytes] = {}
@@ -135,8 +138,18 @@ class NodeHost:
         return there
 
     def lost_nodes(self) -> frozenset[int]:
-        """Return the nodes that are not there, or not yet with their ports."""
+        """Return the nodes that are not there, or not yet with their ports.
+
+        Raises:
+            RunDirectoryBusy: another node leads the run now.
+        """
+        self._check()
+        self._registry.check()
         return frozenset(self._wanted) - self.nodes().keys()
+
+    def leaving_nodes(self) -> frozenset[int]:
+        """Return the nodes that a signal has asked to end."""
+        return self._registry.leaving()
 
     @property
     def has_nodes(self) -> bool:

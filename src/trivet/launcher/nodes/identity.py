@@ -5,11 +5,17 @@ from dataclasses import dataclass
 
 from trivet.config.sections.deployment import DeploymentConfig
 from trivet.errors import ConfigError
-
-NODE_BASE, JOB_INDEX = "JOBSET_NODE_BASE", "JOBSET_JOB_INDEX"
-"""Variables of the JobSet that trivet writes: the first node of a replicated job, and the number of the job among its replicas."""
-JOB_SIZE, JOB_HEAD, JOB_NODES = "JOBSET_JOB_SIZE", "JOBSET_HEAD", "JOBSET_NODES"
-"""Pods of each of these jobs, the host name of the first node, and the number of all nodes."""
+from trivet.schedulers.node_variables import (
+    JOB_HEAD,
+    JOB_INDEX,
+    JOB_NODES,
+    JOB_SIZE,
+    NODE_BASE,
+    POD_INDEX,
+    SKYPILOT_HOSTS,
+    SKYPILOT_INDEX,
+    SLURM_INDEX,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +41,11 @@ class _Scheduler:
 
 
 _SCHEDULERS = (
-    _Scheduler(name="SkyPilot", index="SKYPILOT_NODE_RANK", count="SKYPILOT_NUM_NODES", head="SKYPILOT_NODE_IPS"),
+    _Scheduler(name="SkyPilot", index=SKYPILOT_INDEX, count="SKYPILOT_NUM_NODES", head=SKYPILOT_HOSTS),
     _Scheduler(name="LeaderWorkerSet", index="LWS_WORKER_INDEX", count="LWS_GROUP_SIZE", head="LWS_LEADER_ADDRESS"),
     _Scheduler(name="Kubeflow", index="PET_NODE_RANK", count="PET_NNODES", head="PET_MASTER_ADDR"),
     # The last: a cloud's machines may themselves be jobs of SLURM. Its first task runs where the job's script does.
-    _Scheduler(name="SLURM", index="SLURM_PROCID", count="SLURM_NTASKS", head="SLURM_LAUNCH_NODE_IPADDR"),
+    _Scheduler(name="SLURM", index=SLURM_INDEX, count="SLURM_NTASKS", head="SLURM_LAUNCH_NODE_IPADDR"),
 )
 
 
@@ -52,7 +58,7 @@ def identify_node(deployment: DeploymentConfig, environ: Mapping[str, str]) -> N
     if deployment.node_rank is not None:
         found, num_nodes = NodeIdentity(index=deployment.node_rank, head=None, source="deployment.node_rank"), None
     elif NODE_BASE in environ:
-        names = (NODE_BASE, JOB_INDEX, JOB_SIZE, "JOB_COMPLETION_INDEX", JOB_NODES)
+        names = (NODE_BASE, JOB_INDEX, JOB_SIZE, POD_INDEX, JOB_NODES)
         base, job, size, pod, num_nodes = (_number(environ, name) for name in names)
         found = NodeIdentity(index=base + job * size + pod, head=environ.get(JOB_HEAD), source="JobSet")
     else:

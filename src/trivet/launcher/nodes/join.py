@@ -1,25 +1,28 @@
 """Joins a run as a node that is not the first: finds the head, introduces this node, and is its agent until the run is over."""
 
-import importlib.metadata
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.rl import RLConfig
-from trivet.errors import ConfigError, NodesMissing
+from trivet.dependencies import own_version
+from trivet.errors import ConfigError, NodesMissing, TrivetError
 from trivet.launcher.logs import RunLog
 from trivet.launcher.nodes.addresses import address_towards, interface_of
-from trivet.launcher.nodes.agent import HeadContact, NodeAgent
+from trivet.launcher.nodes.agent import NodeAgent
 from trivet.launcher.nodes.control import ControlClient
+from trivet.launcher.nodes.head_contact import HeadContact
 from trivet.launcher.nodes.identity import NodeIdentity
+from trivet.launcher.nodes.lease import Lease, read_lease
 from trivet.launcher.nodes.messages import Control, Hello, Orders, Refused
 from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import LocalHost
@@ -27,20 +30,17 @@ from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import role_environment
 from trivet.launcher.supervision.interrupts import Interrupts
 from trivet.machine import inspect_machine
+from trivet.process.lock import holder_of
 from trivet.process.stacks import show_stacks_on_signal
+from trivet.schedulers.node_variables import NODE_BASE
 from trivet.secret import RunSecret, read_secret, secret_file, share_secret
 from trivet.storage.durable import DECODE_ERRORS, hash_bytes
 
 _POLL_INTERVAL_S = 0.1
 _BEAT_INTERVAL_S = 0.5
 """The head learns of an exit at once; anything else may be this late."""
-_LOOK_INTERVAL_S = 1.0
+_SEEK_INTERVAL_S = 1.0
 """Between two looks at .control.json while there is no contact."""
-
-
-def package_version() -> str:
-    """Return the version of trivet that this node has."""
-    return importlib.metadata.version("trivet")
 
 
 def digest_config(config: RLConfig) -> str:
@@ -64,7 +64,7 @@ def join(config: RLConfig, identity: NodeIdentity) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What this node knows of the head."""
+    """The head as this node knows it."""
 
     control: Control
     secret: str
@@ -93,6 +93,8 @@ class _Membership:
         self._contact: HeadContact | None = None
         self._give_up_at = clock() + config.deployment.start_timeout_s
         self._last_refusal = ""
+        self._lease: Lease | None = None
+        """The head's lease, as this node saw it last."""
         self._instance = secrets.token_hex(8)
 
     def run(self) -> int:
@@ -106,19 +108,24 @@ class _Membership:
         finally:
             if self._agent is not None:
                 self._agent.end_processes(timeout_s=self._config.shutdown_timeout_s)
+                self._agent.close()
 
     def _await_head(self) -> _Head:
         while (head := read_control(self._layout)) is None:
             self._check_patience()
-            time.sleep(_LOOK_INTERVAL_S)
+            time.sleep(_SEEK_INTERVAL_S)
         return head
 
     def _check_patience(self) -> None:
         """Raise when this node has to end: no head came, the one it had is gone, or a signal asks for the end."""
         now = self._clock()
-        if self._interrupts.first is not None and self._agent is None:
-            raise NodesMissing(f"node {self._index} was ended by a signal before the first node came")
-        if self._contact is not None and self._contact.is_gone(now=now):
+        if self._interrupts.first is not None:  # no process of the run is left here
+            raise SystemExit(128 + self._interrupts.first)
+        lease, before = self._read_lease(), self._lease
+        self._lease = lease or before
+        if self._contact is not None and before is not None and self._lease != before:
+            self._contact.noticed(now=now)
+        if self._contact is not None and self._contact.must_end_agent(now=now):
             raise NodesMissing(
                 f"node {self._index} has not heard from the first node for {2 * self._contact.lost_after_s:.0f} s "
                 "(deployment.lost_after_s): its processes have ended"
@@ -130,12 +137,18 @@ class _Membership:
                 f"(deployment.start_timeout_s){reason}; all nodes must see {self._layout.root}"
             )
 
+    def _read_lease(self) -> Lease | None:
+        try:
+            return read_lease(self._layout.lease)
+        except OSError:  # the directory cannot be read now
+            return None
+
     def _serve(self, head: _Head) -> bool:
         """Follow the head's orders; returns True when the run is over, False when contact has to be sought anew."""
         try:
             hello = self._introduce(head.control)
         except OSError:  # the name of the head is not known yet
-            time.sleep(_LOOK_INTERVAL_S)
+            time.sleep(_SEEK_INTERVAL_S)
             self._check_patience()
             return False
         secret = RunSecret(bytes.fromhex(head.secret))
@@ -155,8 +168,9 @@ class _Membership:
             gpus=machine.gpus,
             num_cpus=machine.num_cpus,
             instance=self._instance,
-            version=package_version(),
+            version=own_version(),
             config_digest=digest_config(self._config),
+            does_see_lock=_is_held(self._layout.lock),
         )
 
     def _is_welcomed(self, client: ControlClient, hello: Hello, head: _Head) -> bool:
@@ -164,18 +178,19 @@ class _Membership:
 
         Raises:
             ConfigError: it never will take this node.
+            NodesMissing: it may take this node, which is a pod, when that is started again.
         """
         while True:
             sent_at = self._clock()
             client.send(hello)
-            for answer in client.receive(timeout_s=_LOOK_INTERVAL_S):
+            for answer in client.receive(timeout_s=_SEEK_INTERVAL_S):
                 if isinstance(answer, Orders):
                     self._begin(hello, lost_after_s=answer.lost_after_s, sent_at=sent_at)
                     return True
                 if answer.is_final:
-                    raise ConfigError(f"node {self._index} is refused by the first node: {answer.reason}")
+                    raise refusal_error(answer, index=self._index, environ=os.environ)
                 self._last_refusal = answer.reason
-                time.sleep(_LOOK_INTERVAL_S)
+                time.sleep(_SEEK_INTERVAL_S)
             self._check_patience()
             if read_control(self._layout) != head:
                 return False
@@ -213,7 +228,7 @@ class _Membership:
         agent, contact = self._agent, self._contact
         assert agent is not None
         assert contact is not None
-        due, exits, num_asked = 0.0, agent.exits, 0
+        due, exits = 0.0, agent.exits
         while True:
             now = self._clock()
             if now >= due or agent.exits != exits:
@@ -231,20 +246,40 @@ class _Membership:
                 client.send(agent.beat())  # so that the head need not wait for it
                 time.sleep(_POLL_INTERVAL_S)
                 return True
-            if contact.is_missed(now=self._clock()):
-                agent.say(f"the first node is missed for {contact.lost_after_s / 2:.0f} s: ending the processes of this node")
+            if contact.must_end_processes(now=self._clock()):
+                # First, because the log is in the shared directory, which may be away with the first node.
                 agent.end_processes(timeout_s=contact.stop_timeout_s)
+                agent.say(
+                    f"the first node was missed for {contact.lost_after_s / 2:.0f} s: the processes of this node have ended"
+                )
                 return False
-            num_asked = self._heed_signals(agent, num_asked)
+            self._heed_signals(agent)
 
-    def _heed_signals(self, agent: NodeAgent, num_asked: int) -> int:
-        """Leave a first signal to the head, which got it too and has its processes commit; a second one ends this node."""
-        if self._interrupts.first is not None and num_asked == 0:
+    def _heed_signals(self, agent: NodeAgent) -> None:
+        """Tell the head of a first signal: it has its processes commit. A second one ends this node."""
+        if self._interrupts.first is not None and not agent.is_leaving:
+            agent.is_leaving = True
             agent.say("a signal asks for the end: the first node decides; a second signal ends this node now")
-            num_asked = 1
-        if self._interrupts.is_repeated:
-            raise NodesMissing(f"node {self._index} was ended by a second signal")
-        return num_asked
+        if self._interrupts.first is not None and self._interrupts.is_repeated:
+            raise SystemExit(128 + self._interrupts.first)
+
+
+def refusal_error(refused: Refused, *, index: int, environ: Mapping[str, str]) -> TrivetError:
+    """Return the error with which a node ends that the head will not take.
+
+    A pod that reads what an earlier start of the job decided ends with a code for which Kubernetes starts it again.
+    """
+    is_retried = refused.is_old_start and NODE_BASE in environ
+    kind = NodesMissing if is_retried else ConfigError
+    return kind(f"node {index} is refused by the first node: {refused.reason}")
+
+
+def _is_held(lock: Path) -> bool:
+    """Return whether this node sees that a process holds the lock."""
+    try:
+        return holder_of(lock) is not None
+    except OSError:  # the file system keeps no locks
+        return False
 
 
 def read_control(layout: RunLayout) -> _Head | None:

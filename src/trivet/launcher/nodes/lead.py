@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from trivet.config.layout import RunLayout
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity
-from trivet.errors import NodesMissing
+from trivet.dependencies import own_version
+from trivet.errors import ConfigError, NodesMissing
 from trivet.launcher.node_plan import Node, plan_over_nodes
 from trivet.launcher.nodes.addresses import interface_of, own_address
 from trivet.launcher.nodes.control import ControlServer
 from trivet.launcher.nodes.host import NodeHost
 from trivet.launcher.nodes.identity import NodeIdentity
-from trivet.launcher.nodes.join import digest_config, package_version
+from trivet.launcher.nodes.join import digest_config, read_control
+from trivet.launcher.nodes.lease import HeadLease
 from trivet.launcher.nodes.messages import Control
 from trivet.launcher.nodes.registry import NodeRegistry
 from trivet.launcher.placement import HEAD, place
@@ -72,12 +74,13 @@ def lead(
     secret: RunSecret,
     local: LocalHost,
     machine: Machine,
+    lease: HeadLease,
 ) -> Generator[Lead, None, None]:
     """Listen for the other nodes, and wait until all are there and hold their ports.
 
     Raises:
         NodesMissing: some did not come within `deployment.start_timeout_s`.
-        ConfigError: this node's address cannot be told, or its ports cannot be held.
+        ConfigError: this node's address cannot be told, its ports cannot be held, or another node leads the run.
     """
     deployment, placement = config.deployment, place(config)
     address = deployment.host or own_address(identity.head)
@@ -93,16 +96,25 @@ def lead(
         )
         wanted = {node: placement.listeners_on(node) for node in range(placement.num_nodes) if node != HEAD}
         registry = NodeRegistry(
-            wanted, config_digest=digest_config(config), version=package_version(), lost_after_s=deployment.lost_after_s
+            {node: deployment.gpus_per_node if placement.roles_on(node) else 0 for node in wanted},
+            config_digest=digest_config(config),
+            version=own_version(),
+            lost_after_s=deployment.lost_after_s,
         )
         port = ports.reserve(address, preferred=deployment.port)
+        if deployment.port not in (0, port):
+            raise ConfigError(
+                f"port {deployment.port} of {address} is in use: end the program that uses it, or change deployment.port"
+            )
         held.enter_context(ControlServer(registry, host=address, port=port, secret=secret))
-        held.callback(layout.control.unlink, missing_ok=True)
-        write_json_atomically(layout.control, Control(run=run.id, attempt=run.attempt, host=address, port=port))
-        host = NodeHost(local, registry, wanted=wanted)
+        control = Control(run=run.id, attempt=run.attempt, host=address, port=port)
+        held.callback(_remove_control, layout, control)
+        write_json_atomically(layout.control, control)
+        host = NodeHost(local, registry, wanted=wanted, check=lease.check)
         print(f"node 0 at {address}:{port} waits for {len(wanted)} more", file=sys.stderr)
         leader = Lead(host=host, own=own, python=local.python, known={})
-        held.callback(lambda: host.end_run(leader.exit_code))
+        # Whoever leads in this node's place needs the other nodes: they find it when they miss this one.
+        held.callback(lambda: None if lease.is_lost else host.end_run(leader.exit_code))
         _await_nodes(host, registry, config, where=f"{address}:{port}")
         leader.known = {HEAD: own, **host.nodes()}
         yield leader
@@ -111,15 +123,27 @@ def lead(
 def _await_nodes(host: NodeHost, registry: NodeRegistry, config: RLConfig, *, where: str) -> None:
     timeout_s = config.deployment.start_timeout_s
     deadline = time.monotonic() + timeout_s
+    said = set[str]()
     with Interrupts(clock=time.monotonic) as interrupts:
         while missing := host.lost_nodes():
             if interrupts.first is not None:
                 raise SystemExit(128 + interrupts.first)
+            problems = registry.problems(now=time.monotonic())
+            for problem in sorted(set(problems) - said):
+                print(f"node 0: {problem}", file=sys.stderr)
+            said |= set(problems)
             if time.monotonic() > deadline:
-                problems = "; ".join(registry.port_problems())
+                reason = f": {'; '.join(problems)}" if problems else ""
                 raise NodesMissing(
                     f"node {', '.join(map(str, sorted(missing)))} did not come within {timeout_s:g} s "
-                    f"(deployment.start_timeout_s){f': {problems}' if problems else ''}; each node runs the same command, sees "
+                    f"(deployment.start_timeout_s){reason}; each node runs the same command, sees "
                     f"{config.output_dir} and reaches {where}"
                 )
             time.sleep(_POLL_INTERVAL_S)
+
+
+def _remove_control(layout: RunLayout, control: Control) -> None:
+    """Remove what `lead` wrote, and nothing that another first node wrote since."""
+    found = read_control(layout)
+    if found is not None and found.control == control:
+        layout.control.unlink(missing_ok=True)

@@ -29,6 +29,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Version of trivet."""
     config_digest: str
     """Digest of the configuration that the node's command read."""
+    does_see_lock: bool
+    """Whether it sees that the head holds the lock on the output directory."""
 
     def node(self, ports: dict[str, int]) -> Node:
         """Return the node, which holds `ports`."""
@@ -62,6 +64,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Ports that it holds, by the names of what will listen."""
     port_error: str = ""
     """Why it holds none."""
+    is_leaving: bool = False
+    """Whether a signal has asked this node to end."""
     processes: list[RemoteState] = []
 
 
@@ -164,6 +168,8 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     is_final: bool = False
     """True when asking again would change nothing."""
+    is_old_start: bool = False
+    """True when the scheduler may have started this node with what an earlier start of the job decided."""
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ the thread that receives writes to it, the supervisor asks it.
 """
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -33,29 +33,55 @@ class _Agent:
     """The head's clock minus the agent's."""
     ports: dict[str, int] = field(default_factory=dict[str, int])
     port_error: str = ""
+    is_leaving: bool = False
     processes: dict[int, RemoteState] = field(default_factory=dict[int, RemoteState])
     is_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refusal:
+    name: str
+    """Host name of the agent."""
+    reason: str
+    at: float
 
 
 class NodeRegistry:
     """The nodes of a run besides the head's own.
 
-    >>> registry = NodeRegistry([1, 2], config_digest=digest, version=version, lost_after_s=30.0)
+    >>> registry = NodeRegistry({1: 8, 2: 8}, config_digest=digest, version=version, lost_after_s=30.0)
     >>> registry.receive(key, Hello(...), now=clock())
     >>> registry.order(1, StartProcess.of(spec))
     1
     >>> answer = registry.receive(key, Beat(...), now=clock())
     """
 
-    def __init__(self, expected: Collection[int], *, config_digest: str, version: str, lost_after_s: float) -> None:
-        self._expected = frozenset(expected)
+    def __init__(self, num_gpus: Mapping[int, int], *, config_digest: str, version: str, lost_after_s: float) -> None:
+        """Begin with no node.
+
+        Args:
+            num_gpus: the GPUs that each node needs, by its index.
+        """
+        self._num_gpus = num_gpus
         self._config_digest = config_digest
         self._version = version
         self._lost_after_s = lost_after_s
         self._agents: dict[int, _Agent] = {}
         self._replaced: set[str] = set()
         """Agents in whose place another agent of the same node has come: they must not take it back."""
+        self._refusals: dict[int, _Refusal] = {}
+        """The newest refusal of each node, until an agent of the node is welcomed."""
+        self._error: Exception | None = None
         self._lock = threading.Lock()
+
+    def fail(self, error: Exception) -> None:
+        """Note that no message can be taken any more: `check` raises `error`."""
+        self._error = error
+
+    def check(self) -> None:
+        """Raise what ended the thread that takes messages."""
+        if self._error is not None:
+            raise self._error
 
     def receive(self, key: bytes, message: Hello | Beat, *, now: float, unix_time: float) -> Orders | Refused:
         """Take a message; return the answer.
@@ -67,7 +93,9 @@ class NodeRegistry:
         with self._lock:
             if isinstance(message, Hello):
                 if refusal := self._why_refused(key, message, now=now):
+                    self._refusals[message.index] = _Refusal(name=message.name, reason=refusal.reason, at=now)
                     return refusal
+                self._refusals.pop(message.index, None)
                 agent = self._agents.get(message.index)
                 if agent is not None and agent.hello.instance != message.instance:
                     self._replaced.add(agent.hello.instance)
@@ -87,7 +115,7 @@ class NodeRegistry:
             )
 
     def _why_refused(self, key: bytes, hello: Hello, *, now: float) -> Refused | None:
-        if hello.index not in self._expected:
+        if hello.index not in self._num_gpus:
             return Refused(reason=f"the run has no node {hello.index}", is_final=True)
         if hello.instance in self._replaced:
             return Refused(reason="another agent of this node has taken its place", is_final=True)
@@ -98,7 +126,21 @@ class NodeRegistry:
             )
         if hello.config_digest != self._config_digest:
             return Refused(
-                reason="it reads another configuration than the first node: start the same command on all nodes", is_final=True
+                reason="it reads another configuration than the first node: start the same command on all nodes",
+                is_final=True,
+                is_old_start=True,
+            )
+        if not hello.does_see_lock:
+            return Refused(
+                reason="it does not see that the first node has locked the output directory: mount the shared file system so that"
+                " locks hold between machines, or choose an output_dir where they do",
+                is_final=hello.index not in self._agents,  # else it saw the lock before, and may again
+            )
+        if len(hello.gpus) < (needed := self._num_gpus[hello.index]):
+            return Refused(
+                reason=f"it shows {len(hello.gpus)} GPU(s), and deployment.gpus_per_node is {needed}: lower that, or ask the"
+                " scheduler for nodes that have them",
+                is_final=True,
             )
         agent = self._agents.get(hello.index)
         if agent is not None and agent.key != key and not self._is_lost(agent, now=now) and agent.hello.name != hello.name:
@@ -114,6 +156,7 @@ class NodeRegistry:
         if abs(offset - agent.clock_offset) > _MAX_CLOCK_DRIFT_S:
             agent.clock_offset = offset
         agent.ports, agent.port_error = beat.ports, beat.port_error
+        agent.is_leaving = beat.is_leaving
         agent.processes = {state.order: state for state in beat.processes}
 
     def _is_lost(self, agent: _Agent, *, now: float) -> bool:
@@ -178,12 +221,28 @@ class NodeRegistry:
                 return (), {}
             return tuple(_shift(report, agent.clock_offset) for report in state.reports), state.stamps
 
-    def port_problems(self) -> Iterator[str]:
-        """Yield why nodes do not hold the ports that they were asked for."""
+    def leaving(self) -> frozenset[int]:
+        """Return the nodes that a signal has asked to end."""
         with self._lock:
-            for index, agent in sorted(self._agents.items()):
-                if agent.port_error:
-                    yield f"node {index} ({agent.hello.name}): {agent.port_error}"
+            return frozenset(index for index, agent in self._agents.items() if agent.is_leaving and not agent.is_lost)
+
+    def problems(self, *, now: float) -> Sequence[str]:
+        """Return why nodes were refused, or do not hold the ports that they were asked for.
+
+        The refusal of an agent whose node has another one is left out once that agent no longer asks.
+        """
+        with self._lock:
+            there = {index for index, agent in self._agents.items() if not self._is_lost(agent, now=now)}
+            refused = [
+                f"node {index} ({refusal.name}) is refused: {refusal.reason}"
+                for index, refusal in sorted(self._refusals.items())
+                if index not in there or now - refusal.at <= self._lost_after_s
+            ]
+            return refused + [
+                f"node {index} ({agent.hello.name}): {agent.port_error}"
+                for index, agent in sorted(self._agents.items())
+                if agent.port_error
+            ]
 
     def have_all_done(self) -> bool:
         """Return whether every node that is there has carried out all its orders."""

@@ -4,16 +4,15 @@ Owned by `launcher.run`; the supervisor asks it.
 The run directory and the ports are kept from the first attempt to the last.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import msgspec
 
 from trivet.checkpoints.commit import committed_steps, verify_checkpoint
 from trivet.checkpoints.resume import Resumable, choose_resume_step
+from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.config.layout import VENVS, RunLayout
-from trivet.config.sections.base import Section
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
@@ -102,7 +101,8 @@ class Attempts:
                     choose_resume_step(section, is_whole_verified=True)
         versions = _needed_by_fork(self.config, self.from_step) if self.from_step and resume_from is not None else ()
         self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, versions=versions)
-        self._write(self.planned.configs)
+        write_configs(self.planned.configs)
+        self.name_servers()
 
     def begin_next(self, log: RunLog) -> None:
         """Make the next attempt, from the newest checkpoint that is whole, or from where the run began.
@@ -110,8 +110,9 @@ class Attempts:
         To be called when orchestrator and trainer have ended.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is whole.
+            CheckpointError: there are checkpoints, and none is whole; or a later attempt has begun elsewhere.
         """
+        require_newest_attempt(self.layout, self.run)
         newest = self._newest_whole(log)
         if newest is not None and newest != self.from_step:
             self.config = keep_every_part(self.config)
@@ -119,12 +120,12 @@ class Attempts:
         self.run = self.run.model_copy(update={"attempt": self.run.attempt + 1})
         self.directory.begin_next(self.run)
         self.planned = self._plan()
-        self._write({path: config for path, config in self.planned.configs.items() if path.name in _TRAINING_FILES})
+        write_configs({path: config for path, config in self.planned.configs.items() if path.name in _TRAINING_FILES})
 
-    def plan_again(self) -> None:
-        """Plan the current attempt again, before a server is started: its node may have come back at another address."""
+    def plan_again(self, servers: Collection[RecoveryUnit]) -> None:
+        """Plan the current attempt again, before servers are started: their nodes may have come back at other addresses."""
         self.planned = self._plan()
-        self._write({path: config for path, config in self.planned.configs.items() if path.name not in _TRAINING_FILES})
+        write_configs({path: config for path, config in self.planned.configs.items() if path.stem in servers})
 
     def has_completed(self, role: str) -> bool:
         """Return whether `role` recorded in events.jsonl that this attempt reached the last step."""
@@ -139,11 +140,18 @@ class Attempts:
         finally:
             writer.close()
 
-    def _write(self, configs: Mapping[Path, Section]) -> None:
-        write_configs(configs)
-        if self.planned.servers_file is not None:
-            urls = (url for urls in self.planned.server_urls.values() for url in urls)
-            write_atomically(self.planned.servers_file, "".join(f"{url}\n" for url in urls).encode())
+    def name_servers(self, *, without: Collection[RecoveryUnit] = ()) -> None:
+        """Write where the orchestrator finds the servers of a run over several nodes; all of them when none would remain.
+
+        Args:
+            without: units whose servers have failed: a lost node does not answer, and the orchestrator would wait for it.
+        """
+        if self.planned.servers_file is None:
+            return
+        known = self.planned.server_urls
+        remaining = {unit: urls for unit, urls in known.items() if unit not in without} or known
+        text = "".join(f"{url}\n" for urls in remaining.values() for url in urls)
+        write_atomically(self.planned.servers_file, text.encode())
 
     def _plan(self) -> RunPlan:
         planned = self.make_plan(self.config, self.run, self.from_step)

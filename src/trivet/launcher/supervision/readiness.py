@@ -4,9 +4,10 @@ import http.client
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from trivet.launcher.plan import TRAINER, RecoveryUnit
+from trivet.launcher.plan import TRAINER, TRAINING, RecoveryUnit
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.role_processes import RoleProcess
+from trivet.wire.status import RUNNING_GROUPS
 
 _POLL_INTERVAL_S = 2.0
 """A server that loads a model takes tens of seconds; more requests would find out nothing sooner."""
@@ -61,9 +62,12 @@ class UnitProgress:
 
     def poll(self, *, now: float) -> Iterator[tuple[RecoveryUnit, str]]:
         """Yield each server that has begun to answer, with its unit."""
+        # A server that was lost with its node would have the supervisor wait, each time, for an answer that cannot come.
+        ended = {role.child.spec.unit for role in self._roles.values() if not role.is_running}
         for unit, probe in self._probes.items():
-            for url in probe.poll(now=now):
-                yield unit, url
+            if unit not in ended:
+                for url in probe.poll(now=now):
+                    yield unit, url
 
     def restart(self, unit: RecoveryUnit) -> None:
         """Note that `unit` is started again."""
@@ -75,9 +79,12 @@ class UnitProgress:
         return unit in self._probes and self._probes[unit].are_all_ready
 
     def has_progressed(self, unit: RecoveryUnit) -> bool:
-        """Return whether every server of `unit` has answered, or the trainer has finished a step of this attempt."""
+        """Return whether every server of `unit` has answered, its workers run groups, or the trainer has finished a step."""
         if unit in self._probes:
             return self.is_answering(unit)
+        if unit != TRAINING:
+            roles = [role for role in self._roles.values() if role.child.spec.unit == unit]
+            return any(report.activity == RUNNING_GROUPS for role in roles for report in role.reports.readable)
         return self.last_step() > (self._attempts.from_step or 0)
 
     def last_step(self) -> int:

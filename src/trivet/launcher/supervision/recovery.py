@@ -11,7 +11,7 @@ have answered for the first time there is no step, and nothing is waited for.
 """
 
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,115 +19,26 @@ from trivet.backoff import backoff_s
 from trivet.config.sections.deployment import DeploymentConfig
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.errors import NodesMissing
-from trivet.exits import describe_exit
+from trivet.exits import NODE_LOST, describe_exit
 from trivet.launcher.plan import TRAINING, RecoveryUnit
+from trivet.launcher.supervision.decisions import (
+    AnnounceRestart,
+    FinishRun,
+    Outcome,
+    PreemptRun,
+    RecoveryAction,
+    RecoveryVerdict,
+    RoleObservation,
+    RunObservation,
+    StartUnit,
+    StopRoles,
+)
 
 MAX_BACKOFF_S = 60.0
 """A longer wait would cost more than the restarts that it saves."""
 _FINAL = frozenset({2, 3})
 """Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
-
-
 _ONE_NODE = DeploymentConfig()
-
-
-class Outcome(StrEnum):
-    """The way in which a run ended."""
-
-    DONE = "done"
-    FAILED = "failed"
-    INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleObservation:
-    """The state of a role at one moment, since it was started last. Times are of one monotonic clock."""
-
-    name: str
-    unit: RecoveryUnit
-    does_finish: bool
-    node: int = 0
-    exit_code: int | None = None
-    ended_at: float = 0.0
-    is_complete: bool = False
-    """True when it recorded that it reached the last step."""
-    last_output_at: float = 0.0
-    has_progressed: bool = False
-    """True when a step was finished since the start of its unit, or its servers have answered."""
-    stuck: str = ""
-    """The reason why the watchdog treats it as stuck; empty when it does not."""
-    last_log_line: str = ""
-    """The last line of the log of a role that ended, without numbers: it tells one error from another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunObservation:
-    """The state of a run at one moment: what a decision is made from."""
-
-    now: float
-    roles: Mapping[str, RoleObservation]
-    interrupted_by: int | None = None
-    """Number of the first signal that came."""
-    is_repeated: bool = False
-    """True when a second one came."""
-    is_last_step_committed: bool = False
-    lost_nodes: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryVerdict:
-    """The end of a run: how, and why."""
-
-    outcome: Outcome
-    exit_code: int
-    role: str | None
-    """The role whose failure ended the run."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRoles:
-    """End these roles, by SIGTERM or by SIGKILL."""
-
-    roles: tuple[str, ...]
-    by_kill: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnounceRestart:
-    """Say that a unit failed and will be restarted after `delay_s`."""
-
-    unit: RecoveryUnit
-    roles: tuple[str, ...]
-    """The roles of the unit."""
-    role: str
-    """The role that failed first."""
-    cause: str
-    delay_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartUnit:
-    """Start a unit again; what it left has ended."""
-
-    unit: RecoveryUnit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptRun:
-    """Have the roles finish the step, commit a checkpoint and end."""
-
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishRun:
-    """End the run: stop what still runs."""
-
-    verdict: RecoveryVerdict
-
-
-RecoveryAction = StopRoles | AnnounceRestart | StartUnit | PreemptRun | FinishRun
 
 
 class Phase(StrEnum):
@@ -150,6 +61,15 @@ class _UnitState:
     """Time since which a node that the unit needs is lost; None while all are there."""
     failure_without_progress: str = ""
     """Signature of its last failure, if that was before any progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Interruption:
+    number: int
+    """The signal."""
+    exit_code: int
+    """That of the run when it has ended for it."""
+    reason: str
 
 
 class Recovery:
@@ -179,6 +99,8 @@ class Recovery:
         self._stop_timeout_s = stop_timeout_s
         self._patience_s = patience_s
         self._units: dict[RecoveryUnit, _UnitState] = {}
+        self._interruption: _Interruption | None = None
+        """What has asked the run to end."""
         self._commit_deadline: float | None = None
 
     def phase_of(self, unit: RecoveryUnit) -> Phase:
@@ -202,8 +124,9 @@ class Recovery:
         finishing = [role for role in run.roles.values() if role.does_finish]
         if all(self._is_done(role, run) for role in finishing):
             return [_finish(Outcome.DONE, 0, "every step is done")]
-        if run.interrupted_by is not None:
-            return list(self._preempt(run, run.interrupted_by))
+        self._interruption = self._find_interruption(run) or self._interruption
+        if self._interruption is not None:
+            return list(self._preempt(run, self._interruption))
         if silent := self._silent_last(finishing, run):
             return [silent]
         actions: list[RecoveryAction] = []
@@ -213,7 +136,7 @@ class Recovery:
                 actions += self._watch(unit, state, roles, run)
             elif state.phase is Phase.STOPPING:
                 actions += self._await_stop(state, roles, run)
-            elif run.now >= state.due:
+            elif run.now >= state.due and self._are_gpus_settled(roles, run):
                 actions += self._start_on_nodes(unit, state, roles, run)
         verdict = next((action for action in actions if isinstance(action, FinishRun)), None)
         return actions if verdict is None else [verdict]
@@ -232,9 +155,10 @@ class Recovery:
             yield _finish(Outcome.FAILED, _exit_code(first), f"{cause}{final}", role=first.name)
             return
         recent = self._recent_restarts(state, run.now)
-        state.failure_without_progress = "" if first.has_progressed else _signature(first)
-        state.restarted_at = [*recent, run.now]
         delay_s = backoff_s(len(recent) + 1, first_s=self._config.backoff_s, max_s=MAX_BACKOFF_S)
+        if not _is_loss_alone(first, run):
+            state.failure_without_progress = "" if first.has_progressed else _signature(first)
+            state.restarted_at = [*recent, run.now]
         state.phase, state.deadline, state.due = Phase.STOPPING, run.now + self._stop_timeout_s, run.now + delay_s
         names = tuple(sorted(role.name for role in roles))
         yield AnnounceRestart(unit=unit, roles=names, role=first.name, cause=f"{first.name} {cause}", delay_s=delay_s)
@@ -243,6 +167,22 @@ class Recovery:
             # A role that hangs would not react to SIGTERM.
             if names := tuple(role.name for role in running if bool(role.stuck) is by_kill):
                 yield StopRoles(roles=names, by_kill=by_kill)
+
+    def _are_gpus_settled(self, roles: Sequence[RoleObservation], run: RunObservation) -> bool:
+        """Return whether no other role takes or frees memory on the GPUs of `roles`, which are to be started.
+
+        A starting vLLM counts memory that others take as its own, and it fails when others free some.
+        """
+        names = {role.name for role in roles}
+        servers = {server for role in roles for server in role.starts_after}
+        for other in run.roles.values():
+            has_ended = other.exit_code is not None
+            if other.name in servers and (has_ended or not (self.is_running(other.unit) and other.has_progressed)):
+                return False
+            is_after = not has_ended and not names.isdisjoint(other.starts_after)
+            if is_after and not (other.has_progressed if other.unit != TRAINING else other.is_waiting):
+                return False
+        return True
 
     def _start_on_nodes(
         self, unit: RecoveryUnit, state: _UnitState, roles: Sequence[RoleObservation], run: RunObservation
@@ -253,10 +193,11 @@ class Recovery:
             state.phase, state.missing_since = Phase.RUNNING, None
             yield StartUnit(unit=unit)
             return
-        others = [role for role in run.roles.values() if role.unit not in (unit, TRAINING) and role.node not in run.lost_nodes]
-        if unit != TRAINING and others:
+        works = {role.work for role in roles if role.work}
+        others = [role for role in run.roles.values() if role.unit != unit and role.node not in run.lost_nodes]
+        if unit != TRAINING and any(role.work in works for role in others):
             state.missing_since = None
-            return  # the other servers do its work meanwhile
+            return
         if state.missing_since is None:
             state.missing_since = run.now
         if run.now - state.missing_since >= self._deployment.return_timeout_s:
@@ -282,11 +223,15 @@ class Recovery:
             return " after the last step was committed"
         if role.exit_code is None and config.on_stuck == "stop":
             return ' (recovery.on_stuck = "stop")'
+        if _is_loss_alone(role, run):
+            return None
         if not role.has_progressed:
             what = "before it answered" if role.unit != TRAINING else "before the first step"
-            if not state.restarted_at and role.exit_code is not None and not _is_signal(role.exit_code):
+            is_first = not state.restarted_at and role.exit_code is not None and not _is_signal(role.exit_code)
+            # Over several nodes this may be how the loss of one shows on the others.
+            if is_first and not (role.unit == TRAINING and self._deployment.num_train_nodes > 1):
                 return f", {what}: a restart would meet the same"
-            if state.failure_without_progress == _signature(role):
+            if state.failure_without_progress == _signature(role) and role.exit_code != NODE_LOST:
                 return f", again {what} and in the same way: a further restart would meet the same"
         if len(self._recent_restarts(state, run.now)) >= config.max_restarts:
             return (
@@ -310,18 +255,36 @@ class Recovery:
             state.deadline = run.now + self._stop_timeout_s
             yield StopRoles(roles=running, by_kill=True)
 
-    def _preempt(self, run: RunObservation, number: int) -> Iterator[RecoveryAction]:
-        """Have the roles commit, wait for it, and end the run that signal `number` interrupted."""
+    def _find_interruption(self, run: RunObservation) -> _Interruption | None:
+        """Return what asks the run to end: a signal here, or one on a node that trains and that the run needs."""
+        if run.interrupted_by is not None:
+            return _Interruption(
+                number=run.interrupted_by,
+                exit_code=128 + run.interrupted_by,
+                reason=f"interrupted by {signal.Signals(run.interrupted_by).name}",
+            )
+        training = {role.node for role in _by_unit(run).get(TRAINING, [])}
+        leaving = sorted(training & run.leaving_nodes)
+        if not leaving or self._can_train_without(leaving, run.lost_nodes | run.leaving_nodes):
+            return None
+        nodes = ", ".join(map(str, leaving))
+        return _Interruption(
+            number=signal.SIGTERM, exit_code=NodesMissing.exit_code, reason=f"a signal has asked node {nodes} to end"
+        )
+
+    def _preempt(self, run: RunObservation, interruption: _Interruption) -> Iterator[RecoveryAction]:
+        """Have the roles commit, wait for it, and end the run."""
+        number = interruption.number
         training = _by_unit(run).get(TRAINING, [])
         if self._commit_deadline is None:
             end = self._why_no_commit(run, training, number)
             if end is None:
                 self._commit_deadline = run.now + self._config.preemption_grace_s
-                yield PreemptRun(grace_s=self._config.preemption_grace_s)
+                yield PreemptRun(reason=interruption.reason, grace_s=self._config.preemption_grace_s)
         else:
             end = self._why_wait_ends(run, training, self._commit_deadline)
         if end is not None:
-            yield _finish(Outcome.INTERRUPTED, 128 + number, f"interrupted by {signal.Signals(number).name}{end}")
+            yield _finish(Outcome.INTERRUPTED, interruption.exit_code, f"{interruption.reason}{end}")
 
     def _why_no_commit(self, run: RunObservation, training: Sequence[RoleObservation], number: int) -> str | None:
         """Return why the run ends without a commit, as the end of a sentence; None when the roles can commit."""
@@ -388,6 +351,17 @@ def _is_starting(run: RunObservation) -> bool:
     servers = [role for role in run.roles.values() if role.unit != TRAINING]
     training = _by_unit(run).get(TRAINING, [])
     return not all(role.has_progressed for role in servers) and not any(role.has_progressed for role in training)
+
+
+def _is_loss_alone(role: RoleObservation, run: RunObservation) -> bool:
+    """Return whether the role was lost with its node and that says nothing against the run: it worked, or others do its work.
+
+    Among many nodes one is lost often, and it costs a restart, not the run.
+    """
+    if role.exit_code != NODE_LOST:
+        return False
+    others = (other for other in run.roles.values() if other.unit != role.unit and other.exit_code is None)
+    return role.has_progressed or (role.unit != TRAINING and any(role.work and other.work == role.work for other in others))
 
 
 def _is_signal(code: int) -> bool:

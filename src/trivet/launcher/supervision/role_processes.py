@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 
 from trivet.launcher.host import HostedProcess
 from trivet.launcher.logs import LogFollower, last_lines
+from trivet.launcher.plan import ORCHESTRATOR
 from trivet.launcher.reports import RoleReports
-from trivet.launcher.supervision.recovery import RoleObservation
+from trivet.launcher.supervision.decisions import RoleObservation
 from trivet.launcher.supervision.watchdog import Watchdog
 
 _TIME = re.compile(r"^\d\d:\d\d:\d\d ")
@@ -79,12 +80,15 @@ class RoleProcess:
             name=self.name,
             unit=self.child.spec.unit,
             node=self.child.spec.node,
+            work=self.child.spec.work,
             does_finish=self.child.spec.does_finish,
             exit_code=self._exit_code,
             ended_at=self._ended_at,
             is_complete=self._is_complete,
             last_output_at=self._last_output_at,
             has_progressed=has_progressed,
+            starts_after=self.child.spec.starts_after,
+            is_waiting=any(report.waits_for == ORCHESTRATOR for report in self.reports.readable),
             stuck=self.stuck,
             last_log_line=self._last_log_line,
         )

@@ -49,11 +49,20 @@ class StartOrder:
         self._num_cpus = num_cpus
         self._are_loaded = False
 
-    def may_start(self, name: str, *, started: Collection[RoleProcess], answering: Collection[str], now: float) -> bool:
+    def may_start(
+        self,
+        name: str,
+        *,
+        started: Collection[RoleProcess],
+        answering: Collection[str],
+        after: Collection[str] = (),
+        now: float,
+    ) -> bool:
         """Return whether the role `name` is started now.
 
         Args:
             answering: names of the roles whose servers answer.
+            after: names of those that must answer first.
             now: in seconds, of the clock that dated the starts.
 
         Raises:
@@ -64,6 +73,8 @@ class StartOrder:
             self._are_loaded = True
         if name == ORCHESTRATOR and not self._are_loaded:
             return False  # it would load the same, and say the same error
+        if not set(after) <= set(answering):
+            return False
         num_starting = sum(not _is_up(role, has_answered=role.name in answering, now=now) for role in started)
         return num_starting == 0 or num_starting + (not self._are_loaded) < self._num_cpus
 

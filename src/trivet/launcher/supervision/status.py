@@ -10,7 +10,8 @@ from trivet.exits import describe_exit
 from trivet.launcher.logs import RunLog
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.clock import Clock
-from trivet.launcher.supervision.recovery import Phase, Recovery, RecoveryVerdict
+from trivet.launcher.supervision.decisions import RecoveryVerdict
+from trivet.launcher.supervision.recovery import Phase, Recovery
 from trivet.launcher.supervision.restarts import RestartLog
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.launcher.terminal import describe_activity, finished_step

@@ -20,28 +20,28 @@ import signal
 from collections.abc import Iterable
 
 from trivet.config.sections.supervision import RecoveryConfig
-from trivet.errors import EnvironmentLoadError, TrivetError
+from trivet.errors import EnvironmentLoadError, RunDirectoryBusy, TrivetError
 from trivet.key_names import key_name
 from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog, is_for_terminal
 from trivet.launcher.plan import ORCHESTRATOR, TRAINING, ProcessSpec, RecoveryUnit
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.launcher.supervision.clock import SYSTEM_CLOCK, Clock
-from trivet.launcher.supervision.health import RoleHealthMonitor
-from trivet.launcher.supervision.interrupts import Interrupts
-from trivet.launcher.supervision.readiness import UnitProgress
-from trivet.launcher.supervision.recovery import (
+from trivet.launcher.supervision.decisions import (
     AnnounceRestart,
     FinishRun,
     Outcome,
     PreemptRun,
-    Recovery,
     RecoveryAction,
     RecoveryVerdict,
     RunObservation,
     StartUnit,
     StopRoles,
 )
+from trivet.launcher.supervision.health import RoleHealthMonitor
+from trivet.launcher.supervision.interrupts import Interrupts
+from trivet.launcher.supervision.readiness import UnitProgress
+from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.restarts import RestartLog, summarize_restarts
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.launcher.supervision.start_order import StartOrder
@@ -91,6 +91,8 @@ class Supervisor:
         self._roles: dict[str, RoleProcess] = {}
         """The newest process of each role, by the role's name."""
         self._load_error: EnvironmentLoadError | None = None
+        self._is_superseded = False
+        """True when another node leads the run: the status is its own."""
         self._recovery = recovery
         self._restarts = RestartLog(log=log, clock=clock)
         self._progress = UnitProgress(attempts, self._roles)
@@ -135,10 +137,12 @@ class Supervisor:
         """
         waiting = list(self._attempts.specs())
         while True:
+            self._host.lost_nodes()  # raises when another node leads the run
             self._look()
             has_trouble = interrupts.first is not None or not all(role.is_running for role in self._roles.values())
-            while waiting and (has_trouble or self._may_start(waiting[0])):
-                self._start([waiting.pop(0)])
+            while ready := next((spec for spec in waiting if has_trouble or self._may_start(spec)), None):
+                waiting.remove(ready)
+                self._start([ready])
             if not waiting:
                 return
             self._status.write_when_due()
@@ -146,8 +150,10 @@ class Supervisor:
 
     def _may_start(self, spec: ProcessSpec) -> bool:
         answering = {name for name, role in self._roles.items() if self._progress.is_answering(role.child.spec.unit)}
-        beside = [role for role in self._roles.values() if role.child.spec.node == spec.node]
-        return self._order.may_start(spec.name, started=beside, answering=answering, now=self._clock.now())
+        on_same_node = [role for role in self._roles.values() if role.child.spec.node == spec.node]
+        return self._order.may_start(
+            spec.name, started=on_same_node, answering=answering, after=spec.starts_after, now=self._clock.now()
+        )
 
     def _look(self) -> None:
         self._poll_roles()
@@ -195,11 +201,18 @@ class Supervisor:
 
     def _act(self, interrupts: Interrupts) -> RecoveryVerdict | None:
         try:
-            for action in self._recovery.decide(self._observe(interrupts)):
+            actions = self._recovery.decide(self._observe(interrupts))
+            servers = {action.unit for action in actions if isinstance(action, StartUnit) and action.unit != TRAINING}
+            if servers and self._host.has_nodes:
+                self._attempts.plan_again(servers)
+            for action in actions:
                 if isinstance(action, FinishRun):
                     return action.verdict
                 self._carry_out(action)
                 self._status.write_at_once()
+        except RunDirectoryBusy as exc:
+            self._is_superseded = True
+            return RecoveryVerdict(outcome=Outcome.FAILED, exit_code=exc.exit_code, role=None, reason=str(exc))
         except TrivetError as exc:
             reason = f"no restart is possible: {exc}"
             return RecoveryVerdict(outcome=Outcome.FAILED, exit_code=exc.exit_code, role=None, reason=reason)
@@ -218,6 +231,7 @@ class Supervisor:
             is_repeated=interrupts.is_repeated,
             is_last_step_committed=has_trouble and self._attempts.is_last_step_committed,
             lost_nodes=self._host.lost_nodes(),
+            leaving_nodes=self._host.leaving_nodes(),
         )
 
     def _carry_out(self, action: RecoveryAction) -> None:
@@ -227,10 +241,13 @@ class Supervisor:
                     self._roles[name].child.signal_group(signal.SIGKILL if action.by_kill else signal.SIGTERM)
             case AnnounceRestart():
                 self._restarts.announce(action, role=self._roles[action.role], last_step=self._progress.last_step())
+                self._name_servers()
             case StartUnit():
                 self._restart(action.unit)
             case PreemptRun():
-                self._log.say(f"SIGTERM: {action.grace_s:g} s to finish the step and commit it; a second signal stops now")
+                self._log.say(
+                    f"{action.reason}: {action.grace_s:g} s to finish the step and commit it; a second signal stops now"
+                )
                 self._roles[ORCHESTRATOR].child.signal_leader(signal.SIGUSR1)
             case FinishRun():
                 pass
@@ -243,8 +260,7 @@ class Supervisor:
             self._attempts.begin_next(self._log)
             step = self._attempts.from_step or Step(0)
             self._log.say(f"attempt {self._attempts.run.attempt} from {f'step {step}' if step else 'the start'}")
-        elif self._host.has_nodes:
-            self._attempts.plan_again()
+        self._name_servers()
         self._progress.restart(unit)
         record = self._restarts.begin(unit, from_step=step)
         self._attempts.record(Restart(roles=record.roles, cause=record.cause, from_step=record.from_step))
@@ -254,6 +270,10 @@ class Supervisor:
         }:
             del self._roles[name]  # the attempt has fewer nodes
         self._start(specs)
+
+    def _name_servers(self) -> None:
+        """Tell the orchestrator of the servers that have not failed, or are being started again."""
+        self._attempts.name_servers(without={unit for unit in self._restarts.units_down if not self._recovery.is_running(unit)})
 
     def _announce(self, verdict: RecoveryVerdict) -> None:
         self._restarts.fail(verdict, role=self._roles.get(verdict.role or ""))
@@ -279,4 +299,5 @@ class Supervisor:
         last = self._attempts.last_commit
         if verdict.outcome is not Outcome.DONE and last is not None and not self._attempts.is_last_step_committed:
             self._log.say(f"committed up to step {last}; go on from there with {key_name('--ckpt.resume-step -1')}")
-        self._status.write(verdict)
+        if not self._is_superseded:
+            self._status.write(verdict)

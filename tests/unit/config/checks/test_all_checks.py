@@ -316,11 +316,42 @@ def test_a_chat_template_is_text_or_a_file_that_is_there(tmp_path: Path) -> None
     assert problem.startswith(f"tokenizer.chat_template ({tmp_path}/none.jinja) is neither a template nor a file")
 
 
+TWO_WIDE = ("--deployment.type", "multi_node", "--deployment.num-infer-nodes", "2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--inference.parallel.tp", "16"),
+        ("--inference.parallel.tp", "8", "--inference.vllm-args.pipeline-parallel-size", "2"),
+        ("--deployment.gpus-per-node", "0", "--inference.parallel.tp", "2"),
+    ],
+)
+def test_a_server_may_span_two_nodes(words: tuple[str, ...]) -> None:
+    config = load_config(RLConfig, [*GROUPED, *TWO_WIDE, *words], environ={}).config
+    assert config.deployment.num_nodes == 3
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--deployment.num-train-nodes", "2"], r'num_train_nodes need type = "multi_node"'),
-        (["--deployment.type", "multi_node", "--deployment.num-infer-nodes", "2"], "a server spans one node; set it to 1"),
+        (
+            ["--deployment.type", "multi_node", "--deployment.num-infer-nodes", "2"],
+            r"inference.parallel.tp \(1\) must be the GPUs of the server, .* = 2 \* 8 = 16; change it, or start a server on each",
+        ),
+        (
+            [*TWO_WIDE, "--deployment.gpus-per-node", "0", "--inference.parallel.tp", "3"],
+            r"inference.parallel.tp \(3\) must be divisible by deployment.num_infer_nodes \(2\), for each node has as many ranks",
+        ),
+        (
+            [*TWO_WIDE, "--inference.parallel.tp", "16", "--inference.parallel.dp", "2"],
+            r"inference.parallel.dp \(2\) must be 1 for a server over several nodes",
+        ),
+        (
+            [*TWO_WIDE, "--inference.parallel.tp", "4", "--inference.vllm-args.pipeline-parallel-size", "2"],
+            r"inference.parallel.tp \* pipeline_parallel_size \(8\) must be the GPUs of the server",
+        ),
         (["--deployment.type", "multi_node", "--deployment.num-infer-nodes", "0"], r"must be 0 if the run starts no server"),
         (["--deployment.type", "multi_node", "--inference", "None"], r"num_infer_nodes \(1\) must be 0 if the run starts no"),
         (

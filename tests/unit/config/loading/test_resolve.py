@@ -102,6 +102,7 @@ def test_a_client_that_asks_another_server_than_ours_is_refused_unless_ours_is_o
     url = "http://elsewhere:8000/v1"
     assert "is not the server of this run" in refusal("--orchestrator.client.base-url", url)
     assert "is not the server of this run" in refusal("--orchestrator.client.base-url", "http://localhost:9999/v1")
+    assert "hidden" not in refusal("--orchestrator.client.base-url", "http://me:hidden@elsewhere:8000/v1")
     resolved("--orchestrator.client.base-url", "http://localhost:8000/v1")
     config = resolved("--orchestrator.client.base-url", url, "--inference", "None")
     assert config.inference is None
@@ -156,13 +157,11 @@ def test_resolving_a_resolved_run_changes_nothing(tmp_path: Path) -> None:
 
 DETERMINISTIC = {
     "trainer.deterministic": True,
-    "trainer.model.compute_dtype": "float32",
     "orchestrator.deterministic": True,
     "orchestrator.strict_async_level": True,
     "orchestrator.oversampling_factor": 1.0,
     "inference.deterministic": True,
     "inference.max_num_seqs": 1,
-    "inference.model.dtype": "float32",
 }
 
 
@@ -181,7 +180,7 @@ def test_a_deterministic_run_derives_what_it_needs_in_every_role() -> None:
         ("orchestrator.oversampling_factor", "2", "1.0"),
         ("orchestrator.strict_async_level", "false", "true"),
         ("inference.max_num_seqs", "64", "1"),
-        ("trainer.model.compute_dtype", "bfloat16", '"float32"'),
+        ("trainer.model.optimization_dtype", "bfloat16", '"float32"'),
     ],
 )
 def test_what_a_deterministic_run_cannot_have_is_refused_and_the_same_value_is_not(key: str, text: str, needed: str) -> None:

@@ -124,7 +124,7 @@ def test_a_way_of_spreading_a_model_that_does_not_exist_is_refused_unless_it_is_
 def test_one_graph_for_a_block_is_refused_before_anything_starts() -> None:
     text = refusal("--trainer.model.compile.fullgraph", "true")
     assert "trainer.model.compile" in text
-    assert "fullgraph = true cannot be: attention depends on the samples of each row" in text
+    assert "fullgraph = true cannot be used: most attentions loop over the samples of each row" in text
     assert load("--trainer.model.compile.fullgraph", "false").config.trainer.model.compile == CompileConfig()
 
 
@@ -180,7 +180,7 @@ def test_advantage_none_means_raw_rewards(tmp_path: Path) -> None:
     assert load_config(OrchestratorConfig, ["@", str(file)], environ={}).config.advantage.type == "none"
 
 
-@pytest.mark.parametrize("attn", ["flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("attn", ["flash_attention_2", "flash_attention_3", "flash_attention_4"])
 def test_names_of_attention_that_the_reference_has_are_names_here(attn: str) -> None:
     loaded = load("--trainer.model.attn", attn)
     assert loaded.config.trainer.model.attn == attn

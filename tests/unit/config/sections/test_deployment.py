@@ -75,7 +75,7 @@ def test_a_run_of_several_nodes_is_read_from_flags() -> None:
     [
         (NO_SERVER, r"num.infer.nodes \(1\) must be 0 if the run starts no server"),
         (("--deployment.num-infer-nodes", "0"), r"num.infer.nodes \(0\) must be 0 if the run starts no server"),
-        (("--deployment.num-infer-nodes", "2"), "a server spans one node"),
+        (("--deployment.num-infer-nodes", "2"), r"inference\.parallel\.tp \(1\) must be the GPUs of the server"),
         (("--deployment.num-train-nodes", "2", "--trainer.model.dp-replicate", "3"), "ranks of all nodes"),
         (("--inference.parallel.tp", "3"), r"8 GPU\(s\), which must be divisible by inference\.parallel\.tp"),
         (("--deployment.servers-per-node", "4", "--inference.parallel.tp", "4"), r"2 GPU\(s\), which must be divisible"),

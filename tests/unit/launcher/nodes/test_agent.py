@@ -16,7 +16,7 @@ import pytest
 from support.fake_roles import make_log
 from support.processes import assert_port_free, find_free_port, is_alive, kill_all, wait_until
 from trivet.launcher.host import HostedProcess
-from trivet.launcher.nodes.agent import HeadContact, NodeAgent
+from trivet.launcher.nodes.agent import NodeAgent
 from trivet.launcher.nodes.messages import (
     Beat,
     EndOrphans,
@@ -135,6 +135,7 @@ class Node:
             with suppress(psutil.NoSuchProcess):
                 kill_all(psutil.Process(child.pid).children(recursive=True))
         self.host.local.stop(self.host.started, timeout_s=0.0)
+        self.agent.close()
 
 
 def orders_from(first: int, *orders: Order) -> Orders:
@@ -246,6 +247,7 @@ def test_reports_are_told_with_the_agents_times(node: Node) -> None:
     order = node.order(node.start_order(WAIT, reports=(("trainer rank 1 of 2", str(path)), ("silent", str(path) + "2"))))
     report = ProcessReport(role="trainer", rank=1, pid=7, time=5.0, since=4.0)
     path.write_bytes(msgspec.json.encode(report))
+    wait_until(lambda: node.state(order).reports, timeout_s=END_TIMEOUT_S, waiting_for="the report")
     state = node.state(order)
     stat = path.stat()
     assert state.reports == (report,)
@@ -256,6 +258,7 @@ def test_a_beat_survives_the_way_to_the_head(node: Node) -> None:
     path = node.directory / "report"
     node.order(node.start_order("pass", reports=(("trainer", str(path)),)))
     path.write_bytes(msgspec.json.encode(ProcessReport(role="trainer", pid=7, time=5.0, since=4.0)))
+    wait_until(lambda: node.state(1).reports, timeout_s=END_TIMEOUT_S, waiting_for="the report")
     node.order(HoldPorts(names=("inference",)))
     beat = node.agent.beat()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(beat), type=Beat) == beat
@@ -356,54 +359,3 @@ def test_the_agent_writes_into_the_log_of_its_node_once_it_has_a_process(
     node.order(node.start_order("pass"))
     node.agent.say("the first node is missed")
     assert node.written.getvalue().endswith("the first node is missed\n")
-
-
-@pytest.mark.parametrize(
-    ("seen", "now", "is_missed", "is_gone"),
-    [
-        pytest.param({}, 15.0, False, False, id="no answer for half of the time"),
-        pytest.param({}, 15.1, True, False, id="no answer for longer"),
-        pytest.param({}, 60.0, True, False, id="no answer for twice the time"),
-        pytest.param({}, 60.1, True, True, id="no answer for longer than that"),
-        pytest.param({11: 1}, 16.0, False, False, id="the first beat was answered"),
-        pytest.param({11: 1}, 16.1, True, False, id="only the first beat was answered"),
-        pytest.param({19: 5}, 20.0, False, False, id="an answer that took long counts from when the beat was sent"),
-        pytest.param({19: 5}, 20.1, True, False, id="it does not count from when it came"),
-        pytest.param({2: 1, 5: 1, 10: 1, 14: 1}, 16.1, True, False, id="the line to the head is cut, and answers go on"),
-        pytest.param({6: 5, 7: 2}, 20.0, False, False, id="an answer that was overtaken"),
-        pytest.param({9: 99}, 15.1, True, False, id="a beat that was never sent"),
-        pytest.param({5: 0}, 15.1, True, False, id="an answer to the introduction"),
-    ],
-)
-def test_the_head_is_missed_when_it_has_seen_no_new_beat(
-    seen: dict[int, int], now: float, is_missed: bool, is_gone: bool
-) -> None:
-    """Beat N is sent N seconds after the contact began, at zero. `seen`: the beats that answers name, by the second of each."""
-    contact = HeadContact(lost_after_s=30.0, now=0.0)
-    for second in range(1, 61):
-        contact.sent(second, now=float(second))
-        if second in seen:
-            contact.seen(seen[second])
-    assert (contact.is_missed(now=now), contact.is_gone(now=now)) == (is_missed, is_gone)
-
-
-def test_a_new_connection_begins_the_time_anew() -> None:
-    contact = HeadContact(lost_after_s=30.0, now=0.0)
-    contact.sent(7, now=1.0)
-    contact.begin(sent_at=20.0)
-    assert not contact.is_missed(now=35.0)
-    assert contact.is_missed(now=35.1)
-
-
-def test_beats_of_an_earlier_connection_count_no_more() -> None:
-    contact = HeadContact(lost_after_s=30.0, now=0.0)
-    contact.sent(1, now=50.0)
-    contact.begin(sent_at=20.0)
-    contact.seen(1)
-    assert contact.is_missed(now=36.0)
-
-
-def test_processes_have_ended_before_the_head_counts_the_node_as_lost() -> None:
-    contact = HeadContact(lost_after_s=30.0, now=0.0)
-    missed_at = next(now for now in range(60) if contact.is_missed(now=float(now)))
-    assert missed_at + contact.stop_timeout_s < 30.0

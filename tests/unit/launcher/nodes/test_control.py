@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 import msgspec
 import pytest
 
-from support.processes import assert_port_free, find_free_port
+from support.processes import assert_port_free, find_free_port, wait_until
 from trivet.launcher.nodes.control import ControlClient, ControlServer
 from trivet.launcher.nodes.messages import Beat, Hello, HoldPorts, Orders, Refused, StartProcess
 from trivet.launcher.nodes.registry import NodeRegistry
@@ -17,7 +17,7 @@ from trivet.secret import RunSecret
 
 HOST = "127.0.0.1"
 SECRET, ANOTHER_SECRET = RunSecret(b"s" * 32), RunSecret(b"t" * 32)
-NODES = (1, 2)
+NODES = {1: 0, 2: 0}
 
 
 def make_hello(index: int = 1) -> Hello:
@@ -31,6 +31,7 @@ def make_hello(index: int = 1) -> Hello:
         instance="a1",
         version="1.0",
         config_digest="abc",
+        does_see_lock=True,
     )
 
 
@@ -181,3 +182,23 @@ def test_a_port_on_which_another_program_listens_is_refused(registry: NodeRegist
     port = find_free_port()
     with socket.create_server((HOST, port)), pytest.raises(OSError, match="Address already in use"):
         ControlServer(registry, host=HOST, port=port, secret=SECRET)
+
+
+def test_a_defect_in_the_thread_is_raised_where_nodes_are_asked_for(
+    registry: NodeRegistry, head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(*_: object, **__: object) -> Orders:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(registry, "receive", receive)
+    with connect(head) as client:
+
+        def is_raised() -> bool:
+            client.send(make_hello())
+            try:
+                registry.check()
+            except RuntimeError as exc:
+                return str(exc) == "a defect"
+            return False
+
+        wait_until(is_raised, timeout_s=20, waiting_for="the defect")

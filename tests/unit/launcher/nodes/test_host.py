@@ -56,6 +56,7 @@ class FakeAgent:
             instance="a1",
             version="1.0",
             config_digest="abc",
+            does_see_lock=True,
         )
         assert isinstance(self._tell(hello), Orders)
 
@@ -103,7 +104,7 @@ class Nodes:
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        self.registry = NodeRegistry(WANTED, config_digest="abc", version="1.0", lost_after_s=LOST_AFTER_S)
+        self.registry = NodeRegistry(dict.fromkeys(WANTED, 0), config_digest="abc", version="1.0", lost_after_s=LOST_AFTER_S)
         self.local = FakeHost(clock=self.clock)
         self.host = NodeHost(self.local, self.registry, wanted=WANTED, clock=self.clock.now, sleep=self.clock.sleep)
         self.agents = {index: FakeAgent(registry=self.registry, clock=self.clock, index=index) for index in WANTED}

@@ -15,12 +15,12 @@ HOLD, SHOW, END = HoldPorts(names=("inference",)), ShowStacks(process=1, pids=(7
 
 
 def make_registry() -> NodeRegistry:
-    return NodeRegistry([1, 2], config_digest="abc", version="1.0", lost_after_s=LOST_AFTER_S)
+    return NodeRegistry({1: 2, 2: 0}, config_digest="abc", version="1.0", lost_after_s=LOST_AFTER_S)
 
 
 def make_hello(**changes: Any) -> Hello:
     fields = {"index": 1, "name": "host-1", "host": "10.0.0.1", "interface": "eth0", "gpus": ("0", "1"), "num_cpus": 4}
-    return Hello(**{**fields, "instance": "a1", "version": "1.0", "config_digest": "abc", **changes})
+    return Hello(**{**fields, "instance": "a1", "version": "1.0", "config_digest": "abc", "does_see_lock": True, **changes})
 
 
 def make_beat(number: int, *, num_done: int = 0, time: float = UNIX, **changes: Any) -> Beat:
@@ -62,6 +62,8 @@ def test_a_node_that_introduces_itself_is_welcomed_and_present() -> None:
         ({"index": 0}, "the run has no node 0"),
         ({"version": "0.9"}, "it has trivet 0.9, the first node 1.0"),
         ({"config_digest": "def"}, "another configuration"),
+        ({"does_see_lock": False}, "mount the shared file system so that locks hold"),
+        ({"gpus": ("0",)}, "it shows 1 GPU(s), and deployment.gpus_per_node is 2"),
     ],
 )
 def test_a_node_that_never_fits_is_refused_for_good(changes: dict[str, Any], reason: str) -> None:
@@ -70,6 +72,7 @@ def test_a_node_that_never_fits_is_refused_for_good(changes: dict[str, Any], rea
     assert isinstance(answer, Refused)
     assert reason in answer.reason
     assert answer.is_final
+    assert answer.is_old_start is ("config_digest" in changes)
     assert registry.present(now=0.0) == {}
 
 
@@ -246,7 +249,7 @@ def test_a_node_says_why_it_holds_no_ports() -> None:
     registry = with_first_agent()
     tell_accepted(registry, make_hello(index=2, name="host-2"), key=SECOND)
     tell_accepted(registry, make_beat(1, port_error="no port is free"), key=SECOND)
-    assert list(registry.port_problems()) == ["node 2 (host-2): no port is free"]
+    assert registry.problems(now=0.0) == ["node 2 (host-2): no port is free"]
 
 
 def test_all_is_done_when_every_node_that_is_there_has_done_it() -> None:
@@ -259,3 +262,32 @@ def test_all_is_done_when_every_node_that_is_there_has_done_it() -> None:
     assert not registry.have_all_done()
     assert sorted(registry.present(now=LOST_AFTER_S + 1)) == [1]
     assert registry.have_all_done()
+
+
+def test_a_refusal_is_a_problem_until_the_node_is_welcomed() -> None:
+    registry = make_registry()
+    tell(registry, make_hello(gpus=()))
+    (problem,) = registry.problems(now=0.0)
+    assert problem.startswith("node 1 (host-1) is refused: it shows 0 GPU(s)")
+    tell_accepted(registry, make_hello())
+    assert registry.problems(now=0.0) == []
+
+
+def test_the_refusal_of_an_agent_that_has_gone_is_no_problem_of_the_node_that_came_instead() -> None:
+    registry = make_registry()
+    tell(registry, make_hello(version="0.9"))
+    tell_accepted(registry, make_hello(name="host-4", instance="b1"), key=SECOND)
+    assert registry.problems(now=0.0) == []
+    tell(registry, make_hello(), now=1.0)  # the place is taken
+    assert registry.problems(now=LOST_AFTER_S) == ["node 1 (host-1) is refused: host-4 is node 1 already"]
+    tell_accepted(registry, make_beat(1), key=SECOND, now=LOST_AFTER_S)
+    assert registry.problems(now=LOST_AFTER_S + 2) == []
+
+
+def test_a_node_that_a_signal_asks_to_end_is_leaving_until_it_is_lost() -> None:
+    registry = with_first_agent()
+    assert registry.leaving() == frozenset()
+    tell_accepted(registry, make_beat(1, is_leaving=True))
+    assert registry.leaving() == {1}
+    registry.present(now=LOST_AFTER_S + 1)
+    assert registry.leaving() == frozenset()

@@ -1,11 +1,13 @@
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, begin_part, finish_part, staging_directory
+from trivet.checkpoints.run_record import read_run
 from trivet.config.layout import RunLayout
 from trivet.config.loading.load import load_config
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -14,9 +16,9 @@ from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import CheckpointError
 from trivet.launcher.logs import RunLog
-from trivet.launcher.plan import plan
+from trivet.launcher.plan import RecoveryUnit, plan
 from trivet.launcher.role_configs import Ports
-from trivet.launcher.run_directory import RunDirectory, read_run
+from trivet.launcher.run_directory import RunDirectory
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts
 from trivet.machine import Machine
@@ -145,3 +147,21 @@ def test_the_last_step_is_committed_once_its_checkpoint_is_there(attempts: Attem
     assert (attempts.last_commit, attempts.is_last_step_committed) == (3, False)
     write_commit(layout, MAX_STEPS)
     assert attempts.is_last_step_committed
+
+
+@pytest.mark.parametrize(
+    ("without", "named"),
+    [
+        ((), "http://a/v1\nhttp://b/v1\n"),
+        (("inference",), "http://b/v1\n"),
+        (("inference-1", "training"), "http://a/v1\n"),
+        (("inference", "inference-1"), "http://a/v1\nhttp://b/v1\n"),
+    ],
+)
+def test_servers_that_failed_are_not_named_while_others_remain(
+    attempts: Attempts, tmp_path: Path, without: tuple[str, ...], named: str
+) -> None:
+    urls = {RecoveryUnit("inference"): ("http://a/v1",), RecoveryUnit("inference-1"): ("http://b/v1",)}
+    attempts.planned = replace(attempts.planned, servers_file=tmp_path / "servers", server_urls=urls)
+    attempts.name_servers(without=[RecoveryUnit(name) for name in without])
+    assert (tmp_path / "servers").read_text() == named

@@ -1,6 +1,7 @@
 import http.server
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ import pytest
 from support.fake_roles import FakeAttempts, FakeChild, make_spec, write_report
 from support.processes import find_free_port
 from trivet.config.layout import RunLayout
+from trivet.exits import NODE_LOST
 from trivet.launcher.plan import TRAINING, RecoveryUnit
 from trivet.launcher.reports import read_reports
 from trivet.launcher.supervision.readiness import ReadyProbe, UnitProgress
 from trivet.launcher.supervision.role_processes import RoleProcess
+from trivet.wire.status import RUNNING_GROUPS
 from trivet.wire.versions import Step
 
 INFERENCE_UNIT = RecoveryUnit("inference")
@@ -70,6 +73,18 @@ def test_a_server_has_progressed_when_it_answers_and_not_after_a_restart(server:
     assert not progress.has_progressed(INFERENCE_UNIT)
 
 
+def test_a_server_that_has_ended_is_not_asked(server: str, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    child = FakeChild(spec=make_spec(layout, "inference"), pid=1)
+    role = RoleProcess(child, now=0.0)
+    progress = UnitProgress(FakeAttempts(layout=layout, urls=[server]), {"inference": role})
+    child.exit_code = NODE_LOST
+    role.poll(now=1.0, is_complete=lambda _: False)
+    assert list(progress.poll(now=10)) == []
+    progress = UnitProgress(FakeAttempts(layout=layout, urls=[server]), {"inference": RoleProcess(child, now=0.0)})
+    assert list(progress.poll(now=20)) == [(INFERENCE_UNIT, server)]
+
+
 def test_training_has_progressed_when_a_step_after_that_resumed_from_is_done(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     attempts = FakeAttempts(layout=layout, from_step=Step(6))
@@ -81,3 +96,14 @@ def test_training_has_progressed_when_a_step_after_that_resumed_from_is_done(tmp
         write_report(layout, "trainer", step=step)
         roles["trainer"].reports = read_reports(roles["trainer"].child.spec.reports)
         assert progress.has_progressed(TRAINING) is has_progressed
+
+
+def test_environment_workers_have_progressed_when_they_run_groups_whatever_the_trainer_has_done(tmp_path: Path) -> None:
+    layout, unit = RunLayout(tmp_path), RecoveryUnit("env-workers-1")
+    child = FakeChild(spec=replace(make_spec(layout, unit), unit=unit), pid=1)
+    roles = {unit: RoleProcess(child, now=0.0)}
+    progress = UnitProgress(FakeAttempts(layout=layout), roles)
+    for activity, has_progressed in (("loading environments", False), (RUNNING_GROUPS, True)):
+        write_report(layout, unit, activity=activity, step=7)
+        roles[unit].reports = read_reports(child.spec.reports)
+        assert progress.has_progressed(unit) is has_progressed

@@ -1,90 +1,20 @@
 """Give recovery histories of exits, signals and reports, and check its decisions."""
 
-from dataclasses import replace
-
 import pytest
 
-from trivet.config.sections.deployment import DeploymentConfig
-from trivet.config.sections.supervision import RecoveryConfig
-from trivet.exits import NODE_LOST
-from trivet.launcher.plan import TRAINING, RecoveryUnit
-from trivet.launcher.supervision.recovery import (
-    MAX_BACKOFF_S,
+from support.recovery_history import INFERENCE, PATIENCE_S, SIGINT, SIGTERM, STOP_S, TEACHER, History
+from trivet.launcher.plan import TRAINING
+from trivet.launcher.supervision.decisions import (
     AnnounceRestart,
     FinishRun,
     Outcome,
     PreemptRun,
-    Recovery,
     RecoveryAction,
-    RecoveryVerdict,
     RoleObservation,
-    RunObservation,
     StartUnit,
     StopRoles,
 )
-
-PATIENCE_S = 60.0
-INFERENCE, TEACHER = RecoveryUnit("inference"), RecoveryUnit("teacher")
-STOP_S = 20.0
-SIGINT, SIGTERM = 2, 15
-
-
-class History:
-    """A run as events at times of a fake clock. Every role has progressed unless the test says otherwise."""
-
-    def __init__(self, *, deployment: DeploymentConfig | None = None, **recovery: object) -> None:
-        self.recovery = Recovery(
-            RecoveryConfig.model_validate(recovery),
-            stop_timeout_s=STOP_S,
-            patience_s=PATIENCE_S,
-            deployment=deployment or DeploymentConfig(),
-        )
-        self.lost_nodes: frozenset[int] = frozenset()
-        self.roles = {name: self._fresh(name) for name in ("inference", "orchestrator", "trainer")}
-        self.interrupted_by: int | None = None
-        self.is_repeated = False
-        self.is_last_step_committed = False
-
-    def _fresh(self, name: str) -> RoleObservation:
-        unit = INFERENCE if name == "inference" else TRAINING
-        return RoleObservation(name=name, unit=unit, does_finish=unit == TRAINING, has_progressed=True)
-
-    def knows(self, name: str, **facts: object) -> "History":
-        self.roles[name] = replace(self.roles[name], **facts)  # type: ignore[arg-type]  # of several types
-        return self
-
-    def ends(self, name: str, code: int, *, at: float, **facts: object) -> "History":
-        return self.knows(name, exit_code=code, ended_at=at, last_output_at=at, **facts)
-
-    def starts(self, *names: str) -> "History":
-        for name in names:
-            self.roles[name] = self._fresh(name)
-        return self
-
-    def at(self, now: float) -> list[RecoveryAction]:
-        return self.recovery.decide(
-            RunObservation(
-                now=now,
-                roles=self.roles,
-                interrupted_by=self.interrupted_by,
-                is_repeated=self.is_repeated,
-                is_last_step_committed=self.is_last_step_committed,
-                lost_nodes=self.lost_nodes,
-            )
-        )
-
-    def verdict(self, *, at: float) -> RecoveryVerdict:
-        (action,) = self.at(at)
-        assert isinstance(action, FinishRun), action
-        return action.verdict
-
-    def recovers_training(self, *, at: float) -> "History":
-        """Kill the trainer; both roles end and are started again."""
-        assert any(isinstance(action, AnnounceRestart) for action in self.ends("trainer", -9, at=at).at(at))
-        self.ends("orchestrator", 143, at=at)
-        assert self.at(at) == []
-        assert self.at(at + MAX_BACKOFF_S) == [StartUnit(unit=TRAINING)]
-        return self.starts("orchestrator", "trainer")
+from trivet.launcher.supervision.recovery import MAX_BACKOFF_S
 
 
 def test_a_run_goes_on_while_all_roles_run() -> None:
@@ -149,6 +79,50 @@ def test_both_units_recover_at_the_same_time() -> None:
     assert units == {INFERENCE, TRAINING}
     history.at(11.2)
     assert history.at(11.4) == [StartUnit(unit=INFERENCE), StartUnit(unit=TRAINING)]
+
+
+def on_one_gpu(**recovery: object) -> History:
+    """Return a run whose trainer takes memory of the server's GPU."""
+    return History(**recovery).knows("trainer", starts_after=("inference",))
+
+
+def test_a_trainer_starts_again_once_the_server_on_its_gpu_answers() -> None:
+    history = on_one_gpu(backoff_s=0).ends("inference", -9, at=10).ends("trainer", -9, at=10).ends("orchestrator", 1, at=10)
+    history.at(10)
+    assert history.at(11) == []
+    assert history.at(12) == [StartUnit(unit=INFERENCE)]
+    history.starts("inference").knows("inference", has_progressed=False)
+    assert history.at(60) == []
+    history.knows("inference", has_progressed=True)
+    assert history.at(61) == [StartUnit(unit=TRAINING)]
+
+
+def test_a_server_starts_again_once_the_trainer_on_its_gpu_waits_for_rollouts() -> None:
+    history = on_one_gpu(backoff_s=0).ends("inference", -9, at=10)
+    history.at(10)
+    history.at(11)
+    assert history.at(12) == []  # the trainer is in the middle of a step
+    history.knows("trainer", is_waiting=True)
+    assert history.at(40) == [StartUnit(unit=INFERENCE)]
+
+
+def test_a_server_does_not_wait_for_a_trainer_that_has_ended() -> None:
+    history = on_one_gpu(backoff_s=0).ends("inference", -9, at=10)
+    history.at(10)
+    history.at(11)
+    history.ends("trainer", -9, at=12)
+    assert StartUnit(unit=INFERENCE) in history.at(12)
+
+
+def test_a_teacher_waits_for_the_server_that_starts_on_its_gpu() -> None:
+    history = History(backoff_s=0).knows("inference", starts_after=("teacher",), has_progressed=False)
+    history.roles["teacher"] = RoleObservation(name="teacher", unit=TEACHER, does_finish=False, has_progressed=True)
+    history.ends("teacher", -9, at=10)
+    history.at(10)
+    history.at(11)
+    assert history.at(12) == []
+    history.knows("inference", has_progressed=True)
+    assert history.at(13) == [StartUnit(unit=TEACHER)]
 
 
 def test_a_role_that_ends_early_with_0_has_failed() -> None:
@@ -310,7 +284,7 @@ def test_sigint_ends_the_run_at_once() -> None:
 
 def test_sigterm_asks_once_for_a_commit_and_ends_when_both_have_ended() -> None:
     history = History(preemption_grace_s=60)
-    assert interrupted(history, SIGTERM, at=10) == [PreemptRun(grace_s=60)]
+    assert interrupted(history, SIGTERM, at=10) == [PreemptRun(reason="interrupted by SIGTERM", grace_s=60)]
     assert history.at(11) == []
     assert history.ends("orchestrator", 0, at=12).at(12) == []
     verdict = history.ends("trainer", 0, at=15).verdict(at=15)
@@ -319,7 +293,7 @@ def test_sigterm_asks_once_for_a_commit_and_ends_when_both_have_ended() -> None:
 
 def test_sigterm_leaves_a_trainer_the_time_for_its_last_step_after_the_orchestrator_is_done() -> None:
     history = History(preemption_grace_s=60).ends("orchestrator", 0, at=9, is_complete=True)
-    assert interrupted(history, SIGTERM, at=10) == [PreemptRun(grace_s=60)]
+    assert interrupted(history, SIGTERM, at=10) == [PreemptRun(reason="interrupted by SIGTERM", grace_s=60)]
     assert history.at(30) == []
     verdict = history.ends("trainer", 0, at=31, is_complete=True).verdict(at=31)
     assert (verdict.outcome, verdict.exit_code) == (Outcome.DONE, 0)
@@ -387,7 +361,7 @@ def test_sigterm_asks_for_a_commit_once_a_step_is_under_way(done: str) -> None:
     history = History(preemption_grace_s=60)
     for name in history.roles:
         history.knows(name, has_progressed=name == done)
-    assert interrupted(history, SIGTERM, at=10) == [PreemptRun(grace_s=60)]
+    assert interrupted(history, SIGTERM, at=10) == [PreemptRun(reason="interrupted by SIGTERM", grace_s=60)]
 
 
 def test_an_interrupt_during_a_restart_ends_the_run() -> None:
@@ -403,115 +377,3 @@ def test_a_run_that_finishes_while_it_is_asked_to_stop_is_done() -> None:
     interrupted(history, SIGTERM, at=10)
     history.ends("orchestrator", 0, at=11, is_complete=True).ends("trainer", 0, at=12, is_complete=True)
     assert history.verdict(at=12).outcome is Outcome.DONE
-
-
-def over_nodes(*, min_train_nodes: int | None = None, num_servers: int = 1) -> History:
-    """Return a run whose trainer is on nodes 0 and 1, and whose servers are on the nodes after these."""
-    deployment = DeploymentConfig(
-        type="multi_node",
-        num_train_nodes=2,
-        num_infer_replicas=num_servers,
-        min_train_nodes=min_train_nodes,
-        return_timeout_s=100,
-    )
-    history = History(deployment=deployment, backoff_s=1)
-    history.roles["inference"] = replace(history.roles["inference"], node=2)
-    history.roles["trainer-1"] = replace(history.roles["trainer"], name="trainer-1", node=1)
-    if num_servers == 2:
-        unit = RecoveryUnit("inference-1")
-        history.roles["inference-1"] = replace(history.roles["inference"], name="inference-1", unit=unit, node=3)
-    return history
-
-
-def test_a_lost_node_that_trains_ends_the_attempt_everywhere_and_is_waited_for() -> None:
-    history = over_nodes().ends("trainer-1", NODE_LOST, at=10)
-    history.lost_nodes = frozenset({1})
-    announced, stop = history.at(10)
-    assert isinstance(announced, AnnounceRestart)
-    assert announced.cause == "trainer-1 lost with its node"
-    assert stop == StopRoles(roles=("orchestrator", "trainer"), by_kill=False)
-    history.ends("orchestrator", 143, at=11).ends("trainer", 143, at=11)
-    assert history.at(11) == []
-    assert history.at(60) == []
-    history.lost_nodes = frozenset()
-    assert history.at(61) == [StartUnit(unit=TRAINING)]
-
-
-def test_a_run_that_needs_a_node_in_vain_asks_to_be_started_again() -> None:
-    history = over_nodes().ends("trainer-1", NODE_LOST, at=10)
-    history.lost_nodes = frozenset({1})
-    history.at(10)
-    history.ends("orchestrator", 143, at=11).ends("trainer", 143, at=11)
-    history.at(11)
-    assert history.at(12) == []
-    verdict = history.verdict(at=112)
-    assert (verdict.outcome, verdict.exit_code) == (Outcome.FAILED, 75)
-    assert "node 1 was lost and did not return within 100 s" in verdict.reason
-
-
-def test_a_run_that_may_goes_on_at_once_on_the_nodes_that_remain() -> None:
-    history = over_nodes(min_train_nodes=1).ends("trainer-1", NODE_LOST, at=10)
-    history.lost_nodes = frozenset({1})
-    history.at(10)
-    history.ends("orchestrator", 143, at=11).ends("trainer", 143, at=11)
-    history.at(11)
-    assert history.at(12) == [StartUnit(unit=TRAINING)]
-
-
-def test_the_loss_of_one_server_of_two_is_waited_for_without_end() -> None:
-    history = over_nodes(num_servers=2).ends("inference-1", NODE_LOST, at=10)
-    history.lost_nodes = frozenset({3})
-    (announced,) = history.at(10)
-    assert isinstance(announced, AnnounceRestart)
-    assert announced.roles == ("inference-1",)
-    assert history.at(10.2) == []
-    assert history.at(1000) == []
-    history.lost_nodes = frozenset()
-    assert history.at(1001) == [StartUnit(unit=RecoveryUnit("inference-1"))]
-
-
-def test_the_loss_of_every_server_ends_the_run_after_a_while() -> None:
-    history = over_nodes().ends("inference", NODE_LOST, at=10)
-    history.lost_nodes = frozenset({2})
-    history.at(10)
-    assert history.at(10.2) == []
-    assert history.at(12) == []
-    assert history.verdict(at=112).exit_code == 75
-
-
-def test_a_lost_orchestrator_is_nothing_that_training_can_do_without() -> None:
-    history = over_nodes(min_train_nodes=1)
-    history.roles["orchestrator"] = replace(history.roles["orchestrator"], node=2)
-    history.ends("orchestrator", NODE_LOST, at=10)
-    history.lost_nodes = frozenset({2})
-    history.at(10)
-    history.ends("trainer", 143, at=11).ends("trainer-1", 143, at=11)
-    history.at(11)
-    assert history.at(12) == []
-
-
-def test_every_lost_node_that_trains_counts_against_those_that_must_remain() -> None:
-    history = over_nodes(min_train_nodes=1)
-    history.lost_nodes = frozenset({1})  # lost before: the attempt has no role there
-    del history.roles["trainer-1"]
-    history.roles["trainer"] = replace(history.roles["trainer"], node=0)
-    history.roles["trainer-2"] = replace(history.roles["trainer"], name="trainer-2", node=0)
-    history.ends("trainer-2", NODE_LOST, at=10)
-    history.lost_nodes = frozenset({0, 1})
-    history.at(10)
-    history.ends("trainer", 143, at=11).ends("orchestrator", 143, at=11)
-    history.at(11)
-    assert history.at(12) == []
-
-
-def test_a_server_that_restarts_does_not_end_a_run_whose_other_server_was_lost_long_ago() -> None:
-    history = over_nodes(num_servers=2).ends("inference-1", NODE_LOST, at=10)
-    history.lost_nodes = frozenset({3})
-    history.at(10)
-    history.at(10.2)
-    assert history.at(12) == []
-    history.ends("inference", 1, at=3600)
-    (announced,) = history.at(3600)
-    assert isinstance(announced, AnnounceRestart)
-    assert announced.roles == ("inference",)
-    assert history.at(3600.2) == []

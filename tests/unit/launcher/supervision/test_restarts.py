@@ -4,7 +4,7 @@ from support.fake_roles import FakeChild, FakeClock, make_log, make_spec
 from trivet.config.layout import RunLayout
 from trivet.exits import describe_restart
 from trivet.launcher.plan import TRAINING, RecoveryUnit
-from trivet.launcher.supervision.recovery import AnnounceRestart, Outcome, RecoveryVerdict
+from trivet.launcher.supervision.decisions import AnnounceRestart, Outcome, RecoveryVerdict
 from trivet.launcher.supervision.restarts import RestartLog, summarize_restarts
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.wire.status import RestartRecord

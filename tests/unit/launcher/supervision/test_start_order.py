@@ -42,6 +42,13 @@ def test_no_more_roles_start_than_there_are_cores(
     assert order.may_start(name, started=roles, answering=answering, now=101.0) is expected
 
 
+@pytest.mark.parametrize(("answering", "expected"), [([], False), (["inference"], True)])
+def test_a_role_waits_for_the_server_on_its_gpu_to_answer(tmp_path: Path, answering: list[str], expected: bool) -> None:
+    order = StartOrder(FakeEnvironments(), num_cpus=64)
+    started = [role(RunLayout(tmp_path), "inference")]
+    assert order.may_start("trainer", started=started, answering=answering, after=["inference"], now=1000.0) is expected
+
+
 def test_a_role_that_waits_for_another_is_up(tmp_path: Path) -> None:
     order = StartOrder(FakeEnvironments(), num_cpus=1)
     layout = RunLayout(tmp_path)

@@ -10,7 +10,8 @@ from support.fake_roles import FakeAttempts, FakeChild, FakeClock, make_log, mak
 from trivet.config.layout import RunLayout
 from trivet.config.sections.supervision import RecoveryConfig
 from trivet.launcher.logs import RunLog
-from trivet.launcher.supervision.recovery import Outcome, Recovery, RecoveryVerdict
+from trivet.launcher.supervision.decisions import Outcome, RecoveryVerdict
+from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.restarts import RestartLog
 from trivet.launcher.supervision.role_processes import RoleProcess
 from trivet.launcher.supervision.status import StatusFile, StatusReporter

@@ -186,6 +186,16 @@ def test_a_server_on_another_node_is_planned_again_before_it_is_started(run: Sim
     run.ends("inference", NODE_LOST, at=10).completes(at=60)
     assert run.supervisor.run() == 0
     assert run.attempts.num_plans == 1
+    assert run.attempts.named_without == [{"inference"}, set()]  # as it failed, and as it starts
+
+
+def test_a_server_that_is_started_again_stays_named_when_something_else_fails(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, urls=[NOBODY])
+    run.host.num_nodes = 2
+    run.ends("inference", NODE_LOST, at=40).ends("trainer", -9, at=60).completes(at=120)
+    assert run.supervisor.run() == 0
+    assert run.starts().count("inference") == 2
+    assert run.attempts.named_without == [{"inference"}, set(), {"training"}, set()]
 
 
 def test_inference_is_started_again_alone(run: SimulatedRun) -> None:
@@ -196,6 +206,16 @@ def test_inference_is_started_again_alone(run: SimulatedRun) -> None:
     (restart,) = run.status().restarts
     assert (restart.roles, restart.from_step) == (["inference"], None)
     assert restart.down_s == pytest.approx(4, abs=1.5)
+
+
+def test_a_server_is_started_again_once_the_trainer_on_its_gpu_waits_for_rollouts(run: SimulatedRun) -> None:
+    run.attempts.starts_after = {"trainer": ("inference",)}
+    run.ends("inference", -9, at=10).completes(at=60)
+    run.at(40, lambda: write_report(run.layout, "trainer", waits_for="orchestrator"))
+    assert run.supervisor.run() == 0
+    *_, last = run.host.started_at
+    assert run.starts()[-1] == "inference"
+    assert 40 <= last - 100.0 <= 60
 
 
 def test_a_final_failure_ends_the_run_and_quotes_the_log(run: SimulatedRun) -> None:

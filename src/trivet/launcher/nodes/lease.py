@@ -1,0 +1,178 @@
+"""Lets one first node at a time lead a run, by a lease in the output directory.
+
+The leader raises a number in the file every second. A candidate watches the file first: while the number changes, another node
+leads, and the candidate is refused. When it has not changed for `lost_after_s`, the lease is free: by then the agents of the old
+leader have ended its processes (`launcher.nodes.head_contact`), and a leader that could not renew for three quarters of that time
+has ended its run. Each lease has a higher term than the one before it. A leader that reads a higher term has lost the lease.
+
+Unlike a lock the lease also holds where the shared file system keeps no locks between machines, and a node that died blocks the
+run for `lost_after_s` only. No clocks are compared. What a leader that hung still writes before it reads the file again is not
+committed: `checkpoints.run_record`.
+"""
+
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from trivet.errors import NodesMissing, RunDirectoryBusy
+from trivet.storage.durable import DECODE_ERRORS, replace_file
+
+_RENEW_INTERVAL_S = 1.0
+_SETTLE_S = 3.0
+"""Of two candidates that took a free lease at one moment both know after this time who has it."""
+_HELD_SHARE = 0.75
+"""Share of `lost_after_s` for which a leader may lead without a renewal; the rest is for the end of its processes."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """The content of .lease.json. Of two leases the greater one counts."""
+
+    term: int
+    """One more than that of the lease before."""
+    holder: str
+    """A name that no other process has had."""
+    node: str
+    """Host name of its machine."""
+    number: int
+
+
+def read_lease(path: Path) -> Lease | None:
+    """Return the lease of a directory; None when nobody has taken it, or the file is damaged.
+
+    Raises:
+        OSError: the file cannot be read now.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Lease)
+    except (FileNotFoundError, *DECODE_ERRORS):
+        return None
+
+
+class HeadLease:
+    """This process's right to lead the run of a directory.
+
+    >>> with HeadLease(layout.lease, lost_after_s=30.0) as lease:
+    ...     lease.check()
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        lost_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Prepare the lease without taking it.
+
+        Args:
+            lost_after_s: a lease that has not changed for this long is free.
+        """
+        self._path = path
+        self._lost_after_s = lost_after_s
+        self._clock = clock
+        self._sleep = sleep
+        self._own = Lease(term=0, holder=secrets.token_hex(8), node=os.uname().nodename, number=0)
+        self._renewed_at = clock()
+        self._successor: Lease | None = None
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="head-lease", daemon=True)
+
+    def __enter__(self) -> "HeadLease":
+        """Wait until the lease is free, and take it.
+
+        Raises:
+            RunDirectoryBusy: another node leads.
+            OSError: the file cannot be written.
+        """
+        before = self._await_free()
+        self._own = msgspec.structs.replace(self._own, term=before + 1)
+        self.renew()
+        self._sleep(_SETTLE_S)
+        self.renew()
+        self.check()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_closing.set()
+        self._thread.join()
+        found = read_lease(self._path)
+        if found is not None and found.holder == self._own.holder:
+            self._path.unlink(missing_ok=True)
+
+    @property
+    def is_lost(self) -> bool:
+        """True when another node has taken it."""
+        return self._successor is not None
+
+    def check(self) -> None:
+        """Raise when this node must not lead any more.
+
+        Raises:
+            RunDirectoryBusy: another node has taken the lease.
+            NodesMissing: it could not be renewed for so long that another may take it.
+        """
+        if self._successor is not None:
+            raise self._refusal(self._successor)
+        if (silent_s := self._clock() - self._renewed_at) > _HELD_SHARE * self._lost_after_s:
+            raise NodesMissing(
+                f"this node could not renew its lease {str(self._path)!r} for {silent_s:.0f} s, and another may lead the run soon:"
+                " the shared directory does not answer, or deployment.lost_after_s is too short for it"
+            )
+
+    def renew(self) -> None:
+        """Raise the number in the file, unless a greater lease is in it.
+
+        Raises:
+            OSError: the file cannot be read or written now.
+        """
+        begun, found = self._clock(), read_lease(self._path)
+        if found is not None and found.holder != self._own.holder and found > self._own:
+            self._successor = found
+            return
+        self._own = msgspec.structs.replace(self._own, number=self._own.number + 1)
+        replace_file(self._path, msgspec.json.encode(self._own))
+        self._renewed_at = begun
+
+    def _await_free(self) -> int:
+        """Return the term of the lease that was there, 0 for none, once nobody renews it."""
+        seen, since = read_lease(self._path), self._clock()
+        if seen is None:
+            return 0
+        print(
+            f"node 0: {seen.node} led this run and may do so still; waiting {self._lost_after_s:g} s (deployment.lost_after_s)",
+            file=sys.stderr,
+        )
+        while self._clock() - since < self._lost_after_s:
+            self._sleep(_RENEW_INTERVAL_S)
+            try:
+                found = read_lease(self._path)
+            except OSError:  # whether it is renewed is unknown: the time begins anew
+                since = self._clock()
+                continue
+            if found is None:
+                break
+            if found != seen:
+                raise self._refusal(found)
+        return seen.term
+
+    def _keep(self) -> None:
+        while not (self.is_lost or self._is_closing.wait(_RENEW_INTERVAL_S)):
+            try:
+                self.renew()
+            except OSError:
+                continue  # `check` says when this has lasted too long
+
+    def _refusal(self, lease: Lease) -> RunDirectoryBusy:
+        return RunDirectoryBusy(
+            f"another first node, on {lease.node}, leads the run in output_dir {str(self._path.parent)!r}; stop it there, or choose"
+            " another output_dir"
+        )
