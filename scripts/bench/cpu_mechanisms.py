@@ -32,6 +32,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from trivet.algorithms.packing import pack
 from trivet.launcher.plan import rank_environment
+from trivet.trainer.attention.choice import HeadDims
 from trivet.trainer.attention.packed import register_attention
 from trivet.trainer.kernels import cpu
 from trivet.trainer.kernels.lanes import Lanes
@@ -114,7 +115,9 @@ def without_grouped(model: PolicyModel) -> Iterator[None]:
     """Compute attention sample by sample with torch's scaled_dot_product_attention."""
     config = model.causal_lm.config
     grouped = config._attn_implementation
-    config._attn_implementation = register_attention("sdpa", device=torch.device("cpu"), dtype=torch.float32)
+    config._attn_implementation = register_attention(
+        "sdpa", device=torch.device("cpu"), dtype=torch.float32, heads=HeadDims(query=64, value=64)
+    )
     assert config._attn_implementation != grouped
     try:
         yield

@@ -169,7 +169,7 @@ def grow_groups(_: Path) -> Iterator[dict[str, Any]]:
 
 
 def grow_resume(scratch: Path) -> Iterator[dict[str, Any]]:
-    """From the command to the first step, new and from a checkpoint."""
+    """Measure the time from the command to the first step, of a new run and of a resumed one."""
     for hidden in (128, 512, 1024):
         model = scratch / f"tiny_{hidden}"
         tokenizer = make_tokenizer()

@@ -3,7 +3,8 @@
     uv run python scripts/bench/plot.py docs/benchmarks/growth_*.json docs/benchmarks/learning.json
 
 A table of `growth.py` becomes its measured quantity over its size, both logarithmic, with the limit dashed. The record of
-`learning.py` becomes the reward of each side over rollouts and over seconds: the mean over seeds, and their range.
+`learning.py` becomes the reward of each side over rollouts and over seconds: the mean over seeds, and their range; over the mean
+seconds of the seeds that have any. The record of `cluster.py` becomes a bar for each of its rows: what the time went into.
 """
 
 import argparse
@@ -54,9 +55,10 @@ def draw_learning(record: dict[str, Any], file: Path) -> None:
     for side in dict.fromkeys(run["side"] for run in record["runs"]):
         runs = [run for run in record["runs"] if run["side"] == side]
         rewards_RS = np.array([_smooth(run["rewards"]) for run in runs])
-        seconds_S = np.array([run["seconds"] for run in runs]).mean(axis=0)
-        rollouts_S = per_step * np.arange(1, rewards_RS.shape[1] + 1)
-        for axes, x_S in zip(panels, (rollouts_S, seconds_S), strict=True):
+        curves = [(panels[0], per_step * np.arange(1, rewards_RS.shape[1] + 1))]
+        if timed := [run["seconds"] for run in runs if run["seconds"]]:
+            curves.append((panels[1], np.array(timed).mean(axis=0)))
+        for axes, x_S in curves:
             (line,) = axes.plot(x_S, rewards_RS.mean(axis=0), label=f"{side} ({len(runs)} seeds)")
             axes.fill_between(x_S, rewards_RS.min(axis=0), rewards_RS.max(axis=0), alpha=0.15, color=line.get_color())
     for axes, name in zip(panels, ("rollouts", "seconds since the first step began"), strict=True):
@@ -64,6 +66,26 @@ def draw_learning(record: dict[str, Any], file: Path) -> None:
         axes.grid(visible=True, alpha=0.3)
     panels[0].set(ylabel=f"reward, mean of {WINDOW} steps")
     panels[0].legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def draw_cluster(record: dict[str, Any], file: Path) -> None:
+    """Draw what the time of each simulated run went into, in the order of the work."""
+    rows = record["ettr"]
+    names = ["steps", *sorted({name for row in rows.values() for name in row["time_shares"]} - {"steps"})]
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
+    left = np.zeros(len(rows))
+    labels = [name.replace(", ", "\n", 1) for name in rows]
+    for name in names:
+        shares = np.array([row["time_shares"].get(name, 0.0) for row in rows.values()])
+        axes.barh(labels, shares, left=left, label=name)
+        left += shares
+    limits = [row["limit"] for row in rows.values()]
+    axes.plot(limits, labels, linestyle="none", marker="|", markersize=22, color="black", label="limit")
+    axes.invert_yaxis()
+    axes.set(xlabel="share of the time", xlim=(0, 1))
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
@@ -81,10 +103,12 @@ def main() -> None:
         record = json.loads(path.read_text())
         if record["benchmark"] == "learning":
             draw_learning(record, path.with_suffix(".png"))
+        elif record["benchmark"] == "cluster":
+            draw_cluster(record, path.with_suffix(".png"))
         elif record["benchmark"] in AXES:
             draw(record, path.with_suffix(".png"))
         else:
-            parser.error(f"{path} is no record of growth.py or learning.py")
+            parser.error(f"{path} is no record of growth.py, learning.py or cluster.py")
         print(path.with_suffix(".png"))
 
 
