@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs what trivet needs, into .venv: uv if it is missing, then the project with the build of vLLM that fits this machine.
 # Needs Python 3.11-3.13 and pip. Does nothing when all is there. Other scripts source it, so that they find uv afterwards.
+# INSTALL_EXTRA=cpu or cuda chooses the build where the machine that installs is not the one that runs, as for an image.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -110,14 +111,17 @@ install() {
   local python extra find_links key started=$SECONDS
   python=$(find_python)
   ensure_uv "$python"
-  extra=cpu
-  if has_nvidia_gpu; then extra=cuda; fi
+  extra=${INSTALL_EXTRA:-}
+  if [[ -z $extra ]]; then extra=$(if has_nvidia_gpu; then echo cuda; else echo cpu; fi); fi
+  [[ $extra == cpu || $extra == cuda ]] || fail "INSTALL_EXTRA must be cpu or cuda, not '$extra'"
   key=$(installation_key "$python" "$extra" | cksum)
   if is_installed "$key"; then
     say "everything is there ($extra build)"
     return
   fi
-  find_links=${UV_FIND_LINKS:-$(pip_find_links "$python")}
+  find_links=${UV_FIND_LINKS:-}
+  # What pip is told about may hold a CPU torch, which the CUDA build of vLLM must not get.
+  if [[ -z $find_links && $extra == cpu ]]; then find_links=$(pip_find_links "$python"); fi
   if [[ $extra == cpu ]] && ! offers_cpu_torch "$find_links"; then
     say "no place of wheels is set (UV_FIND_LINKS): torch comes from the default index, with CUDA libraries of several GB that"
     say "this machine will not use. To save them, set UV_FIND_LINKS to the page of CPU wheels that PyTorch's install guide names."

@@ -25,6 +25,17 @@ _QWEN3: dict[str, Any] = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
+    # Of no known model: for trying a measurement on a CPU.
+    "Qwen3-tiny": {
+        **_QWEN3,
+        "vocab_size": 1024,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     "Qwen3-0.6B": {
         **_QWEN3,
         "hidden_size": 1024,

@@ -1,7 +1,17 @@
-"""One kind of task of reasoning-gym, drawn from a seed and scored by its own checks."""
+"""One kind of task of reasoning-gym, drawn from a seed and scored by its own checks.
 
+As a program it writes conversations with the right answers, so that `sft` can show a small model what an answer looks like. They
+are drawn from another seed than what the environment trains on.
+
+    uv run --no-project --with ./environments/reasoning_tasks python environments/reasoning_tasks/reasoning_tasks.py FILE.jsonl
+        [--task spell_backward] [--settings JSON] [--examples 6400] [--seed 1]
+"""
+
+import argparse
+import json
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import verifiers as vf
@@ -16,6 +26,19 @@ def final_answer(text: str) -> str:
         return tagged[-1].strip()
     lines = text.strip().splitlines() or [""]
     return re.split(r"[=:]", lines[-1])[-1].strip().rstrip(".").strip()
+
+
+def draw_tasks(task: str, count: int, *, seed: int, settings: dict[str, Any]) -> Any:
+    """Return `count` tasks of one kind: a dataset of reasoning-gym.
+
+    Raises:
+        ValueError: reasoning-gym has no such task.
+    """
+    import reasoning_gym  # pyright: ignore[reportMissingImports]  in its own virtual environment; here, as it takes seconds
+
+    # reasoning-gym draws its task i from seed + i: neighbouring seeds would give nearly the same tasks.
+    first = random.Random(f"{seed}/reasoning-tasks").getrandbits(30)
+    return reasoning_gym.create_dataset(task, size=count, seed=first, **settings)
 
 
 def load_environment(
@@ -37,11 +60,7 @@ def load_environment(
     Raises:
         ValueError: reasoning-gym has no such task.
     """
-    import reasoning_gym  # pyright: ignore[reportMissingImports]  in its own virtual environment; here, as it takes seconds
-
-    # reasoning-gym draws its task i from seed + i: neighbouring seeds would give nearly the same tasks.
-    first = random.Random(f"{seed}/reasoning-tasks").getrandbits(30)
-    tasks = reasoning_gym.create_dataset(task, size=num_examples + num_eval_examples, seed=first, **(settings or {}))
+    tasks = draw_tasks(task, num_examples + num_eval_examples, seed=seed, settings=settings or {})
     rows = [
         {"question": entry["question"], "answer": str(entry["answer"]), "info": {"place": i}} for i, entry in enumerate(tasks)
     ]
@@ -56,3 +75,27 @@ def load_environment(
         system_prompt=system_prompt,
         rubric=vf.Rubric(funcs=[correct_answer]),
     )
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--task", default="spell_backward")
+    parser.add_argument("--settings", type=json.loads, default={}, help="keys of the task's own configuration, as JSON")
+    parser.add_argument("--examples", type=int, default=6400)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    with args.file.open("w", encoding="utf-8") as file:
+        for entry in draw_tasks(args.task, args.examples, seed=args.seed, settings=args.settings):
+            conversation = [
+                {"role": "user", "content": entry["question"]},
+                {"role": "assistant", "content": str(entry["answer"])},
+            ]
+            file.write(json.dumps({"messages": conversation}) + "\n")
+    parser.exit(message=f"wrote {args.file}: {args.examples} conversations\n")
+
+
+if __name__ == "__main__":
+    main()
