@@ -161,7 +161,7 @@ def test_a_killed_and_resumed_run_equals_an_unbroken_one_and_so_does_its_replay(
     make_run: MakeRun, unbroken: Run, tmp_path: Path
 ) -> None:
     broken = make_run("broken", max_steps=5)
-    kills = [Kill("trainer", "trainer_half.during", 4), Kill("launcher", "batch_send.after", 5)]
+    kills = [Kill("trainer", "trainer_half.during", 4), Kill("launcher", "batch_send.before", 5)]
     break_and_finish(broken, kills, schedule=tmp_path / "faults.json")
     assert_equal_runs(broken.layout, unbroken.layout, max_steps=5)
     replayed = replay(unbroken.layout, tmp_path / "replayed")
