@@ -96,6 +96,10 @@ class TrainerModelConfig(Section):
     instructions for bfloat16 products, float32 elsewhere. A run chooses once: servers and resumed attempts follow."""
     optimization_dtype: Dtype = "float32"
     """Dtype of the master weights and the optimizer state."""
+    dither: bool = True
+    """With bfloat16 compute over float32 master weights: add to each start weight noise of less than half of bfloat16's last place.
+    The start model is bit for bit the same, and the smallest updates reach the model that computes. Otherwise those of a small
+    learning rate have to add up for tens of steps first."""
     reduce_dtype: Dtype = "float32"
     """Dtype of gradient reduction over ranks."""
     reshard_after_forward: bool = True

@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 
 from trivet.config.sections.model import TrainerModelConfig
 from trivet.errors import ConfigError
+from trivet.trainer.model.dither import dither
 from trivet.trainer.model.weight_files import (
     BroadcastWeights,
     RandomWeights,
@@ -96,9 +97,11 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
         model.get_submodule(path)._buffers[last] = buffer.to(world.device)
     parameter_names = {original for name, _ in causal_lm.named_parameters() if (original := original_name(name)) is not None}
     source = _open(config, causal_lm, parameter_names, world)
+    rounds = config.dither and config.compute_dtype == "bfloat16"
     with torch.no_grad():
         for name, parameter in causal_lm.named_parameters():
-            _fill(parameter, original_name(name), name, source)
+            is_rounded = rounds and parameter.requires_grad and parameter.dtype == torch.float32
+            _fill(parameter, original_name(name), name, source, is_dithered=is_rounded)
         _fill_buffers(causal_lm, source)
 
 
@@ -133,7 +136,7 @@ def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_name
         raise _not_loadable(config, exc) from exc
 
 
-def _fill(parameter: torch.Tensor, original: str | None, name: str, source: WeightSource) -> None:
+def _fill(parameter: torch.Tensor, original: str | None, name: str, source: WeightSource, *, is_dithered: bool) -> None:
     shape = parameter.shape
     local, first_row = parameter, 0
     if isinstance(parameter, DTensor):
@@ -145,6 +148,8 @@ def _fill(parameter: torch.Tensor, original: str | None, name: str, source: Weig
         rows = draw_adapter(name, shape=shape, first_row=first_row, num_rows=num_rows)
     else:
         rows = source.read(original, shape=shape, first_row=first_row, num_rows=num_rows)
+        if is_dithered:
+            rows = dither(rows, name=original, first_row=first_row)
     local.copy_(rows)
 
 

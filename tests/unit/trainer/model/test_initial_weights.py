@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from trivet.config.sections.lora import LoRAConfig
@@ -175,3 +176,38 @@ def test_copies_of_the_model_divide_the_ranks() -> None:
     said = r"dp_replicate \(2\) must divide the trainer's ranks \(1\): 1 % 2 = 1; set it to one of 1"
     with pytest.raises(ConfigError, match=said), open_world(device="cpu", timeout_s=30, num_replicas=2):
         pass
+
+
+def weights_in_bfloat16(model: Path, directory: Path) -> Path:
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dither", "is_moved"), [("bfloat16", True, True), ("bfloat16", False, False), ("float32", True, False)]
+)
+def test_start_weights_are_dithered_where_they_are_rounded_to_bfloat16(
+    any_model: Path, world: World, tmp_path: Path, dtype: str, dither: bool, is_moved: bool
+) -> None:
+    directory = weights_in_bfloat16(any_model, tmp_path)
+    config = TrainerModelConfig.model_validate({"name": str(directory), "compute_dtype": dtype, "dither": dither})
+    model = load_policy(config, world)
+    masters, published = weights_of(model), gather_weights(model, dtype=torch.bfloat16, keep=True)
+    expected = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).named_parameters())
+    for name, weight in expected.items():
+        assert torch.equal(published[name], weight), name
+        assert torch.equal(masters[name], weight.float()) != (is_moved and bool((weight != 0).any())), name
+
+
+def test_the_frozen_weights_below_an_adapter_are_not_dithered(tiny_model: Path, world: World, tmp_path: Path) -> None:
+    directory = weights_in_bfloat16(tiny_model, tmp_path)
+    model = load_policy(
+        TrainerModelConfig(name=str(directory), compute_dtype="bfloat16", lora=LoRAConfig(rank=2, target_modules=["q_proj"])),
+        world,
+    )
+    masters = dict(model.causal_lm.named_parameters())
+    frozen = {name.replace("base_model.model.", ""): p for name, p in masters.items() if not p.requires_grad}
+    name = "model.embed_tokens.weight"
+    weight = load_file(directory / "model.safetensors")[name]
+    kept = frozen[name].detach()
+    assert torch.equal((kept.full_tensor() if isinstance(kept, DTensor) else kept).float(), weight.float())
