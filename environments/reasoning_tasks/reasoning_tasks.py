@@ -41,6 +41,12 @@ def draw_tasks(task: str, count: int, *, seed: int, settings: dict[str, Any]) ->
     return reasoning_gym.create_dataset(task, size=count, seed=first, **settings)
 
 
+def score_text(text: str, *, tasks: Any, place: int, partial_credit: bool) -> float:
+    """Return the score of a completion for the task at `place`, 0 to 1; without `partial_credit` it is 0 or 1."""
+    score = float(tasks.score_answer(final_answer(text), entry=tasks[place]))
+    return score if partial_credit else float(score == 1.0)
+
+
 def load_environment(
     task: str = "chain_sum",
     num_examples: int = 2000,
@@ -48,6 +54,7 @@ def load_environment(
     seed: int = 0,
     system_prompt: str | None = None,
     settings: dict[str, Any] | None = None,
+    partial_credit: bool = True,
 ) -> vf.Environment:
     """Return a single-turn environment over tasks of one kind.
 
@@ -56,6 +63,8 @@ def load_environment(
         num_examples, num_eval_examples: consecutive tasks of one sequence.
         seed: another seed gives another sequence.
         settings: keys of the task's own configuration.
+        partial_credit: False rewards right answers alone. Several tasks give nearly the whole reward to an answer that anything
+            follows, which a policy learns to exploit.
 
     Raises:
         ValueError: reasoning-gym has no such task.
@@ -67,7 +76,7 @@ def load_environment(
 
     def correct_answer(completion: vf.Messages, info: dict[str, Any]) -> float:
         said = str(completion[-1]["content"] or "") if completion else ""
-        return float(tasks.score_answer(final_answer(said), entry=tasks[info["place"]]))
+        return score_text(said, tasks=tasks, place=info["place"], partial_credit=partial_credit)
 
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(rows[:num_examples]),

@@ -4,14 +4,16 @@ Every side starts from the same weights, which were shown texts that are mostly 
 with the same groups, lengths, learning rate and dtype. What is compared is the mean reward of each step's rollouts, over the
 rollouts that were made and over the seconds since the first step began: ours when the trainer waits for the first batch, TRL's
 when it generates the first one. Our sides are real `rl` runs: the default loss, GRPO and CISPO one step asynchronous, the
-default loss with advantages over the group's standard deviation (as TRL has them), and at 0 and 4 steps.
+default loss with advantages over the group's standard deviation (as TRL has them), without dithered start weights (which matters
+in bfloat16), and at 0 and 4 steps.
 
     uv run python -m trivet.examples.smollm2 models/smollm2
     uv run python -m trivet.examples.quickstart_data outputs/smollm2/sft.jsonl --examples 6400 --share-reversed 0.2
     uv run sft @ configs/smollm2/sft.toml
     pip install --target DIRECTORY --no-deps trl==1.16.0
     uv run python scripts/bench/learning.py --model outputs/smollm2/sft/weights/step_80 --trl DIRECTORY [--dtype float32]
-        [--task reverse_text] [--steps 30] [--seeds 0 1 2] [--sides default grpo cispo std_norm async_0 async_4 trl]
+        [--task reverse_text] [--steps 30] [--seeds 0 1 2]
+        [--sides default grpo cispo std_norm undithered async_0 async_4 trl]
         [--lr 1e-5] [--busy] [--record docs/benchmarks/learning.json]
 
 The task spell_backward is one of reasoning-gym: its start is that of configs/spell_backward, its file another --record, and TRL's
@@ -29,6 +31,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "grpo": ("--trainer.loss.type", "grpo"),
     "cispo": ("--trainer.loss.type", "cispo"),
     "std_norm": ("--orchestrator.advantage.type", "std_norm"),
+    "undithered": ("--trainer.model.dither", "false"),
     "async_0": ("--max-async-level", "0"),
     "async_4": ("--max-async-level", "4"),
 }
@@ -103,10 +107,11 @@ def load_task(name: str) -> tuple[Dataset, Callable[..., list[float]]]:
 
     rows = reasoning_tasks.load_environment(**arguments).get_dataset()
     tasks = reasoning_tasks.draw_tasks(arguments["task"], len(rows), seed=0, settings=arguments["settings"])
+    score_one = partial(reasoning_tasks.score_text, tasks=tasks, partial_credit=arguments["partial_credit"])
 
     def score(completions: list[vf.Messages], info: list[dict[str, int]], **_: Any) -> list[float]:
-        answers = [reasoning_tasks.final_answer(str(completion[-1]["content"])) for completion in completions]
-        return [tasks.score_answer(answer, entry=tasks[each["place"]]) for answer, each in zip(answers, info, strict=True)]
+        texts = [str(completion[-1]["content"]) for completion in completions]
+        return [score_one(text, place=each["place"]) for text, each in zip(texts, info, strict=True)]
 
     return rows, score
 

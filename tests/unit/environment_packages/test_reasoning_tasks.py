@@ -37,6 +37,26 @@ def test_the_answer_is_tagged_or_ends_the_last_line(text: str, answer: str) -> N
     assert final_answer(text) == answer
 
 
+class HalfRight:
+    """Tasks that score every answer but "right" with 0.8."""
+
+    def __getitem__(self, place: int) -> dict[str, int]:
+        return {"place": place}
+
+    def score_answer(self, answer: str, *, entry: dict[str, int]) -> float:
+        return 1.0 if answer == "right" and entry == {"place": 3} else 0.8
+
+
+@pytest.mark.parametrize(
+    ("text", "partial_credit", "score"),
+    [("right", True, 1.0), ("right", False, 1.0), ("rightttt", True, 0.8), ("rightttt", False, 0.0)],
+)
+def test_without_partial_credit_right_answers_alone_are_rewarded(text: str, partial_credit: bool, score: float) -> None:
+    from reasoning_tasks import score_text  # pyright: ignore[reportMissingImports]  on the path here
+
+    assert score_text(text, tasks=HalfRight(), place=3, partial_credit=partial_credit) == score
+
+
 def load(**changes: Any) -> Any:
     pytest.importorskip("reasoning_gym")
     from reasoning_tasks import load_environment  # pyright: ignore[reportMissingImports]  on the path here
