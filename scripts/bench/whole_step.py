@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,21 @@ def measure_trl(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_ours(args: argparse.Namespace) -> dict[str, Any]:
-    """Start a run as a user does; return seconds from one trained step to the next, and what the trainer says of them."""
+def measure_ours(
+    args: argparse.Namespace,
+    *,
+    flags: Mapping[str, str] | None = None,
+    prepare: Callable[[psutil.Process], None] = lambda process: None,
+) -> dict[str, Any]:
+    """Start a run as a user does; return seconds from one trained step to the next, and what the trainer says of them.
+
+    Args:
+        flags: further ones.
+        prepare: called with every process of the run soon after it started.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         layout = RunLayout(Path(scratch) / "run")
-        flags = {
+        given = {
             "--output-dir": layout.root,
             "--max-steps": WARM_UP + args.repeats,
             "--model.name": Path(args.model).absolute(),
@@ -118,10 +129,10 @@ def measure_ours(args: argparse.Namespace) -> dict[str, Any]:
             "--orchestrator.sampling.extra-body": '{"ignore_eos": true}',
         }
         metrics = layout.metrics / "trainer.jsonl"
-        words = [str(word) for pair in flags.items() for word in pair]
+        words = [str(word) for pair in {**given, **(flags or {})}.items() for word in pair]
         command = [sys.executable, "-m", "trivet.launcher.commands.rl", "@", str(CONFIG), *words]
         run = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        marks = _watch(run, metrics)
+        marks = _watch(run, metrics, prepare)
         if run.returncode:
             raise RuntimeError(f"the run ended with {run.returncode}: start it by hand to see why: {' '.join(command)}")
         steps = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -153,12 +164,13 @@ def count_flops(args: argparse.Namespace, *, computed_tokens: float) -> float:
     return 6 * body * computed_tokens + 6 * head * generated + 2 * (body + head) * generated
 
 
-def _watch(run: psutil.Popen, metrics: Path) -> list[tuple[float, float, int]]:
+def _watch(run: psutil.Popen, metrics: Path, prepare: Callable[[psutil.Process], None]) -> list[tuple[float, float, int]]:
     """Measure, until the run ends, its processes after the warm-up: the moment, their CPU seconds, and their most bytes of memory.
 
     A page that several processes share is counted once for each.
     """
     marks: list[tuple[float, float, int]] = []
+    prepared: dict[int, list[str]] = {}
     peak, deadline = 0, time.monotonic() + TIMEOUT_S
     while run.poll() is None:
         if time.monotonic() > deadline:
@@ -167,6 +179,9 @@ def _watch(run: psutil.Popen, metrics: Path) -> list[tuple[float, float, int]]:
         cpu_s, rss = 0.0, 0
         for process in [run, *run.children(recursive=True)]:
             try:
+                if prepared.get(process.pid) != (command := process.cmdline()):
+                    prepare(process)
+                    prepared[process.pid] = command
                 times = process.cpu_times()
                 cpu_s, rss = cpu_s + times.user + times.system, rss + process.memory_info().rss
             except psutil.NoSuchProcess:
