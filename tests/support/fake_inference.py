@@ -58,6 +58,8 @@ class FakeInference:
             case "POST", "/reload_weights":
                 self.version, self.digest = 0, START_DIGEST
                 return httpx.Response(200, json={"status": "ok", "version": 0, "digest": START_DIGEST})
+            case "POST", "/sleep":
+                return httpx.Response(200, json={"status": "ok"})
             case "POST", "/v1/chat/completions":
                 return httpx.Response(200, json=self._chat(body))
             case "POST", "/inference/v1/generate":

@@ -118,6 +118,10 @@ class SimulatedServer:
         await self._answer(300.0)
         return self.status
 
+    async def sleep(self) -> None:
+        await self._answer(300.0)
+        self.status = PolicyStatus(version=self.status.version, digest=self.status.digest, asleep=True)
+
     async def reload_weights(self) -> PolicyStatus:
         await self._answer(300.0)
         self.status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)

@@ -31,6 +31,8 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     digest: str
     """Of the weights directory's manifest; for version 0, of the start model's weight files."""
+    asleep: bool = False
+    """The server answers no completion before it loads a policy, the same or another."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +197,10 @@ class InferenceClient:
     async def reload_weights(self) -> PolicyStatus:
         """Have the server go back to the start weights, version 0."""
         return await self._ask("POST", "/reload_weights", PolicyStatus, token=self._find_token())
+
+    async def sleep(self) -> None:
+        """Have the server free its GPU memory until it loads the next policy."""
+        await self._request("POST", "/sleep", timeout_s=self._timeout_s, token=self._find_token())
 
     async def model_name(self) -> str:
         """Ask for the name that requests must give; a server of ours names it first."""

@@ -59,7 +59,7 @@ class Server:
         try:
             if not is_known_to_differ:
                 status = await self.client.served_policy()
-                if matches(status, policy):
+                if matches(status, policy) and not status.asleep:
                     return status
             if policy.directory is None:
                 status = await self.client.reload_weights()

@@ -161,6 +161,17 @@ class ServerPool:
             raise refused[0]
         await self._servers.wait_for_admitted()
 
+    async def sleep(self) -> None:
+        """Have the admitted servers free their GPU memory until `ensure_policy`. One that fails is marked unhealthy."""
+
+        async def put_to_sleep(server: Server) -> None:
+            try:
+                await server.client.sleep()
+            except InferenceError as exc:
+                self._servers.mark_unhealthy(server, f"it did not free its GPU memory: {exc}")
+
+        await asyncio.gather(*(put_to_sleep(server) for server in self._servers.admitted))
+
     async def run(self) -> None:
         """Watch the servers until cancelled.
 

@@ -28,6 +28,7 @@ COMPUTED_VLLM_ARGUMENTS = {
     "served_model_name": "model.name",
     "kv_cache_memory_bytes": "cpu_kv_cache_gib",
     "api_key": "server.api_key",
+    "enable_sleep_mode": "sleep_while_training",
     "uvicorn_log_level": "log.level",
 }
 """Key of `[inference]` by the vLLM argument that the server computes from it; their values differ."""

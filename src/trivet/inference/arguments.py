@@ -7,6 +7,7 @@ from typing import Any
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.vllm_keys import COMPUTED_VLLM_ARGUMENTS, VLLM_KEYS
 from trivet.errors import ConfigError
+from trivet.key_names import key_name
 from trivet.process.server_shard import ServerShard
 
 _FIXED = {
@@ -43,7 +44,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
         shard: the share of this node in a server that spans several.
 
     Raises:
-        ConfigError: `vllm_args` sets an argument that another key or the server itself sets.
+        ConfigError: `vllm_args` sets an argument that another key or the server itself sets; a server on the CPU is to sleep.
     """
     keys = VLLM_KEYS | COMPUTED_VLLM_ARGUMENTS
     for name, value in config.vllm_args.items():
@@ -93,14 +94,7 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
             "max_cpu_loras": config.max_cpu_loras,
             "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= config.max_lora_rank),
         }
-    if is_cpu:
-        # With the size of the cache given, vLLM does not require that a share of the machine's memory is free.
-        arguments["kv_cache_memory_bytes"] = int(config.cpu_kv_cache_gib * 2**30)
-        # A seeded request whose prompt is computed in parts ends the engine ("CPU Generator does not use offset", vLLM 0.32).
-        arguments["enable_chunked_prefill"] = False
-        arguments["block_size"] = _CPU_BLOCK_SIZE
-    else:
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    arguments |= _memory_arguments(config, is_cpu=is_cpu)
     if config.deterministic:
         # Sums over a batch, or over what a cached prefix left to compute, round differently.
         arguments |= {"max_num_seqs": 1, "enable_prefix_caching": False}
@@ -117,6 +111,22 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
             "distributed_executor_backend": "mp",
         }
     return arguments | config.vllm_args
+
+
+def _memory_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:
+    if not is_cpu:
+        return {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.sleep_while_training}
+    if config.sleep_while_training:
+        raise ConfigError(
+            f"{key_name('inference.sleep_while_training')} = true frees GPU memory, and this server runs on the CPU; remove it"
+        )
+    return {
+        # With the size of the cache given, vLLM does not require that a share of the machine's memory is free.
+        "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * 2**30),
+        # A seeded request whose prompt is computed in parts ends the engine ("CPU Generator does not use offset", vLLM 0.32).
+        "enable_chunked_prefill": False,
+        "block_size": _CPU_BLOCK_SIZE,
+    }
 
 
 def refuse_unknown(names: Iterable[str], *, known: Iterable[str]) -> None:

@@ -290,7 +290,7 @@ async def _serve_http(
     continue_chats(app.state.openai_serving_chat)
     add_versions_to_tokens(app.state.serving_tokens)
     adapters = NamedAdapters(app.state.openai_serving_models, roots=roots) if engine.serves_adapters else None
-    add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters))
+    add_routes(app, make_router(loader, engine, model_name=args.model, adapters=adapters, can_sleep=args.enable_sleep_mode))
     guard(app, token=secret.token, host=args.host)
     log_config: Any = getattr(args, "log_config_file", None)
     serving = asyncio.create_task(

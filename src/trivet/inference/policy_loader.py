@@ -7,6 +7,7 @@ The chain of one policy from the orchestrator onto this server, and where each l
     → `VersionedEngine.load` or `.load_adapter` → collective_rpc → `PolicyWorkerExtension.load_policy` in every vLLM worker
     → `PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches` → `.resume` → answer
 
+With `inference.sleep_while_training` the engine is asleep before: its weights wake ahead of the load, its KV cache after it.
 If a link fails after the pause, the policy before is loaded the same way. If that fails too, the server ends.
 """
 
@@ -15,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol
 
 from trivet.errors import InferenceError, WeightsError
 from trivet.faults import reach
@@ -34,6 +35,10 @@ _MAX_EXTRA_BYTES = 1 << 30
 """Allowed on top, for the tokenizer's files, and for the adapter of a tiny model, which may be larger than the model."""
 _LOAD_TIMEOUT_S = 600.0
 """Longest time for the engine to pause, and again for it to load. Every request waits meanwhile, so a stuck load must fail."""
+
+
+EnginePart = Literal["weights", "kv_cache"]
+"""A part of the engine's GPU memory, by vLLM's name."""
 
 
 class Engine(Protocol):
@@ -64,6 +69,14 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Sample again."""
+        ...
+
+    async def suspend(self) -> None:
+        """Free the GPU memory of a paused engine: weights go to main memory, keys and values are dropped."""
+        ...
+
+    async def wake(self, part: EnginePart) -> None:
+        """Take GPU memory for a part of a suspended engine again. The weights are those from before."""
         ...
 
 
@@ -110,6 +123,8 @@ class PolicyLoader:
         """Where the weights below the adapter came from; None after a failed load."""
         self._start: Manifest | None = None
         self._policy: Manifest | None = None
+        self._asleep: set[EnginePart] = set()
+        """The parts of the engine that have no GPU memory."""
 
     async def prepare(self) -> None:
         """Read all of the start model for the digest of version 0. Call it before anything is served."""
@@ -150,6 +165,31 @@ class PolicyLoader:
             await self._switch(self._start_directory, self._start)
             return self._start
 
+    @property
+    def is_asleep(self) -> bool:
+        """The engine answers nothing before the next load."""
+        return bool(self._asleep)
+
+    async def sleep(self) -> None:
+        """Free the engine's GPU memory until the next load. Requests wait until then.
+
+        Raises:
+            InferenceError: the engine failed; the server ends.
+        """
+        async with self._lock:
+            if self._asleep:
+                return
+            started = self._clock()
+            await self._pause()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._engine.suspend()
+            except Exception as exc:  # whatever the engine raises, its memory is in an unknown state
+                self._on_broken()
+                raise InferenceError(f"the engine did not sleep ({type(exc).__name__}: {exc}): the server ends") from exc
+            self._asleep = {"weights", "kv_cache"}
+            logger.info("asleep seconds=%.2f", self._clock() - started)
+
     def _require_servable(self, adapter: Path) -> None:
         if not self._engine.serves_adapters:
             raise WeightsError(
@@ -164,7 +204,8 @@ class PolicyLoader:
     async def _switch(self, directory: Path, manifest: Manifest) -> None:
         started = self._clock()
         before = self._directory, self.policy
-        await self._pause()
+        if not self._asleep:
+            await self._pause()
         try:
             await self._replace(directory, manifest)
         except Exception as exc:  # noqa: BLE001  whatever the engine raises, a partly replaced policy must not sample
@@ -183,11 +224,18 @@ class PolicyLoader:
 
     async def _replace(self, directory: Path, manifest: Manifest) -> None:
         async with asyncio.timeout(self._timeout_s):
+            await self._wake("weights")
             await self._load_missing(directory)
             reach("reload.during", step=manifest.version)
             self._engine.ledger.switch(manifest.version, at=self._clock())
             await self._engine.drop_caches()
+            await self._wake("kv_cache")
         self._directory, self._policy = directory, manifest
+
+    async def _wake(self, part: EnginePart) -> None:
+        if part in self._asleep:
+            await self._engine.wake(part)
+            self._asleep.remove(part)
 
     async def _load_missing(self, directory: Path) -> None:
         """Load the part of the policy that the engine does not have: on top of the start model, the adapter alone."""

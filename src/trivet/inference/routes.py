@@ -84,6 +84,14 @@ class ServedPolicyBody(BaseModel):
     model: str
     version: int
     digest: str
+    asleep: bool
+    """Nothing is answered before the next load."""
+
+
+class AsleepBody(BaseModel):
+    """The engine has freed its GPU memory."""
+
+    status: str = "ok"
 
 
 def make_router(
@@ -92,22 +100,17 @@ def make_router(
     *,
     model_name: str,
     adapters: AdapterLoader | None = None,
+    can_sleep: bool = False,
     health_timeout_s: float = HEALTH_TIMEOUT_S,
 ) -> APIRouter:
     """Make the routes of one server.
 
     Args:
         adapters: None where adapters are not served.
+        can_sleep: the engine was started with `inference.sleep_while_training`.
     """
     router = APIRouter()
-
-    @router.post("/update_weights", response_model=PolicyLoadedBody)
-    async def update_weights(body: UpdateWeights) -> PolicyLoadedBody | Response:
-        return await _answer(loader.load(body.weight_dir))
-
-    @router.post("/reload_weights", response_model=PolicyLoadedBody)
-    async def reload_weights() -> PolicyLoadedBody | Response:
-        return await _answer(loader.load_start())
+    _add_policy_routes(router, loader, model_name=model_name, can_sleep=can_sleep)
 
     @router.post("/load_lora_adapter", response_model=LoadedAdapter)
     async def load_lora_adapter(body: LoadLoRAAdapter) -> LoadedAdapter | Response:
@@ -121,15 +124,36 @@ def make_router(
             return _refusal(409, str(exc))
         return LoadedAdapter(lora_name=body.lora_name, lora_path=body.lora_path)
 
-    @router.get("/policy")
-    async def policy() -> ServedPolicyBody:
-        return ServedPolicyBody(model=model_name, version=loader.policy.version, digest=loader.policy.digest)
-
     @router.get("/health")
     async def health() -> Response:
         return await _check_health(engine, timeout_s=health_timeout_s)
 
     return router
+
+
+def _add_policy_routes(router: APIRouter, loader: PolicyLoader, *, model_name: str, can_sleep: bool) -> None:
+    @router.post("/update_weights", response_model=PolicyLoadedBody)
+    async def update_weights(body: UpdateWeights) -> PolicyLoadedBody | Response:
+        return await _answer(loader.load(body.weight_dir))
+
+    @router.post("/reload_weights", response_model=PolicyLoadedBody)
+    async def reload_weights() -> PolicyLoadedBody | Response:
+        return await _answer(loader.load_start())
+
+    @router.post("/sleep", response_model=AsleepBody)
+    async def sleep() -> AsleepBody | Response:
+        if not can_sleep:
+            return _refusal(409, f"this server was started without {key_name('inference.sleep_while_training')} = true")
+        try:
+            await loader.sleep()
+        except InferenceError as exc:
+            return _refusal(500, str(exc))
+        return AsleepBody()
+
+    @router.get("/policy")
+    async def policy() -> ServedPolicyBody:
+        served = loader.policy
+        return ServedPolicyBody(model=model_name, version=served.version, digest=served.digest, asleep=loader.is_asleep)
 
 
 def add_routes(app: FastAPI, router: APIRouter) -> None:

@@ -22,6 +22,7 @@ from trivet.inference.engine_process import await_children
 from trivet.inference.engine_routes import EngineRoutes
 from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 from trivet.inference.policy_ledger import PolicyLedger, TokenVersions
+from trivet.inference.policy_loader import EnginePart
 from trivet.inference.vllm_names import (
     AsyncLLM,
     EngineCoreOutput,
@@ -175,6 +176,14 @@ class VersionedEngine(AsyncLLM):
         """Sample again and admit the requests that wait."""
         await self.resume_generation()
         self._is_open.set()
+
+    async def suspend(self) -> None:
+        """Free the GPU memory of a paused engine. Its requests go on after it woke, with their keys and values computed anew."""
+        await self.sleep(level=1, mode="keep")
+
+    async def wake(self, part: EnginePart) -> None:
+        """Take GPU memory for a part again; vLLM goes on with its requests once it has both."""
+        await self.wake_up(tags=[part])
 
     async def ping(self) -> None:
         """Return once every worker has answered."""

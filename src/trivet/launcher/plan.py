@@ -159,6 +159,12 @@ def plan(
     if resume_step is not None and (problem := steps_problem(config.max_steps, resume_step=resume_step)):
         raise ConfigError(problem)
     shares = share_gpus(config, machine.gpus)
+    if config.inference is not None and config.inference.sleep_while_training and not shares.is_shared:
+        raise ConfigError(
+            f"{key_name('inference.sleep_while_training')} is for a server on the trainer's GPUs; "
+            + ("here each has its own" if machine.gpus else "this machine shows no GPU")
+            + f": remove it, or give {key_name('inference_gpu_ids')} and {key_name('trainer_gpu_ids')} the same ids"
+        )
     configs = RunLayout(config.output_dir).configs
     inference = server_config(
         config.inference,
@@ -166,7 +172,7 @@ def plan(
         name="inference",
         port=ports.inference,
         num_gpus=len(shares.inference),
-        share=SHARED_GPU_MEMORY if shares.is_shared else 1.0,
+        share=_server_share(config, shares),
     )
     teacher = server_config(
         config.teacher_inference,
@@ -207,10 +213,22 @@ def plan(
     )
 
 
+def _server_share(config: RLConfig, shares: GpuShares) -> float:
+    """Return the largest share of a GPU's memory that the inference server may take.
+
+    A server that sleeps while the trainer learns shares with what the trainer keeps on the GPU between two steps.
+    """
+    sleeps = config.inference is not None and config.inference.sleep_while_training
+    is_with_teacher = not set(shares.teacher).isdisjoint(shares.inference)
+    if sleeps and config.trainer.model.fsdp_cpu_offload and not is_with_teacher:
+        return round(1 - _CONTEXT_MEMORY, 3)  # the trainer keeps nothing there
+    return SHARED_GPU_MEMORY if shares.is_shared else 1.0
+
+
 def _trainer_share(shares: GpuShares, *servers: InferenceConfig | None) -> float:
-    """Return the share of a GPU's memory that the servers on the trainer's GPUs leave to a rank."""
+    """Return the share of a GPU's memory that the servers on the trainer's GPUs leave to a rank while it learns."""
     taken = [
-        server.gpu_memory_utilization
+        0.0 if server.sleep_while_training else server.gpu_memory_utilization
         for server, gpus in zip(servers, (shares.inference, shares.teacher), strict=True)
         if server is not None and not set(gpus).isdisjoint(shares.trainer)
     ]

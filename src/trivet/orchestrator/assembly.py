@@ -88,6 +88,7 @@ def make_loop(context: RunContext) -> Loop:
             "loop-lag": lag.run,
         },
         gauges=lambda: _gauges(context, load_watcher, lag),
+        before_send=context.servers.sleep if context.config.sleep_servers else None,
     )
 
 

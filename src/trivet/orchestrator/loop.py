@@ -18,7 +18,7 @@ writing run in threads and sending is awaited, so the dispatcher collects groups
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,8 @@ class Loop:
     """Evaluations during the run."""
     gauges: Callable[[], Mapping[str, float]] = dict
     """Further metrics, read at the end of each step."""
+    before_send: Callable[[], Awaitable[None]] | None = None
+    """Called when a batch is ready for the trainer, which begins its step as soon as it has it."""
     preempt_requested: bool = False
     """Set by `preempt`."""
     is_exhausted: bool = False
@@ -191,6 +193,9 @@ class Loop:
         if is_due:
             with timed(times, "save_ckpt"):
                 await asyncio.to_thread(write_part, self.layout, part, config=self.config)
+        if self.before_send is not None:
+            with timed(times, "sleep_servers"), process_report.waiting("the servers to free their GPU memory", on="inference"):
+                await self.before_send()
         with timed(times, "wait_for_receipt"), process_report.waiting(f"the receipt of batch {step}", on="trainer"):
             await self.sender.send(batch)
         process_report.set_numbers(step=step)

@@ -9,6 +9,7 @@ unblocked by: the disk
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,8 @@ class PolicyPublisher:
     telemetry: Telemetry | None
     """Set on rank 0 only."""
     work: Background
+    before_readable: Callable[[], None] = lambda: None
+    """Called when the weights are copied, before anybody can read the policy."""
 
     def publish(self, step: Step) -> None:
         """Copy the weights and begin to publish them as the policy of `step`. Collective.
@@ -65,6 +68,7 @@ class PolicyPublisher:
             barrier(self.world)
 
     def _write(self, step: Step, weights: dict[str, torch.Tensor]) -> None:
+        self.before_readable()
         with explaining_full_disk(self.layout.weights, what=f"policy {step}", num_bytes=self.num_bytes):
             manifest = publish(
                 self.layout,

@@ -84,6 +84,7 @@ def test_only_what_changes_the_server_carries_the_token_of_the_run(tmp_path: Pat
         )
         await client.update_weights(directory)
         await client.reload_weights()
+        await client.sleep()
         await client.served_policy()
         await client.model_name()
         await client.aclose()
@@ -92,6 +93,7 @@ def test_only_what_changes_the_server_carries_the_token_of_the_run(tmp_path: Pat
     assert sent == {
         "/update_weights": "Bearer token",
         "/reload_weights": "Bearer token",
+        "/sleep": "Bearer token",
         "/policy": "Bearer key",
         "/v1/models": "Bearer key",
     }

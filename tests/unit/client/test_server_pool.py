@@ -87,6 +87,36 @@ def test_a_policy_is_loaded_on_every_server_with_its_digest_on_record(layout):
     run_virtually(scenario(), limit_s=60)
 
 
+def test_servers_that_sleep_load_even_the_policy_that_they_had(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            await site.pool.ensure_policy(policy(layout, 1))
+            await site.pool.sleep()
+            assert [server.status.asleep for server in site.servers.values()] == [True, True]
+            assert site.pool.roots == [A, B]
+            # The orchestrator was started again: it does not know that it had put them to sleep.
+            await site.pool.ensure_policy_on_all(policy(layout, 1))
+            assert [server.status.asleep for server in site.servers.values()] == [False, False]
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_server_that_does_not_sleep_takes_no_rollouts(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            crash = asyncio.create_task(site.servers[A].crash(1.0))
+            await asyncio.sleep(0)
+            await site.pool.sleep()
+            assert site.pool.roots == [B]
+            assert site.lost == [A]
+            await crash
+        assert "it did not free its GPU memory" in site.of(ServerDown)[0].reason
+
+    run_virtually(scenario(), limit_s=60)
+
+
 def test_rollouts_go_to_the_server_with_the_fewest():
     async def scenario() -> None:
         site = Site(A, B)

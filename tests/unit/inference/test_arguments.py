@@ -53,6 +53,14 @@ def test_every_key_of_the_section_reaches_vllm() -> None:
     assert arguments.items() >= expected.items()
 
 
+def test_a_server_that_sleeps_while_the_trainer_learns_needs_a_gpu() -> None:
+    config = make_config(sleep_while_training=True)
+    assert vllm_arguments(config, is_cpu=False, token="secret")["enable_sleep_mode"] is True
+    assert vllm_arguments(make_config(), is_cpu=False, token="secret")["enable_sleep_mode"] is False
+    with pytest.raises(ConfigError, match="runs on the CPU; remove it"):
+        vllm_arguments(config, is_cpu=True, token="secret")
+
+
 def test_logprobs_are_those_of_the_distribution_sampled_from() -> None:
     assert vllm_arguments(make_config(), is_cpu=True, token="secret")["logprobs_mode"] == "processed_logprobs"
 

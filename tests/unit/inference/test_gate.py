@@ -42,6 +42,7 @@ class Loader:
     def __init__(self) -> None:
         self.policy = Manifest(version=PolicyVersion(0), files={}, digest="start")
         self.num_loads = 0
+        self.is_asleep = False
 
     async def load_start(self) -> Manifest:
         self.num_loads += 1

@@ -8,7 +8,7 @@ import pytest
 from trivet.config.layout import MANIFEST, RunLayout
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.policy_ledger import PolicyLedger
-from trivet.inference.policy_loader import PolicyLoader
+from trivet.inference.policy_loader import EnginePart, PolicyLoader
 from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
@@ -23,6 +23,7 @@ class FakeEngine:
         self.ledger = PolicyLedger()
         self.calls: list[str] = []
         self.refused: set[str] = set()
+        self.cannot_suspend = False
 
     async def pause(self) -> None:
         self.calls.append("pause")
@@ -43,6 +44,14 @@ class FakeEngine:
 
     async def resume(self) -> None:
         self.calls.append("resume")
+
+    async def suspend(self) -> None:
+        self.calls.append("suspend")
+        if self.cannot_suspend:
+            raise RuntimeError("out of main memory")
+
+    async def wake(self, part: EnginePart) -> None:
+        self.calls.append(f"wake {part}")
 
 
 @pytest.fixture
@@ -259,3 +268,59 @@ def test_a_sparse_file_does_not_keep_the_other_loads_waiting(layout: RunLayout) 
         assert (await loader.load(layout.weights_step(2))).version == 2
 
     run(layout, FakeEngine(), scenario)
+
+
+def test_a_sleeping_engine_gets_its_weights_before_a_load_and_its_cache_after_it(layout: RunLayout) -> None:
+    engine = FakeEngine()
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.sleep()
+        await loader.sleep()  # an orchestrator that was started again may ask twice
+        assert loader.is_asleep
+        await loader.load(layout.weights_step(1))
+        assert not loader.is_asleep
+        await loader.load(layout.weights_step(2))
+
+    assert run(layout, engine, scenario) == []
+    asleep = ["pause", "suspend", "wake weights", "load step_1", "drop_caches", "wake kv_cache", "resume"]
+    assert engine.calls == [*asleep, "pause", "load step_2", "drop_caches", "resume"]
+
+
+def test_a_sleeping_engine_that_cannot_load_a_policy_wakes_with_the_one_before(layout: RunLayout) -> None:
+    engine = FakeEngine()
+    engine.refused = {"step_1"}
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.sleep()
+        with pytest.raises(InferenceError, match="policy 0 is served again"):
+            await loader.load(layout.weights_step(1))
+        assert not loader.is_asleep
+
+    assert run(layout, engine, scenario) == []
+    expected = ["pause", "suspend", "wake weights", "load step_1", "load start", "drop_caches", "wake kv_cache", "resume"]
+    assert engine.calls == expected
+
+
+def test_a_directory_that_is_not_whole_does_not_wake_the_engine(layout: RunLayout) -> None:
+    engine = FakeEngine()
+    (layout.weights_step(1) / "model.safetensors").write_bytes(b"weights X")
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.sleep()
+        with pytest.raises(WeightsError, match="altered"):
+            await loader.load(layout.weights_step(1))
+        assert loader.is_asleep
+
+    run(layout, engine, scenario)
+    assert engine.calls == ["pause", "suspend"]
+
+
+def test_an_engine_that_cannot_sleep_is_reported_broken(layout: RunLayout) -> None:
+    engine = FakeEngine()
+    engine.cannot_suspend = True
+
+    async def scenario(loader: PolicyLoader) -> None:
+        with pytest.raises(InferenceError, match=r"out of main memory.*the server ends"):
+            await loader.sleep()
+
+    assert run(layout, engine, scenario) == ["broken"]

@@ -18,6 +18,7 @@ class FakeLoader:
     def __init__(self, *, error: Exception | None = None) -> None:
         self.policy = Manifest(version=PolicyVersion(3), files={}, digest="abc")
         self.directories: list[Path] = []
+        self.is_asleep = False
         self._error = error
 
     async def load(self, directory: Path) -> Manifest:
@@ -25,6 +26,11 @@ class FakeLoader:
         if self._error is not None:
             raise self._error
         return self.policy
+
+    async def sleep(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self.is_asleep = True
 
     async def load_start(self) -> Manifest:
         return Manifest(version=PolicyVersion(0), files={}, digest="start")
@@ -55,7 +61,14 @@ class FakeAdapters:
 
 
 def ask(
-    method: str, path: str, *, loader: Any = None, engine: Any = None, adapters: Any = None, body: Any = None
+    method: str,
+    path: str,
+    *,
+    loader: Any = None,
+    engine: Any = None,
+    adapters: Any = None,
+    body: Any = None,
+    can_sleep: bool = True,
 ) -> httpx.Response:
     app = FastAPI()
 
@@ -68,7 +81,12 @@ def ask(
         return "stock"
 
     router = make_router(
-        loader or FakeLoader(), engine or FakeEngine(), model_name="m", adapters=adapters, health_timeout_s=0.01
+        loader or FakeLoader(),
+        engine or FakeEngine(),
+        model_name="m",
+        adapters=adapters,
+        can_sleep=can_sleep,
+        health_timeout_s=0.01,
     )
     add_routes(app, router)
 
@@ -80,7 +98,27 @@ def ask(
 
 
 def test_the_policy_is_reported_with_its_digest() -> None:
-    assert ask("GET", "/policy").json() == {"model": "m", "version": 3, "digest": "abc"}
+    assert ask("GET", "/policy").json() == {"model": "m", "version": 3, "digest": "abc", "asleep": False}
+
+
+def test_a_server_that_was_put_to_sleep_says_so() -> None:
+    loader = FakeLoader()
+    assert ask("POST", "/sleep", loader=loader).json() == {"status": "ok"}
+    assert ask("GET", "/policy", loader=loader).json()["asleep"] is True
+
+
+def test_a_server_without_memory_to_free_refuses_to_sleep() -> None:
+    loader = FakeLoader()
+    response = ask("POST", "/sleep", loader=loader, can_sleep=False)
+    assert response.status_code == 409
+    assert response.json()["reason"] == "this server was started without inference.sleep_while_training = true"
+    assert not loader.is_asleep
+
+
+def test_a_failed_sleep_gives_its_reason() -> None:
+    response = ask("POST", "/sleep", loader=FakeLoader(error=InferenceError("the engine did not sleep: the server ends")))
+    assert response.status_code == 500
+    assert "did not sleep" in response.json()["reason"]
 
 
 def test_an_update_answers_with_what_serves_after_it() -> None:

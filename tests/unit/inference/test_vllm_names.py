@@ -22,7 +22,7 @@ ATTRIBUTES = {
     "AsyncEngineArgs": {"create_engine_config", "from_cli_args"},
     "AsyncLLM": {"add_lora", "collective_rpc", "engine_core", "generate", "get_supported_tasks", "model_config"}
     | {"output_handler", "output_processor", "pause_generation", "reset_prefix_cache", "resume_generation", "shutdown"}
-    | {"vllm_config"},
+    | {"sleep", "vllm_config", "wake_up"},
     "ChatCompletionRequest": {"build_chat_params", "build_tok_params", "chat_template", "chat_template_kwargs"}
     | {"kv_transfer_params", "messages", "tool_choice", "tools"},
     "ChatCompletionResponse": {"choices"},

@@ -176,6 +176,22 @@ def test_one_gpu_is_shared_with_memory_for_both() -> None:
     assert any("0.9 is lowered to 0.5" in notice for notice in planned.notices)
 
 
+SLEEPING = {"inference": {"sleep_while_training": True}, "max_async_level": 0}
+
+
+@pytest.mark.parametrize(("is_offloaded", "share"), [(False, 0.5), (True, 0.92)])
+def test_a_server_that_sleeps_while_the_trainer_learns_leaves_it_the_gpu(is_offloaded: bool, share: float) -> None:
+    planned = make_plan(num_gpus=1, trainer={"model": {"fsdp_cpu_offload": is_offloaded}}, **SLEEPING)
+    assert inference_config(planned).gpu_memory_utilization == min(0.9, share)
+    assert trainer_config(planned).gpu_memory_utilization == 0.92
+
+
+@pytest.mark.parametrize(("num_gpus", "said"), [(0, "this machine shows no GPU"), (2, "here each has its own")])
+def test_a_server_that_shares_no_gpu_has_no_reason_to_sleep(num_gpus: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{said}: remove it, or give inference_gpu_ids and trainer_gpu_ids the same ids"):
+        make_plan(num_gpus=num_gpus, **SLEEPING)
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "changes", "expected"),
     [

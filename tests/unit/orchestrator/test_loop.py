@@ -3,7 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,7 @@ def run_loop(
     attempt: int = 1,
     rules: BufferConfig | None = None,
     preempt_after: int | None = None,
+    before_send: Callable[[ReadyTrainer], Awaitable[None]] | None = None,
 ) -> list[Batch]:
     config = OrchestratorConfig(
         output_dir=directory,
@@ -119,6 +121,7 @@ def run_loop(
         sender=sender,
         telemetry=telemetry,
         fill_changed=fill_changed,
+        before_send=partial(before_send, sender) if before_send is not None else None,
     )
     sender.on_batch = lambda batch: loop.preempt() if batch.step == preempt_after else None
     try:
@@ -154,6 +157,18 @@ def test_a_step_says_how_long_its_parts_took(tmp_path):
     for step, of_step in ((first, parts), (second, {*parts, "time/save_ckpt"})):
         assert 0 < sum(step[name] for name in of_step) <= step["time/step"]
     assert "time/save_ckpt" not in first  # no part was due
+
+
+def test_servers_free_their_memory_before_each_batch_is_sent(tmp_path):
+    num_sent: list[int] = []
+
+    async def sleep(trainer: ReadyTrainer) -> None:
+        num_sent.append(len(trainer.batches))
+
+    run_loop(tmp_path, FRESH, max_steps=3, run_group=answer_at_once, before_send=sleep)
+    assert num_sent == [0, 1, 2]
+    steps = [json.loads(line) for line in (RunLayout(tmp_path).metrics / "orchestrator.jsonl").read_text().splitlines()]
+    assert all("time/sleep_servers" in step for step in steps)
 
 
 def test_a_preempted_run_writes_the_part_of_the_last_batch_and_says_stop(tmp_path):

@@ -1,6 +1,7 @@
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def test_a_policy_can_be_read_once_it_was_waited_for(publisher: PolicyPublisher)
     (event,) = publisher.telemetry.events
     assert isinstance(event, Publish)
     assert event.version == 3
+
+
+def test_memory_is_released_before_anybody_can_read_the_policy(publisher: PolicyPublisher) -> None:
+    published_then: list[list[int]] = []
+    releasing = replace(publisher, before_readable=lambda: published_then.append(published_versions(publisher.layout)))
+    publisher.exporter.may_write.set()
+    releasing.publish(Step(3))
+    releasing.wait_on_every_rank()
+    assert published_then == [[]]
 
 
 def test_a_policy_that_could_not_be_written_is_raised_by_the_wait_and_not_published(publisher: PolicyPublisher) -> None:

@@ -38,6 +38,7 @@ def run_problems(config: RLConfig) -> Iterator[str]:
         yield from inference_problems(config.inference, INFERENCE)
         yield from _length_problems(config, config.inference)
         yield from _adapter_problems(config.trainer.model.lora, config.inference)
+        yield from _sleep_problems(config, config.inference)
     yield from _port_problems(config)
     yield from _teacher_problems(config)
     yield from _node_problems(config) if config.deployment.is_multi_node else _gpu_problems(config)
@@ -46,6 +47,29 @@ def run_problems(config: RLConfig) -> Iterator[str]:
         yield (
             f"{TRAINER.model.seq_len} ({trainer_len}) must be >= {ORCHESTRATOR.seq_len} ({orchestrator_len}), which packs rows"
             f" of that length; raise {TRAINER.model.seq_len}, or set {ROOT.seq_len} for both"
+        )
+
+
+def _sleep_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[str]:
+    """Check that nothing is generated while the server sleeps."""
+    if not inference.sleep_while_training:
+        return
+    key = f"{INFERENCE.sleep_while_training} = true"
+    if level := config.orchestrator.max_async_level:
+        yield (
+            f"{key} needs {ROOT.max_async_level} = 0, got {level}: at a higher level the server generates while the trainer"
+            f" learns; set {ROOT.max_async_level} = 0, or remove {INFERENCE.sleep_while_training}"
+        )
+    for section, what in ((config.orchestrator.eval, ORCHESTRATOR.eval), (config.orchestrator.val, ORCHESTRATOR.val)):
+        if section is not None:
+            yield (
+                f"[{what}] generates while the trainer learns, and {key}: remove it, and measure published weights with `uv run"
+                f" eval`, or remove {INFERENCE.sleep_while_training}"
+            )
+    if config.deployment.is_multi_node:
+        yield (
+            f"{key} is for a server that shares GPUs with the trainer, and"
+            f' {ROOT.deployment.type} = "multi_node" gives each role its own: remove {INFERENCE.sleep_while_training}'
         )
 
 
@@ -174,6 +198,8 @@ def _teacher_problems(config: RLConfig) -> Iterator[str]:
         )
     if config.teacher_inference is not None:
         yield from inference_problems(config.teacher_inference, TEACHER_INFERENCE)
+        if config.teacher_inference.sleep_while_training:
+            yield f"{TEACHER_INFERENCE.sleep_while_training} = true: only the policy's server can sleep; remove it"
 
 
 def _teacher_notices(config: RLConfig) -> Iterator[str]:

@@ -89,6 +89,7 @@ def resolve(draft: Draft, findings: Findings) -> None:
         _point_client_at_server(draft, findings, server="inference", client="orchestrator.client")
         _compute_as_served(draft)
         _serve_adapters(draft)
+        _fill(draft, "inference.sleep_while_training", ("orchestrator.sleep_servers", "trainer.release_gpu_memory"))
         _agree(draft, findings, ("trainer.tokenizer.chat_template", "inference.model.chat_template"))
         for name in RopeScalingConfig.model_fields:
             _agree(draft, findings, (f"trainer.model.rope_scaling.{name}", f"inference.model.rope_scaling.{name}"))

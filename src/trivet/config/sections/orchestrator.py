@@ -80,6 +80,9 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
     """Stop when this many batches' worth of groups in a row failed or carried no signal."""
     self_check_rollouts: int = Field(default=4, ge=0)
     """Completions that trainer and server compare before the first batch; 0: no self-check."""
+    sleep_servers: bool = False
+    """Have the servers free their GPU memory before a batch is sent, until they load the policy that it leads to. A run with
+    inference.sleep_while_training sets it."""
     client: ClientConfig = ClientConfig()
     model: PolicyModelConfig = PolicyModelConfig()
     teacher_model: TeacherModelConfig | None = None
