@@ -5,6 +5,10 @@ from typing import Any
 
 from trivet.inference.lm_head_repack import repack_lm_heads
 from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
+from trivet.process.heap import Heap
+
+_heap = Heap()
+"""Of the worker, which is a process."""
 
 
 class PolicyWorkerExtension:
@@ -17,6 +21,7 @@ class PolicyWorkerExtension:
         """Replace the served weights by those in `directory`, in place."""
         self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  a method of the worker that this extends
         repack_lm_heads(self.model_runner.get_model())
+        _heap.trim_if_grown()
 
     def load_policy_adapter(self, directory: str | None) -> None:
         """Replace the policy's adapter by the one in `directory`, in place; None: by one that changes nothing."""
@@ -28,6 +33,7 @@ class PolicyWorkerExtension:
         worker.add_lora(request)
         # Loading other adapters must not evict the policy's.
         worker.pin_lora(POLICY_ADAPTER_ID)
+        _heap.trim_if_grown()
 
     def ping(self) -> int:
         """Return the worker's process id. Any answer proves that the worker is not stuck."""

@@ -6,11 +6,12 @@ begun and ended by `trainer.open_session`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trivet.config.layout import RunLayout
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
+from trivet.process.heap import Heap
 from trivet.telemetry.process_report import waiting
 from trivet.telemetry.telemetry import Telemetry
 from trivet.trainer.checkpoint.saver import CheckpointSaver
@@ -47,6 +48,7 @@ class Session:
     saver: CheckpointSaver
     retention: PolicyRetention
     reporter: StepReporter
+    heap: Heap = field(default_factory=Heap)
     ending: str = "done"
     """The reason in the Stop event when no error ended the session."""
 
@@ -88,7 +90,7 @@ class Session:
             self.saver.writer.release()
 
     def settle(self, *, does_wait: bool = False) -> None:
-        """Raise the error of a write that has failed by now, and remove the policies that are no longer needed.
+        """Raise the error of a write that has failed by now; give up policies and memory that are no longer needed.
 
         Args:
             does_wait: wait for all writes first.
@@ -107,6 +109,7 @@ class Session:
             reach("clean_up.before", step=step)
             self.retention.retire_unneeded(self.telemetry, step=step, newest_checkpoint=self.saver.newest_begun)
             reach("clean_up.after", step=step)
+        self.heap.trim_if_grown()
 
     def raise_failure(self) -> None:
         """Raise the error of a write that has failed, as `settle` does, without waiting for any."""
