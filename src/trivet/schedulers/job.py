@@ -50,6 +50,9 @@ from trivet.shown_text import print_error
 from trivet.storage.durable import hash_bytes, hash_file, write_atomically, write_json_atomically
 
 _POLL_INTERVAL_S = 0.5
+"""Between two looks for the first node's decision, which is seconds away."""
+_END_POLL_INTERVAL_S = 5.0
+"""Between two looks for the first node's exit code: hundreds of nodes list one directory for days."""
 _DECISION_TIMEOUT_S = 300.0
 """A node imports for seconds before it decides, and a file on NFS is seen up to a minute late."""
 _END_TIMEOUT_S = 60.0
@@ -162,7 +165,9 @@ def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decide
     return config
 
 
-def await_decision(decided: Path, *, code: Path, sleep: Callable[[float], None] = time.sleep) -> None:
+def await_decision(
+    decided: Path, *, code: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> None:
     """Return when the first node has written `decided`.
 
     Args:
@@ -171,28 +176,35 @@ def await_decision(decided: Path, *, code: Path, sleep: Callable[[float], None] 
     Raises:
         NodesMissing: it ended before, or wrote nothing within `_DECISION_TIMEOUT_S`: it may not share the directory.
     """
-    for _ in range(round(_DECISION_TIMEOUT_S / _POLL_INTERVAL_S)):
-        if _exists(decided):
-            return
-        if _exists(code):
+    deadline = clock() + _DECISION_TIMEOUT_S
+    while not _is_there(decided):
+        if _is_there(code):
             raise NodesMissing("the first node ended before it decided how the job starts: see its lines in the log of the job")
+        if clock() >= deadline:
+            raise NodesMissing(
+                f"the first node of the job did not write {decided} within {_DECISION_TIMEOUT_S:g} s: see its lines in the log of"
+                " the job, and whether all nodes share output_dir"
+            )
         sleep(_POLL_INTERVAL_S)
-    raise NodesMissing(
-        f"the first node of the job did not write {decided} within {_DECISION_TIMEOUT_S:g} s: see its lines in the log of the job,"
-        " and whether all nodes share output_dir"
-    )
 
 
-def _exists(path: Path) -> bool:
-    list(path.parent.iterdir())  # NFS remembers for a while that a name was not there, unless its directory is read
-    return path.exists()
+def _is_there(path: Path) -> bool:
+    """Return whether this node sees a file. While its directory cannot be read, it does not: NFS answers again later."""
+    try:
+        list(path.parent.iterdir())  # NFS remembers for a while that a name was not there, unless its directory is read
+        return path.exists()
+    except OSError:
+        return False
 
 
 def run_first(command: Sequence[str], *, code: Path) -> int:
     """Run a command on the first of several nodes; note its exit code, and return it as a shell counts it."""
     ended = _start_child(command).wait()
     exit_code = ended if ended >= 0 else 128 - ended
-    write_atomically(code, f"{exit_code}\n".encode())
+    try:
+        write_atomically(code, f"{exit_code}\n".encode())
+    except OSError as exc:  # the job still ends with this code, unless the scheduler kills another node
+        print(f"exit code {exit_code} was not noted in {code}: {exc.strerror}; see why that cannot be written", file=sys.stderr)
     return exit_code
 
 
@@ -206,13 +218,13 @@ def run_other(command: Sequence[str], *, code: Path, end_timeout_s: float = _END
     child, patient_until = _start_child(command), math.inf
     signals = iter((signal.SIGTERM, signal.SIGKILL))
     while (ended := child.poll()) is None:
-        if patient_until == math.inf and _exists(code):
+        if patient_until == math.inf and _is_there(code):
             patient_until = time.monotonic() + end_timeout_s
         if time.monotonic() > patient_until:
             child.send_signal(next(signals, signal.SIGKILL))
             patient_until = time.monotonic() + end_timeout_s
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_POLL_INTERVAL_S)
+            child.wait(max(0.0, min(_END_POLL_INTERVAL_S, patient_until - time.monotonic())))
     if ended:
         print(f"this node {describe_exit(ended)}; the first node decides what that means", file=sys.stderr)
 

@@ -1,5 +1,7 @@
+import errno
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -132,11 +134,47 @@ def test_another_node_does_not_wait_for_a_first_one_that_has_ended(tmp_path):
     assert waited == []
 
 
-def test_a_first_node_that_decides_nothing_is_not_waited_for_without_end(tmp_path, monkeypatch, capsys):
+def fail_to_list(monkeypatch: pytest.MonkeyPatch, directory: Path, *, until: Callable[[int], bool]) -> list[int]:
+    """Have `directory` answer ESTALE until its look of a number; returns the list of these numbers."""
+    looks, listing = list[int](), Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path == directory:
+            looks.append(len(looks) + 1)
+            if not until(looks[-1]):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return listing(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    return looks
+
+
+def test_a_directory_that_cannot_be_read_for_a_moment_ends_no_node(tmp_path, monkeypatch, capsys):
+    (decided := tmp_path / "17.0.toml").touch()
+    fail_to_list(monkeypatch, tmp_path, until=lambda look: look > 4)
     waited: list[float] = []
+    await_decision(decided, code=tmp_path / "17.0.code", sleep=waited.append)
+    assert len(waited) == 2
+    fail_to_list(monkeypatch, tmp_path, until=lambda look: False)
+    run_other([sys.executable, "-c", ""], code=tmp_path / "17.0.code")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_node_whose_command_runs_seldom_lists_the_directory(tmp_path, monkeypatch):
+    looks = fail_to_list(monkeypatch, tmp_path, until=lambda look: True)
+    run_other([sys.executable, "-c", "import time; time.sleep(1.2)"], code=tmp_path / "17.0.code")
+    assert len(looks) == 1
+
+
+def test_a_first_node_that_decides_nothing_is_not_waited_for_without_end(tmp_path, monkeypatch, capsys):
+    time_s = [0.0]
+
+    def sleep(seconds: float) -> None:
+        time_s[0] += 100  # each look at a directory that answers late takes long
+
     with pytest.raises(NodesMissing, match=r"did not write .*17\.0\.toml within 300 s"):
-        await_decision(tmp_path / "17.0.toml", code=tmp_path / "17.0.code", sleep=waited.append)
-    assert sum(waited) == 300
+        await_decision(tmp_path / "17.0.toml", code=tmp_path / "17.0.code", clock=lambda: time_s[0], sleep=sleep)
+    assert time_s == [300]
     monkeypatch.setattr("trivet.schedulers.job._DECISION_TIMEOUT_S", 0.0)
     monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "rl.toml"), "--pid-file", str(tmp_path / "17.pid")])
     for name, value, code in (
@@ -175,6 +213,12 @@ def test_the_first_node_notes_the_exit_code_of_the_job(tmp_path, program, exit_c
     code = tmp_path / "17.0.code"
     assert run_first([sys.executable, "-c", program], code=code) == exit_code
     assert code.read_text() == f"{exit_code}\n"
+
+
+def test_an_exit_code_that_cannot_be_noted_is_still_that_of_the_job(tmp_path, capsys):
+    (tmp_path / "a_file").touch()
+    assert run_first([sys.executable, "-c", "raise SystemExit(3)"], code=tmp_path / "a_file" / "17.0.code") == 3
+    assert "exit code 3 was not noted" in capsys.readouterr().err
 
 
 def test_the_first_of_several_nodes_decides_and_runs_the_command_beside_this_process(tmp_path, monkeypatch):
