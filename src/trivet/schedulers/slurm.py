@@ -5,6 +5,7 @@ SLURM signals the script alone, which passes the signal on to the launcher on th
 order; then the job is queued again. `schedulers.job` is what srun runs.
 """
 
+import secrets
 import shlex
 import subprocess
 import sys
@@ -68,6 +69,8 @@ class Job:
     """GPUs of each node."""
     python: str
     """The interpreter that the node runs."""
+    submission: str
+    """Tells the job from one of another submission: a controller that lost its state gives the same numbers again."""
 
 
 def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_run: bool) -> int:
@@ -96,6 +99,7 @@ def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_r
         num_nodes=count_nodes(config),
         num_gpus=count_gpus(config, asked=config.slurm.gpus_per_node),
         python=sys.executable,
+        submission=secrets.token_hex(4),
     )
     script = directory / f"{command}.sbatch"
     write_files(directory, {job.configuration: text, script: make_script(job)})
@@ -141,7 +145,9 @@ def make_script(job: Job) -> str:
         *(f"#SBATCH {word}" for word in _directives(job)),
         "set -eo pipefail",
         f"cd -- {shlex.quote(str(slurm.project_dir.absolute()))}",
-        f'pid_file={shlex.quote(str(job.directory))}/"$SLURM_JOB_ID.pid"',
+        f'pid_file={shlex.quote(str(job.directory))}/"$SLURM_JOB_ID-{job.submission}.pid"',
+        "# This script may have been submitted by hand before, as a job that had the same number.",
+        'if [[ ${SLURM_RESTART_COUNT:-0} == 0 ]]; then rm -f -- "${pid_file%.pid}".*; fi',
         "export PYTHONUNBUFFERED=1  # srun's own --unbuffered gives the task a terminal, on which progress is drawn",
         'srun_pid="" num_signals=0',
         'rm -f -- "$pid_file"  # of a start that its node did not survive',

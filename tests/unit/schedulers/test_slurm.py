@@ -42,6 +42,7 @@ def make_job(directory: Path, *, num_nodes: int = 1, **keys: object) -> Job:
         num_nodes=num_nodes,
         num_gpus=2,
         python="/venv/bin/python",
+        submission="1f",
     )
 
 
@@ -243,15 +244,27 @@ COMMITS = "mkdir -p {directory}/checkpoints/step_4; touch {directory}/checkpoint
 
 
 def run_script(
-    directory: Path, *, code: int, after: str = "true", state: str = "RUNNING", squeue: str = "", num_nodes: int = 1
+    directory: Path,
+    *,
+    code: int,
+    after: str = "true",
+    state: str = "RUNNING",
+    squeue: str = "",
+    num_nodes: int = 1,
+    restarts: int = 0,
 ) -> tuple[int, str, str]:
     """Run a job's script with stand-ins for SLURM's commands, and signal it when its task runs.
+
+    Args:
+        restarts: how often the job was queued again before.
 
     Returns:
         Its exit code, what scontrol was asked, and what was written to the log.
     """
     programs, asked, ready = directory / "programs", directory / "asked", directory / "ready"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
+    for path in (asked, ready):
+        path.unlink(missing_ok=True)
     texts = {
         "srun": SRUN.format(code=code, after=after, ready=ready),
         "squeue": squeue or f"echo {state}",
@@ -260,16 +273,39 @@ def run_script(
     for name, text in texts.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
-    (directory / "slurm").mkdir()
+    (directory / "slurm").mkdir(exist_ok=True)
     script = directory / "slurm" / "rl.sbatch"
     script.write_text(make_script(make_job(directory / "slurm", num_nodes=num_nodes, project_dir=directory)))
     environ = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    environ |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     with subprocess.Popen(["bash", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         wait_until(ready.exists, timeout_s=20, waiting_for="the task")
         job.terminate()
         said, _ = job.communicate(timeout=30)
-    assert not (directory / "slurm" / "17.pid").exists()
+    assert not list(directory.glob("slurm/*.pid"))
     return job.returncode, asked.read_text().strip() if asked.exists() else "", said
+
+
+def test_a_job_of_another_submission_has_other_files_whatever_its_number(tmp_path):
+    """A controller that lost its state counts from 1 again: what the first such job found is nothing to the second."""
+    found: set[str] = set()
+    for _ in range(2):
+        submit(load_config(RLConfig, ["@", str(run_file(tmp_path))]), command="rl", is_dry_run=True)
+        script = (tmp_path / "run" / "slurm" / "rl.sbatch").read_text()
+        found |= {line for line in script.splitlines() if line.startswith("pid_file=")}
+    assert len(found) == 2
+
+
+def test_a_script_that_is_submitted_again_by_hand_forgets_what_its_last_job_noted(tmp_path):
+    (tmp_path / "slurm").mkdir()
+    note, other = tmp_path / "slurm" / "17-1f.before.json", tmp_path / "slurm" / "17-2e.before.json"
+    for path in (note, other):
+        path.touch()
+    run_script(tmp_path, code=0, restarts=1)
+    assert note.exists()
+    run_script(tmp_path, code=0)
+    assert not note.exists()
+    assert other.exists()
 
 
 def test_a_job_whose_time_is_up_is_queued_again_when_it_committed(tmp_path):
@@ -310,7 +346,7 @@ def test_a_controller_that_does_not_answer_does_not_cost_the_requeue(tmp_path):
     ],
 )
 def test_the_exit_code_of_a_job_is_that_of_its_first_node(tmp_path: Path, noted: str, reported: int, asked: str) -> None:
-    note = f"printf '{noted}' > {tmp_path}/slurm/17.0.code"
+    note = f"printf '{noted}' > {tmp_path}/slurm/17-1f.0.code"
     after = "; ".join([COMMITS.format(directory=tmp_path), note])
     code, found, _ = run_script(tmp_path, code=reported, after=after, num_nodes=2)
     assert (code, found) == (int(noted or reported), asked)
