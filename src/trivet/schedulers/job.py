@@ -5,13 +5,15 @@
 Such a job has the same script and the same configuration as at its first start, so what differs is decided here: by what the output
 directory held before the job and holds now. A job that never came to begin its run starts as it would have the first time. Of the
 nodes of a job the first decides; the others wait for what it writes beside the file of its process id. At its end it writes its
-exit code there too, which is the job's: schedulers know the codes of all nodes, and some report the highest one.
+exit code there too, which is the job's: schedulers know the codes of all nodes, and some report the highest one. Both files carry
+an id of the start, because a scheduler may call two starts the same.
 """
 
 import argparse
 import contextlib
 import math
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -33,7 +35,7 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.shared import CkptConfig
 from trivet.config.sections.slurm import SlurmCommand
-from trivet.errors import NodesMissing, TrivetError
+from trivet.errors import ConfigError, NodesMissing, TrivetError
 from trivet.exits import describe_exit
 from trivet.process.lifetime import module_command, tied_command
 from trivet.schedulers.node_variables import (
@@ -57,6 +59,8 @@ _DECISION_TIMEOUT_S = 300.0
 """A node imports for seconds before it decides, and a file on NFS is seen up to a minute late."""
 _END_TIMEOUT_S = 60.0
 """How long a node may go on after the first one has ended, which has told it to end if it ever led the run."""
+_START_LINE = "# start "
+"""What stands before the id of a start in the first line of the file that it decided: a comment of TOML."""
 
 COMMANDS: Mapping[SlurmCommand, tuple[str, type[Section]]] = {
     "rl": ("trivet.launcher.commands.rl", RLConfig),
@@ -134,7 +138,7 @@ def _name_start(environ: Mapping[str, str]) -> str:
     if _is_in_pod(environ):
         return environ[RESTARTS]
     if SKYPILOT_INDEX in environ:
-        # SkyPilot does not count. A start on the same machines has another number there.
+        # SkyPilot does not count. Other machines may have the same addresses, and count their jobs from 1 again.
         machines = hash_bytes(environ.get(SKYPILOT_HOSTS, "").encode()).xxh3_128
         return f"{environ.get('SKYPILOT_INTERNAL_JOB_ID', '0')}-{machines[:8]}"
     return environ.get(SLURM_RESTARTS, "0")
@@ -151,8 +155,12 @@ def is_first_node(environ: Mapping[str, str]) -> bool:
     return environ.get(SKYPILOT_INDEX, environ.get(SLURM_INDEX, "0")) == "0"
 
 
-def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decided: Path) -> Section:
-    """Write the configuration to start with, and return it; note what the directory holds at the job's first start."""
+def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decided: Path, start: str) -> Section:
+    """Write the configuration to start with, and return it; note what the directory holds at the job's first start.
+
+    Args:
+        start: an id that no other start of the job has.
+    """
     config = load_config(COMMANDS[command][1], ["@", str(configuration)]).config
     output_dir = getattr(config, "output_dir", None)
     assert isinstance(output_dir, Path)
@@ -161,26 +169,33 @@ def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decide
         write_json_atomically(note, now)
     else:
         config = go_on(config, before=msgspec.json.decode(note.read_bytes(), type=Progress), now=now)
-    write_atomically(decided, to_toml(config).encode(), is_private=True)
+    write_atomically(decided, f"{_START_LINE}{start}\n{to_toml(config)}".encode(), is_private=True)
     return config
 
 
 def await_decision(
     decided: Path, *, code: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
-) -> None:
-    """Return when the first node has written `decided`.
+) -> str:
+    """Wait for the first node to write `decided`; return the id of the start that did.
+
+    A start that has ended already may be an earlier one of the same name, so this node waits a while for the next.
 
     Args:
-        code: where it notes its exit code.
+        code: where the first node notes its exit code.
 
     Raises:
         NodesMissing: it ended before, or wrote nothing within `_DECISION_TIMEOUT_S`: it may not share the directory.
     """
-    deadline = clock() + _DECISION_TIMEOUT_S
-    while not _is_there(decided):
-        if _is_there(code):
+    since = clock()
+    while True:
+        start, ended = read_start(decided), read_end(code, decided=decided)
+        if start is not None and ended is None:
+            return start
+        if start is None and ended is not None:
             raise NodesMissing("the first node ended before it decided how the job starts: see its lines in the log of the job")
-        if clock() >= deadline:
+        if ended is not None and clock() >= since + _END_TIMEOUT_S:
+            raise NodesMissing("the first node ended before this one began: see its lines in the log of the job")
+        if clock() >= since + _DECISION_TIMEOUT_S:
             raise NodesMissing(
                 f"the first node of the job did not write {decided} within {_DECISION_TIMEOUT_S:g} s: see its lines in the log of"
                 " the job, and whether all nodes share output_dir"
@@ -188,52 +203,108 @@ def await_decision(
         sleep(_POLL_INTERVAL_S)
 
 
-def _is_there(path: Path) -> bool:
-    """Return whether this node sees a file. While its directory cannot be read, it does not: NFS answers again later."""
-    try:
-        list(path.parent.iterdir())  # NFS remembers for a while that a name was not there, unless its directory is read
-        return path.exists()
-    except OSError:
-        return False
+def read_start(decided: Path) -> str | None:
+    """Return the id of the start that wrote `decided`; None while this node does not see the file."""
+    text = _read(decided)
+    return text.partition("\n")[0].removeprefix(_START_LINE) if text is not None else None
 
 
-def run_first(command: Sequence[str], *, code: Path) -> int:
-    """Run a command on the first of several nodes; note its exit code, and return it as a shell counts it."""
-    ended = _start_child(command).wait()
-    exit_code = ended if ended >= 0 else 128 - ended
+def read_end(code: Path, *, decided: Path) -> int | None:
+    """Return the exit code of the first node; None while the start that wrote `decided` has not ended there."""
+    exit_code, _, of_start = (_read(code) or "").strip().partition(" ")
+    start = read_start(decided)
+    return int(exit_code) if exit_code and start in (None, of_start) else None
+
+
+def note_end(code: Path, exit_code: int, *, start: str) -> None:
+    """Write the exit code of the first node for the others and for the batch script, which reads the first word."""
     try:
-        write_atomically(code, f"{exit_code}\n".encode())
+        write_atomically(code, f"{exit_code} {start}\n".encode())
     except OSError as exc:  # the job still ends with this code, unless the scheduler kills another node
         print(f"exit code {exit_code} was not noted in {code}: {exc.strerror}; see why that cannot be written", file=sys.stderr)
+
+
+def _read(path: Path) -> str | None:
+    """Return the text of a file that this node sees. While the directory cannot be read, it sees none: NFS answers later."""
+    try:
+        list(path.parent.iterdir())  # NFS remembers for a while that a name was not there, unless its directory is read
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def run_first(command: Sequence[str], *, code: Path, start: str) -> int:
+    """Run a command on the first of several nodes; note its exit code, and return it as a shell counts it."""
+    ended = _start_child(command, received=[]).wait()
+    exit_code = ended if ended >= 0 else 128 - ended
+    note_end(code, exit_code, start=start)
     return exit_code
 
 
-def run_other(command: Sequence[str], *, code: Path, end_timeout_s: float = _END_TIMEOUT_S) -> None:
+def run_other(command: Sequence[str], *, decided: Path, code: Path, start: str, end_timeout_s: float = _END_TIMEOUT_S) -> None:
     """Run a command on a node that is not the first, whatever becomes of it. End it when the first node has ended without it.
 
+    A command that had read what an earlier start decided is refused by the first node. It is run again with the new decision.
+
     Args:
+        decided: what the command reads, written by the start `start`.
         code: where the first node notes its exit code.
-        end_timeout_s: how long the command may go on after that, and after each signal that it gets then.
+        end_timeout_s: how long the command may go on after that, and after each signal that it gets then; and how long a newer
+            decision is waited for when the first node refused the command.
     """
-    child, patient_until = _start_child(command), math.inf
+    received: list[int] = []
+    found: str | None = start
+    while found is not None:
+        start = found
+        ended = _run_beside_first(command, decided=decided, code=code, end_timeout_s=end_timeout_s, received=received)
+        patience_s = end_timeout_s if ended == ConfigError.exit_code else 0.0
+        found = _find_newer(decided, code=code, start=start, timeout_s=patience_s, received=received) if ended else None
+        if ended and found is None:
+            print(f"this node {describe_exit(ended)}; the first node decides what that means", file=sys.stderr)
+
+
+def _run_beside_first(command: Sequence[str], *, decided: Path, code: Path, end_timeout_s: float, received: list[int]) -> int:
+    """Run a command once, and return its exit code as `subprocess` counts it."""
+    child, patient_until = _start_child(command, received=received), math.inf
     signals = iter((signal.SIGTERM, signal.SIGKILL))
     while (ended := child.poll()) is None:
-        if patient_until == math.inf and _is_there(code):
+        if patient_until == math.inf and read_end(code, decided=decided) is not None:
             patient_until = time.monotonic() + end_timeout_s
         if time.monotonic() > patient_until:
             child.send_signal(next(signals, signal.SIGKILL))
             patient_until = time.monotonic() + end_timeout_s
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(0.0, min(_END_POLL_INTERVAL_S, patient_until - time.monotonic())))
-    if ended:
-        print(f"this node {describe_exit(ended)}; the first node decides what that means", file=sys.stderr)
+    return ended
 
 
-def _start_child(command: Sequence[str]) -> "subprocess.Popen[bytes]":
-    """Start a command that ends with this process, and gets the signals that ask this process to end."""
+def _find_newer(decided: Path, *, code: Path, start: str, timeout_s: float, received: Sequence[int]) -> str | None:
+    """Return the id of a start that decided after `start`; None when there is none in time, or this node is asked to end."""
+    deadline = time.monotonic() + timeout_s
+    while not received:
+        found, ended = read_start(decided), read_end(code, decided=decided)
+        if found not in (None, start) and ended is None:
+            return found
+        if ended is not None or time.monotonic() >= deadline:
+            return None
+        time.sleep(_POLL_INTERVAL_S)
+    return None
+
+
+def _start_child(command: Sequence[str], *, received: list[int]) -> "subprocess.Popen[bytes]":
+    """Start a command that ends with this process, and gets the signals that ask this process to end.
+
+    Args:
+        received: gets the numbers of these signals.
+    """
     child = subprocess.Popen(tied_command(command))
+
+    def forward(number: int, _: object) -> None:
+        received.append(number)
+        child.send_signal(number)
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: child.send_signal(number))
+        signal.signal(number, forward)
     return child
 
 
@@ -251,27 +322,29 @@ def main() -> None:
     command = module_command(COMMANDS[args.command][0], "@", str(decided))
     args.pid_file.parent.mkdir(parents=True, exist_ok=True)
     is_first, is_pod = is_first_node(os.environ), _is_in_pod(os.environ)
+    start = secrets.token_hex(8)
     is_alone = is_pod  # a pod's exit code is its own, and the JobSet acts on that of the first
     try:
         if is_first:
-            code.unlink(missing_ok=True)  # of a start that had the same name
-            config = decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided)
+            for path in (code, decided):  # of a start that had the same name; a code alone would say that this one has ended
+                path.unlink(missing_ok=True)
+            config = decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided, start=start)
             is_alone |= not (isinstance(config, RLConfig) and config.deployment.num_nodes > 1)
             write_atomically(args.pid_file, f"{os.getpid()}\n".encode())
         else:
-            await_decision(decided, code=code)
+            start = await_decision(decided, code=code)
     except TrivetError as exc:
         print_error(exc)
         if is_first:
-            write_atomically(code, f"{exc.exit_code}\n".encode())
+            note_end(code, exc.exit_code, start=start)
         raise SystemExit(exc.exit_code if is_first or is_pod else 0) from exc
     if is_alone:
         sys.stdout.flush()
         os.execv(sys.executable, command)
     elif is_first:
-        raise SystemExit(run_first(command, code=code))
+        raise SystemExit(run_first(command, code=code, start=start))
     else:
-        run_other(command, code=code)
+        run_other(command, decided=decided, code=code, start=start)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ _PROGRESS_LINES = [
 _FIRST_CODE_LINES = [
     "# srun reports the highest code of all nodes: one that SLURM killed would hide how the run ended.",
     'code_file="${pid_file%.pid}.${SLURM_RESTART_COUNT:-0}.code"',
-    'if [[ -s $code_file ]]; then code=$(< "$code_file"); fi',
+    'if [[ -s $code_file ]]; then code=$(< "$code_file") code=${code%% *}; fi',
 ]
 """Without that file the first node did not come to end by itself, and srun's code stays."""
 _SBATCH_TIMEOUT_S = 60.0

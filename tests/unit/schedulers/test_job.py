@@ -22,13 +22,21 @@ from trivet.schedulers.job import (
     decided_file,
     go_on,
     is_first_node,
+    read_end,
     read_progress,
+    read_start,
     run_first,
     run_other,
 )
 
 NEEDED = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x"]
 NOTHING = Progress(run=None, commit=None)
+
+
+def run_beside_first(program: str, *, code: Path, decided: Path | None = None, end_timeout_s: float = 60.0) -> None:
+    """Run a program of Python as the command of a node that is not the first."""
+    decided = decided or code.with_suffix(".toml")
+    run_other([sys.executable, "-c", program], decided=decided, code=code, start="a", end_timeout_s=end_timeout_s)
 
 
 def commit(directory: Path, step: int) -> None:
@@ -107,11 +115,12 @@ def test_the_first_start_takes_the_configuration_as_it_is_and_a_further_one_goes
     file, pid_file = tmp_path / "rl.toml", tmp_path / "17.pid"
     file.write_text(f'output_dir = "{tmp_path}"\n[orchestrator]\nrollouts_per_example = 4\n[[orchestrator.env]]\nid = "x"\n')
     first, again = decided_file(pid_file, {}), decided_file(pid_file, {"SLURM_RESTART_COUNT": "1"})
-    decide("rl", file, pid_file=pid_file, decided=first)
+    decide("rl", file, pid_file=pid_file, decided=first, start="a")
     assert load_config(RLConfig, ["@", str(first)]).config == load_config(RLConfig, ["@", str(file)]).config
     commit(tmp_path, 4)
-    decide("rl", file, pid_file=pid_file, decided=again)
+    decide("rl", file, pid_file=pid_file, decided=again, start="b")
     assert load_config(RLConfig, ["@", str(again)]).config.trainer.ckpt.resume_step == -1
+    assert (read_start(first), read_start(again)) == ("a", "b")
 
 
 def test_another_node_waits_for_what_the_first_decides(tmp_path):
@@ -120,9 +129,9 @@ def test_another_node_waits_for_what_the_first_decides(tmp_path):
     def sleep(seconds: float) -> None:
         waited.append(seconds)
         if len(waited) == 3:
-            decided.touch()
+            decided.write_text("# start a\n")
 
-    await_decision(decided, code=tmp_path / "17.0.code", sleep=sleep)
+    assert await_decision(decided, code=tmp_path / "17.0.code", sleep=sleep) == "a"
     assert len(waited) == 3
 
 
@@ -154,16 +163,16 @@ def test_a_directory_that_cannot_be_read_for_a_moment_ends_no_node(tmp_path, mon
     fail_to_list(monkeypatch, tmp_path, until=lambda look: look > 4)
     waited: list[float] = []
     await_decision(decided, code=tmp_path / "17.0.code", sleep=waited.append)
-    assert len(waited) == 2
+    assert waited
     fail_to_list(monkeypatch, tmp_path, until=lambda look: False)
-    run_other([sys.executable, "-c", ""], code=tmp_path / "17.0.code")
+    run_beside_first("", code=tmp_path / "17.0.code")
     assert capsys.readouterr().err == ""
 
 
 def test_a_node_whose_command_runs_seldom_lists_the_directory(tmp_path, monkeypatch):
     looks = fail_to_list(monkeypatch, tmp_path, until=lambda look: True)
-    run_other([sys.executable, "-c", "import time; time.sleep(1.2)"], code=tmp_path / "17.0.code")
-    assert len(looks) == 1
+    run_beside_first("import time; time.sleep(1.2)", code=tmp_path / "17.0.code")
+    assert len(looks) <= 2  # for the code, and for the decision that it belongs to
 
 
 def test_a_first_node_that_decides_nothing_is_not_waited_for_without_end(tmp_path, monkeypatch, capsys):
@@ -191,9 +200,9 @@ def test_a_first_node_that_decides_nothing_is_not_waited_for_without_end(tmp_pat
 
 
 def test_what_becomes_of_another_node_is_not_the_job_s_exit_code(tmp_path, capsys):
-    run_other([sys.executable, "-c", "raise SystemExit(75)"], code=tmp_path / "17.0.code")
+    run_beside_first("raise SystemExit(75)", code=tmp_path / "17.0.code")
     assert "this node ended with exit code 75; the first node decides" in capsys.readouterr().err
-    run_other([sys.executable, "-c", ""], code=tmp_path / "17.0.code")
+    run_beside_first("", code=tmp_path / "17.0.code")
     assert capsys.readouterr().err == ""
 
 
@@ -201,8 +210,65 @@ def test_another_node_does_not_outlive_the_first_one_for_long(tmp_path, capsys):
     """A first node that fails before it leads the run tells nobody to end."""
     (code := tmp_path / "17.0.code").write_text("2\n")
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
-    run_other([sys.executable, "-c", program], code=code, end_timeout_s=0.2)
+    run_beside_first(program, code=code, end_timeout_s=0.2)
     assert "this node killed by SIG" in capsys.readouterr().err
+
+
+def test_a_decision_of_a_start_that_has_ended_is_waited_out(tmp_path):
+    """SkyPilot may call a start as it called an earlier one, whose files lie there until the first node begins."""
+    decided, code = tmp_path / "17.0.toml", tmp_path / "17.0.code"
+    decided.write_text("# start a\n")
+    code.write_text("75 a\n")
+    time_s = [0.0]
+
+    def sleep(seconds: float) -> None:
+        time_s[0] += seconds
+        if time_s[0] == 20:
+            decided.write_text("# start b\n")
+
+    assert await_decision(decided, code=code, clock=lambda: time_s[0], sleep=sleep) == "b"
+    assert time_s == [20]
+    code.write_text("2 b\n")
+    with pytest.raises(NodesMissing, match="the first node ended before this one began"):
+        await_decision(decided, code=code, clock=lambda: time_s[0], sleep=sleep)
+    assert time_s == [80]
+
+
+REFUSED_ONCE = """
+import pathlib, sys
+decided, starts = map(pathlib.Path, sys.argv[1:])
+old = decided.read_text()
+starts.open("a").write(old)
+decided.write_text("# start b\\n")
+raise SystemExit(2 if old == "# start a\\n" else 75)
+"""
+"""A node that reads what start a decided, and that the first node of start b refuses."""
+
+
+def test_a_node_that_read_the_decision_of_an_earlier_start_is_run_again_with_the_new_one(tmp_path, capsys):
+    (decided := tmp_path / "17.0.toml").write_text("# start a\n")
+    code, starts = tmp_path / "17.0.code", tmp_path / "starts"
+    run_other(
+        [sys.executable, "-c", REFUSED_ONCE, str(decided), str(starts)], decided=decided, code=code, start="a", end_timeout_s=9
+    )
+    assert starts.read_text() == "# start a\n# start b\n"
+    assert capsys.readouterr().err.count("this node ended with exit code 75") == 1
+
+
+def test_a_node_that_is_refused_for_another_reason_is_not_run_again(tmp_path, capsys):
+    (decided := tmp_path / "17.0.toml").write_text("# start a\n")
+    run_beside_first("raise SystemExit(2)", code=tmp_path / "17.0.code", decided=decided, end_timeout_s=0.1)
+    assert capsys.readouterr().err.count("this node ended with exit code 2") == 1
+
+
+def test_the_end_of_an_earlier_start_ends_no_node(tmp_path):
+    decided, code = tmp_path / "17.0.toml", tmp_path / "17.0.code"
+    code.write_text("75 a\n")
+    assert read_end(code, decided=decided) == 75
+    decided.write_text("# start b\n")
+    assert read_end(code, decided=decided) is None
+    code.write_text("3 b\n")
+    assert read_end(code, decided=decided) == 3
 
 
 @pytest.mark.parametrize(
@@ -211,13 +277,13 @@ def test_another_node_does_not_outlive_the_first_one_for_long(tmp_path, capsys):
 )
 def test_the_first_node_notes_the_exit_code_of_the_job(tmp_path, program, exit_code):
     code = tmp_path / "17.0.code"
-    assert run_first([sys.executable, "-c", program], code=code) == exit_code
-    assert code.read_text() == f"{exit_code}\n"
+    assert run_first([sys.executable, "-c", program], code=code, start="a") == exit_code
+    assert code.read_text() == f"{exit_code} a\n"
 
 
 def test_an_exit_code_that_cannot_be_noted_is_still_that_of_the_job(tmp_path, capsys):
     (tmp_path / "a_file").touch()
-    assert run_first([sys.executable, "-c", "raise SystemExit(3)"], code=tmp_path / "a_file" / "17.0.code") == 3
+    assert run_first([sys.executable, "-c", "raise SystemExit(3)"], code=tmp_path / "a_file" / "17.0.code", start="a") == 3
     assert "exit code 3 was not noted" in capsys.readouterr().err
 
 
@@ -228,13 +294,18 @@ def test_the_first_of_several_nodes_decides_and_runs_the_command_beside_this_pro
         '[deployment]\ntype = "multi_node"\n'
     )
     ran: list[list[str]] = []
-    monkeypatch.setattr(job, "run_first", lambda command, code: ran.append([*command, code.name]) or 3)
+    monkeypatch.setattr(job, "run_first", lambda command, code, start: ran.append([*command, code.name]) or 3)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.setattr(sys, "argv", ["job", "rl", str(file), "--pid-file", str(pid_file)])
     with pytest.raises(SystemExit) as caught:
         job.main()
     assert caught.value.code == 3
+    before = read_start(decided_file(pid_file, {}))
+    with pytest.raises(SystemExit):
+        job.main()
+    assert before != read_start(decided_file(pid_file, {})) is not None
+    del ran[1:]
     assert ran == [[sys.executable, "-P", "-m", "trivet.launcher.commands.rl", "@", str(tmp_path / "17.0.toml"), "17.0.code"]]
     assert pid_file.read_text() == f"{os.getpid()}\n"
 
@@ -244,20 +315,21 @@ def test_a_first_node_that_cannot_decide_says_so_to_the_others(tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "none.toml"), "--pid-file", str(tmp_path / "17.pid")])
     with pytest.raises(SystemExit) as caught:
         job.main()
-    assert (caught.value.code, (tmp_path / "17.0.code").read_text()) == (2, "2\n")
+    code = tmp_path / "17.0.code"
+    assert (caught.value.code, read_end(code, decided=tmp_path / "17.0.toml")) == (2, 2)
     assert "none.toml" in capsys.readouterr().err
 
 
 def test_another_node_runs_the_command_beside_this_process_and_writes_no_process_id(tmp_path, monkeypatch):
     pid_file = tmp_path / "17.pid"
-    decided_file(pid_file, {}).touch()
+    decided_file(pid_file, {}).write_text("# start a\n")
     ran: list[list[str]] = []
-    monkeypatch.setattr(job, "run_other", lambda command, code: ran.append(command))
+    monkeypatch.setattr(job, "run_other", lambda command, decided, code, start: ran.append([*command, start]))
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "rl.toml"), "--pid-file", str(pid_file)])
     job.main()
-    assert ran == [[sys.executable, "-P", "-m", "trivet.launcher.commands.rl", "@", str(tmp_path / "17.0.toml")]]
+    assert ran == [[sys.executable, "-P", "-m", "trivet.launcher.commands.rl", "@", str(tmp_path / "17.0.toml"), "a"]]
     assert not pid_file.exists()
 
 

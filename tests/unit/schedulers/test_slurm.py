@@ -346,7 +346,7 @@ def test_a_controller_that_does_not_answer_does_not_cost_the_requeue(tmp_path):
     ],
 )
 def test_the_exit_code_of_a_job_is_that_of_its_first_node(tmp_path: Path, noted: str, reported: int, asked: str) -> None:
-    note = f"printf '{noted}' > {tmp_path}/slurm/17-1f.0.code"
+    note = f'printf "{noted and noted + " 9f"}" > {tmp_path}/slurm/17-1f.0.code'
     after = "; ".join([COMMITS.format(directory=tmp_path), note])
     code, found, _ = run_script(tmp_path, code=reported, after=after, num_nodes=2)
     assert (code, found) == (int(noted or reported), asked)
