@@ -89,6 +89,21 @@ def read_progress(layout: RunLayout) -> Progress:
     return Progress(run=run, commit=commit, digest=digest)
 
 
+def is_complete(config: Section, *, before: Progress, now: Progress) -> bool:
+    """Return whether an earlier start of the job has committed the last step of its run.
+
+    Args:
+        before: what the job's first start found.
+    """
+    if not isinstance(config, RLConfig | SftConfig) or config.max_steps is None or not _has_own_commit(before=before, now=now):
+        return False
+    return now.commit is not None and now.commit >= config.max_steps
+
+
+def _has_own_commit(*, before: Progress, now: Progress) -> bool:
+    return now.commit is not None and (now.commit, now.digest) != (before.commit, before.digest)
+
+
 def go_on(config: Section, *, before: Progress, now: Progress) -> Section:
     """Return the configuration with which a job that was queued again goes on.
 
@@ -99,7 +114,7 @@ def go_on(config: Section, *, before: Progress, now: Progress) -> Section:
         has_results = config.output_dir is not None and RunLayout(config.output_dir).evals.exists()
         return config.model_copy(update={"resume_path": config.resume_path or (config.output_dir if has_results else None)})
     assert isinstance(config, RLConfig | SftConfig)
-    if now.commit is not None and (now.commit, now.digest) != (before.commit, before.digest):
+    if _has_own_commit(before=before, now=now):
         return _resume(config)
     if now.commit is None and now.run != before.run and isinstance(config, RLConfig):
         return config.model_copy(update={"clean": True})  # what the job's first start left is in the way
@@ -155,11 +170,14 @@ def is_first_node(environ: Mapping[str, str]) -> bool:
     return environ.get(SKYPILOT_INDEX, environ.get(SLURM_INDEX, "0")) == "0"
 
 
-def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decided: Path, start: str) -> Section:
+def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decided: Path, start: str) -> Section | None:
     """Write the configuration to start with, and return it; note what the directory holds at the job's first start.
 
     Args:
         start: an id that no other start of the job has.
+
+    Returns:
+        None, and nothing is written, when an earlier start of the job has completed the run.
     """
     config = load_config(COMMANDS[command][1], ["@", str(configuration)]).config
     output_dir = getattr(config, "output_dir", None)
@@ -168,15 +186,18 @@ def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decide
     if not note.exists():
         write_json_atomically(note, now)
     else:
-        config = go_on(config, before=msgspec.json.decode(note.read_bytes(), type=Progress), now=now)
+        before = msgspec.json.decode(note.read_bytes(), type=Progress)
+        if is_complete(config, before=before, now=now):
+            return None
+        config = go_on(config, before=before, now=now)
     write_atomically(decided, f"{_START_LINE}{start}\n{to_toml(config)}".encode(), is_private=True)
     return config
 
 
 def await_decision(
     decided: Path, *, code: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
-) -> str:
-    """Wait for the first node to write `decided`; return the id of the start that did.
+) -> str | None:
+    """Wait for the first node to write `decided`; return the id of the start that did, None when the run is complete already.
 
     A start that has ended already may be an earlier one of the same name, so this node waits a while for the next.
 
@@ -191,6 +212,8 @@ def await_decision(
         start, ended = read_start(decided), read_end(code, decided=decided)
         if start is not None and ended is None:
             return start
+        if start is None and ended == 0:
+            return None
         if start is None and ended is not None:
             raise NodesMissing("the first node ended before it decided how the job starts: see its lines in the log of the job")
         if ended is not None and clock() >= since + _END_TIMEOUT_S:
@@ -329,10 +352,16 @@ def main() -> None:
             for path in (code, decided):  # of a start that had the same name; a code alone would say that this one has ended
                 path.unlink(missing_ok=True)
             config = decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided, start=start)
+            if config is None:
+                print("the run is complete: an earlier start of this job has committed its last step", file=sys.stderr)
+                note_end(code, 0, start=start)
+                return
             is_alone |= not (isinstance(config, RLConfig) and config.deployment.num_nodes > 1)
             write_atomically(args.pid_file, f"{os.getpid()}\n".encode())
+        elif (found := await_decision(decided, code=code)) is not None:
+            start = found
         else:
-            start = await_decision(decided, code=code)
+            return
     except TrivetError as exc:
         print_error(exc)
         if is_first:

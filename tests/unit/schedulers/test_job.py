@@ -21,6 +21,7 @@ from trivet.schedulers.job import (
     decide,
     decided_file,
     go_on,
+    is_complete,
     is_first_node,
     read_end,
     read_progress,
@@ -92,6 +93,39 @@ def test_a_job_that_never_began_its_run_starts_as_the_first_time(found):
     """Its node failed early. What lies there is of another run, and a first start would refuse or resume it as configured."""
     flags = ["--ckpt.resume-step", "5"]
     assert again(*flags, before=found, now=found) == rl_config(*flags)
+
+
+@pytest.mark.parametrize(
+    ("steps", "before", "now", "is_done"),
+    [
+        (["--max-steps", "4"], NOTHING, Progress(run="a", commit=4), True),
+        (["--max-steps", "4"], NOTHING, Progress(run="a", commit=3), False),
+        (["--max-steps", "4"], NOTHING, NOTHING, False),
+        pytest.param(["--max-steps", "4"], *[Progress(run="a", commit=4)] * 2, False, id="a commit of another job"),
+        pytest.param([], NOTHING, Progress(run="a", commit=4), False, id="a run without end"),
+    ],
+)
+def test_a_run_is_complete_when_its_job_has_committed_the_last_step(
+    steps: list[str], before: Progress, now: Progress, is_done: bool
+) -> None:
+    assert is_complete(rl_config(*steps), before=before, now=now) is is_done
+    assert is_complete(load_config(SftConfig, steps).config, before=before, now=now) is is_done
+
+
+def test_a_job_whose_run_is_complete_ends_with_0_on_every_node(tmp_path, monkeypatch, capsys):
+    """A node that SLURM lost after the last commit has the job queued again. Without this the launcher would refuse to resume."""
+    file, pid_file = tmp_path / "sft.toml", tmp_path / "17.pid"
+    file.write_text(f'output_dir = "{tmp_path}"\nmax_steps = 4\n')
+    decide("sft", file, pid_file=pid_file, decided=tmp_path / "17.0.toml", start="a")
+    commit(tmp_path, 4)
+    monkeypatch.setattr(sys, "argv", ["job", "sft", str(file), "--pid-file", str(pid_file)])
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("SLURM_PROCID", rank)
+        job.main()
+    assert (tmp_path / "17.1.code").read_text().split()[0] == "0"
+    assert capsys.readouterr().err.count("the run is complete") == 1
+    assert not pid_file.exists()
 
 
 def test_fine_tuning_goes_on_from_its_newest_commit():
