@@ -16,6 +16,7 @@ VENVS = "TRIVET_VENVS"
 OWN_VARIABLES = frozenset({SECRET_FILE, VENVS, VARIABLE})
 """Variables with trivet's prefix that set no configuration key, as every other one does."""
 ROLLOUTS_FILE = "rollouts.jsonl"
+RESULTS_FILE = "results.jsonl"
 BATCH_SUFFIX = ".msgpack"
 """The end of a recorded batch's name, behind `step_N`."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from trivet.config.layout import RESULTS_FILE
 from trivet.config.masking import mask_table
 from trivet.errors import ConfigError
 from trivet.evaluation.scores import Summary
@@ -18,7 +19,7 @@ from trivet.telemetry.events import drop_torn_line
 from trivet.wire.groups import SamplingArguments, Split
 from trivet.wire.rollouts import Rollout
 
-TASK_FILE, RESULTS_FILE, _SUMMARY = "task.json", "results.jsonl", "summary.json"
+TASK_FILE, _SUMMARY = "task.json", "summary.json"
 
 
 class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):

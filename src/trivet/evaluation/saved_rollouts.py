@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trivet.config.layout import ROLLOUTS_FILE, RunLayout
+from trivet.config.layout import RESULTS_FILE, ROLLOUTS_FILE, RunLayout
 from trivet.config.loading.load import load_config
 from trivet.config.masking import HIDDEN, mask_table
 from trivet.config.sections.client import ClientConfig
@@ -18,7 +18,7 @@ from trivet.config.sections.environment import EnvConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.environments.settings import host_settings, run_settings
 from trivet.errors import ConfigError
-from trivet.evaluation.results import RESULTS_FILE, TASK_FILE, TaskRecord
+from trivet.evaluation.results import TASK_FILE, TaskRecord
 from trivet.step_directories import list_steps
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.groups import Split

@@ -9,11 +9,11 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trivet.config.layout import COMMITTED, RunLayout
+from trivet.config.layout import COMMITTED, RESULTS_FILE, RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.loading.load import LoadedConfig
 from trivet.config.sections.evaluation import EvalConfig
@@ -37,11 +37,13 @@ from trivet.storage.durable import hash_bytes
 
 _DIRECTIVES = ("job_name", "partition", "account", "qos", "constraint", "nodelist", "exclude", "time", "cpus_per_task", "mem")
 """Keys that sbatch takes by the same name, with dashes."""
-_PROGRESS_LINES = [
-    '  elif [[ $(newest_commit) == "$committed_before" ]]; then',
-    '    echo "not queued again: nothing was committed since this start; see which node was missing, or raise slurm.time"',
-]
-"""Without them a job that reaches no commit would be started for ever. An evaluation commits nothing and keeps every result."""
+_MAX_STARTS = 3
+"""Starts in a row without progress after which a job is not queued again. One may be a passing fault; more would come for ever."""
+_NO_PROGRESS: Mapping[SlurmCommand, str] = {
+    "rl": "committed nothing",
+    "sft": "committed nothing",
+    "eval": "added no result",
+}
 _FIRST_CODE_LINES = [
     "# srun reports the highest code of all nodes: one that SLURM killed would hide how the run ended.",
     'code_file="${pid_file%.pid}.${SLURM_RESTART_COUNT:-0}.code"',
@@ -151,7 +153,7 @@ def make_script(job: Job) -> str:
         "export PYTHONUNBUFFERED=1  # srun's own --unbuffered gives the task a terminal, on which progress is drawn",
         'srun_pid="" num_signals=0',
         'rm -f -- "$pid_file"  # of a start that its node did not survive',
-        *(_note_commits(job) if slurm.requeue and job.command != "eval" else []),
+        *(_count_starts(job) if slurm.requeue else []),
         # Before the process id is written, the task as a whole is ended.
         "trap 'num_signals=$((num_signals + 1))",
         """  kill -TERM "$(cat "$pid_file" 2> /dev/null || echo "$srun_pid")" || true' TERM""",
@@ -178,7 +180,9 @@ def make_script(job: Job) -> str:
             '  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state="unknown to squeue"',
             "  if [[ $state == CANCELLED || $state == COMPLETING ]]; then",
             '    echo "not queued again: the job is $state"',
-            *(_PROGRESS_LINES if job.command != "eval" else []),
+            f"  elif [[ $(num_starts) -ge {_MAX_STARTS} ]]; then",
+            f'    echo "not queued again: {_MAX_STARTS} starts in a row {_NO_PROGRESS[job.command]};"',
+            '    echo "see why each of them ended, or raise slurm.time, and submit the script again"',
             "  else",
             '    scontrol requeue "$SLURM_JOB_ID" || echo "not queued again: scontrol failed; submit the script again to go on"',
             "  fi",
@@ -193,11 +197,18 @@ def _srun_words(num_nodes: int) -> list[str]:
     return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *several, "--cpu-bind=none", "--export=ALL"]
 
 
-def _note_commits(job: Job) -> list[str]:
+def _count_starts(job: Job) -> list[str]:
+    """Return lines that note the job's progress at each start. `num_starts` counts those that began as far as the job is now."""
+    layout = RunLayout(job.output_dir)
+    if job.command == "eval":  # results are appended as examples finish
+        directory, progress = layout.evals, f"-name {RESULTS_FILE} -printf '%s %p\\n' 2> /dev/null | sort | cksum"
+    else:
+        directory, progress = layout.checkpoints, f"-maxdepth 2 -name {COMMITTED} 2> /dev/null | sort -V | tail -n 1"
     return [
-        f"checkpoints={shlex.quote(str(RunLayout(job.output_dir).checkpoints))}",
-        f'newest_commit() {{ find "$checkpoints" -maxdepth 2 -name {COMMITTED} 2> /dev/null | sort -V | tail -n 1 || true; }}',
-        "committed_before=$(newest_commit)",
+        f'progress() {{ echo "at $(find {shlex.quote(str(directory))} {progress} || true)"; }}',
+        'starts_file="${pid_file%.pid}.starts"',
+        'num_starts() { grep -cFx -- "$(progress)" "$starts_file" 2> /dev/null || true; }',
+        'progress >> "$starts_file" || true',
     ]
 
 

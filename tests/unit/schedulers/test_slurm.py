@@ -2,6 +2,7 @@ import os
 import shutil
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from trivet.config.loading.load import load_config
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
-from trivet.config.sections.slurm import SlurmConfig
+from trivet.config.sections.slurm import SlurmCommand, SlurmConfig
 from trivet.errors import ConfigError, SubmissionFailed
 from trivet.launcher.commands import rl
 from trivet.schedulers.preparation import count_gpus
@@ -99,9 +100,10 @@ def test_a_run_over_nodes_is_one_task_on_each(tmp_path):
     "keys",
     [{}, {"num_nodes": 4}, {"requeue": False}, {"pre_run_command": "module load cuda", "srun_args": ["--mpi=none", "a b"]}],
 )
-def test_a_script_is_clean_for_bash_and_shellcheck(tmp_path, keys):
+@pytest.mark.parametrize("command", ["rl", "eval"])
+def test_a_script_is_clean_for_bash_and_shellcheck(tmp_path, keys, command):
     script = tmp_path / "rl.sbatch"
-    script.write_text(make_script(make_job(tmp_path / "with spaces", **keys)))
+    script.write_text(make_script(replace(make_job(tmp_path / "with spaces", **keys), command=command)))
     subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", script], check=True)
@@ -252,6 +254,7 @@ def run_script(
     squeue: str = "",
     num_nodes: int = 1,
     restarts: int = 0,
+    command: SlurmCommand = "rl",
 ) -> tuple[int, str, str]:
     """Run a job's script with stand-ins for SLURM's commands, and signal it when its task runs.
 
@@ -275,15 +278,18 @@ def run_script(
         (programs / name).chmod(0o755)
     (directory / "slurm").mkdir(exist_ok=True)
     script = directory / "slurm" / "rl.sbatch"
-    script.write_text(make_script(make_job(directory / "slurm", num_nodes=num_nodes, project_dir=directory)))
+    job = make_job(directory / "slurm", num_nodes=num_nodes, project_dir=directory)
+    script.write_text(make_script(replace(job, command=command)))
     environ = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     environ |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
-    with subprocess.Popen(["bash", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+    with subprocess.Popen(
+        ["bash", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
         wait_until(ready.exists, timeout_s=20, waiting_for="the task")
-        job.terminate()
-        said, _ = job.communicate(timeout=30)
+        running.terminate()
+        said, _ = running.communicate(timeout=30)
     assert not list(directory.glob("slurm/*.pid"))
-    return job.returncode, asked.read_text().strip() if asked.exists() else "", said
+    return running.returncode, asked.read_text().strip() if asked.exists() else "", said
 
 
 def test_a_job_of_another_submission_has_other_files_whatever_its_number(tmp_path):
@@ -319,10 +325,27 @@ def test_a_job_that_is_done_or_diverged_is_not_queued_again(tmp_path, code):
     assert run_script(tmp_path, code=code, after=COMMITS.format(directory=tmp_path))[:2] == (code, "")
 
 
-def test_a_job_that_committed_nothing_is_not_started_for_ever(tmp_path):
-    code, asked, said = run_script(tmp_path, code=143)
-    assert (code, asked) == (143, "")
-    assert "raise slurm.time" in said
+def test_a_job_is_not_queued_again_after_three_starts_in_a_row_without_a_commit(tmp_path):
+    found = [run_script(tmp_path, code=143, restarts=restarts) for restarts in range(3)]
+    assert [asked for _, asked, _ in found] == ["requeue 17", "requeue 17", ""]
+    assert "3 starts in a row committed nothing" in found[-1][2]
+    assert "raise slurm.time" in found[-1][2]
+
+
+def test_faults_before_the_next_commit_do_not_end_a_job_that_goes_on_committing(tmp_path):
+    step = "mkdir -p {directory}/checkpoints/step_{step}; touch {directory}/checkpoints/step_{step}/COMMITTED"
+    commits = {restarts: step.format(directory=tmp_path, step=restarts + 1) for restarts in (0, 3)}
+    found = [run_script(tmp_path, code=143, restarts=restarts, after=commits.get(restarts, "true")) for restarts in range(7)]
+    assert [asked for _, asked, _ in found] == ["requeue 17"] * 6 + [""]
+
+
+def test_an_evaluation_is_not_queued_again_after_three_starts_without_a_new_result(tmp_path):
+    results = tmp_path / "evals" / "step_0" / "x" / "results.jsonl"
+    results.parent.mkdir(parents=True)
+    found: list[str] = []
+    for restarts, after in enumerate([f"echo one >> {results}", "true", "true", "true"]):
+        found.append(run_script(tmp_path, code=143, restarts=restarts, after=after, command="eval")[1])
+    assert found == ["requeue 17"] * 3 + [""]
 
 
 def test_a_job_that_was_cancelled_is_not_queued_again(tmp_path):
