@@ -2,11 +2,12 @@
 
 The script runs one task on each node by srun and knows nothing of a run's roles. Its only other work is the end of the time limit:
 SLURM signals the script alone, which passes the signal on to the launcher on the first node, so that the launcher ends its roles in
-order; then the job is queued again. `schedulers.job` is what srun runs.
+order. The job is queued again then, and whenever the command fails in a way that may pass. `schedulers.job` is what srun runs.
 """
 
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.slurm import SlurmCommand, SlurmConfig
-from trivet.errors import ConfigError, Diverged, NodesMissing, SubmissionFailed
+from trivet.errors import ConfigError, Diverged, SubmissionFailed
 from trivet.process.lifetime import module_command
 from trivet.schedulers.preparation import (
     Submittable,
@@ -37,6 +38,8 @@ from trivet.storage.durable import hash_bytes
 
 _DIRECTIVES = ("job_name", "partition", "account", "qos", "constraint", "nodelist", "exclude", "time", "cpus_per_task", "mem")
 """Keys that sbatch takes by the same name, with dashes."""
+_FINAL_CODES = (0, ConfigError.exit_code, Diverged.exit_code, 128 + signal.SIGINT)
+"""Codes after which a job is not queued again: it is done, the same would come again, or a user interrupted it."""
 _MAX_STARTS = 3
 """Starts in a row without progress after which a job is not queued again. One may be a passing fault; more would come for ever."""
 _NO_PROGRESS: Mapping[SlurmCommand, str] = {
@@ -174,9 +177,8 @@ def make_script(job: Job) -> str:
     ]
     if slurm.requeue:
         lines += [
-            "# The time is up or a node was lost, and the command is not done. A job that was cancelled is not running any more.",
-            f"is_up=$((num_signals != 0 && code != 0 && code != {Diverged.exit_code}))",
-            f"if [[ $is_up == 1 || $code == {NodesMissing.exit_code} ]]; then",
+            "# The time is up, a node was lost, or the command failed. A job that was cancelled is not running any more.",
+            f"if [[ ! $code =~ ^({'|'.join(map(str, _FINAL_CODES))})$ ]]; then",
             '  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state="unknown to squeue"',
             "  if [[ $state == CANCELLED || $state == COMPLETING ]]; then",
             '    echo "not queued again: the job is $state"',

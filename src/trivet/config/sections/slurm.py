@@ -45,7 +45,8 @@ class SlurmConfig(Section):
     pre_run_command: str | None = None
     """Shell text that runs on the node before the command, such as `module load cuda`."""
     requeue: bool = True
-    """Queue the job again when its time is up before the command is done, or a node fails. It goes on from the newest commit."""
+    """Queue the job again when its time is up before the command is done, a node fails, or the command fails in a way that may
+    pass. It goes on from the newest commit."""
     signal_seconds: int = Field(default=300, ge=1, le=65_535)
     """Seconds before the time limit at which the command is asked to end; SLURM may ask up to a minute earlier."""
     srun_args: list[OneLine] = []
