@@ -75,6 +75,7 @@ ELSEWHERE = {
     "orchestrator/change_event.py": "unit/orchestrator/test_dispatcher.py",
     "schedulers/node_variables.py": "unit/launcher/nodes/test_identity.py",  # declarations
     "schedulers/preparation.py": "unit/schedulers/test_slurm.py",
+    "schedulers/starts.py": "unit/schedulers/test_job.py",
     "schedulers/submit.py": "unit/schedulers/test_kubernetes.py",
     "shown_text.py": "unit/tools/test_status.py",
     "telemetry/stats.py": "unit/telemetry/test_metrics.py",

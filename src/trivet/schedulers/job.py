@@ -18,8 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -38,29 +39,27 @@ from trivet.config.sections.slurm import SlurmCommand
 from trivet.errors import ConfigError, NodesMissing, TrivetError
 from trivet.exits import describe_exit
 from trivet.process.lifetime import module_command, tied_command
-from trivet.schedulers.node_variables import (
-    JOB_INDEX,
-    NODE_BASE,
-    POD_INDEX,
-    RESTARTS,
-    SKYPILOT_HOSTS,
-    SKYPILOT_INDEX,
-    SLURM_INDEX,
-    SLURM_RESTARTS,
+from trivet.schedulers.lost_script import MAX_WATCHERS, LostScriptAction, replace_lost_script
+from trivet.schedulers.node_variables import SLURM_INDEX, SLURM_JOB
+from trivet.schedulers.starts import (
+    END_TIMEOUT_S,
+    POLL_INTERVAL_S,
+    START_LINE,
+    await_decision,
+    code_file,
+    decided_file,
+    is_first_node,
+    is_in_pod,
+    note_end,
+    read_end,
+    read_start,
 )
 from trivet.shown_text import print_error
-from trivet.storage.durable import hash_bytes, hash_file, write_atomically, write_json_atomically
+from trivet.storage.durable import hash_file, write_atomically, write_json_atomically
 
-_POLL_INTERVAL_S = 0.5
-"""Between two looks for the first node's decision, which is seconds away."""
 _END_POLL_INTERVAL_S = 5.0
 """Between two looks for the first node's exit code: hundreds of nodes list one directory for days."""
-_DECISION_TIMEOUT_S = 300.0
-"""A node imports for seconds before it decides, and a file on NFS is seen up to a minute late."""
-_END_TIMEOUT_S = 60.0
-"""How long a node may go on after the first one has ended, which has told it to end if it ever led the run."""
-_START_LINE = "# start "
-"""What stands before the id of a start in the first line of the file that it decided: a comment of TOML."""
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 COMMANDS: Mapping[SlurmCommand, tuple[str, type[Section]]] = {
     "rl": ("trivet.launcher.commands.rl", RLConfig),
@@ -138,38 +137,6 @@ def _resumed(ckpt: CkptConfig) -> CkptConfig:
     return ckpt.model_copy(update={"resume_step": -1, "resume_from": None, **whole, **changes})
 
 
-def decided_file(pid_file: Path, environ: Mapping[str, str]) -> Path:
-    """Return the file of the configuration that this start of the job reads, on every node."""
-    return pid_file.with_suffix(f".{_name_start(environ)}.toml")
-
-
-def code_file(pid_file: Path, environ: Mapping[str, str]) -> Path:
-    """Return the file in which the first of several nodes notes its exit code; `schedulers.slurm` knows this name."""
-    return pid_file.with_suffix(f".{_name_start(environ)}.code")
-
-
-def _name_start(environ: Mapping[str, str]) -> str:
-    """Return what tells this start of the job from its others, the same on every node."""
-    if _is_in_pod(environ):
-        return environ[RESTARTS]
-    if SKYPILOT_INDEX in environ:
-        # SkyPilot does not count. Other machines may have the same addresses, and count their jobs from 1 again.
-        machines = hash_bytes(environ.get(SKYPILOT_HOSTS, "").encode()).xxh3_128
-        return f"{environ.get('SKYPILOT_INTERNAL_JOB_ID', '0')}-{machines[:8]}"
-    return environ.get(SLURM_RESTARTS, "0")
-
-
-def _is_in_pod(environ: Mapping[str, str]) -> bool:
-    return NODE_BASE in environ
-
-
-def is_first_node(environ: Mapping[str, str]) -> bool:
-    """Return whether this is the node of the job that decides how it starts."""
-    if _is_in_pod(environ):
-        return all(environ[name] == "0" for name in (NODE_BASE, JOB_INDEX, POD_INDEX))
-    return environ.get(SKYPILOT_INDEX, environ.get(SLURM_INDEX, "0")) == "0"
-
-
 def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decided: Path, start: str) -> Section | None:
     """Write the configuration to start with, and return it; note what the directory holds at the job's first start.
 
@@ -190,70 +157,8 @@ def decide(command: SlurmCommand, configuration: Path, *, pid_file: Path, decide
         if is_complete(config, before=before, now=now):
             return None
         config = go_on(config, before=before, now=now)
-    write_atomically(decided, f"{_START_LINE}{start}\n{to_toml(config)}".encode(), is_private=True)
+    write_atomically(decided, f"{START_LINE}{start}\n{to_toml(config)}".encode(), is_private=True)
     return config
-
-
-def await_decision(
-    decided: Path, *, code: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
-) -> str | None:
-    """Wait for the first node to write `decided`; return the id of the start that did, None when the run is complete already.
-
-    A start that has ended already may be an earlier one of the same name, so this node waits a while for the next.
-
-    Args:
-        code: where the first node notes its exit code.
-
-    Raises:
-        NodesMissing: it ended before, or wrote nothing within `_DECISION_TIMEOUT_S`: it may not share the directory.
-    """
-    since = clock()
-    while True:
-        start, ended = read_start(decided), read_end(code, decided=decided)
-        if start is not None and ended is None:
-            return start
-        if start is None and ended == 0:
-            return None
-        if start is None and ended is not None:
-            raise NodesMissing("the first node ended before it decided how the job starts: see its lines in the log of the job")
-        if ended is not None and clock() >= since + _END_TIMEOUT_S:
-            raise NodesMissing("the first node ended before this one began: see its lines in the log of the job")
-        if clock() >= since + _DECISION_TIMEOUT_S:
-            raise NodesMissing(
-                f"the first node of the job did not write {decided} within {_DECISION_TIMEOUT_S:g} s: see its lines in the log of"
-                " the job, and whether all nodes share output_dir"
-            )
-        sleep(_POLL_INTERVAL_S)
-
-
-def read_start(decided: Path) -> str | None:
-    """Return the id of the start that wrote `decided`; None while this node does not see the file."""
-    text = _read(decided)
-    return text.partition("\n")[0].removeprefix(_START_LINE) if text is not None else None
-
-
-def read_end(code: Path, *, decided: Path) -> int | None:
-    """Return the exit code of the first node; None while the start that wrote `decided` has not ended there."""
-    exit_code, _, of_start = (_read(code) or "").strip().partition(" ")
-    start = read_start(decided)
-    return int(exit_code) if exit_code and start in (None, of_start) else None
-
-
-def note_end(code: Path, exit_code: int, *, start: str) -> None:
-    """Write the exit code of the first node for the others and for the batch script, which reads the first word."""
-    try:
-        write_atomically(code, f"{exit_code} {start}\n".encode())
-    except OSError as exc:  # the job still ends with this code, unless the scheduler kills another node
-        print(f"exit code {exit_code} was not noted in {code}: {exc.strerror}; see why that cannot be written", file=sys.stderr)
-
-
-def _read(path: Path) -> str | None:
-    """Return the text of a file that this node sees. While the directory cannot be read, it sees none: NFS answers later."""
-    try:
-        list(path.parent.iterdir())  # NFS remembers for a while that a name was not there, unless its directory is read
-        return path.read_text()
-    except OSError:
-        return None
 
 
 def run_first(command: Sequence[str], *, code: Path, start: str) -> int:
@@ -264,8 +169,10 @@ def run_first(command: Sequence[str], *, code: Path, start: str) -> int:
     return exit_code
 
 
-def run_other(command: Sequence[str], *, decided: Path, code: Path, start: str, end_timeout_s: float = _END_TIMEOUT_S) -> None:
+def run_other(command: Sequence[str], *, decided: Path, code: Path, start: str, end_timeout_s: float = END_TIMEOUT_S) -> int:
     """Run a command on a node that is not the first, whatever becomes of it. End it when the first node has ended without it.
+
+    Returns its exit code as `subprocess` counts it, which is not the job's.
 
     A command that had read what an earlier start decided is refused by the first node. It is run again with the new decision.
 
@@ -276,14 +183,16 @@ def run_other(command: Sequence[str], *, decided: Path, code: Path, start: str, 
             decision is waited for when the first node refused the command.
     """
     received: list[int] = []
-    found: str | None = start
-    while found is not None:
-        start = found
+    while True:
         ended = _run_beside_first(command, decided=decided, code=code, end_timeout_s=end_timeout_s, received=received)
+        if not ended:
+            return ended
         patience_s = end_timeout_s if ended == ConfigError.exit_code else 0.0
-        found = _find_newer(decided, code=code, start=start, timeout_s=patience_s, received=received) if ended else None
-        if ended and found is None:
+        newer = _find_newer(decided, code=code, start=start, timeout_s=patience_s, received=received)
+        if newer is None:
             print(f"this node {describe_exit(ended)}; the first node decides what that means", file=sys.stderr)
+            return ended
+        start = newer
 
 
 def _run_beside_first(command: Sequence[str], *, decided: Path, code: Path, end_timeout_s: float, received: list[int]) -> int:
@@ -310,7 +219,7 @@ def _find_newer(decided: Path, *, code: Path, start: str, timeout_s: float, rece
             return found
         if ended is not None or time.monotonic() >= deadline:
             return None
-        time.sleep(_POLL_INTERVAL_S)
+        time.sleep(POLL_INTERVAL_S)
     return None
 
 
@@ -326,7 +235,7 @@ def _start_child(command: Sequence[str], *, received: list[int]) -> "subprocess.
         received.append(number)
         child.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _FORWARDED:
         signal.signal(number, forward)
     return child
 
@@ -337,43 +246,72 @@ def main() -> None:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("configuration", type=Path)
     parser.add_argument("--pid-file", type=Path, required=True, help="where the command's process id is written")
+    parser.add_argument("--script-host", help="SLURM's name of the node that runs the batch script, when the job may lose it")
+    parser.add_argument(
+        "--script-lost", choices=get_args(LostScriptAction), default="cancel", help="what to do with the job then"
+    )
     args = parser.parse_args()
     # The configuration is complete. A variable would set a key again, [slurm] among them: the job would submit itself.
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in OWN_VARIABLES]:
         del os.environ[name]
-    decided, code = decided_file(args.pid_file, os.environ), code_file(args.pid_file, os.environ)
-    command = module_command(COMMANDS[args.command][0], "@", str(decided))
     args.pid_file.parent.mkdir(parents=True, exist_ok=True)
-    is_first, is_pod = is_first_node(os.environ), _is_in_pod(os.environ)
+    is_first, is_pod = is_first_node(os.environ), is_in_pod(os.environ)
     start = secrets.token_hex(8)
-    is_alone = is_pod  # a pod's exit code is its own, and the JobSet acts on that of the first
     try:
         if is_first:
-            for path in (code, decided):  # of a start that had the same name; a code alone would say that this one has ended
-                path.unlink(missing_ok=True)
-            config = decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided, start=start)
-            if config is None:
-                print("the run is complete: an earlier start of this job has committed its last step", file=sys.stderr)
-                note_end(code, 0, start=start)
-                return
-            is_alone |= not (isinstance(config, RLConfig) and config.deployment.num_nodes > 1)
-            write_atomically(args.pid_file, f"{os.getpid()}\n".encode())
-        elif (found := await_decision(decided, code=code)) is not None:
-            start = found
+            _run_first_node(args, start=start)
         else:
-            return
+            _run_other_node(args)
     except TrivetError as exc:
         print_error(exc)
         if is_first:
-            note_end(code, exc.exit_code, start=start)
+            note_end(code_file(args.pid_file, os.environ), exc.exit_code, start=start)
         raise SystemExit(exc.exit_code if is_first or is_pod else 0) from exc
-    if is_alone:
-        sys.stdout.flush()
-        os.execv(sys.executable, command)
-    elif is_first:
-        raise SystemExit(run_first(command, code=code, start=start))
+
+
+def _run_first_node(args: argparse.Namespace, *, start: str) -> None:
+    decided, code = decided_file(args.pid_file, os.environ), code_file(args.pid_file, os.environ)
+    for path in (code, decided):  # of a start that had the same name; a code alone would say that this one has ended
+        path.unlink(missing_ok=True)
+    config = decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided, start=start)
+    if config is None:
+        print("the run is complete: an earlier start of this job has committed its last step", file=sys.stderr)
+        note_end(code, 0, start=start)
+        return
+    write_atomically(args.pid_file, f"{os.getpid()}\n".encode())
+    if is_in_pod(os.environ) or not (isinstance(config, RLConfig) and config.deployment.num_nodes > 1):
+        _become(_command(args, decided))  # a pod's exit code is its own, and the JobSet acts on that of the first
     else:
-        run_other(command, decided=decided, code=code, start=start)
+        raise SystemExit(run_first(_command(args, decided), code=code, start=start))
+
+
+def _run_other_node(args: argparse.Namespace) -> None:
+    decided, code = decided_file(args.pid_file, os.environ), code_file(args.pid_file, os.environ)
+    found = await_decision(decided, code=code)
+    if found is None:
+        return
+    if is_in_pod(os.environ):
+        _become(_command(args, decided))
+        return
+    ended = run_other(_command(args, decided), decided=decided, code=code, start=found)
+    if args.script_host and ended == NodesMissing.exit_code and int(os.environ[SLURM_INDEX]) <= MAX_WATCHERS:
+        for number in _FORWARDED:  # from here on they end this process
+            signal.signal(number, signal.SIG_DFL)
+        replace_lost_script(
+            os.environ[SLURM_JOB],
+            host=args.script_host,
+            action=args.script_lost,
+            is_over=lambda: read_end(code, decided=decided) is not None,
+        )
+
+
+def _command(args: argparse.Namespace, decided: Path) -> list[str]:
+    return module_command(COMMANDS[args.command][0], "@", str(decided))
+
+
+def _become(command: list[str]) -> None:
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
 
 
 if __name__ == "__main__":

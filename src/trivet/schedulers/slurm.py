@@ -23,6 +23,7 @@ from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.slurm import SlurmCommand, SlurmConfig
 from trivet.errors import ConfigError, Diverged, SubmissionFailed
 from trivet.process.lifetime import module_command
+from trivet.schedulers.lost_script import LostScriptAction
 from trivet.schedulers.preparation import (
     Submittable,
     commit_time_s,
@@ -163,8 +164,8 @@ def make_script(job: Job) -> str:
         """trap 'rm -f -- "$pid_file"' EXIT""",
         *([slurm.pre_run_command] if slurm.pre_run_command else []),
         "set -u",
-        f"srun {shlex.join([*_srun_words(job.num_nodes), *slurm.srun_args])} \\",
-        f'  {shlex.join(task)} --pid-file "$pid_file" &',
+        f"srun {shlex.join([*_srun_words(job), *slurm.srun_args])} \\",
+        f'  {shlex.join(task)} --pid-file "$pid_file"{_lost_script_words(job)} &',
         "srun_pid=$!",
         "while true; do",
         "  before=$num_signals code=0",
@@ -193,10 +194,23 @@ def make_script(job: Job) -> str:
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
-def _srun_words(num_nodes: int) -> list[str]:
+def _survives_lost_nodes(job: Job) -> bool:
+    return job.num_nodes > 1 and not job.config.kill_on_node_fail
+
+
+def _srun_words(job: Job) -> list[str]:
     # The launcher on the first node decides what the end of another node means, so srun ends no task for it.
-    several = ["--kill-on-bad-exit=0", "--wait=0"] if num_nodes > 1 else []
-    return [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", *several, "--cpu-bind=none", "--export=ALL"]
+    several = ["--kill-on-bad-exit=0", "--wait=0"] if job.num_nodes > 1 else []
+    lost = ["--no-kill"] if _survives_lost_nodes(job) else []  # sbatch's own is about the job, and ends the step
+    return [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", *several, *lost, "--cpu-bind=none", "--export=ALL"]
+
+
+def _lost_script_words(job: Job) -> str:
+    """Return what tells the other nodes what to do when SLURM loses the node of this script, and goes on without it."""
+    if not _survives_lost_nodes(job):
+        return ""
+    action: LostScriptAction = "requeue" if job.config.requeue else "cancel"
+    return f' --script-host "${{SLURMD_NODENAME:-}}" --script-lost {action}'
 
 
 def _count_starts(job: Job) -> list[str]:
@@ -228,6 +242,8 @@ def _directives(job: Job) -> Iterator[str]:
     yield f"--output={shlex.quote(str(job.directory).replace('%', '%%'))}/%j.log"
     yield "--open-mode=append"
     yield "--requeue" if slurm.requeue else "--no-requeue"
+    if _survives_lost_nodes(job):
+        yield "--no-kill"
     yield f"--signal=B:TERM@{slurm.signal_seconds}"
     yield from slurm.sbatch_args
 

@@ -15,20 +15,8 @@ from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import NodesMissing
 from trivet.schedulers import job
-from trivet.schedulers.job import (
-    Progress,
-    await_decision,
-    decide,
-    decided_file,
-    go_on,
-    is_complete,
-    is_first_node,
-    read_end,
-    read_progress,
-    read_start,
-    run_first,
-    run_other,
-)
+from trivet.schedulers.job import Progress, decide, go_on, is_complete, read_progress, run_first, run_other
+from trivet.schedulers.starts import await_decision, decided_file, is_first_node, read_end, read_start
 
 NEEDED = ["--orchestrator.rollouts-per-example", "4", "--orchestrator.env.id", "x"]
 NOTHING = Progress(run=None, commit=None)
@@ -206,7 +194,7 @@ def test_a_directory_that_cannot_be_read_for_a_moment_ends_no_node(tmp_path, mon
 def test_a_node_whose_command_runs_seldom_lists_the_directory(tmp_path, monkeypatch):
     looks = fail_to_list(monkeypatch, tmp_path, until=lambda look: True)
     run_beside_first("import time; time.sleep(1.2)", code=tmp_path / "17.0.code")
-    assert len(looks) <= 2  # for the code, and for the decision that it belongs to
+    assert len(looks) == 1
 
 
 def test_a_first_node_that_decides_nothing_is_not_waited_for_without_end(tmp_path, monkeypatch, capsys):
@@ -218,7 +206,7 @@ def test_a_first_node_that_decides_nothing_is_not_waited_for_without_end(tmp_pat
     with pytest.raises(NodesMissing, match=r"did not write .*17\.0\.toml within 300 s"):
         await_decision(tmp_path / "17.0.toml", code=tmp_path / "17.0.code", clock=lambda: time_s[0], sleep=sleep)
     assert time_s == [300]
-    monkeypatch.setattr("trivet.schedulers.job._DECISION_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("trivet.schedulers.starts._DECISION_TIMEOUT_S", 0.0)
     monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "rl.toml"), "--pid-file", str(tmp_path / "17.pid")])
     for name, value, code in (
         ("SLURM_PROCID", "1", 0),
@@ -358,13 +346,36 @@ def test_another_node_runs_the_command_beside_this_process_and_writes_no_process
     pid_file = tmp_path / "17.pid"
     decided_file(pid_file, {}).write_text("# start a\n")
     ran: list[list[str]] = []
-    monkeypatch.setattr(job, "run_other", lambda command, decided, code, start: ran.append([*command, start]))
+    monkeypatch.setattr(job, "run_other", lambda command, decided, code, start: ran.append([*command, start]) or 0)
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "rl.toml"), "--pid-file", str(pid_file)])
     job.main()
     assert ran == [[sys.executable, "-P", "-m", "trivet.launcher.commands.rl", "@", str(tmp_path / "17.0.toml"), "a"]]
     assert not pid_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("rank", "ended", "does_watch"),
+    [(1, 75, True), (3, 75, True), (4, 75, False), (1, 0, False), (1, -9, False)],
+)
+def test_a_node_that_missed_the_first_one_looks_after_a_job_whose_script_may_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, ended: int, does_watch: bool
+) -> None:
+    pid_file, watched = tmp_path / "17.pid", list[list[str]]()
+    decided_file(pid_file, {}).write_text("# start a\n")
+    monkeypatch.setattr(job, "run_other", lambda *_, **__: ended)
+    monkeypatch.setattr(
+        job, "replace_lost_script", lambda number, *, host, action, is_over: watched.append([number, host, action])
+    )
+    monkeypatch.setattr(job.signal, "signal", lambda *_: None)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    for name, value in (("SLURM_PROCID", str(rank)), ("SLURM_JOB_ID", "17")):
+        monkeypatch.setenv(name, value)
+    words = ["--pid-file", str(pid_file), "--script-host", "node1", "--script-lost", "requeue"]
+    monkeypatch.setattr(sys, "argv", ["job", "rl", str(tmp_path / "rl.toml"), *words])
+    job.main()
+    assert watched == ([["17", "node1", "requeue"]] if does_watch else [])
 
 
 POD = {"JOBSET_NODE_BASE": "0", "JOBSET_JOB_INDEX": "0", "JOB_COMPLETION_INDEX": "0", "JOBSET_RESTARTS": "2"}

@@ -10,8 +10,8 @@ from trivet.config.loading.load import load_config
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.errors import ConfigError
-from trivet.schedulers.job import decided_file, is_first_node
 from trivet.schedulers.skypilot import make_task
+from trivet.schedulers.starts import decided_file, is_first_node
 from trivet.schedulers.submit import submit
 
 NEEDED = ["--skypilot.working-dir", "/runs/me", "--output-dir", "run-1"]

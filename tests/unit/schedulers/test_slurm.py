@@ -92,7 +92,18 @@ def test_the_directives_are_those_of_the_table(tmp_path):
 def test_a_run_over_nodes_is_one_task_on_each(tmp_path):
     script = make_script(make_job(tmp_path, num_nodes=3, srun_args=["--mpi=none"]))
     assert {"--nodes=3", "--ntasks-per-node=1", "--gres=gpu:2"} <= set(directives(script))
-    assert "srun --nodes=3 --ntasks=3 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --export=ALL --mpi=none \\" in script
+    words = "--nodes=3 --ntasks=3 --kill-on-bad-exit=0 --wait=0 --no-kill --cpu-bind=none --export=ALL --mpi=none"
+    assert f"srun {words} \\" in script
+
+
+def test_a_job_of_several_nodes_outlives_one_of_them_unless_it_is_not_to(tmp_path):
+    script = make_script(make_job(tmp_path, num_nodes=3))
+    assert "--no-kill" in directives(script)
+    assert '--script-host "${SLURMD_NODENAME:-}" --script-lost requeue &' in script
+    assert "--script-lost cancel" in make_script(make_job(tmp_path, num_nodes=3, requeue=False))
+    for job in (make_job(tmp_path, num_nodes=3, kill_on_node_fail=True), make_job(tmp_path)):
+        assert "--no-kill" not in make_script(job)
+        assert "--script-host" not in make_script(job)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""Has a job of SLURM queued again, or cancelled, when the node that runs its batch script was lost.
+
+A job of several nodes is submitted with --no-kill, so SLURM takes a lost node out of the job and lets the others go on. The batch
+script queues the job again when the run needs it. With the script's own node it is lost, and nothing else would free the others
+before the time limit. `schedulers.job` calls this on a few other nodes, and only after their command has missed the first node.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from trivet.shown_text import shorten
+
+LostScriptAction = Literal["requeue", "cancel"]
+"""What the script would do: queue the job again, or end it because it is never queued again."""
+MAX_WATCHERS = 3
+"""Nodes after the first that watch. More than one may be lost; all nodes of a large job would load the controller."""
+_PATIENCE_S = 900.0
+"""How long SLURM may take to notice a lost node: SlurmdTimeout, 300 s by default, and a controller that is busy."""
+_ASK_INTERVAL_S = 30.0
+_POLL_INTERVAL_S = 5.0
+_TIMEOUT_S = 60.0
+"""A command of SLURM waits several times its MessageTimeout, 10 s by default, for a controller that does not answer."""
+
+
+def replace_lost_script(
+    job_id: str,
+    *,
+    host: str,
+    action: LostScriptAction,
+    is_over: Callable[[], bool],
+    run: Callable[[Sequence[str]], str | None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Wait for SLURM to take `host` out of the job, then do what the batch script would do; return whether that was done.
+
+    Args:
+        host: SLURM's name of the node that runs the batch script.
+        is_over: returns whether the first node has noted its exit code: then it lives, and the script acts by itself.
+        run: runs a command and returns its output; None when it failed.
+    """
+    run = run or _run
+    deadline, due = clock() + _PATIENCE_S, clock()
+    while not is_over() and clock() < deadline:
+        if clock() >= due:
+            due = clock() + _ASK_INTERVAL_S
+            if run(["squeue", "--noheader", f"--jobs={job_id}", f"--nodelist={host}", "--format=%i"]) == "":
+                print(f"SLURM took {host} out of job {job_id}, and the batch script with it: {action} it here", file=sys.stderr)
+                return run(["scontrol", "requeue", job_id] if action == "requeue" else ["scancel", job_id]) is not None
+        sleep(_POLL_INTERVAL_S)
+    return False
+
+
+def _run(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        print(f"{command[0]} failed: {exc}", file=sys.stderr)
+        return None
+    if done.returncode:
+        print(f"{command[0]} failed: {shorten(done.stderr.strip())}", file=sys.stderr)
+        return None
+    return done.stdout.strip()
