@@ -44,7 +44,8 @@ keep() {
 inside() {
   local name=$1
   shift
-  nsenter --target "$(< "$state/$name.pid")" --net --mount --uts --wd="$PWD" env SLURM_CONF="$state/slurm.conf" "$@"
+  # Not $(< FILE): without the file that ends the script, also where a failure is allowed.
+  nsenter --target "$(cat "$state/$name.pid")" --net --mount --uts --wd="$PWD" env SLURM_CONF="$state/slurm.conf" "$@"
 }
 
 # Make the namespaces of one machine and connect them to the switch. Arguments: name, last part of the address.
@@ -53,7 +54,13 @@ make_machine() {
   keep "$name.holder" unshare --net --mount --uts --propagation private sleep infinity
   local pid=$!
   echo "$pid" > "$state/$name.pid"
-  until [[ $(< "/proc/$pid/comm") == sleep ]]; do sleep 0.02; done  # unshare has made all of them then, and mounts are private
+  local deadline=$((SECONDS + wait_s))
+  # When the program is sleep, unshare has made all of them, and mounts are private.
+  until [[ $(cat "/proc/$pid/comm" 2> /dev/null) == sleep ]]; do
+    kill -0 "$pid" 2> /dev/null || fail "the namespaces of $name were refused, see $state/$name.holder.log; then: slurm_cluster.sh down"
+    ((SECONDS < deadline)) || fail "the namespaces of $name are not there after $wait_s s, see $state/$name.holder.log"
+    sleep 0.02
+  done
   if [[ $name == switch ]]; then
     inside "$name" ip link add bridge type bridge
     inside "$name" ip link set bridge up
@@ -147,6 +154,26 @@ up() {
   inside controller sinfo
 }
 
+# Print the network namespaces of the processes that `keep` started and that live; never this script's own.
+namespaces() {
+  local pid since own found
+  own=$(readlink /proc/self/ns/net)
+  while read -r pid since; do
+    [[ -n $since && $(started "$pid") == "$since" ]] || continue
+    found=$(readlink "/proc/$pid/ns/net") || continue
+    [[ $found == "$own" || $found == "$(readlink /proc/1/ns/net)" ]] || echo "$found"
+  done < "$state/pids" | sort -u
+}
+
+# Print the processes in network namespaces. Argument: the namespaces, one on each line.
+processes_in() {
+  local found
+  for directory in /proc/[0-9]*; do
+    found=$(readlink "$directory/ns/net" 2> /dev/null) || continue
+    if [[ -n $found && $'\n'$1$'\n' == *$'\n'"$found"$'\n'* ]]; then echo "${directory#/proc/}"; fi
+  done
+}
+
 down() {
   [[ -e $state/pids ]] || fail "there is no cluster in $state"
   # Jobs first: their processes leave the group of the slurmd that started them.
@@ -156,10 +183,14 @@ down() {
     ((SECONDS < deadline)) || fail "jobs do not end within $wait_s s; look with: bash scripts/slurm_cluster.sh run squeue"
     sleep 0.3
   done
+  local of_nodes
+  of_nodes=$(namespaces)
   for signal in TERM KILL; do
     tac "$state/pids" | while read -r pid since; do
-      [[ $(started "$pid") != "$since" ]] || kill -s "$signal" -- "-$pid" 2> /dev/null || true
+      [[ -z $since || $(started "$pid") != "$since" ]] || kill -s "$signal" -- "-$pid" 2> /dev/null || true
     done
+    # A slurmctld that has died cancels nothing, and the processes of its jobs are in no group of the above.
+    for pid in $(processes_in "$of_nodes"); do kill -s "$signal" "$pid" 2> /dev/null || true; done
     sleep 1
   done
   rm -rf "$state"
