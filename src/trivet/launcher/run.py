@@ -107,7 +107,7 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         directory = held.enter_context(RunDirectory(layout))
         scratch = held.enter_context(Scratch(layout.scratch_note))
         ckpt = config.trainer.ckpt
-        lease = held.enter_context(_lease_of(config, layout)) if identity is not None else None
+        lease = _take_lease(config, layout, held) if identity is not None else None
         environments = held.enter_context(_loading_environments(config))
         step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
         if config.clean:
@@ -147,10 +147,14 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         return exit_code
 
 
-def _lease_of(config: RLConfig, layout: RunLayout) -> "HeadLease":
+def _take_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLease":
     from trivet.launcher.nodes.lease import HeadLease  # here: as in `start`
+    from trivet.launcher.nodes.lease_guard import LeaseGuard
 
-    return HeadLease(layout.lease, lost_after_s=config.deployment.lost_after_s)
+    lost_after_s = config.deployment.lost_after_s
+    lease = HeadLease(layout.lease, lost_after_s=lost_after_s)
+    held.enter_context(LeaseGuard(lease, lost_after_s=lost_after_s))  # first, so that it outlasts the lease
+    return held.enter_context(lease)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ def _bound(socket: "zmq.Socket[Any]") -> None:
 
 
 class ControlServer:
-    """The head's end: a thread that gives each message to the registry and sends back what that answers.
+    """The head's end: a thread that gives each message to the registry and sends back what that answers. It touches no file.
 
     >>> with ControlServer(registry, host="10.0.0.1", port=41000, secret=secret):
     ...     supervise()
@@ -57,15 +57,20 @@ class ControlServer:
         host: str,
         port: int,
         secret: RunSecret,
+        may_answer: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         """Listen on `port`, which this process holds.
 
+        Args:
+            may_answer: False while agents must not hear that this node leads. Must touch no file, which may hang.
+
         Raises:
             OSError: it is another's.
         """
         self._registry = registry
+        self._may_answer = may_answer
         self._clock = clock
         self._unix_time = unix_time
         self._context = zmq.Context[Any]()
@@ -107,6 +112,8 @@ class ControlServer:
                 answer = Refused(reason="it speaks another version: install one version of trivet on all nodes", is_final=True)
             else:
                 answer = self._registry.receive(key, message, now=self._clock(), unix_time=self._unix_time())
+            if not self._may_answer():
+                continue
             with contextlib.suppress(zmq.Again):
                 self._socket.send_multipart([key, msgspec.msgpack.encode(answer)], flags=zmq.DONTWAIT)
 

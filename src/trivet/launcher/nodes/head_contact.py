@@ -1,6 +1,6 @@
 """Decides when a node that hears nothing from the head ends its processes, and when its agent ends. Pure."""
 
-_ALONE_SHARE = 0.5
+ALONE_SHARE = 0.5
 """Share of `lost_after_s` after which an agent that misses the head ends its processes. They have ended before the head, which
 waits for all of it, starts others in their place."""
 _STOP_SHARE = 0.25
@@ -49,7 +49,7 @@ class HeadContact:
 
     def must_end_processes(self, *, now: float) -> bool:
         """Return whether the processes of this node have to end."""
-        return now - self._heard_at > _ALONE_SHARE * self.lost_after_s
+        return now - self._heard_at > ALONE_SHARE * self.lost_after_s
 
     def must_end_agent(self, *, now: float) -> bool:
         """Return whether this agent has to end: neither a message nor the lease shows that the head lives."""

@@ -106,7 +106,7 @@ def lead(
             raise ConfigError(
                 f"port {deployment.port} of {address} is in use: end the program that uses it, or change deployment.port"
             )
-        held.enter_context(ControlServer(registry, host=address, port=port, secret=secret))
+        held.enter_context(ControlServer(registry, host=address, port=port, secret=secret, may_answer=lambda: lease.may_answer))
         control = Control(run=run.id, attempt=run.attempt, host=address, port=port)
         held.callback(_remove_control, layout, control)
         write_json_atomically(layout.control, control)
@@ -114,7 +114,7 @@ def lead(
         print(f"node 0 at {address}:{port} waits for {len(wanted)} more", file=sys.stderr)
         leader = Lead(host=host, own=own, python=local.python, known={})
         # Whoever leads in this node's place needs the other nodes: they find it when they miss this one.
-        held.callback(lambda: None if lease.is_lost else host.end_run(leader.exit_code))
+        held.callback(lambda: host.end_run(leader.exit_code) if lease.may_answer else None)
         _await_nodes(host, registry, config, where=f"{address}:{port}")
         leader.known = {HEAD: own, **host.nodes()}
         yield leader

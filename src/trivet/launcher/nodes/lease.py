@@ -3,7 +3,8 @@
 The leader raises a number in the file every second. A candidate watches the file first: while the number changes, another node
 leads, and the candidate is refused. When it has not changed for `lost_after_s`, the lease is free: by then the agents of the old
 leader have ended its processes (`launcher.nodes.head_contact`), and a leader that could not renew for three quarters of that time
-has ended its run. Each lease has a higher term than the one before it. A leader that reads a higher term has lost the lease.
+has ended its run (`launcher.nodes.lease_guard`). Each lease has a higher term than the one before it. A leader that reads a higher
+term has lost the lease.
 
 Unlike a lock the lease also holds where the shared file system keeps no locks between machines, and a node that died blocks the
 run for `lost_after_s` only. No clocks are compared. What a leader that hung still writes before it reads the file again is not
@@ -22,6 +23,7 @@ from types import TracebackType
 import msgspec
 
 from trivet.errors import NodesMissing, RunDirectoryBusy
+from trivet.launcher.nodes.head_contact import ALONE_SHARE
 from trivet.storage.durable import DECODE_ERRORS, replace_file
 
 _RENEW_INTERVAL_S = 1.0
@@ -29,6 +31,9 @@ _SETTLE_S = 3.0
 """Of two candidates that took a free lease at one moment both know after this time who has it."""
 _HELD_SHARE = 0.75
 """Share of `lost_after_s` for which a leader may lead without a renewal; the rest is for the end of its processes."""
+_ANSWER_SHARE = _HELD_SHARE - ALONE_SHARE
+"""Share of `lost_after_s` for which a leader answers its agents without a renewal. They end their processes ALONE_SHARE later, which
+is when the leader ends its own."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -82,6 +87,8 @@ class HeadLease:
         self._own = Lease(term=0, holder=secrets.token_hex(8), node=os.uname().nodename, number=0)
         self._renewed_at = clock()
         self._successor: Lease | None = None
+        self._is_held = False
+        self._has_expired = False
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="head-lease", daemon=True)
 
@@ -98,6 +105,7 @@ class HeadLease:
         self._sleep(_SETTLE_S)
         self.renew()
         self.check()
+        self._is_held = True
         self._thread.start()
         return self
 
@@ -105,13 +113,33 @@ class HeadLease:
         self._is_closing.set()
         self._thread.join()
         found = read_lease(self._path)
-        if found is not None and found.holder == self._own.holder:
+        # The agents of a leader whose lease has expired may still be ending their processes: whoever comes next waits for that.
+        if found is not None and found.holder == self._own.holder and not self.has_expired:
             self._path.unlink(missing_ok=True)
+        self._is_held = False
 
     @property
     def is_lost(self) -> bool:
         """True when another node has taken it."""
         return self._successor is not None
+
+    @property
+    def has_expired(self) -> bool:
+        """True once a held lease was not renewed for so long that another node may take it soon. It stays True. Touches no file."""
+        self._has_expired |= self._is_held and self._silent_s > _HELD_SHARE * self._lost_after_s
+        return self._has_expired
+
+    @property
+    def may_answer(self) -> bool:
+        """True while agents may be told that this node leads. Touches no file.
+
+        Without an answer they end their processes, at the latest when this node ends its own.
+        """
+        return not self.is_lost and not self.has_expired and self._silent_s <= _ANSWER_SHARE * self._lost_after_s
+
+    @property
+    def _silent_s(self) -> float:
+        return self._clock() - self._renewed_at
 
     def check(self) -> None:
         """Raise when this node must not lead any more.
@@ -122,9 +150,10 @@ class HeadLease:
         """
         if self._successor is not None:
             raise self._refusal(self._successor)
-        if (silent_s := self._clock() - self._renewed_at) > _HELD_SHARE * self._lost_after_s:
+        if self.has_expired:
             raise NodesMissing(
-                f"this node could not renew its lease {str(self._path)!r} for {silent_s:.0f} s, and another may lead the run soon:"
+                f"this node could not renew its lease {str(self._path)!r} for {_HELD_SHARE * self._lost_after_s:.0f} s, and another"
+                " may lead the run soon:"
                 " the shared directory does not answer, or deployment.lost_after_s is too short for it"
             )
 
@@ -165,7 +194,7 @@ class HeadLease:
         return seen.term
 
     def _keep(self) -> None:
-        while not (self.is_lost or self._is_closing.wait(_RENEW_INTERVAL_S)):
+        while not (self.is_lost or self.has_expired or self._is_closing.wait(_RENEW_INTERVAL_S)):
             try:
                 self.renew()
             except OSError:

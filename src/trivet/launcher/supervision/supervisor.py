@@ -20,7 +20,7 @@ import signal
 from collections.abc import Iterable
 
 from trivet.config.sections.supervision import RecoveryConfig
-from trivet.errors import EnvironmentLoadError, RunDirectoryBusy, TrivetError
+from trivet.errors import EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.key_names import key_name
 from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog, is_for_terminal
@@ -93,6 +93,8 @@ class Supervisor:
         self._load_error: EnvironmentLoadError | None = None
         self._is_superseded = False
         """True when another node leads the run: the status is its own."""
+        self._must_not_lead = False
+        """True when another node leads the run, or may soon: the processes end before anything else is done."""
         self._recovery = recovery
         self._restarts = RestartLog(log=log, clock=clock)
         self._progress = UnitProgress(attempts, self._roles)
@@ -113,10 +115,15 @@ class Supervisor:
         with Interrupts(clock=self._clock.now) as interrupts:
             try:
                 verdict = self._supervise(interrupts)
-                self._announce(verdict)
+                if not self._must_not_lead:
+                    self._announce(verdict)
             finally:
-                self._log.close()
+                if not self._must_not_lead:
+                    self._log.close()
                 self._stop_all(interrupts)
+            if self._must_not_lead:  # said only now: the log may be in a directory that does not answer
+                self._log.close()
+                self._announce(verdict)
             self._conclude(verdict)
         if self._load_error is not None:
             raise self._load_error
@@ -211,7 +218,10 @@ class Supervisor:
                 self._carry_out(action)
                 self._status.write_at_once()
         except RunDirectoryBusy as exc:
-            self._is_superseded = True
+            self._is_superseded = self._must_not_lead = True
+            return RecoveryVerdict(outcome=Outcome.FAILED, exit_code=exc.exit_code, role=None, reason=str(exc))
+        except NodesMissing as exc:
+            self._must_not_lead = True
             return RecoveryVerdict(outcome=Outcome.FAILED, exit_code=exc.exit_code, role=None, reason=str(exc))
         except TrivetError as exc:
             reason = f"no restart is possible: {exc}"

@@ -162,6 +162,19 @@ def test_messages_are_heard_at_the_time_of_the_heads_clocks(registry: NodeRegist
     assert list(registry.present(now=530.1)) == []
 
 
+def test_agents_hear_nothing_while_the_head_may_not_answer_and_still_count_as_there(registry: NodeRegistry, port: int) -> None:
+    may_answer = True
+    with ControlServer(registry, host=HOST, port=port, secret=SECRET, may_answer=lambda: may_answer), connect(port) as client:
+        ask(client, make_hello())
+        may_answer = False
+        client.receive(timeout_s=0.3)  # answers to what was sent before
+        client.send(Beat(number=7, time=0.0, num_done=0, is_leaving=True))
+        wait_until(lambda: registry.leaving() == {1}, timeout_s=20, waiting_for="the beat")
+        assert client.receive(timeout_s=0.3) == []
+        may_answer = True
+        assert ask(client, Beat(number=8, time=0.0, num_done=0)) == Orders(beat=8, first=1, orders=[], lost_after_s=30.0)
+
+
 def test_an_agent_finds_a_head_that_listens_again(registry: NodeRegistry, port: int) -> None:
     with connect(port) as client:
         with serve(registry, port):

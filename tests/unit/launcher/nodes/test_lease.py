@@ -1,8 +1,8 @@
 """One first node at a time has the lease of an output directory, whatever locks and clocks do."""
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,16 @@ def path(tmp_path: Path) -> Path:
 def make_lease(path: Path, world: World | None = None) -> HeadLease:
     world = world or World()
     return HeadLease(path, lost_after_s=LOST_AFTER_S, clock=lambda: world.now, sleep=world.sleep)
+
+
+@contextmanager
+def hold_by_hand(path: Path, world: World) -> Iterator[HeadLease]:
+    """Hold a lease that is renewed only when the test says so."""
+    lease = make_lease(path, world)
+    lease._is_closing.set()
+    with lease:
+        lease._thread.join()
+        yield lease
 
 
 def write(path: Path, *, term: int = 1, holder: str = "another", number: int = 7) -> None:
@@ -114,6 +124,38 @@ def test_a_leader_that_cannot_renew_for_long_must_not_lead(path: Path) -> None:
             lease.check()
         path.parent.unlink()
         moved.rename(path.parent)
+
+
+def test_a_leader_whose_directory_hangs_stops_to_answer_so_early_that_its_agents_have_ended_with_it(path: Path) -> None:
+    """Agents end their processes half of the time after the last answer, which is when the leader ends its own."""
+    world = World()
+    with hold_by_hand(path, world) as lease:
+        world.now += 0.25 * LOST_AFTER_S
+        assert lease.may_answer
+        world.now += 0.1
+        assert not lease.may_answer
+        lease.renew()
+        assert lease.may_answer
+
+
+def test_a_leader_whose_lease_has_expired_never_leads_again_and_leaves_the_file_to_be_waited_for(path: Path) -> None:
+    world = World()
+    with hold_by_hand(path, world) as lease:
+        world.now += 0.76 * LOST_AFTER_S
+        assert lease.has_expired
+        lease.renew()
+        assert lease.has_expired
+        assert not lease.may_answer
+        with pytest.raises(NodesMissing):
+            lease.check()
+    assert path.exists()
+
+
+def test_a_lease_that_is_still_waited_for_has_not_expired(path: Path) -> None:
+    world = World()
+    lease = make_lease(path, world)
+    world.now += 2 * LOST_AFTER_S
+    assert not lease.has_expired
 
 
 def test_a_lease_that_cannot_be_read_is_waited_for(path: Path) -> None:

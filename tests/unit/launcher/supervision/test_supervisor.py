@@ -12,7 +12,7 @@ import pytest
 from support.fake_roles import FakeAttempts, FakeChild, FakeClock, FakeEnvironments, FakeHost, write_report
 from trivet.config.layout import RunLayout
 from trivet.config.sections.supervision import RecoveryConfig
-from trivet.errors import CheckpointError, EnvironmentLoadError
+from trivet.errors import CheckpointError, EnvironmentLoadError, NodesMissing, RunDirectoryBusy, TrivetError
 from trivet.exits import NODE_LOST
 from trivet.launcher.logs import RunLog
 from trivet.launcher.supervision.recovery import Recovery
@@ -96,6 +96,31 @@ def test_a_run_is_done_when_trainer_and_orchestrator_are(run: SimulatedRun) -> N
     status = run.status()
     assert (status.state, status.exit_code, status.restarts) == (RunState.DONE, 0, [])
     assert 30 <= run.clock.now() - 100.0 < 31
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "has_status"), [(NodesMissing("no lease"), 75, True), (RunDirectoryBusy("another leads"), 2, False)]
+)
+def test_a_launcher_that_must_not_lead_ends_its_roles_before_it_writes_anything(
+    run: SimulatedRun, monkeypatch: pytest.MonkeyPatch, error: TrivetError, exit_code: int, has_status: bool
+) -> None:
+    """The log and the status may be in a directory that does not answer."""
+    said: list[str] = []
+
+    def refuse() -> None:
+        raise error
+
+    def stop(*args: object, **kwargs: object) -> object:
+        said.append(run.said)
+        return FakeHost.stop(run.host, *args, **kwargs)  # type: ignore[arg-type]  # as it was called
+
+    run.at(10, lambda: monkeypatch.setattr(run.host, "lost_nodes", refuse))
+    monkeypatch.setattr(run.host, "stop", stop)
+    assert run.supervisor.run() == exit_code
+    assert said
+    assert str(error) not in said[0]
+    assert str(error) in run.said
+    assert (run.status().exit_code == exit_code) == has_status
 
 
 NOBODY = "http://127.0.0.1:1/v1"

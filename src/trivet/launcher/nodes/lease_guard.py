@@ -1,0 +1,109 @@
+"""Ends a first node that must not lead the run any more, also when its main thread waits for a directory that does not answer.
+
+The supervisor asks the lease in each round, but it reads logs in between, and such a read may never return. So a thread of its own
+watches the lease. It touches no file. It ends the processes of this machine, leaves the main thread time to end the run in order,
+and then ends this process.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from trivet.errors import TrivetError
+from trivet.launcher.nodes.lease import HeadLease
+from trivet.process.process_table import descendants, read_processes
+
+_POLL_INTERVAL_S = 0.5
+_STOP_SHARE = 0.2
+"""Share of `lost_after_s` between SIGTERM and SIGKILL. With the 0.75 before it, processes are gone before another node leads."""
+_ORDERLY_END_S = 10.0
+"""How long the main thread may take after that to write the status and end this process."""
+_STOP_POLL_INTERVAL_S = 0.1
+_PRINT_TIMEOUT_S = 1.0
+"""How long the reason may take to be printed: the output may be a file in the directory that does not answer."""
+
+
+def end_descendants(timeout_s: float) -> None:
+    """End every process that this one has started, and theirs: SIGTERM, then after `timeout_s` SIGKILL. Reads /proc alone."""
+    deadline = time.monotonic() + timeout_s
+    _signal(_running_descendants(), signal.SIGTERM)
+    while (running := _running_descendants()) and time.monotonic() < deadline:
+        time.sleep(_STOP_POLL_INTERVAL_S)
+    _signal(running, signal.SIGKILL)
+
+
+def _running_descendants() -> list[int]:
+    """Return the descendants that have not ended. Those that have wait for the main thread, which may never look at them."""
+    table = read_processes()
+    return [pid for pid in descendants(os.getpid(), table=table) if table[pid].state != "Z"]
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class LeaseGuard:
+    """The thread that ends this node when its lease has expired or another node has taken it.
+
+    >>> lease = HeadLease(layout.lease, lost_after_s=30.0)
+    >>> with LeaseGuard(lease, lost_after_s=30.0), lease:
+    ...     supervise()
+    """
+
+    def __init__(
+        self,
+        lease: HeadLease,
+        *,
+        lost_after_s: float,
+        orderly_end_s: float = _ORDERLY_END_S,
+        end_processes: Callable[[float], None] = end_descendants,
+        end_this_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Prepare the thread.
+
+        Args:
+            orderly_end_s: how long the main thread may take to end this process, once the others have ended.
+            end_processes: ends what this process has started, within so many seconds.
+            end_this_process: called with the exit code. It must not wait for other threads.
+        """
+        self._lease = lease
+        self._stop_timeout_s = _STOP_SHARE * lost_after_s
+        self._orderly_end_s = orderly_end_s
+        self._end_processes = end_processes
+        self._end_this_process = end_this_process
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lease-guard", daemon=True)
+
+    def __enter__(self) -> "LeaseGuard":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_closing.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not (self._lease.has_expired or self._lease.is_lost):
+            if self._is_closing.wait(_POLL_INTERVAL_S):
+                return
+        self._end_processes(self._stop_timeout_s)
+        if not self._is_closing.wait(self._orderly_end_s):
+            self._end_this_process(self._explain())
+
+    def _explain(self) -> int:
+        """Print why this node ends; return its exit code."""
+        try:
+            self._lease.check()
+        except TrivetError as exc:
+            said = threading.Thread(target=print, args=(f"node 0: {exc}",), kwargs={"file": sys.stderr}, daemon=True)
+            said.start()
+            said.join(_PRINT_TIMEOUT_S)
+            return exc.exit_code
+        raise AssertionError("a lease that was lost or has expired stays so")
