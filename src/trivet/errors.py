@@ -2,7 +2,7 @@
 
 TrivetError                  1
 ├── ConfigError              2
-│   └── RunDirectoryBusy     2
+│   └── RunDirectoryBusy     2 (75 for a job that a scheduler has started again)
 ├── EnvironmentLoadError     2
 ├── DependencyError          2
 ├── MessageRefused
@@ -42,6 +42,17 @@ class ConfigError(TrivetError, ValueError):
 
 class RunDirectoryBusy(ConfigError):
     """Raised when another run, or another process of the same role, holds the output directory."""
+
+    def __init__(self, message: str, *, is_retried: bool = False) -> None:
+        """Choose the exit code.
+
+        Args:
+            is_retried: True for a job that its scheduler has started again. What holds the directory may be the job's own earlier
+                start, which has not ended yet, so another start is worthwhile.
+        """
+        super().__init__(message)
+        if is_retried:
+            self.exit_code = NodesMissing.exit_code
 
 
 class EnvironmentLoadError(TrivetError):

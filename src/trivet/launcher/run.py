@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from trivet.environments.packages.interpreters import describe_interpreter, requ
 from trivet.environments.packages.probe import EnvironmentProbe
 from trivet.environments.packages.probe_program import ProbeTarget
 from trivet.environments.settings import run_settings
+from trivet.errors import NodesMissing
 from trivet.launcher.commands.bench import measure_trainer
 from trivet.launcher.custom_advantage import require_advantage
 from trivet.launcher.host import ProcessHost
@@ -25,14 +26,16 @@ from trivet.launcher.plan import RunPlan, plan, share_gpus
 from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import LocalHost
 from trivet.launcher.role_configs import Ports
-from trivet.launcher.run_directory import RunDirectory
+from trivet.launcher.run_directory import RunDirectory, wait_of_job
 from trivet.launcher.scratch import Scratch
 from trivet.launcher.supervision.attempts import Attempts, role_environment
 from trivet.launcher.supervision.recovery import Recovery
 from trivet.launcher.supervision.start_order import StartOrder
 from trivet.launcher.supervision.supervisor import Supervisor
 from trivet.machine import Machine, inspect_machine
+from trivet.process.lock import DEAD_MACHINE_S, LockWait
 from trivet.process.stacks import show_stacks_on_signal
+from trivet.schedulers.node_variables import is_restarted_job
 from trivet.secret import find_secret, share_secret
 from trivet.transport.recorded_groups import require_replayable
 from trivet.wire.versions import Step
@@ -104,10 +107,12 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
     show_stacks_on_signal()
     layout = RunLayout(config.output_dir)
     with ExitStack() as held:
-        directory = held.enter_context(RunDirectory(layout))
+        lease = _open_lease(config, layout, held) if identity is not None else None
+        directory = held.enter_context(RunDirectory(layout, wait=lock_wait(config, lease, environ=os.environ)))
         scratch = held.enter_context(Scratch(layout.scratch_note))
         ckpt = config.trainer.ckpt
-        lease = _take_lease(config, layout, held) if identity is not None else None
+        if lease is not None:
+            held.enter_context(lease)
         environments = held.enter_context(_loading_environments(config))
         step = directory.choose_start(resume_step=ckpt.resume_step, resume_from=ckpt.resume_from, does_clean=config.clean)
         if config.clean:
@@ -147,14 +152,33 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
         return exit_code
 
 
-def _take_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLease":
+def _open_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLease":
+    """Return the lease with which this node may lead, which it has not taken yet, and watch from now on that it keeps it."""
     from trivet.launcher.nodes.lease import HeadLease  # here: as in `start`
     from trivet.launcher.nodes.lease_guard import LeaseGuard
 
     lost_after_s = config.deployment.lost_after_s
-    lease = HeadLease(layout.lease, lost_after_s=lost_after_s)
-    held.enter_context(LeaseGuard(lease, lost_after_s=lost_after_s))  # first, so that it outlasts the lease
-    return held.enter_context(lease)
+    lease = HeadLease(layout.lease, lost_after_s=lost_after_s, is_retried=is_restarted_job(os.environ))
+    held.enter_context(LeaseGuard(lease, lost_after_s=lost_after_s))
+    return lease
+
+
+def lock_wait(config: RLConfig, lease: "HeadLease | None", *, environ: Mapping[str, str]) -> LockWait:
+    """Return how long another holder of the output directory is waited for.
+
+    Over nodes it may be a first node that died with its machine. While its lock stays, the lease says whether it leads.
+    """
+    if lease is None:
+        return wait_of_job(environ)
+    timeout_s = max(config.deployment.lost_after_s, DEAD_MACHINE_S)
+
+    def make_error(holder: str) -> NodesMissing:
+        return NodesMissing(
+            f"{holder}; no other first node has renewed its lease for {timeout_s:g} s, so a file system that keeps the lock of a"
+            " machine that died is also possible: then start the run again"
+        )
+
+    return LockWait(timeout_s=timeout_s, error=make_error, on_wait=lease.look)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

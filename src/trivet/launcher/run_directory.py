@@ -4,6 +4,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -14,9 +15,10 @@ from trivet.config.layout import RunLayout
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.base import Section
 from trivet.config.sections.shared import RunIdentity
-from trivet.errors import CheckpointError, ConfigError
+from trivet.errors import CheckpointError, ConfigError, RunDirectoryBusy
 from trivet.key_names import key_name
-from trivet.process.lock import FileLock, holder_of
+from trivet.process.lock import DEAD_MACHINE_S, FileLock, LockWait, holder_of
+from trivet.schedulers.node_variables import is_restarted_job
 from trivet.storage.durable import write_atomically
 from trivet.telemetry.events import drop_torn_line
 from trivet.wire.versions import Step
@@ -26,8 +28,8 @@ RESULTS = ("weights", "checkpoints", "events.jsonl", "metrics", "rollouts", "bat
 ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports", ".compute_dtype.json")
 """Everything that a run writes and leaves, besides its lock."""
 
-_LOCK_WAIT_S = 0.3
-"""Seconds to wait for the lock: a process that asks who holds it locks it for a moment."""
+_SHORT_WAIT = LockWait(timeout_s=0.3)
+"""A process that asks who holds the lock takes it for a moment."""
 
 
 class RunDirectory:
@@ -39,16 +41,16 @@ class RunDirectory:
     ...     directory.begin(run, resumed_from=step)
     """
 
-    def __init__(self, layout: RunLayout) -> None:
+    def __init__(self, layout: RunLayout, *, wait: LockWait = _SHORT_WAIT) -> None:
         self.layout = layout
         self._has_new_secret = False
-        self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", guards=layout.root, wait_s=_LOCK_WAIT_S)
+        self._lock = FileLock(layout.lock, what=f"output_dir {str(layout.root)!r}", guards=layout.root, wait=wait)
 
     def __enter__(self) -> "RunDirectory":
         """Take the directory, which is made when it is not there.
 
         Raises:
-            RunDirectoryBusy: a live run holds the directory.
+            RunDirectoryBusy: a live run holds the directory. `wait` may name another error.
             ConfigError: the directory cannot be written.
         """
         try:
@@ -176,6 +178,17 @@ class RunDirectory:
 
     def _entries(self) -> list[str]:
         return [name for name in ENTRIES if (self.layout.root / name).exists()]
+
+
+def wait_of_job(environ: Mapping[str, str]) -> LockWait:
+    """Return how long a run on one machine waits for the directory.
+
+    A job that was started again waits for its own earlier start, whose machine may have died, and is started once more when
+    that does not help. Anything else meets a run that somebody else has started.
+    """
+    if not is_restarted_job(environ):
+        return _SHORT_WAIT
+    return LockWait(timeout_s=DEAD_MACHINE_S, error=partial(RunDirectoryBusy, is_retried=True))
 
 
 def write_configs(configs: Mapping[Path, Section]) -> None:

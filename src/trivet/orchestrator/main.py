@@ -47,7 +47,8 @@ def start(config: OrchestratorConfig) -> int:
     process_report.begin("loading environments")
     with without_collections():
         import trivet.orchestrator.start  # noqa: F401  # pyright: ignore[reportUnusedImport]  # imports verifiers, which takes seconds
-    with hold_role(RunLayout(config.output_dir).role_lock("orchestrator")):
+    lock = RunLayout(config.output_dir).role_lock("orchestrator")
+    with hold_role(lock, is_over_nodes=config.rollout_transport.is_between_machines):
         return asyncio.run(_run(config))
 
 

@@ -10,16 +10,30 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from trivet.errors import RunDirectoryBusy
+from trivet.errors import NodesMissing, RunDirectoryBusy, TrivetError
 
 _POLL_INTERVAL_S = 0.1
 _MAX_DIGITS = 11
 """Digits of a process id or of a time in seconds; a longer number comes of a damaged file."""
 _ROLE_WAIT_S = 10.0
 """Seconds: a role that was killed a moment ago may still be ending."""
+DEAD_MACHINE_S = 120.0
+"""Seconds to wait where the holder may have been a machine that died: an NFSv4 server keeps the locks of such a client for 90 s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockWait:
+    """How a lock that another process holds is waited for."""
+
+    timeout_s: float
+    error: Callable[[str], TrivetError] = RunDirectoryBusy
+    """Makes the error that is raised after that time, from a text that names the holder."""
+    on_wait: Callable[[], None] = lambda: None
+    """Called about ten times a second meanwhile. It may raise, which ends the wait."""
 
 
 def holder_of(path: Path) -> int | None:
@@ -51,7 +65,7 @@ class FileLock:
         *,
         what: str,
         guards: Path | None = None,
-        wait_s: float = 0.0,
+        wait: LockWait = LockWait(timeout_s=0.0),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -62,11 +76,11 @@ class FileLock:
             what: what is held, as the error names it.
             guards: a directory that is locked too, so that nobody gets in by removing the file. Where the file system locks no
                 directories, as NFS does not, the file alone counts.
-            wait_s: how long another process may take to let go.
+            wait: how long another process may take to let go.
         """
         self._path = path
         self._what = what
-        self._wait_s = wait_s
+        self._wait = wait
         self._clock = clock
         self._sleep = sleep
         self._file = -1
@@ -77,21 +91,28 @@ class FileLock:
         """Take the lock.
 
         Raises:
-            RunDirectoryBusy: a live process holds it.
+            RunDirectoryBusy: a live process holds it. `wait` may name another error.
             OSError: the file cannot be written.
         """
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if self._guards is not None:
-            self._directory = os.open(self._guards, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = self._clock() + self._wait_s
-        while not self._is_taken():
-            if self._clock() >= deadline:
-                self.close()
-                raise RunDirectoryBusy(self._describe_holder())
-            self._sleep(_POLL_INTERVAL_S)
+        try:
+            if self._guards is not None:
+                self._directory = os.open(self._guards, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._await()
+        except BaseException:
+            self.close()
+            raise
         os.ftruncate(self._file, 0)
         os.write(self._file, f"{os.getpid()} {time.time():.0f}\n".encode())
         return self
+
+    def _await(self) -> None:
+        deadline = self._clock() + self._wait.timeout_s
+        while not self._is_taken():
+            if self._clock() >= deadline:
+                raise self._wait.error(self._describe_holder())
+            self._wait.on_wait()
+            self._sleep(_POLL_INTERVAL_S)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
@@ -168,12 +189,17 @@ def remove_if_free(directory: Path) -> None:
         os.close(file)
 
 
-def hold_role(path: Path) -> FileLock:
+def hold_role(path: Path, *, is_over_nodes: bool) -> FileLock:
     """Return the lock of a role, of which a directory has one; it tells two trainers that were started by hand apart.
+
+    Over nodes the role may follow one whose machine died, and whose lock the file system keeps for a while. So it is waited for.
+    A lock that stays ends the role with a code for which the launcher starts it again.
 
     Args:
         path: `RunLayout.role_lock`.
+        is_over_nodes: whether roles of the run are on several machines.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     role = path.suffix.removeprefix(".")
-    return FileLock(path, what=f"the {role}'s place in output_dir {str(path.parent)!r}", wait_s=_ROLE_WAIT_S)
+    wait = LockWait(timeout_s=DEAD_MACHINE_S, error=NodesMissing) if is_over_nodes else LockWait(timeout_s=_ROLE_WAIT_S)
+    return FileLock(path, what=f"the {role}'s place in output_dir {str(path.parent)!r}", wait=wait)

@@ -47,7 +47,8 @@ def start(config: TrainerConfig) -> int:
             return 0
         set_up_rank(config, world, role="trainer")
         arm(config.faults.schedule, rank=world.rank)
-        with hold_role(RunLayout(config.output_dir).role_lock("trainer")) if world.is_main else nullcontext():
+        lock = RunLayout(config.output_dir).role_lock("trainer")
+        with hold_role(lock, is_over_nodes=transport.is_between_machines) if world.is_main else nullcontext():
             run(with_end_of_replay(config), world, make_receiver=lambda from_step: open_receiver(config, from_step, world))
     return 0
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from trivet.config.loading.load import load_config
 from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError, RunDirectoryBusy
-from trivet.launcher.run_directory import RunDirectory, write_configs
+from trivet.launcher.run_directory import RunDirectory, wait_of_job, write_configs
 from trivet.process.lock import FileLock
 from trivet.secret import make_secret
 from trivet.wire.versions import Step
@@ -39,6 +40,16 @@ def test_a_second_run_is_told_who_holds_the_directory(layout: RunLayout) -> None
     with RunDirectory(layout), pytest.raises(RunDirectoryBusy, match=r"in use by the run with pid \d+, started 20") as error:
         RunDirectory(layout).__enter__()
     assert error.value.exit_code == 2
+
+
+def test_a_job_that_was_started_again_waits_for_its_earlier_start_and_is_not_over_when_that_stays(layout: RunLayout) -> None:
+    with RunDirectory(layout):
+        for environ, timeout_s, exit_code in (({"SLURM_RESTART_COUNT": "1"}, 120.0, 75), ({"JOBSET_RESTARTS": "0"}, 0.3, 2)):
+            wait = wait_of_job(environ)
+            assert wait.timeout_s == timeout_s
+            with pytest.raises(RunDirectoryBusy) as error:
+                RunDirectory(layout, wait=replace(wait, timeout_s=0.0)).__enter__()
+            assert error.value.exit_code == exit_code
 
 
 def test_a_run_that_ended_does_not_hold_the_directory(layout: RunLayout) -> None:

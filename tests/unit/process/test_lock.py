@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from trivet.config.layout import RunLayout
-from trivet.errors import RunDirectoryBusy
-from trivet.process.lock import FileLock, hold_role, holder_of
+from trivet.errors import NodesMissing, RunDirectoryBusy
+from trivet.process.lock import FileLock, LockWait, hold_role, holder_of
 
 
 def test_a_second_holder_is_refused_and_learns_who_holds_it(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_asking_who_holds_it_takes_nothing(tmp_path: Path) -> None:
 def test_a_holder_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
     first = FileLock(tmp_path / "lock", what="this place")
     first.__enter__()
-    with FileLock(tmp_path / "lock", what="this place", wait_s=10.0, sleep=lambda _: first.close()):
+    with FileLock(tmp_path / "lock", what="this place", wait=LockWait(timeout_s=10.0), sleep=lambda _: first.close()):
         pass
 
 
@@ -51,7 +51,7 @@ def test_waiting_ends_at_its_deadline(tmp_path: Path) -> None:
         now[0] += seconds
 
     with FileLock(tmp_path / "lock", what="this place"):
-        late = FileLock(tmp_path / "lock", what="this place", wait_s=2.0, clock=lambda: now[0], sleep=sleep)
+        late = FileLock(tmp_path / "lock", what="this place", wait=LockWait(timeout_s=2.0), clock=lambda: now[0], sleep=sleep)
         with pytest.raises(RunDirectoryBusy), late:
             pass
     assert 2.0 <= now[0] < 3.0
@@ -61,7 +61,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     path = RunLayout(tmp_path).role_lock("trainer")
     program = (
         "import sys, time; from pathlib import Path; from trivet.process.lock import hold_role\n"
-        "hold_role(Path(sys.argv[1])).__enter__(); print('held', flush=True); time.sleep(60)"
+        "hold_role(Path(sys.argv[1]), is_over_nodes=False).__enter__(); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
@@ -72,8 +72,43 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
         ):
             pass
         holder.kill()
-    with hold_role(path):
+    with hold_role(path, is_over_nodes=True):
         pass
+
+
+def test_a_wait_may_be_ended_with_another_error_and_leaves_the_lock_alone(tmp_path: Path) -> None:
+    def give_up() -> None:
+        raise NodesMissing("another node leads")
+
+    path = tmp_path / "lock"
+    with FileLock(path, what="this place"):
+        for wait, message in (
+            (LockWait(timeout_s=60.0, on_wait=give_up), "another node leads"),
+            (LockWait(timeout_s=0.0, error=NodesMissing), rf"in use by the run with pid {os.getpid()}"),
+        ):
+            late = FileLock(path, what="this place", wait=wait)
+            with pytest.raises(NodesMissing, match=message), late:
+                pass
+    assert holder_of(path) is None
+
+
+def test_over_nodes_a_role_waits_for_the_lock_of_a_machine_that_died_and_may_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFSv4 server keeps the locks of a client that died for 90 s."""
+    now = [0.0]
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    path = RunLayout(tmp_path).role_lock("orchestrator")
+    with hold_role(path, is_over_nodes=False):
+        late = hold_role(path, is_over_nodes=True)
+        late._clock, late._sleep = lambda: now[0], pass_time
+        with pytest.raises(NodesMissing, match="the orchestrator's place") as error:
+            late.__enter__()
+    assert now[0] > 90.0
+    assert error.value.exit_code == 75
 
 
 def test_removing_the_file_lets_nobody_in(tmp_path: Path) -> None:

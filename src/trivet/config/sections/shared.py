@@ -144,6 +144,11 @@ class TransportConfig(Section):
     timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest wait for the other role (for a batch in the trainer, for an acknowledgement in the orchestrator), seconds."""
 
+    @property
+    def is_between_machines(self) -> bool:
+        """True when trainer and orchestrator may be on different machines: the launcher then gives an address to advertise."""
+        return self.advertise is not None
+
 
 class RunIdentity(Section):
     """Set by the launcher; roles started by hand on several machines need the same values."""

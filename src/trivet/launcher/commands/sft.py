@@ -15,7 +15,7 @@ from trivet.config.sections.sft import FakeDataConfig, SftConfig
 from trivet.conversations.mixture import open_data
 from trivet.errors import ConfigError
 from trivet.launcher.commands.ranks import become_ranks
-from trivet.launcher.run_directory import RunDirectory, write_configs
+from trivet.launcher.run_directory import RunDirectory, wait_of_job, write_configs
 from trivet.schedulers.submit import submit
 from trivet.secret import share_secret
 
@@ -54,7 +54,7 @@ def start(config: SftConfig) -> int:
     if config.bench is not None:
         return become_ranks("trivet.trainer.sft.main", sys.argv[1:], device=config.device, num_ranks=config.num_ranks)
     layout, ckpt = RunLayout(config.output_dir), config.ckpt
-    directory = RunDirectory(layout)
+    directory = RunDirectory(layout, wait=wait_of_job(os.environ))
     directory.__enter__()
     directory.keep_over_exec()
     write_configs({layout.configs / "sft.toml": config})

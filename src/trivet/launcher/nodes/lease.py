@@ -32,8 +32,8 @@ _SETTLE_S = 3.0
 _HELD_SHARE = 0.75
 """Share of `lost_after_s` for which a leader may lead without a renewal; the rest is for the end of its processes."""
 _ANSWER_SHARE = _HELD_SHARE - ALONE_SHARE
-"""Share of `lost_after_s` for which a leader answers its agents without a renewal. They end their processes ALONE_SHARE later, which
-is when the leader ends its own."""
+"""Share of `lost_after_s` for which a leader answers its agents without a renewal. They end their processes ALONE_SHARE later,
+which is when the leader ends its own."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -72,6 +72,7 @@ class HeadLease:
         path: Path,
         *,
         lost_after_s: float,
+        is_retried: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -79,11 +80,20 @@ class HeadLease:
 
         Args:
             lost_after_s: a lease that has not changed for this long is free.
+            is_retried: whether another start is worthwhile when another node leads (`RunDirectoryBusy`).
         """
         self._path = path
         self._lost_after_s = lost_after_s
+        self._is_retried = is_retried
         self._clock = clock
         self._sleep = sleep
+        self._earlier: Lease | None = None
+        """The lease of another node that this one waits for."""
+        self._last_term = 0
+        self._has_looked = False
+        self._looked_at = float("-inf")
+        self._watched_since = 0.0
+        """When `_earlier` was read first."""
         self._own = Lease(term=0, holder=secrets.token_hex(8), node=os.uname().nodename, number=0)
         self._renewed_at = clock()
         self._successor: Lease | None = None
@@ -99,8 +109,11 @@ class HeadLease:
             RunDirectoryBusy: another node leads.
             OSError: the file cannot be written.
         """
-        before = self._await_free()
-        self._own = msgspec.structs.replace(self._own, term=before + 1)
+        self.look()
+        while not self._is_free:
+            self._sleep(_RENEW_INTERVAL_S)
+            self.look()
+        self._own = msgspec.structs.replace(self._own, term=self._last_term + 1)
         self.renew()
         self._sleep(_SETTLE_S)
         self.renew()
@@ -157,6 +170,40 @@ class HeadLease:
                 " the shared directory does not answer, or deployment.lost_after_s is too short for it"
             )
 
+    def look(self) -> None:
+        """Look, once a second at most, whether another node renews the lease. For a candidate, while it waits for anything.
+
+        Raises:
+            RunDirectoryBusy: another node leads.
+            OSError: the file cannot be read at the first look.
+        """
+        now = self._clock()
+        if now - self._looked_at < _RENEW_INTERVAL_S:
+            return
+        self._looked_at = now
+        try:
+            found = read_lease(self._path)
+        except OSError:
+            if not self._has_looked:
+                raise
+            self._watched_since = self._clock()  # whether it is renewed is unknown: the time begins anew
+            return
+        if not self._has_looked:
+            self._has_looked, self._watched_since = True, self._clock()
+            if found is not None:
+                print(
+                    f"node 0: {found.node} led this run and may do so still; waiting {self._lost_after_s:g} s"
+                    " (deployment.lost_after_s)",
+                    file=sys.stderr,
+                )
+        elif found is not None and found != self._earlier:
+            raise self._refusal(found)
+        self._earlier, self._last_term = found, found.term if found is not None else self._last_term
+
+    @property
+    def _is_free(self) -> bool:
+        return self._earlier is None or self._clock() - self._watched_since >= self._lost_after_s
+
     def renew(self) -> None:
         """Raise the number in the file, unless a greater lease is in it.
 
@@ -171,28 +218,6 @@ class HeadLease:
         replace_file(self._path, msgspec.json.encode(self._own))
         self._renewed_at = begun
 
-    def _await_free(self) -> int:
-        """Return the term of the lease that was there, 0 for none, once nobody renews it."""
-        seen, since = read_lease(self._path), self._clock()
-        if seen is None:
-            return 0
-        print(
-            f"node 0: {seen.node} led this run and may do so still; waiting {self._lost_after_s:g} s (deployment.lost_after_s)",
-            file=sys.stderr,
-        )
-        while self._clock() - since < self._lost_after_s:
-            self._sleep(_RENEW_INTERVAL_S)
-            try:
-                found = read_lease(self._path)
-            except OSError:  # whether it is renewed is unknown: the time begins anew
-                since = self._clock()
-                continue
-            if found is None:
-                break
-            if found != seen:
-                raise self._refusal(found)
-        return seen.term
-
     def _keep(self) -> None:
         while not (self.is_lost or self.has_expired or self._is_closing.wait(_RENEW_INTERVAL_S)):
             try:
@@ -203,5 +228,6 @@ class HeadLease:
     def _refusal(self, lease: Lease) -> RunDirectoryBusy:
         return RunDirectoryBusy(
             f"another first node, on {lease.node}, leads the run in output_dir {str(self._path.parent)!r}; stop it there, or choose"
-            " another output_dir"
+            " another output_dir",
+            is_retried=self._is_retried,
         )

@@ -38,6 +38,8 @@ MAX_BACKOFF_S = 60.0
 """A longer wait would cost more than the restarts that it saves."""
 _FINAL = frozenset({2, 3})
 """Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
+_RETRIED = NodesMissing.exit_code
+"""Exit code of a role that may succeed later: it waited in vain for a lock that a file system keeps for a machine that died."""
 _ONE_NODE = DeploymentConfig()
 
 
@@ -225,7 +227,7 @@ class Recovery:
             return ' (recovery.on_stuck = "stop")'
         if _is_loss_alone(role, run):
             return None
-        if not role.has_progressed:
+        if not role.has_progressed and role.exit_code != _RETRIED:
             what = "before it answered" if role.unit != TRAINING else "before the first step"
             is_first = not state.restarted_at and role.exit_code is not None and not _is_signal(role.exit_code)
             # Over several nodes this may be how the loss of one shows on the others.
@@ -385,7 +387,7 @@ def _signature(role: RoleObservation) -> str:
 
 
 def _exit_code(role: RoleObservation) -> int:
-    return role.exit_code if role.exit_code is not None and role.exit_code in _FINAL else 1
+    return role.exit_code if role.exit_code is not None and role.exit_code in (*_FINAL, _RETRIED) else 1
 
 
 def _finish(outcome: Outcome, exit_code: int, reason: str, *, role: str | None = None) -> FinishRun:

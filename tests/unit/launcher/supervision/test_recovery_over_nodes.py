@@ -244,3 +244,16 @@ def test_a_node_that_is_lost_again_and_again_before_the_only_server_answers_ends
     history.roles["inference"] = replace(history.roles["inference"], exit_code=None)
     history.ends("inference", NODE_LOST, at=80)
     assert "after 3 restarts" in history.verdict(at=80).reason
+
+
+def test_a_role_that_waited_in_vain_for_the_lock_of_a_lost_node_is_started_again() -> None:
+    """The file system keeps the lock of a machine that died for a while, however often the role meets it."""
+    history = over_nodes()
+    for at in (10.0, 200.0):
+        history.knows("trainer", exit_code=143, ended_at=at + 1).knows("trainer-1", exit_code=143, ended_at=at + 1)
+        (announced,) = history.ends("orchestrator", 75, at=at, has_progressed=False).at(at)
+        assert isinstance(announced, AnnounceRestart), announced
+        assert history.at(at) == []
+        assert history.at(at + 60) == [StartUnit(unit=TRAINING)]
+        for name in ("orchestrator", "trainer", "trainer-1"):
+            history.knows(name, exit_code=None)
