@@ -172,7 +172,12 @@ class ManifestRunner:
         targets = [job for job in self._jobs if job.group in policy["targetReplicatedJobs"]]
         if failed := [job for job in self._jobs if job.failure is not None]:
             rules = self._spec["failurePolicy"]["rules"]
-            applying = [rule["action"] for rule in rules for job in failed if job.failure in rule["onJobFailureReasons"]]
+            applying = [
+                rule["action"]
+                for rule in rules
+                for job in failed
+                if job.failure in rule["onJobFailureReasons"] and job.group in rule["targetReplicatedJobs"]
+            ]
             action = applying[0] if applying else "RestartJobSet"
             assert action in ("FailJobSet", "RestartJobSet"), action
             if action == "FailJobSet" or self.restarts >= self._spec["failurePolicy"]["maxRestarts"]:

@@ -2,7 +2,8 @@
 
 The pods that train are the Job `trainer`, whose first pod leads the run; each node that serves is a Job `inference` of one pod.
 Every pod runs `schedulers.job`, which learns from variables which node it is and after how many restarts. The set is over when
-`trainer` is. A failed pod that trains has the set start again; a failed pod that serves is replaced alone.
+`trainer` is. A failed pod that trains has the set start again; a failed pod that serves is replaced alone. The exit codes 2 and 3
+of the first pod fail the set.
 
 Fields: jobset.x-k8s.io/v1alpha2, batch/v1 and v1.
 """
@@ -109,7 +110,12 @@ def make_manifest(config: RLConfig | SftConfig, *, command: SlurmCommand, config
     queue = {"labels": {"kueue.x-k8s.io/queue-name": kubernetes.queue}} if kubernetes.queue is not None else {}
     # A name of its own for each text: a live JobSet, whose pods read it when they start again, keeps the one that it was made with.
     config_map = f"{kubernetes.name}-{hash_bytes(configuration.encode()).xxh3_128[:8]}"
-    final = {"name": "finalExitCode", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    final = {
+        "name": "finalExitCode",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "targetReplicatedJobs": [_TRAINER],
+    }
     return [
         {
             "apiVersion": "v1",
@@ -161,6 +167,8 @@ def _replicated_job(
     assert kubernetes is not None
     pod = _pod(config, kubernetes, group, command=command, config_map=config_map)
     final = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": _FINAL_CODES}}
+    # What is final is decided by the first pod: the others end with no such code (`node_variables.pod_exit_code`).
+    policy = {"podFailurePolicy": {"rules": [final]}} if group.name == _TRAINER else {}
     return {
         "name": group.name,
         "replicas": group.num_jobs,
@@ -170,7 +178,7 @@ def _replicated_job(
                 "parallelism": group.num_pods,
                 "completions": group.num_pods,
                 "backoffLimit": group.max_pod_failures,
-                "podFailurePolicy": {"rules": [final]},
+                **policy,
                 "template": {"spec": merge(pod, kubernetes.pod_overrides)},
             }
         },

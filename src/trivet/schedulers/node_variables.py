@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from trivet.errors import ConfigError, NodesMissing
+
 NODE_BASE, JOB_INDEX = "JOBSET_NODE_BASE", "JOBSET_JOB_INDEX"
 """The first node of a replicated job, and the number of the job among its replicas; `schedulers.kubernetes` sets them."""
 POD_INDEX = "JOB_COMPLETION_INDEX"
@@ -20,3 +22,16 @@ SKYPILOT_INDEX, SKYPILOT_HOSTS = "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
 def is_restarted_job(environ: Mapping[str, str]) -> bool:
     """Return whether a scheduler says that it has started this job before. SkyPilot does not say it."""
     return any(environ.get(name, "0") not in ("", "0") for name in (RESTARTS, SLURM_RESTARTS))
+
+
+def pod_exit_code(exit_code: int, environ: Mapping[str, str]) -> int:
+    """Return the exit code with which a pod ends whose command has ended with `exit_code`.
+
+    The first pod decides what is final for the run, and it has read the configuration before the others. So when another pod
+    refuses to start, its own node is the reason (GPUs, a full disk), and another start may find a better one. Nodes without pods
+    keep the code.
+    """
+    is_first = all(environ.get(name, "0") == "0" for name in (NODE_BASE, JOB_INDEX, POD_INDEX))
+    if exit_code == ConfigError.exit_code and NODE_BASE in environ and not is_first:
+        return NodesMissing.exit_code
+    return exit_code

@@ -84,12 +84,15 @@ def test_the_set_ends_with_the_nodes_that_train_and_is_not_started_again_for_wha
     found = jobset(*NODES, "--kubernetes.max-restarts", "7", "--kubernetes.max-server-restarts", "5")
     assert found["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
     policy = found["spec"]["failurePolicy"]
-    assert (policy["maxRestarts"], policy["rules"][0]["action"]) == (7, "FailJobSet")
+    (final,) = policy["rules"]
+    assert (policy["maxRestarts"], final["action"], final["targetReplicatedJobs"]) == (7, "FailJobSet", ["trainer"])
     for name, limit in (("trainer", 0), ("inference", 5)):
         spec = jobs(found)[name]["template"]["spec"]
         assert spec["backoffLimit"] == limit
-        assert spec["podFailurePolicy"]["rules"] == [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2, 3]}}]
         assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    rule = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2, 3]}}
+    assert jobs(found)["trainer"]["template"]["spec"]["podFailurePolicy"]["rules"] == [rule]
+    assert "podFailurePolicy" not in jobs(found)["inference"]["template"]["spec"]
 
 
 def test_a_pod_has_the_time_for_its_commit():

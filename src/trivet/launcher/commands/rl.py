@@ -1,15 +1,18 @@
 """The command `rl`. What carries a run out is imported when a configuration was read: help and mistakes in it are shown sooner."""
 
+import os
 from functools import partial
 
 from trivet.config.command import run_command
 from trivet.config.sections.rl import RLConfig
+from trivet.schedulers.node_variables import pod_exit_code
 from trivet.schedulers.submit import submit
 
 
 def main() -> int:
     """Run the command with the arguments of this process; returns its exit code."""
-    return run_command(RLConfig, start, check=check, dry_run=check_environments, submit=partial(submit, command="rl"))
+    exit_code = run_command(RLConfig, start, check=check, dry_run=check_environments, submit=partial(submit, command="rl"))
+    return pod_exit_code(exit_code, os.environ)
 
 
 def check(config: RLConfig) -> None:
