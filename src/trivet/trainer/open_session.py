@@ -35,6 +35,7 @@ from trivet.trainer.session import Session
 from trivet.trainer.step import Learner
 from trivet.trainer.step_reporter import StepReporter
 from trivet.weights.catalog import discard_policies_after
+from trivet.weights.retention import LiveReaders
 from trivet.wire.events import Start, Stop
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -218,6 +219,7 @@ def _make_retention(
 ) -> PolicyRetention:
     return PolicyRetention(
         layout=layout,
+        readers=LiveReaders(layout),
         from_step=from_step,
         keep_recent=keep_recent,
         # A deterministic run samples each batch from the policy that lags by exactly so many; others start from the newest.

@@ -6,7 +6,7 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.telemetry.telemetry import Telemetry
 from trivet.weights.catalog import published_versions
-from trivet.weights.retention import needed_to_resume, reader_versions, reference_version_after, retirable, retire
+from trivet.weights.retention import LiveReaders, needed_to_resume, reference_version_after, retirable, retire
 from trivet.wire.events import Retire
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -16,6 +16,7 @@ class PolicyRetention:
     """Knows who needs policies: readers, resumes, the loss's reference, and the user who keeps some for ever."""
 
     layout: RunLayout
+    readers: LiveReaders
     from_step: Step
     """The step resumed from, 0 for a fresh run."""
     keep_recent: int
@@ -46,7 +47,7 @@ class PolicyRetention:
             published,
             latest=max(published, default=PolicyVersion(0)),
             keep_recent=self.keep_recent,
-            in_use=list(reader_versions(self.layout).values()),
+            in_use=list(self.readers.versions().values()),
             kept=needed_to_resume(targets, lag=self.resume_lag)
             | {reference_version_after(each, interval=self.reference_interval) for each in (*targets, step)},
             keep_interval=self.keep_interval,

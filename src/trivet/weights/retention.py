@@ -1,7 +1,7 @@
 """Decides from the readers' acknowledgements which published policies are no longer needed, and removes them."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -19,9 +19,9 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     """The version that the reader has loaded."""
     time: float
-    """Unix time of the acknowledgement, in seconds."""
-    expires: float | None = None
-    """Unix time in seconds after which the acknowledgement is ignored; None: never. `eval` sets it, since it may be killed."""
+    """Unix time of the acknowledgement by the reader's clock, in seconds. Each renewal has another."""
+    lifetime_s: float | None = None
+    """Seconds without a renewal after which the acknowledgement is ignored; None: never. `eval` sets it, since it may be killed."""
 
 
 def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion, *, lifetime_s: float | None = None) -> None:
@@ -30,11 +30,10 @@ def acknowledge(layout: RunLayout, reader: str, version: PolicyVersion, *, lifet
     A reader registers, with the version it already holds, before its first load. Until then nothing is retained for it.
 
     Args:
-        lifetime_s: seconds after which the acknowledgement expires unless the reader renews it; None: it never expires.
+        lifetime_s: seconds after which the acknowledgement expires unless the reader calls this again; None: it never expires.
     """
-    now = time.time()
-    expires = None if lifetime_s is None else now + lifetime_s
-    write_json_atomically(_reader_file(layout, reader), Acknowledgement(version=version, time=now, expires=expires))
+    found = Acknowledgement(version=version, time=time.time(), lifetime_s=lifetime_s)
+    write_json_atomically(_reader_file(layout, reader), found)
 
 
 def forget_reader(layout: RunLayout, reader: str) -> None:
@@ -43,12 +42,50 @@ def forget_reader(layout: RunLayout, reader: str) -> None:
 
 
 def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
-    """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements are left out.
+    """Return the version that each reader acknowledged last, by the reader's name, also of readers that may have been killed.
 
     Raises:
         WeightsError: a file in weights/readers/ is not an acknowledgement.
     """
-    versions: dict[str, PolicyVersion] = {}
+    return {reader: acknowledgement.version for reader, acknowledgement in _acknowledgements(layout)}
+
+
+class LiveReaders:
+    """The readers of a run whose acknowledgements have not expired.
+
+    A reader may be on another machine, whose clock differs. So an acknowledgement ages by this process's clock, from the moment
+    at which this process saw it for the first time.
+
+    >>> readers = LiveReaders(layout)
+    >>> readers.versions()
+    {'eval-host-17': 12}
+    """
+
+    def __init__(self, layout: RunLayout, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._layout = layout
+        self._clock = clock
+        self._seen: dict[str, tuple[Acknowledgement, float]] = {}
+        """The newest acknowledgement of each reader, and when it was seen first."""
+
+    def versions(self) -> dict[str, PolicyVersion]:
+        """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements are left out.
+
+        Raises:
+            WeightsError: a file in weights/readers/ is not an acknowledgement.
+        """
+        now, before = self._clock(), self._seen
+        self._seen = {}
+        for reader, found in _acknowledgements(self._layout):
+            known, since = before.get(reader, (None, now))
+            self._seen[reader] = (found, since if found == known else now)
+        return {
+            reader: found.version
+            for reader, (found, since) in self._seen.items()
+            if found.lifetime_s is None or now - since <= found.lifetime_s
+        }
+
+
+def _acknowledgements(layout: RunLayout) -> Iterator[tuple[str, Acknowledgement]]:
     for path in sorted(layout.readers.glob("[!.]*.json")):
         try:
             acknowledgement = msgspec.json.decode(path.read_bytes(), type=Acknowledgement)
@@ -56,9 +93,7 @@ def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
             continue
         except DECODE_ERRORS as exc:
             raise WeightsError(f"{path} is not an acknowledgement: {exc}; remove it") from exc
-        if acknowledgement.expires is None or acknowledgement.expires > time.time():
-            versions[unquote(path.stem)] = acknowledgement.version
-    return versions
+        yield unquote(path.stem), acknowledgement
 
 
 def forget_readers_after(layout: RunLayout, version: PolicyVersion) -> None:

@@ -8,7 +8,7 @@ from trivet.config.layout import RunLayout
 from trivet.trainer.policy_retention import PolicyRetention
 from trivet.weights.catalog import published_versions
 from trivet.weights.publish import publish
-from trivet.weights.retention import acknowledge
+from trivet.weights.retention import LiveReaders, acknowledge
 from trivet.wire.events import Retire
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -32,7 +32,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 def make_retention(layout: RunLayout, **changes: object) -> PolicyRetention:
     fields = {"from_step": Step(0), "keep_recent": 1, "resume_lag": 0, "reference_interval": None, "keep_interval": None}
-    return PolicyRetention(layout=layout, **(fields | changes))
+    return PolicyRetention(layout=layout, readers=LiveReaders(layout), **(fields | changes))
 
 
 def commit_step(layout: RunLayout, step: int) -> None:

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +8,7 @@ from trivet.config.layout import RunLayout
 from trivet.errors import WeightsError
 from trivet.weights.catalog import published_versions
 from trivet.weights.publish import publish
-from trivet.weights.retention import acknowledge, forget_reader, reader_versions, retirable, retire
+from trivet.weights.retention import LiveReaders, acknowledge, forget_reader, reader_versions, retirable, retire
 
 SERVER = "http://127.0.0.1:8000/v1"
 
@@ -74,9 +76,29 @@ def test_an_unreadable_acknowledgement_is_named(layout):
 
 
 def test_a_reader_that_comes_and_goes_counts_for_its_time_or_until_it_is_forgotten(layout):
-    acknowledge(layout, "killed", 1, lifetime_s=-1.0)
+    now = 5.0
+    readers = LiveReaders(layout, clock=lambda: now)
+    acknowledge(layout, "killed", 1, lifetime_s=600.0)
     acknowledge(layout, "reading", 2, lifetime_s=600.0)
-    assert reader_versions(layout) == {"reading": 2}
+    acknowledge(layout, SERVER, 3)
+    assert readers.versions() == {"killed": 1, "reading": 2, SERVER: 3}
+    now += 500.0
+    acknowledge(layout, "reading", 2, lifetime_s=600.0)
+    assert readers.versions() == {"killed": 1, "reading": 2, SERVER: 3}
+    now += 500.0
+    assert readers.versions() == {"reading": 2, SERVER: 3}
     forget_reader(layout, "reading")
     forget_reader(layout, "reading")
-    assert reader_versions(layout) == {}
+    assert readers.versions() == {SERVER: 3}
+
+
+@pytest.mark.parametrize("offset_s", [-3600.0, 3600.0])
+def test_a_reader_whose_clock_differs_from_the_trainers_counts_as_long_as_any_other(layout, monkeypatch, offset_s):
+    now, true_time = 5.0, time.time
+    readers = LiveReaders(layout, clock=lambda: now)
+    monkeypatch.setattr(time, "time", lambda: true_time() + offset_s)
+    acknowledge(layout, "elsewhere", 1, lifetime_s=600.0)
+    monkeypatch.undo()
+    assert readers.versions() == {"elsewhere": 1}
+    now += 601.0
+    assert readers.versions() == {}
