@@ -17,9 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trivet.checkpoints.run_record import read_run
 from trivet.config.command import run_command
 from trivet.config.layout import RunLayout
 from trivet.config.sections.inference import InferenceConfig
+from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError, InferenceError
 from trivet.faults import arm
 from trivet.inference.arguments import (
@@ -71,7 +73,7 @@ def serve(config: InferenceConfig) -> int:
     shard = read_shard()
     role = "teacher" if config.is_teacher else shard_name(config.name, shard.index if shard is not None else 0)
     setup_logging(role, level=config.log.level, as_json=config.log.json_logging)
-    if is_foreign_run_active(config.output_dir, parent=os.getppid()):
+    if is_foreign_run_active(config.output_dir, run=config.run):
         logger.warning(
             "a run is going on in %s that did not start this server; it is not in that run's status", config.output_dir
         )
@@ -108,13 +110,17 @@ def serve(config: InferenceConfig) -> int:
     return uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process, shard=shard))
 
 
-def is_foreign_run_active(output_dir: Path, *, parent: int) -> bool:
+def is_foreign_run_active(output_dir: Path, *, run: RunIdentity) -> bool:
     """Return whether a run that did not start this server uses `output_dir`: its reports must not be overwritten.
 
     Args:
-        parent: the id of the process that started this server.
+        run: the run that this server was started for. Process ids would not do: the launcher may be on another node.
     """
-    return holder_of(RunLayout(output_dir).lock) not in (None, parent)
+    layout = RunLayout(output_dir)
+    if holder_of(layout.lock) is None:
+        return False
+    record = read_run(layout)
+    return record is None or record.id != run.id
 
 
 def _has_cuda_build() -> bool:

@@ -1,11 +1,12 @@
-import os
 from argparse import Namespace
 from enum import Enum
 from pathlib import Path
 
 import pytest
 
+from trivet.checkpoints.run_record import write_run
 from trivet.config.layout import RunLayout
+from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError
 from trivet.inference import vllm_names
 from trivet.inference.main import is_foreign_run_active, make_engine_config
@@ -13,11 +14,15 @@ from trivet.process.lock import FileLock
 
 
 def test_a_server_that_the_run_did_not_start_keeps_out_of_its_reports(tmp_path: Path) -> None:
-    assert not is_foreign_run_active(tmp_path, parent=1)
-    with FileLock(RunLayout(tmp_path).lock, what="the run"):
-        assert is_foreign_run_active(tmp_path, parent=1)
-        assert not is_foreign_run_active(tmp_path, parent=os.getpid())
-    assert not is_foreign_run_active(tmp_path, parent=1)
+    """Those of the run report, on whichever node they are: their parent need not be the launcher that holds the lock."""
+    layout, own, by_hand = RunLayout(tmp_path), RunIdentity(id="a-run", attempt=2), RunIdentity()
+    write_run(layout, RunIdentity(id="a-run", attempt=3))  # a server stays while the attempts of the other roles go by
+    assert not is_foreign_run_active(tmp_path, run=by_hand)
+    with FileLock(layout.lock, what="the run"):
+        assert is_foreign_run_active(tmp_path, run=by_hand)
+        assert is_foreign_run_active(tmp_path, run=RunIdentity(id="another"))
+        assert not is_foreign_run_active(tmp_path, run=own)
+    assert not is_foreign_run_active(tmp_path, run=by_hand)
 
 
 class UsageContext(Enum):
