@@ -7,6 +7,7 @@ files is locked by its owner, so that whoever finds it later knows whether it ma
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from types import TracebackType
 from trivet.errors import NodesMissing, RunDirectoryBusy, TrivetError
 
 _POLL_INTERVAL_S = 0.1
+_NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+"""What a host name may be; anything else comes of a damaged file."""
 _MAX_DIGITS = 11
 """Digits of a process id or of a time in seconds; a longer number comes of a damaged file."""
 _ROLE_WAIT_S = 10.0
@@ -103,7 +106,7 @@ class FileLock:
             self.close()
             raise
         os.ftruncate(self._file, 0)
-        os.write(self._file, f"{os.getpid()} {time.time():.0f}\n".encode())
+        os.write(self._file, f"{os.getpid()} {time.time():.0f} {os.uname().nodename}\n".encode())
         return self
 
     def _await(self) -> None:
@@ -147,12 +150,13 @@ class FileLock:
                 raise
 
     def _describe_holder(self) -> str:
-        pid, _, started = self._path.read_text(errors="replace").strip().partition(" ")
+        pid, started, node, *_ = [*self._path.read_text(errors="replace").split(maxsplit=3), "", "", ""]
         pid = pid if _is_number(pid) else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(int(started))) if _is_number(started) else "unknown"
+        where = f" on {node}" if _NODE_NAME.fullmatch(node) and node != os.uname().nodename else ""
         return (
-            f"{self._what} is in use by the run with pid {pid or 'unknown'}, started {since}; "
-            f"wait for it, stop it (kill {pid or 'PID'}), or choose another output_dir"
+            f"{self._what} is in use by the run with pid {pid or 'unknown'}{where}, started {since}; "
+            f"wait for it, stop it (kill {pid or 'PID'}{where}), or choose another output_dir"
         )
 
 

@@ -120,6 +120,21 @@ def test_removing_the_file_lets_nobody_in(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("node", "where"), [("host-b", " on host-b"), (os.uname().nodename, ""), ("", ""), ("\x1b[2J", ""), ("x" * 5000, "")]
+)
+def test_a_holder_on_another_machine_is_named_with_it(node: str, where: str, tmp_path: Path) -> None:
+    """A process id alone would have the user end a process of this machine that has nothing to do with it."""
+    with FileLock(tmp_path / "lock", what="this place"):
+        assert (tmp_path / "lock").read_text().split()[2] == os.uname().nodename
+        (tmp_path / "lock").write_text(f"17 1700000000 {node}\n")
+        with (
+            pytest.raises(RunDirectoryBusy, match=rf"pid 17{where}, started 20.* stop it \(kill 17{where}\)"),
+            FileLock(tmp_path / "lock", what="this place"),
+        ):
+            pass
+
+
 @pytest.mark.parametrize("text", ["", "x y", "9" * 5000, "1 " + "9" * 5000])
 def test_a_file_with_something_else_in_it_tells_no_holder(text: str, tmp_path: Path) -> None:
     with FileLock(tmp_path / "lock", what="this place"):
