@@ -23,6 +23,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     """Unix seconds of this attempt."""
     pid: int
+    node: str = ""
+    """Host name of the machine on which `pid` is the launcher's."""
 
 
 def read_run(layout: RunLayout) -> RunRecord | None:
@@ -35,7 +37,7 @@ def read_run(layout: RunLayout) -> RunRecord | None:
 
 def write_run(layout: RunLayout, run: RunIdentity) -> None:
     """Note that an attempt begins, under this process."""
-    record = RunRecord(id=run.id, attempt=run.attempt, started=time.time(), pid=os.getpid())
+    record = RunRecord(id=run.id, attempt=run.attempt, started=time.time(), pid=os.getpid(), node=os.uname().nodename)
     write_json_atomically(layout.run_file, record)
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -10,7 +9,7 @@ import msgspec
 from trivet.config.layout import RunLayout
 from trivet.process.process_table import process_exists
 from trivet.shown_text import printable
-from trivet.view.status import describe_run, read_status
+from trivet.view.status import StatusClock, describe_run, read_status, watch_status
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: the directory holds no run.
     """
     layout = RunLayout(arguments.output_dir)
-    status = read_status(layout)
     if arguments.json:
+        status = read_status(layout)
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(status), indent=1).decode() + "\n")
         return 0
-    for line in describe_run(status, layout=layout, now=time.time(), is_alive=process_exists):
+    clock = StatusClock()
+    status = watch_status(layout, clock)
+    for line in describe_run(status, layout=layout, now=clock.now(status), is_alive=process_exists):
         print(printable(line))
     return 0

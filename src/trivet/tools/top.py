@@ -10,10 +10,9 @@ import shutil
 import signal
 import sys
 import termios
-import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from trivet.process.process_table import process_exists
 from trivet.shown_text import one_line
 from trivet.view.metrics import ENTROPY, LOSS, MISMATCH, REWARD, STEP_TIME, THROUGHPUT, MetricKey
 from trivet.view.run import ViewedRun, open_run
-from trivet.view.status import describe_run, read_status
+from trivet.view.status import describe_run, read_status, watch_status
 from trivet.wire.status import RunState, RunStatus
 
 _INTERVAL_S = 1.0
@@ -71,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     viewed = ViewedRun(open_run(arguments.output_dir), name=arguments.output_dir.name)
     console = Console()
     if arguments.once or not (console.is_terminal and sys.stdin.isatty()):
-        console.print(picture(viewed, width=console.width, now=time.time()))
+        with suppress(ConfigError):  # the picture says it
+            watch_status(viewed.layout, viewed.clock)
+        console.print(picture(viewed, width=console.width))
         return 0
     # By way of an exception, so that the terminal is restored.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -79,14 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
         live = Live(console=console, screen=True, auto_refresh=False)
         with live:
             while True:
-                live.update(
-                    picture(viewed, width=console.width, height=shutil.get_terminal_size().lines, now=time.time()), refresh=True
-                )
+                live.update(picture(viewed, width=console.width, height=shutil.get_terminal_size().lines), refresh=True)
                 if has_ended(_INTERVAL_S):
                     return 0
 
 
-def picture(viewed: ViewedRun, *, width: int, now: float, height: int | None = None) -> RenderableType:
+def picture(viewed: ViewedRun, *, width: int, height: int | None = None) -> RenderableType:
     """Return one frame.
 
     Args:
@@ -95,7 +94,7 @@ def picture(viewed: ViewedRun, *, width: int, now: float, height: int | None = N
     viewed.metrics.refresh([*_SHOWN.values(), *_QUEUES.values()])
     try:
         status = read_status(viewed.layout)
-        words = list(describe_run(status, layout=viewed.layout, now=now, is_alive=process_exists))
+        words = list(describe_run(status, layout=viewed.layout, now=viewed.clock.now(status), is_alive=process_exists))
     except ConfigError as exc:
         status, words = None, [str(exc)]
     head, *lines = [one_line(line) for line in words if not line.startswith("last error:")]

@@ -102,13 +102,13 @@ class Api:
             return PageAnswer(msgspec.json.encode(route.answer(run, query)), tag)
 
     def _status(self, run: ViewedRun, _: Query) -> object:
-        now = self._clock()
         if not run.layout.status.exists() and not run.layout.reports.is_dir():
             return {"words": ["It wrote no status: its current state is unknown."], "is_over": False, "num_damaged": 0}
         try:
             status = read_status(run.layout)
         except ConfigError as exc:
             return {"fault": str(exc), "words": [], "is_over": True, "num_damaged": run.metrics.num_damaged()}
+        now = run.clock.now(status)
         has_ended = is_over(status, now=now, is_alive=process_exists)
         return {
             "words": list(describe_run(status, layout=run.layout, now=now, is_alive=process_exists)),

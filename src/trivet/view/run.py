@@ -8,6 +8,7 @@ from trivet.errors import ConfigError
 from trivet.view.evals import RunEvals
 from trivet.view.metrics import ALWAYS_READ, RunMetrics
 from trivet.view.rollouts import RolloutFiles
+from trivet.view.status import StatusClock
 from trivet.view.timeline import NoteReader
 from trivet.view.token_text import TokenText
 
@@ -29,6 +30,8 @@ class ViewedRun:
         self.token_text = TokenText(layout)
         self.evals = RunEvals(layout)
         self.notes = NoteReader(layout)
+        self.clock = StatusClock()
+        """Ages the run's status while it is looked at."""
 
     def warm_up(self) -> None:
         """Read what the first page shows."""

@@ -1,5 +1,10 @@
-"""Reads a run's status from its files and describes it in sentences. Used by the tools that look at a run; changes nothing."""
+"""Reads a run's status from its files and describes it in sentences. Used by the tools that look at a run; changes nothing.
 
+The run may be on another machine, whose clock differs and whose process ids are its own. Then its status ages by what passes here
+without a change of the file (`StatusClock`).
+"""
+
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,6 +20,7 @@ from trivet.wire.status import ProcessReport, RoleState, RoleStatus, RunState, R
 
 _REPORT_IS_OLD_S = 15.0
 """A launcher writes every two seconds, a role every second; what is older than this is said to be old."""
+_READ_INTERVAL_S = 0.5
 _MAX_SHOWN_S = 1e9
 """Thirty years: such a length comes of a damaged file."""
 _STUCK_WORKER_S = 30.0
@@ -60,6 +66,56 @@ def read_status(layout: RunLayout) -> RunStatus:
     )
 
 
+class StatusClock:
+    """Tells the time by the clock of the machine that wrote a status.
+
+    >>> clock = StatusClock()
+    >>> describe_run(status, layout=layout, now=clock.now(status), is_alive=process_exists)
+    """
+
+    def __init__(self, *, unix_time: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._unix_time = unix_time
+        self._monotonic = monotonic
+        self._written: float | None = None
+        """The time in the newest status of another machine."""
+        self._seen_at = 0.0
+        """When that status was seen first."""
+
+    def now(self, status: RunStatus) -> float:
+        """Return the Unix time by the clock of the machine that wrote `status`, in seconds.
+
+        A status of another machine counts as just written when it is seen first, and ages until it changes.
+        """
+        if not is_from_another_machine(status):
+            return self._unix_time()
+        if status.time != self._written:
+            self._written, self._seen_at = status.time, self._monotonic()
+        return status.time + self._monotonic() - self._seen_at
+
+
+def is_from_another_machine(status: RunStatus) -> bool:
+    """Return whether the launcher is on another machine: its process id and its clock say nothing here."""
+    return status.node not in ("", os.uname().nodename)
+
+
+def watch_status(layout: RunLayout, clock: StatusClock, *, sleep: Callable[[float], None] = time.sleep) -> RunStatus:
+    """Return the status once it is known whether it is still written. On another machine that takes two seconds, or 15 in vain.
+
+    Raises:
+        ConfigError: as `read_status`.
+    """
+    status = first = read_status(layout)
+    while (
+        is_from_another_machine(status)
+        and status.exit_code is None
+        and status.time == first.time
+        and clock.now(status) - status.time <= _REPORT_IS_OLD_S
+    ):
+        sleep(_READ_INTERVAL_S)
+        status = read_status(layout)
+    return status
+
+
 def read_reports(layout: RunLayout) -> list[ProcessReport]:
     """Return the report of every process that has reported in this directory.
 
@@ -81,6 +137,7 @@ def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: 
     """The status, line by line.
 
     Args:
+        now: Unix time in seconds, as `StatusClock` tells it.
         is_alive: whether a process of this machine exists.
     """
     step = max((report.step for role in status.roles for report in role.reports), default=0)
@@ -134,14 +191,23 @@ def _state(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) ->
     if now - status.time <= _REPORT_IS_OLD_S:
         return f"{status.state} for {_seconds(now - status.started)}"
     silent = f"last heard of {_seconds(now - status.time)} ago"
-    if status.pid and is_alive(status.pid):
+    if is_from_another_machine(status):
+        silent = f"has written no status for at least {_seconds(now - status.time)}"
+        return f"ended without a word, or stopped: its launcher (pid {status.pid} on {status.node}) {silent}"
+    if _is_launcher_alive(status, is_alive):
         return f"its launcher (pid {status.pid}) is there but silent: stopped or stuck, {silent}"
     return f"ended without a word: its launcher was killed, {silent}" if status.pid else silent
 
 
 def is_over(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -> bool:
     """Return whether nothing more is to be expected of the run."""
-    return status.exit_code is not None or (now - status.time > _REPORT_IS_OLD_S and not (status.pid and is_alive(status.pid)))
+    is_silent = now - status.time > _REPORT_IS_OLD_S
+    return status.exit_code is not None or (is_silent and not _is_launcher_alive(status, is_alive))
+
+
+def _is_launcher_alive(status: RunStatus, is_alive: Callable[[int], bool]) -> bool:
+    """Return whether the launcher is known to exist: of another machine nothing is known."""
+    return bool(status.pid) and not is_from_another_machine(status) and is_alive(status.pid)
 
 
 def _numbers(report: ProcessReport) -> Iterator[str]:

@@ -117,6 +117,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     pid: int
     """The launcher's."""
+    node: str = ""
+    """Host name of the launcher's machine, on which `pid` and the times are its own; empty for roles that were started by hand."""
     state: RunState
     started: float
     """When this launcher started."""

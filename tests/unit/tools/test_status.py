@@ -8,7 +8,7 @@ import pytest
 
 from trivet.config.layout import RunLayout
 from trivet.tools.cli import main
-from trivet.view.status import describe_role, describe_run, read_status
+from trivet.view.status import StatusClock, describe_role, describe_run, is_over, read_status, watch_status
 from trivet.wire.status import ProcessReport, RestartRecord, RoleState, RoleStatus, RunState, RunStatus, WorkerStatus
 from trivet.wire.versions import PolicyVersion, Step
 
@@ -116,6 +116,51 @@ def test_a_stopped_launcher_is_not_taken_for_a_dead_one() -> None:
     text = words(status(time=NOW - 60, last_commit=Step(5)), is_alive=True)
     assert "there but silent" in text
     assert "go on from" not in text
+
+
+class Viewer:
+    """A look at a run from a machine on which every process id exists, with a clock of its own."""
+
+    def __init__(self, layout: RunLayout, *, unix_time: float, is_written: bool) -> None:
+        self.layout = layout
+        self.passed = 0.0
+        self._is_written = is_written
+        self.clock = StatusClock(unix_time=lambda: unix_time + self.passed, monotonic=lambda: self.passed)
+        self.write()
+
+    def write(self) -> None:
+        told = status(node="host-b", time=NOW + self.passed, last_commit=Step(5))
+        self.layout.status.write_bytes(msgspec.json.encode(told))
+
+    def sleep(self, seconds: float) -> None:
+        self.passed += seconds
+        if self._is_written and self.passed % 2 == 0:
+            self.write()
+
+    def look(self) -> str:
+        told = watch_status(self.layout, self.clock, sleep=self.sleep)
+        now = self.clock.now(told)
+        text = "\n".join(describe_run(told, layout=self.layout, now=now, is_alive=lambda _: True))
+        assert is_over(told, now=now, is_alive=lambda _: True) == ("go on from" in text)
+        return text
+
+
+@pytest.mark.parametrize("unix_time", [NOW - 3600.0, NOW, NOW + 3600.0])
+def test_a_run_on_another_machine_is_judged_by_whether_its_status_changes(tmp_path: Path, unix_time: float) -> None:
+    """Its clock may differ, and its process id is that of some other process here."""
+    viewer = Viewer(RunLayout(tmp_path), unix_time=unix_time, is_written=True)
+    assert "running for 32 s" in viewer.look()
+    assert viewer.passed == 2.0
+    viewer = Viewer(RunLayout(tmp_path), unix_time=unix_time, is_written=False)
+    assert "its launcher (pid 5 on host-b) has written no status for at least 16 s" in viewer.look()
+
+
+def test_a_run_on_this_machine_is_told_without_a_wait(tmp_path: Path) -> None:
+    layout, clock = RunLayout(tmp_path), StatusClock(unix_time=lambda: NOW + 60.0)
+    told = status(node=os.uname().nodename)
+    layout.status.write_bytes(msgspec.json.encode(told))
+    assert clock.now(watch_status(layout, clock, sleep=pytest.fail)) == NOW + 60.0
+    assert "there but silent" in words(msgspec.structs.replace(told, time=NOW - 60.0))
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,7 @@ class StatusReporter:
             run_id=self._attempts.run.id,
             attempt=self._attempts.run.attempt,
             pid=os.getpid(),
+            node=os.uname().nodename,
             state=running if verdict is None else RunState(verdict.outcome.value),
             started=self._started,
             time=self._clock.unix_time(),
