@@ -11,7 +11,6 @@ It needs root, ip, mfusepy with Debian's fuse3, and Debian's faketime. The last 
 """
 
 import argparse
-import importlib.util
 import json
 import signal
 import sys
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from bench.training import hardware
 
-from support.node_chaos import FAKETIME, FAULTS, NodeChaos, NodeOutcome, draw_node_faults
+from support.node_chaos import FAKETIME, FAULTS, NodeChaos, NodeOutcome, can_mount, draw_node_faults
 from support.node_run import NodeRun
 from support.nodes import can_make_nodes, make_nodes
 from support.tiny_models import tiny_model_writer
@@ -42,7 +41,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="an empty or new directory; default: a temporary one that is kept")
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
-    if not (can_make_nodes() and FAKETIME.exists() and importlib.util.find_spec("mfusepy")):
+    if not (can_make_nodes() and FAKETIME.exists() and can_mount()):
         raise SystemExit("it needs root, ip, mfusepy, and Debian's fuse3 and faketime")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what was started is ended, not left behind
     directory = arguments.output or Path(tempfile.mkdtemp(prefix="trivet-chaos-"))

@@ -11,7 +11,7 @@ import pytest
 
 from support.groups import make_group
 from support.histories import assert_proven
-from support.node_chaos import SLOW_DIRECTORY
+from support.node_chaos import AWAIT_MOUNT, SLOW_DIRECTORY, can_mount
 from support.node_run import ENVIRON, START_S
 from support.nodes import Nodes, can_make_nodes, make_nodes
 from support.processes import wait_until
@@ -29,6 +29,7 @@ from trivet.wire.versions import Step
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not can_make_nodes(), reason="making network namespaces needs root and ip"),
+    pytest.mark.skipif(not can_mount(), reason="locks of each machine need mfusepy and Debian's fuse3"),
 ]
 MAX_STEPS = 40
 ONE_NODE = """
@@ -39,10 +40,7 @@ gpus_per_node = 0
 lost_after_s = 10
 """
 """The first node is the only one: it trains on recorded rollouts."""
-MOUNTED = (
-    '( "$PYTHON" "$SLOW_DIRECTORY" "$OUTPUT_DIR" /none "$LOCKS" & ); '
-    'until grep -q " $OUTPUT_DIR .* - fuse " /proc/self/mountinfo; do sleep 0.1; done; exec "$@"'
-)
+MOUNTED = f'( "$PYTHON" "$SLOW_DIRECTORY" "$OUTPUT_DIR" /none "$LOCKS" & ); {AWAIT_MOUNT}; exec "$@"'
 
 
 class TwoMachines:

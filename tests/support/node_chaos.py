@@ -4,6 +4,7 @@ Node 0 leads and trains, the others that train and those that serve follow. The 
 system whose delay can be set. Whatever ends is started again: an agent while the first node lives, every node when that has ended.
 """
 
+import importlib.util
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from ctypes.util import find_library
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,16 +33,21 @@ SLOW_DIRECTORY = Path(__file__).with_name("slow_directory_program.py")
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 AN_HOUR_OFF = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+1h", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
 _PRIVATE_TMP = 'mount -t tmpfs -o size=128m tmpfs "$TMPDIR"'
-_SLOW_OUTPUT = (
-    '( "$PYTHON" "$SLOW_DIRECTORY" "$OUTPUT_DIR" "$SECONDS_FILE" & ); '
-    'until grep -q " $OUTPUT_DIR .* - fuse " /proc/self/mountinfo; do sleep 0.1; done'
-)
+_IS_MOUNTED = 'grep -q " $OUTPUT_DIR .* - fuse " /proc/self/mountinfo'
+AWAIT_MOUNT = f"for _ in $(seq 600); do {_IS_MOUNTED} && break; sleep 0.1; done; {_IS_MOUNTED}"
+"""Shell words that wait a minute for `slow_directory_program`, and fail under `sh -e` if it mounted nothing."""
+_SLOW_OUTPUT = f'( "$PYTHON" "$SLOW_DIRECTORY" "$OUTPUT_DIR" "$SECONDS_FILE" & ); {AWAIT_MOUNT}'
 _POLL_S = 0.2
 _RECOVERY_S = 420.0
 """A node that serves takes a minute or two to start beside others on few cores, and a lost one is noticed after ten seconds."""
 _END_S = 120.0
 _STEPS_BETWEEN = 2
 _CALM_STEPS = 5
+
+
+def can_mount() -> bool:
+    """Return whether `slow_directory_program` can run here."""
+    return importlib.util.find_spec("mfusepy") is not None and any(map(find_library, ("fuse3", "fuse")))
 
 
 @dataclass(slots=True, kw_only=True)
