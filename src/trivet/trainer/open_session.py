@@ -196,7 +196,7 @@ def _make_publisher(
         num_bytes=sizes.weights,
         telemetry=telemetry,
         work=Background("publisher", is_async=config.ckpt.async_write),
-        before_readable=torch.cuda.empty_cache if config.release_gpu_memory else lambda: None,
+        release_memory=torch.cuda.empty_cache if config.release_gpu_memory else None,
     )
 
 

@@ -41,8 +41,8 @@ class PolicyPublisher:
     telemetry: Telemetry | None
     """Set on rank 0 only."""
     work: Background
-    before_readable: Callable[[], None] = lambda: None
-    """Called when the weights are copied, before anybody can read the policy."""
+    release_memory: Callable[[], None] | None = None
+    """Gives GPU memory of this rank that nothing needs until the next step back to the driver. None: the rank keeps it."""
 
     def publish(self, step: Step) -> None:
         """Copy the weights and begin to publish them as the policy of `step`. Collective.
@@ -52,9 +52,19 @@ class PolicyPublisher:
         """
         self.work.wait()
         weights = self.exporter.gather(keep=self.world.is_main)
+        self.release_on_every_rank()
         if self.world.is_main:
             require_free_space(self.layout.weights, self.num_bytes, what=f"policy {step}")
             self.work.start(lambda: self._write(step, weights))
+
+    def release_on_every_rank(self) -> None:
+        """Return once every rank has given its unneeded GPU memory back, if that is asked for. Collective.
+
+        A server takes memory of every rank's GPU as soon as it can read the policy.
+        """
+        if self.release_memory is not None:
+            self.release_memory()
+            barrier(self.world)
 
     def wait_on_every_rank(self) -> None:
         """Wait until the policy that is being published can be read; raise the error of its publication. Collective.
@@ -68,7 +78,6 @@ class PolicyPublisher:
             barrier(self.world)
 
     def _write(self, step: Step, weights: dict[str, torch.Tensor]) -> None:
-        self.before_readable()
         with explaining_full_disk(self.layout.weights, what=f"policy {step}", num_bytes=self.num_bytes):
             manifest = publish(
                 self.layout,

@@ -9,24 +9,28 @@ import torch
 
 from trivet.config.layout import RunLayout
 from trivet.errors import DiskFull, WeightsError
+from trivet.trainer import policy_publisher
 from trivet.trainer.background import Background
 from trivet.trainer.policy_publisher import PolicyPublisher
+from trivet.trainer.ranks.world import World
 from trivet.weights.catalog import published_versions
 from trivet.wire.events import Publish
 from trivet.wire.versions import Step
 
 
 class FakeExporter:
-    def __init__(self) -> None:
+    def __init__(self, order: list[str] | None = None) -> None:
+        self.order = order if order is not None else []
         self.may_write = threading.Event()
         self.files = ["model.safetensors"]
 
     def gather(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        assert keep
-        return {"weight": torch.ones(1)}
+        self.order.append("gather")
+        return {"weight": torch.ones(1)} if keep else {}
 
     def write(self, directory: Path, weights: dict[str, torch.Tensor]) -> None:
         assert self.may_write.wait(30)
+        self.order.append("write")
         for name in self.files:
             (directory / name).write_bytes(weights["weight"].numpy().tobytes())
 
@@ -58,13 +62,32 @@ def test_a_policy_can_be_read_once_it_was_waited_for(publisher: PolicyPublisher)
     assert event.version == 3
 
 
-def test_memory_is_released_before_anybody_can_read_the_policy(publisher: PolicyPublisher) -> None:
-    published_then: list[list[int]] = []
-    releasing = replace(publisher, before_readable=lambda: published_then.append(published_versions(publisher.layout)))
-    publisher.exporter.may_write.set()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_releases_its_memory_before_anybody_can_read_the_policy(
+    publisher: PolicyPublisher, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(policy_publisher, "barrier", lambda world: order.append("barrier"))
+    releasing = replace(
+        publisher,
+        world=replace(publisher.world, rank=rank, size=2),
+        exporter=FakeExporter(order),
+        release_memory=lambda: order.append("release"),
+    )
+    releasing.exporter.may_write.set()
     releasing.publish(Step(3))
     releasing.wait_on_every_rank()
-    assert published_then == [[]]
+    assert order == ["gather", "release", "barrier", *(["write"] if rank == 0 else []), "barrier"]
+
+
+def test_ranks_that_keep_their_memory_do_not_wait_for_each_other(
+    publisher: PolicyPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[World] = []
+    monkeypatch.setattr(policy_publisher, "barrier", waits.append)
+    publisher.exporter.may_write.set()
+    publisher.publish(Step(3))
+    assert waits == []
 
 
 def test_a_policy_that_could_not_be_written_is_raised_by_the_wait_and_not_published(publisher: PolicyPublisher) -> None:
