@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -196,8 +197,14 @@ def _make_publisher(
         num_bytes=sizes.weights,
         telemetry=telemetry,
         work=Background("publisher", is_async=config.ckpt.async_write),
-        release_memory=torch.cuda.empty_cache if config.release_gpu_memory else None,
+        release_memory=partial(_release_gpu_memory, learner) if config.release_gpu_memory else None,
     )
+
+
+def _release_gpu_memory(learner: Learner) -> None:
+    """Drop the gradients, which the next step computes anew, and give all memory that torch's allocator caches to the driver."""
+    learner.optimizer.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
 
 
 def _make_saver(

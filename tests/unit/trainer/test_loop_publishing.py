@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.prepared_batches import PreparedBatches, make_config, run_loop
 from support.processes import wait_until
@@ -139,3 +140,26 @@ def test_a_deterministic_run_keeps_the_policies_that_a_resume_samples_from(
     config = make_config(tiny_model, tmp_path, max_async_level=1, deterministic=True)
     run_loop(config, world, lambda: make_batches(layout, parts=(3,)))
     assert published_versions(layout) == [2, 3, 5, 6]
+
+
+def test_a_run_that_releases_memory_drops_its_gradients_first_and_what_loading_took(
+    tiny_model: Path, world, make_batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learners: list[Learner] = []
+    has_gradients: list[list[bool]] = []
+
+    def take_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> StepResult:
+        learners.append(learner)
+        return train_step(learner, rows, step=step)
+
+    def note_gradients() -> None:
+        has_gradients.append([parameter.grad is not None for parameter in learners[-1].model.parameters()] if learners else [])
+
+    monkeypatch.setattr(loop, "train_step", take_step)
+    monkeypatch.setattr(torch.cuda, "empty_cache", note_gradients)
+    config = make_config(tiny_model, tmp_path, max_steps=2, max_async_level=0, release_gpu_memory=True)
+    run_loop(config, world, lambda: make_batches(RunLayout(tmp_path), last=2))
+    after_loading, *after_steps = has_gradients
+    assert after_loading == []
+    assert len(after_steps) == 2
+    assert not any(any(step) for step in after_steps)
