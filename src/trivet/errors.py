@@ -105,6 +105,10 @@ class InferenceTimeout(InferenceError):
     """Raised when an inference server did not answer in time."""
 
 
+class ServerGone(InferenceError):
+    """Raised when nothing listens at an inference server's address: its process ended, or has not started."""
+
+
 class PolicyRefused(InferenceError):
     """Raised when an inference server does not load a weights directory, because it is not whole."""
 

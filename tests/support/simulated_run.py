@@ -19,7 +19,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.client import ClientConfig, ConcurrencyConfig, ElasticConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.shared import CkptConfig
-from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, WorkerLost
+from trivet.errors import InferenceError, InferenceTimeout, RolloutFailed, ServerGone, WorkerLost
 from trivet.orchestrator.buffer import GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
 from trivet.orchestrator.checkpoint import RunTotals
@@ -159,7 +159,7 @@ class SimulatedServer:
         life = self.life
         await asyncio.sleep(seconds)
         if self.is_down or self.life != life:
-            raise InferenceError(f"{self.base_url} failed: ConnectError")
+            raise ServerGone(f"{self.base_url} failed: ConnectError")
 
     async def _answer(self, timeout_s: float) -> None:
         await self._work(0.01)

@@ -100,7 +100,9 @@ class ServerHealthMonitor:
                 async with server.probing:
                     if server.is_admitted:
                         await self._probe(server)
-            elif not await self._try_to_admit(server):
+                continue
+            await self._servers.wait_until_may_wake()
+            if not await self._try_to_admit(server):
                 server.num_attempts += 1
                 await self._sleep(backoff_s(server.num_attempts, first_s=_FIRST_PAUSE_S, max_s=_MAX_PAUSE_S))
 
@@ -115,13 +117,17 @@ class ServerHealthMonitor:
         target = self._servers.target
         try:
             await server.client.check_health(timeout_s=PROBE_TIMEOUT_S)
-            await server.ensure_policy(target)
+            async with server.changing:
+                if not self._servers.may_wake:
+                    return True  # it is asked again when the servers may wake
+                await server.ensure_policy(target)
         except ForeignPolicy:
             raise
         except InferenceError as exc:
             server.last_error = str(exc)
             return False
-        if target is self._servers.target:  # else it is asked again at once, for what is the target now
+        # Else it is asked again: at once for what is the target now, or when the servers may wake.
+        if target is self._servers.target and self._servers.may_wake:
             self._servers.admit(server)
             logger.info("server admitted url=%s version=%s", server.root, target.version)
         return True

@@ -8,13 +8,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 import msgspec
 
 from trivet.client.load import ServerLoad, read_load
-from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused
+from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused, ServerGone
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.servers import server_root
 from trivet.wire.versions import PolicyVersion, VersionRun
@@ -199,7 +199,12 @@ class InferenceClient:
         return await self._ask("POST", "/reload_weights", PolicyStatus, token=self._find_token())
 
     async def sleep(self) -> None:
-        """Have the server free its GPU memory until it loads the next policy."""
+        """Have the server free its GPU memory until it loads the next policy. It may be asked again.
+
+        Raises:
+            PolicyRefused: it was not started for that.
+            ServerGone: nothing listens at its address.
+        """
         await self._request("POST", "/sleep", timeout_s=self._timeout_s, token=self._find_token())
 
     async def model_name(self) -> str:
@@ -321,7 +326,8 @@ class InferenceClient:
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise InferenceTimeout(f"{asked} was not answered within {timeout_s:.0f} s") from exc
         except httpx.HTTPError as exc:
-            raise InferenceError(f"{asked} failed: {type(exc).__name__}: {exc}") from exc
+            kind = ServerGone if _was_refused(exc) else InferenceError
+            raise kind(f"{asked} failed: {type(exc).__name__}: {exc}") from exc
 
 
 def _generation(answer: _Answer) -> Generation:
@@ -336,6 +342,17 @@ def _generation(answer: _Answer) -> Generation:
 
 def _absolute(directory: Path) -> str:
     return str(directory.absolute())
+
+
+def _was_refused(error: BaseException | None) -> bool:
+    """Return whether the host refused every connection. A name that cannot be looked up, for one, says nothing of the server."""
+    while error is not None:
+        if isinstance(error, ExceptionGroup):  # one error for each address of the host
+            return all(_was_refused(each) for each in cast("ExceptionGroup[Exception]", error).exceptions)
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _reason(response: httpx.Response) -> str:

@@ -28,6 +28,10 @@ class Server:
     is_admitted: bool = False
     """Rollouts go there."""
     is_loading: bool = False
+    is_asleep: bool = False
+    """It said that it freed its GPU memory, and was not asked for a policy since."""
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the server is put to sleep, and while it is asked for the policy that it needs to be admitted."""
     num_loads: int = 0
     num_in_flight: int = 0
     """Rollouts that were sent there and did not end."""
@@ -55,7 +59,7 @@ class Server:
             InferenceError: it failed, or did not answer in time.
             ForeignPolicy: it serves something else right after loading.
         """
-        self.is_loading = True
+        self.is_loading, self.is_asleep = True, False
         try:
             if not is_known_to_differ:
                 status = await self.client.served_policy()
@@ -85,7 +89,7 @@ class Server:
         Raises:
             ForeignPolicy: it serves a policy that this run did not give it.
         """
-        num_loads, was_loading = self.num_loads, self.is_loading
+        num_loads, was_loading, was_asleep = self.num_loads, self.is_loading, self.is_asleep
         try:
             status = await self.client.served_policy(timeout_s=timeout_s)
         except InferenceTimeout as exc:
@@ -96,6 +100,8 @@ class Server:
             return str(exc)
         self.num_timeouts = 0
         self.probed_at = now
+        if was_asleep and self.is_asleep and not status.asleep:
+            return "it does not sleep as it was told to: it was started again"
         if was_loading or self.is_loading or num_loads != self.num_loads or matches(status, policy):
             return None
         if status.version == START_VERSION:

@@ -13,7 +13,8 @@ marked unhealthy until it serves the target again.
 |---|---|
 | `start`: every listed server, or one behind the name | its answer; `client.wait_for_ready_timeout` |
 | `ensure_policy`: one server that serves the policy | a load, or an admission; `require_servers` ends the run |
-| a task per server: the next probe, or the next try to admit | a constant interval, or a growing pause |
+| `sleep`: every known server | its answer, or its end; `client.wait_for_ready_timeout` |
+| a task per server: the next probe, or the next try to admit | an interval, or a growing pause; after `sleep`: `ensure_policy` |
 | `require_servers`: an admitted server | an admission; `client.wait_for_ready_timeout` |
 
 Writes Load, ServerUp and ServerDown events. Nobody else asks a server to load.
@@ -31,6 +32,7 @@ from trivet.client.inference_client import InferenceClient
 from trivet.client.load import ServerLoad
 from trivet.client.server import Server, TargetPolicy
 from trivet.client.server_set import ServerSet
+from trivet.client.sleeping import sleep_all
 from trivet.config.sections.client import ClientConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
 from trivet.wire.events import Event
@@ -72,6 +74,7 @@ class ServerPool:
         """
         self._config = config
         self._clock = clock
+        self._sleep = sleep
         self._make_client = make_client
         self._servers = ServerSet(write_event=write_event, clock=clock)
         self._monitor = ServerHealthMonitor(self._servers, clock=clock, sleep=sleep)
@@ -120,6 +123,7 @@ class ServerPool:
         Raises:
             InferenceError: a listed server failed, or all behind a DNS name did; or their start models differ.
         """
+        self._servers.may_wake = True
         waiting = [server for server in self._servers.known if server.is_admitted or server in self._answered]
         if policy.directory is None and not reset:
             await self._require_start_model(waiting)
@@ -153,7 +157,7 @@ class ServerPool:
             PolicyRefused: every server says that the weights directory is not whole.
             ForeignPolicy: a server reports something else after loading it.
         """
-        self._servers.target = policy
+        self._servers.target, self._servers.may_wake = policy, True
         admitted = self._servers.admitted
         errors = await self._ensure_on_most(admitted, policy)
         refused = [error for error in errors if isinstance(error, PolicyRefused)]
@@ -162,15 +166,14 @@ class ServerPool:
         await self._servers.wait_for_admitted()
 
     async def sleep(self) -> None:
-        """Have the admitted servers free their GPU memory until `ensure_policy`. One that fails is marked unhealthy."""
+        """Return once no server holds GPU memory. None is admitted, and none wakes, before the next `ensure_policy`.
 
-        async def put_to_sleep(server: Server) -> None:
-            try:
-                await server.client.sleep()
-            except InferenceError as exc:
-                self._servers.mark_unhealthy(server, f"it did not free its GPU memory: {exc}")
-
-        await asyncio.gather(*(put_to_sleep(server) for server in self._servers.admitted))
+        Raises:
+            InferenceError: a server was not started for that, or kept its memory for `client.wait_for_ready_timeout`.
+        """
+        self._servers.may_wake = False
+        timeout_s = self._config.wait_for_ready_timeout
+        await sleep_all(self._servers, timeout_s=timeout_s, clock=self._clock, sleep=self._sleep)
 
     async def run(self) -> None:
         """Watch the servers until cancelled.

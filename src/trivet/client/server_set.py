@@ -32,6 +32,8 @@ class ServerSet:
         self._servers: dict[str, Server] = {}
         self._has_admitted = asyncio.Event()
         self._empty_since = 0.0
+        self._may_wake = asyncio.Event()
+        self._may_wake.set()
         self._on_down: list[Callable[[str], None]] = []
         self._on_up: list[Callable[[], None]] = []
         self._target: TargetPolicy | None = None
@@ -61,6 +63,23 @@ class ServerSet:
     def empty_s(self) -> float | None:
         """Seconds since the last admitted server was lost; None while one is admitted."""
         return None if self._has_admitted.is_set() else self._clock() - self._empty_since
+
+    @property
+    def may_wake(self) -> bool:
+        """False while every server must leave its GPU's memory to the trainer. Then none is admitted."""
+        return self._may_wake.is_set()
+
+    @may_wake.setter
+    def may_wake(self, may_wake: bool) -> None:
+        """Allow or forbid the servers to take GPU memory."""
+        if may_wake:
+            self._may_wake.set()
+        else:
+            self._may_wake.clear()
+
+    async def wait_until_may_wake(self) -> None:
+        """Wait until servers may take GPU memory. `ServerPool.ensure_policy` ends the wait."""
+        await self._may_wake.wait()
 
     def subscribe(self, *, on_down: Callable[[str], None], on_up: Callable[[], None]) -> None:
         """Call `on_down` with the address of a server marked unhealthy, whose rollouts are lost, and `on_up` after an admission."""

@@ -8,6 +8,7 @@
 | waits for | unblocked by |
 |---|---|
 | `_fill`: enough ready groups | `fill_changed`, notified by the dispatcher and by `preempt` |
+| `_hand_over`: the servers to sleep (`before_send`) | each server; `client.wait_for_ready_timeout` |
 | `_hand_over`: the trainer's receipt of batch n | its acknowledgement; `rollout_transport.timeout_s` |
 | `_finish_evals`: the evaluation of the last policy | `OnlineEval.run` returns |
 

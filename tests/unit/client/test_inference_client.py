@@ -1,4 +1,5 @@
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from support.fake_inference import START_DIGEST, FakeInference
 from trivet.client.inference_client import InferenceClient, PolicyStatus
 from trivet.config.layout import RunLayout
-from trivet.errors import InferenceError
+from trivet.errors import InferenceError, ServerGone
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion, VersionRun
 
@@ -203,6 +204,20 @@ def test_a_server_of_ours_is_told_from_others(failure: httpx.Response | None, is
     server = FakeInference()
     server.fail_with = failure
     assert ask(server, lambda client: client.serves_policies(timeout_s=5)) is is_ours
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_gone"),
+    [(ConnectionRefusedError(111, "refused"), True), (socket.gaierror(-2, "Name or service not known"), False)],
+)
+def test_a_server_is_gone_only_when_its_host_refuses_the_connection(cause: OSError, is_gone: bool) -> None:
+    failure = httpx.ConnectError("All connection attempts failed")
+    failure.__cause__ = cause
+    server = FakeInference()
+    server.fail_with = failure
+    with pytest.raises(InferenceError) as caught:
+        ask(server, lambda client: client.sleep())
+    assert isinstance(caught.value, ServerGone) is is_gone
 
 
 @pytest.mark.parametrize("failure", [httpx.ConnectError("refused"), httpx.Response(503, text="loading")])

@@ -1,76 +1,20 @@
 import asyncio
-import contextlib
-import random
-from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from support.server_pools import START, A, B, Site, policy, started
 from support.simulated_run import START_DIGEST, SimulatedServer, publish_policies
 from support.virtual_time import run_virtually
 from trivet.client.inference_client import PolicyStatus
-from trivet.client.server import TargetPolicy
-from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
-from trivet.config.sections.client import ClientConfig, ElasticConfig
 from trivet.errors import ForeignPolicy, InferenceError, PolicyRefused
-from trivet.weights.manifest import read_manifest
-from trivet.wire.events import Event, Load, ServerDown, ServerUp
+from trivet.wire.events import Load, ServerDown, ServerUp
 from trivet.wire.versions import PolicyVersion
-
-START = TargetPolicy(version=PolicyVersion(0), digest=None, directory=None)
-A, B = "http://a", "http://b"
 
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory) -> RunLayout:
     return RunLayout(publish_policies(tmp_path_factory.mktemp("published"), count=3))
-
-
-def policy(layout: RunLayout, version: int) -> TargetPolicy:
-    directory = layout.weights_step(version)
-    return TargetPolicy(version=PolicyVersion(version), digest=read_manifest(directory).digest, directory=directory)
-
-
-class Site:
-    def __init__(self, *roots: str, names: Sequence[list[str] | OSError] = (), ready_s: float = 600.0) -> None:
-        self.servers = {root: SimulatedServer(root, random.Random(0), load_s=1.0) for root in roots}
-        self.events: list[Event] = []
-        self.lost: list[str] = []
-        self._names = list(names)
-        config = ClientConfig(
-            base_url=list(roots),
-            elastic=ElasticConfig(hostname="inference.local", port=80) if names else None,
-            wait_for_ready_timeout=ready_s,
-        )
-        self.pool = ServerPool(
-            config,
-            make_client=lambda url: self.servers[url],  # type: ignore[arg-type, return-value]
-            write_event=self.events.append,
-            resolve=self._resolve,
-            clock=asyncio.get_running_loop().time,
-        )
-        self.pool.subscribe(on_down=self.lost.append, on_up=lambda: None)
-
-    async def _resolve(self, hostname: str) -> list[str]:
-        answer = self._names.pop(0) if len(self._names) > 1 else self._names[0]
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
-    def of(self, kind: type[Event]) -> list[Event]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-
-@contextlib.asynccontextmanager
-async def started(site: Site) -> AsyncIterator[asyncio.Task[None]]:
-    await site.pool.start()
-    await site.pool.ensure_policy_on_all(START)
-    running = asyncio.create_task(site.pool.run())
-    try:
-        yield running
-    finally:
-        running.cancel()
-        await site.pool.aclose()
 
 
 def test_a_policy_is_loaded_on_every_server_with_its_digest_on_record(layout):
@@ -83,36 +27,6 @@ def test_a_policy_is_loaded_on_every_server_with_its_digest_on_record(layout):
         assert loads[:2] == [(A, 0, START_DIGEST), (B, 0, START_DIGEST)]
         assert sorted(loads[2:]) == [(A, 2, digest), (B, 2, digest)]
         assert {server.status.version for server in site.servers.values()} == {2}
-
-    run_virtually(scenario(), limit_s=60)
-
-
-def test_servers_that_sleep_load_even_the_policy_that_they_had(layout):
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site):
-            await site.pool.ensure_policy(policy(layout, 1))
-            await site.pool.sleep()
-            assert [server.status.asleep for server in site.servers.values()] == [True, True]
-            assert site.pool.roots == [A, B]
-            # The orchestrator was started again: it does not know that it had put them to sleep.
-            await site.pool.ensure_policy_on_all(policy(layout, 1))
-            assert [server.status.asleep for server in site.servers.values()] == [False, False]
-
-    run_virtually(scenario(), limit_s=60)
-
-
-def test_a_server_that_does_not_sleep_takes_no_rollouts(layout):
-    async def scenario() -> None:
-        site = Site(A, B)
-        async with started(site):
-            crash = asyncio.create_task(site.servers[A].crash(1.0))
-            await asyncio.sleep(0)
-            await site.pool.sleep()
-            assert site.pool.roots == [B]
-            assert site.lost == [A]
-            await crash
-        assert "it did not free its GPU memory" in site.of(ServerDown)[0].reason
 
     run_virtually(scenario(), limit_s=60)
 

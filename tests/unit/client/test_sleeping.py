@@ -1,0 +1,167 @@
+"""Test in virtual time how a pool has its servers sleep while the trainer learns."""
+
+import asyncio
+
+import pytest
+
+from support.server_pools import A, B, Site, policy, started
+from support.simulated_run import START_DIGEST, publish_policies
+from support.virtual_time import run_virtually
+from trivet.client.inference_client import PolicyStatus
+from trivet.config.layout import RunLayout
+from trivet.errors import InferenceError, PolicyRefused
+from trivet.wire.events import ServerDown
+from trivet.wire.versions import PolicyVersion
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory) -> RunLayout:
+    return RunLayout(publish_policies(tmp_path_factory.mktemp("published"), count=3))
+
+
+def test_servers_that_sleep_load_even_the_policy_that_they_had(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            await site.pool.ensure_policy(policy(layout, 1))
+            await site.pool.sleep()
+            assert [server.status.asleep for server in site.servers.values()] == [True, True]
+            assert site.pool.roots == [A, B]
+            # The orchestrator was started again: it does not know that it had put them to sleep.
+            await site.pool.ensure_policy_on_all(policy(layout, 1))
+            assert [server.status.asleep for server in site.servers.values()] == [False, False]
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_server_whose_process_ended_is_not_waited_for_and_takes_no_rollouts():
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            crash = asyncio.create_task(site.servers[A].crash(1.0))
+            await asyncio.sleep(0)
+            await site.pool.sleep()
+            assert asyncio.get_running_loop().time() < 1
+            assert site.pool.roots == [B]
+            assert site.lost == [A]
+            await crash
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_a_server_that_does_not_answer_is_waited_for_by_name_until_it_sleeps(caplog):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            site.servers[A].is_frozen = True
+            sleeping = asyncio.create_task(site.pool.sleep())
+            await asyncio.sleep(550)
+            assert not sleeping.done()
+            site.servers[A].is_frozen = False
+            await sleeping
+            assert site.servers[A].status.asleep
+
+    run_virtually(scenario(), limit_s=700)
+    assert "the batch waits for servers to free their GPU memory" in caplog.text
+    assert f"{A} was not answered within 300 s" in caplog.text
+
+
+def test_a_server_that_never_sleeps_ends_the_run_with_what_it_answered():
+    async def scenario() -> None:
+        site = Site(A, B, ready_s=700.0)
+        async with started(site):
+            site.servers[A].is_frozen = True
+            with pytest.raises(InferenceError, match=r"after 700 s .*neither slept nor ended: http://a was not answered"):
+                await site.pool.sleep()
+
+    run_virtually(scenario(), limit_s=1200)
+
+
+def test_a_server_that_was_not_started_to_sleep_ends_the_run_at_once():
+    async def refuse() -> None:
+        raise PolicyRefused("POST http://a/sleep was answered with 409: this server was started without it")
+
+    async def scenario() -> None:
+        site = Site(A)
+        async with started(site):
+            site.servers[A].sleep = refuse
+            with pytest.raises(
+                InferenceError, match=r"sleep_servers = true, but POST .*, or set orchestrator.sleep_servers = false"
+            ):
+                await site.pool.sleep()
+            assert asyncio.get_running_loop().time() < 1
+
+    run_virtually(scenario(), limit_s=60)
+
+
+def test_no_server_is_admitted_before_the_sleepers_load_the_next_policy(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            crash = asyncio.create_task(site.servers[A].crash(8.0))
+            await asyncio.sleep(7)
+            assert site.pool.roots == [B]
+            await site.pool.sleep()
+            await crash  # it is back, awake, with the start model
+            await asyncio.sleep(300)
+            assert site.pool.roots == [B]
+            assert site.servers[B].status.asleep
+            await site.pool.ensure_policy(policy(layout, 1))
+            await asyncio.sleep(5)
+            assert site.pool.roots == [A, B]
+            assert {server.status.version for server in site.servers.values()} == {1}
+
+    run_virtually(scenario(), limit_s=400)
+
+
+def test_a_server_that_is_marked_unhealthy_while_it_sleeps_is_not_woken(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            await site.pool.sleep()
+            site.servers[A].is_frozen = True
+            await asyncio.sleep(150)
+            assert site.pool.roots == [B]
+            site.servers[A].is_frozen = False
+            await asyncio.sleep(100)
+            assert site.servers[A].status.asleep
+            await site.pool.ensure_policy(policy(layout, 1))
+            await asyncio.sleep(5)
+            assert site.pool.roots == [A, B]
+
+    run_virtually(scenario(), limit_s=400)
+
+
+def test_a_server_that_loads_to_be_admitted_sleeps_after_it(layout):
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            await site.pool.ensure_policy(policy(layout, 1))
+            site.servers[A].load_s = 100.0
+            crash = asyncio.create_task(site.servers[A].crash(5.5))
+            await crash
+            await asyncio.sleep(35)  # by now it is being asked to load
+            before = asyncio.get_running_loop().time()
+            await site.pool.sleep()
+            assert asyncio.get_running_loop().time() - before > 50
+            assert site.servers[A].status == PolicyStatus(
+                version=PolicyVersion(1), digest=policy(layout, 1).digest or "", asleep=True
+            )
+            await asyncio.sleep(60)
+            assert site.pool.roots == [B]
+            assert site.servers[A].status.asleep
+
+    run_virtually(scenario(), limit_s=400)
+
+
+def test_a_server_that_was_started_again_while_it_should_sleep_is_marked_unhealthy():
+    async def scenario() -> None:
+        site = Site(A, B)
+        async with started(site):
+            await site.pool.sleep()
+            site.servers[A].status = PolicyStatus(version=PolicyVersion(0), digest=START_DIGEST)
+            await asyncio.sleep(6)
+            assert site.pool.roots == [B]
+        assert "it does not sleep as it was told to" in site.of(ServerDown)[0].reason
+
+    run_virtually(scenario(), limit_s=60)
