@@ -7,14 +7,15 @@ The chain of one policy from the orchestrator onto this server, and where each l
     → `VersionedEngine.load` or `.load_adapter` → collective_rpc → `PolicyWorkerExtension.load_policy` in every vLLM worker
     → `PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches` → `.resume` → answer
 
-With `inference.sleep_while_training` the engine is asleep before: its weights wake ahead of the load, its KV cache after it.
+With `inference.sleep_while_training` the engine is asleep before: its weights wake ahead of the load, its KV cache after it. If
+the trainer has not freed the memory yet, the load waits for that.
 If a link fails after the pause, the policy before is loaded the same way. If that fails too, the server ends.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
@@ -35,7 +36,12 @@ _MAX_EXTRA_BYTES = 1 << 30
 """Allowed on top, for the tokenizer's files, and for the adapter of a tiny model, which may be larger than the model."""
 _LOAD_TIMEOUT_S = 600.0
 """Longest time for the engine to pause, and again for it to load. Every request waits meanwhile, so a stuck load must fail."""
-
+_WAKE_TIMEOUT_S = 100.0
+"""Longest time in which the GPU memory of a sleeping engine must become free. The trainer frees its memory before its policy can be
+read, and a trainer that was started again frees what it needed to load. Two such waits, for the policy and for the one before, are
+shorter than `client.admin_timeout` by default."""
+_WAKE_RETRY_INTERVAL_S = 2.0
+"""Between two attempts to take GPU memory."""
 
 EnginePart = Literal["weights", "kv_cache"]
 """A part of the engine's GPU memory, by vLLM's name."""
@@ -100,6 +106,7 @@ class PolicyLoader:
         on_broken: Callable[[], None],
         timeout_s: float = _LOAD_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Load into `engine`, which serves the start model.
 
@@ -117,6 +124,7 @@ class PolicyLoader:
         self._on_broken = on_broken
         self._timeout_s = timeout_s
         self._clock = clock
+        self._sleep = sleep
         self._lock = asyncio.Lock()
         self._directory = start_directory
         self._base_directory: Path | None = start_directory
@@ -233,9 +241,26 @@ class PolicyLoader:
         self._directory, self._policy = directory, manifest
 
     async def _wake(self, part: EnginePart) -> None:
-        if part in self._asleep:
+        if part not in self._asleep:
+            return
+        deadline = self._clock() + _WAKE_TIMEOUT_S
+        while not await self._has_woken(part, is_last=self._clock() >= deadline):
+            await self._sleep(_WAKE_RETRY_INTERVAL_S)
+        self._asleep.remove(part)
+
+    async def _has_woken(self, part: EnginePart, *, is_last: bool) -> bool:
+        """Try to take GPU memory for `part` again. A part that got some of it keeps that for the next attempt."""
+        try:
             await self._engine.wake(part)
-            self._asleep.remove(part)
+        except Exception as exc:  # vLLM raises no narrower one when the memory is not free
+            if is_last:
+                raise InferenceError(
+                    f"the engine's {part} got no GPU memory for {_WAKE_TIMEOUT_S:.0f} s ({exc}): another process holds it; see "
+                    f"nvidia-smi, or lower {key_name('inference.gpu_memory_utilization')}"
+                ) from exc
+            logger.warning("waiting for GPU memory part=%s: %s", part, exc)
+            return False
+        return True
 
     async def _load_missing(self, directory: Path) -> None:
         """Load the part of the policy that the engine does not have: on top of the start model, the adapter alone."""

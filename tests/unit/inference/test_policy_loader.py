@@ -24,6 +24,8 @@ class FakeEngine:
         self.calls: list[str] = []
         self.refused: set[str] = set()
         self.cannot_suspend = False
+        self.num_wakes_refused = 0
+        """Attempts to take GPU memory that fail before one succeeds."""
 
     async def pause(self) -> None:
         self.calls.append("pause")
@@ -52,6 +54,9 @@ class FakeEngine:
 
     async def wake(self, part: EnginePart) -> None:
         self.calls.append(f"wake {part}")
+        if self.num_wakes_refused:
+            self.num_wakes_refused -= 1
+            raise RuntimeError("CUDA Error: out of memory")
 
 
 @pytest.fixture
@@ -74,6 +79,11 @@ def layout(tmp_path: Path) -> RunLayout:
 def run(layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader], Awaitable[None]]) -> list[str]:
     """Return what was reported broken."""
     broken: list[str] = []
+    now_s = 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
 
     async def main() -> None:
         start = layout.root / "start"
@@ -83,6 +93,8 @@ def run(layout: RunLayout, engine: FakeEngine, scenario: Callable[[PolicyLoader]
             start_directory=start,
             roots=[layout.weights],
             on_broken=lambda: broken.append("broken"),
+            clock=lambda: now_s,
+            sleep=sleep,
         )
         await loader.prepare()
         await scenario(loader)
@@ -324,3 +336,29 @@ def test_an_engine_that_cannot_sleep_is_reported_broken(layout: RunLayout) -> No
             await loader.sleep()
 
     assert run(layout, engine, scenario) == ["broken"]
+
+
+def test_a_sleeping_engine_waits_for_gpu_memory_that_is_freed_a_moment_late(layout: RunLayout) -> None:
+    engine = FakeEngine()
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.sleep()
+        engine.num_wakes_refused = 3
+        assert (await loader.load(layout.weights_step(1))).version == 1
+
+    assert run(layout, engine, scenario) == []
+    woken = ["wake weights"] * 4 + ["load step_1", "drop_caches", "wake kv_cache", "resume"]
+    assert engine.calls == ["pause", "suspend", *woken]
+
+
+def test_gpu_memory_that_stays_taken_ends_the_server_with_what_to_lower(layout: RunLayout) -> None:
+    engine = FakeEngine()
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.sleep()
+        engine.num_wakes_refused = 10_000
+        with pytest.raises(InferenceError, match=r"weights got no GPU memory for 100 s .*lower inference.gpu_memory_utilization"):
+            await loader.load(layout.weights_step(1))
+
+    assert run(layout, engine, scenario) == ["broken"]
+    assert engine.calls.count("wake weights") == 2 * 51
