@@ -15,7 +15,8 @@ If a link fails after the pause, the policy before is loaded the same way. If th
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
@@ -197,6 +198,20 @@ class PolicyLoader:
                 raise InferenceError(f"the engine did not sleep ({type(exc).__name__}: {exc}): the server ends") from exc
             self._asleep = {"weights", "kv_cache"}
             logger.info("asleep seconds=%.2f", self._clock() - started)
+
+    @asynccontextmanager
+    async def keep_awake(self) -> AsyncGenerator[None, None]:
+        """Let the engine neither fall asleep nor load a policy during the block, which changes it in another way.
+
+        Raises:
+            WeightsError: the engine is asleep.
+        """
+        async with self._lock:
+            if self._asleep:
+                raise WeightsError(
+                    "this server is asleep while the trainer learns; ask again when GET /policy says asleep = false"
+                )
+            yield
 
     def _require_servable(self, adapter: Path) -> None:
         if not self._engine.serves_adapters:

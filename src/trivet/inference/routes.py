@@ -119,7 +119,8 @@ def make_router(
         if body.lora_name == model_name:
             return _refusal(409, f"{model_name} is the policy's own name; its adapter is loaded with /update_weights")
         try:
-            await adapters.load(body.lora_name, path=body.lora_path)
+            async with loader.keep_awake():
+                await adapters.load(body.lora_name, path=body.lora_path)
         except WeightsError as exc:
             return _refusal(409, str(exc))
         return LoadedAdapter(lora_name=body.lora_name, lora_path=body.lora_path)

@@ -357,8 +357,27 @@ def test_gpu_memory_that_stays_taken_ends_the_server_with_what_to_lower(layout: 
     async def scenario(loader: PolicyLoader) -> None:
         await loader.sleep()
         engine.num_wakes_refused = 10_000
-        with pytest.raises(InferenceError, match=r"weights got no GPU memory for 100 s .*lower inference.gpu_memory_utilization"):
+        with pytest.raises(
+            InferenceError, match=r"weights got no GPU memory for 100 s .*lower inference.gpu_memory_utilization"
+        ):
             await loader.load(layout.weights_step(1))
 
     assert run(layout, engine, scenario) == ["broken"]
     assert engine.calls.count("wake weights") == 2 * 51
+
+
+def test_an_engine_changes_in_another_way_only_while_it_is_awake_and_does_not_sleep_meanwhile(layout: RunLayout) -> None:
+    engine = FakeEngine()
+
+    async def scenario(loader: PolicyLoader) -> None:
+        async with loader.keep_awake():
+            sleeping = asyncio.create_task(loader.sleep())
+            await asyncio.sleep(0)
+            assert not loader.is_asleep
+        await sleeping
+        with pytest.raises(WeightsError, match="asleep while the trainer learns"):
+            async with loader.keep_awake():
+                engine.calls.append("changed")
+
+    run(layout, engine, scenario)
+    assert engine.calls == ["pause", "suspend"]

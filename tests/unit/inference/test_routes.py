@@ -1,4 +1,6 @@
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,12 @@ class FakeLoader:
         if self._error is not None:
             raise self._error
         self.is_asleep = True
+
+    @asynccontextmanager
+    async def keep_awake(self) -> AsyncGenerator[None, None]:
+        if self.is_asleep:
+            raise WeightsError("this server is asleep")
+        yield
 
     async def load_start(self) -> Manifest:
         return Manifest(version=PolicyVersion(0), files={}, digest="start")
@@ -165,6 +173,15 @@ def test_an_adapter_is_loaded_under_its_name_as_often_as_asked() -> None:
         response = ask("POST", "/load_lora_adapter", adapters=adapters, body={"lora_name": "mine", "lora_path": path})
         assert response.json() == {"status": "ok", "lora_name": "mine", "lora_path": path}
     assert adapters.loaded == [("mine", Path("/a/1")), ("mine", Path("/a/2"))]
+
+
+def test_no_adapter_is_loaded_while_the_server_sleeps() -> None:
+    loader, adapters = FakeLoader(), FakeAdapters()
+    loader.is_asleep = True
+    body = {"lora_name": "mine", "lora_path": "/a/1"}
+    response = ask("POST", "/load_lora_adapter", loader=loader, adapters=adapters, body=body)
+    assert (response.status_code, response.json()["reason"]) == (409, "this server is asleep")
+    assert adapters.loaded == []
 
 
 @pytest.mark.parametrize(
