@@ -179,6 +179,9 @@ class VersionedEngine(AsyncLLM):
 
     async def suspend(self) -> None:
         """Free the GPU memory of a paused engine. Its requests go on after it woke, with their keys and values computed anew."""
+        # Level 2 would need no copy of the weights in main memory. But at that level vLLM 0.32 keeps only a model's buffers, and a
+        # reload fills only parameters that the checkpoint has. A parameter that it lacks, and a tensor that is a plain attribute,
+        # such as the slopes of MiniMax's linear attention (`tp_slope`), would come back with arbitrary content.
         await self.sleep(level=1, mode="keep")
 
     async def wake(self, part: EnginePart) -> None:
