@@ -25,6 +25,7 @@ from trivet.faults import reach
 from trivet.inference.policy_ledger import PolicyLedger
 from trivet.inference.weight_roots import require_below
 from trivet.key_names import key_name
+from trivet.telemetry import process_report
 from trivet.weights.adapters import base_of, is_adapter, is_same_model
 from trivet.weights.manifest import Manifest, describe_start_model, verify
 
@@ -197,6 +198,7 @@ class PolicyLoader:
                 self._on_broken()
                 raise InferenceError(f"the engine did not sleep ({type(exc).__name__}: {exc}): the server ends") from exc
             self._asleep = {"weights", "kv_cache"}
+            process_report.begin("asleep while the trainer learns")
             logger.info("asleep seconds=%.2f", self._clock() - started)
 
     @asynccontextmanager
@@ -252,7 +254,9 @@ class PolicyLoader:
             reach("reload.during", step=manifest.version)
             self._engine.ledger.switch(manifest.version, at=self._clock())
             await self._engine.drop_caches()
-            await self._wake("kv_cache")
+            if "kv_cache" in self._asleep:
+                await self._wake("kv_cache")
+                process_report.begin("serving")
         self._directory, self._policy = directory, manifest
 
     async def _wake(self, part: EnginePart) -> None:

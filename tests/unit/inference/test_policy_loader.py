@@ -10,6 +10,7 @@ from trivet.errors import InferenceError, WeightsError
 from trivet.inference.policy_ledger import PolicyLedger
 from trivet.inference.policy_loader import EnginePart, PolicyLoader
 from trivet.storage.durable import FileRecord, digest_of, write_json_atomically
+from trivet.telemetry import process_report
 from trivet.weights.manifest import Manifest
 from trivet.weights.publish import publish
 from trivet.wire.versions import PolicyVersion
@@ -381,3 +382,18 @@ def test_an_engine_changes_in_another_way_only_while_it_is_awake_and_does_not_sl
 
     run(layout, engine, scenario)
     assert engine.calls == ["pause", "suspend"]
+
+
+def test_a_server_reports_that_it_sleeps_and_that_it_serves_again(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    activities: list[str] = []
+    monkeypatch.setattr(process_report, "begin", activities.append)
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.load(layout.weights_step(1))
+        assert activities == []
+        await loader.sleep()
+        assert activities == ["asleep while the trainer learns"]
+        await loader.load(layout.weights_step(2))
+
+    run(layout, FakeEngine(), scenario)
+    assert activities == ["asleep while the trainer learns", "serving"]
