@@ -51,9 +51,20 @@ def run_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _sleep_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[str]:
-    """Check that nothing is generated while the server sleeps."""
-    if not inference.sleep_while_training:
+    """Check that the roles take turns, and that nothing is generated while the server sleeps."""
+    sleeps = inference.sleep_while_training
+    if config.orchestrator.sleep_servers != sleeps:
+        yield (
+            f"{ORCHESTRATOR.sleep_servers} ({literal(not sleeps)}) must be {INFERENCE.sleep_while_training} ({literal(sleeps)});"
+            f" remove {ORCHESTRATOR.sleep_servers}"
+        )
+    if not sleeps:
         return
+    if not config.trainer.release_gpu_memory:
+        yield (
+            f"{TRAINER.release_gpu_memory} (false) must be {INFERENCE.sleep_while_training} (true); remove"
+            f" {TRAINER.release_gpu_memory}"
+        )
     key = f"{INFERENCE.sleep_while_training} = true"
     if level := config.orchestrator.max_async_level:
         yield (
@@ -66,6 +77,11 @@ def _sleep_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[st
                 f"[{what}] generates while the trainer learns, and {key}: remove it, and measure published weights with `uv run"
                 f" eval`, or remove {INFERENCE.sleep_while_training}"
             )
+    if rollouts := config.orchestrator.self_check_rollouts:
+        yield (
+            f"{ORCHESTRATOR.self_check_rollouts} ({rollouts}) must be 0 with {key}: the trainer computes the self-check while the"
+            f" server is awake; remove {ORCHESTRATOR.self_check_rollouts}, or {INFERENCE.sleep_while_training}"
+        )
     if config.deployment.is_multi_node:
         yield (
             f"{key} is for a server that shares GPUs with the trainer, and"
@@ -267,6 +283,11 @@ def run_notices(config: RLConfig) -> Iterator[str]:
         yield f"{ROOT.max_steps} is not set: the run goes on until it is stopped"
     yield from sampling_notices(config.orchestrator, ORCHESTRATOR)
     yield from _teacher_notices(config)
+    if config.inference is not None and config.inference.sleep_while_training:
+        yield (
+            f"{ORCHESTRATOR.self_check_rollouts} is 0: with {INFERENCE.sleep_while_training} = true nothing compares trainer and"
+            " server before the first batch; watch mismatch_kl/mean of the first steps"
+        )
     tokenizer = config.trainer.tokenizer.name
     if tokenizer is not None and tokenizer != config.trainer.model.name:
         yield (

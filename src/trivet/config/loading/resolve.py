@@ -89,7 +89,7 @@ def resolve(draft: Draft, findings: Findings) -> None:
         _point_client_at_server(draft, findings, server="inference", client="orchestrator.client")
         _compute_as_served(draft)
         _serve_adapters(draft)
-        _fill(draft, "inference.sleep_while_training", ("orchestrator.sleep_servers", "trainer.release_gpu_memory"))
+        _take_turns(draft)
         _agree(draft, findings, ("trainer.tokenizer.chat_template", "inference.model.chat_template"))
         for name in RopeScalingConfig.model_fields:
             _agree(draft, findings, (f"trainer.model.rope_scaling.{name}", f"inference.model.rope_scaling.{name}"))
@@ -238,6 +238,18 @@ def _serve_adapters(draft: Draft) -> None:
     if draft.leaf("inference.enable_lora") is None:
         draft.derive("inference.enable_lora", True, "trainer.model.lora")
     _derive_default(draft, "inference.max_lora_rank", "trainer.model.lora.rank", LoRAConfig.model_fields["rank"])
+
+
+def _take_turns(draft: Draft) -> None:
+    """Have the roles take turns with a server that sleeps. It would be awake while the trainer computes the self-check."""
+    wanted = draft.leaf("inference.sleep_while_training")
+    _fill(draft, "inference.sleep_while_training", ("orchestrator.sleep_servers", "trainer.release_gpu_memory"))
+    if (
+        wanted is not None
+        and _normal(wanted.value).lower() == "true"
+        and draft.leaf("orchestrator.self_check_rollouts") is None
+    ):
+        draft.derive("orchestrator.self_check_rollouts", 0, _derived("inference.sleep_while_training", wanted))
 
 
 def _port_of(url: str) -> str:

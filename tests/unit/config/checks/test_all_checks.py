@@ -372,31 +372,3 @@ def test_a_server_may_span_two_nodes(words: tuple[str, ...]) -> None:
 )
 def test_nodes_that_cannot_be_are_refused(words: list[str], said: str) -> None:
     assert re.search(said, refusal(RLConfig, *GROUPED, *words))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--max-async-level", "1"], "needs max_async_level = 0, got 1: at a higher level the server generates while"),
-        (["--max-async-level", "0", "--orchestrator.eval.env.id", "a"], r"\[orchestrator.eval\] generates while the trainer"),
-        (["--max-async-level", "0", "--orchestrator.val"], r"\[orchestrator.val\] generates while the trainer"),
-        (
-            ["--max-async-level", "0", "--deployment.type", "multi_node"],
-            "gives each role its own: remove inference.sleep_while",
-        ),
-    ],
-)
-def test_a_server_that_sleeps_while_the_trainer_learns_generates_nothing_then(words: list[str], said: str) -> None:
-    assert re.search(said, refusal(RLConfig, *GROUPED, "--inference.sleep-while-training", *words))
-
-
-def test_a_teachers_server_does_not_sleep() -> None:
-    words = ["--orchestrator.teacher-model.model.name", "big", "--teacher-inference.sleep-while-training"]
-    assert "only the policy's server can sleep; remove it" in refusal(RLConfig, *GROUPED, *words)
-
-
-def test_a_run_whose_server_sleeps_tells_orchestrator_and_trainer() -> None:
-    argv = [*GROUPED, "--inference.sleep-while-training", "--max-async-level", "0"]
-    config = load_config(RLConfig, argv, environ={}).config
-    assert config.orchestrator.sleep_servers
-    assert config.trainer.release_gpu_memory
