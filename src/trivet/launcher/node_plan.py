@@ -16,10 +16,9 @@ from trivet.config.sections.environment import EnvNodesConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity, TransportConfig
 from trivet.errors import ConfigError
+from trivet.launcher.gpu_shares import TRAINER, GpuShares
 from trivet.launcher.placement import ENVIRONMENTS, RENDEZVOUS, TRANSPORT, Placement, ServerPlacement
 from trivet.launcher.plan import (
-    TRAINER,
-    GpuShares,
     ProcessSpec,
     RecoveryUnit,
     RunPlan,

@@ -16,22 +16,24 @@ from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError
 from trivet.key_names import key_name
+from trivet.launcher.gpu_shares import (
+    INFERENCE,
+    TEACHER,
+    TRAINER,
+    GpuShares,
+    require_shared_gpu,
+    share_gpus,
+    share_memory,
+)
 from trivet.launcher.role_configs import SERVER_KEY, TEACHER_KEY, Ports, orchestrator_config, server_config, trainer_config
 from trivet.machine import Machine
 from trivet.process.lifetime import module_command
 
-INFERENCE, TEACHER, ORCHESTRATOR, TRAINER = "inference", "teacher", "orchestrator", "trainer"
+ORCHESTRATOR = "orchestrator"
 RecoveryUnit = NewType("RecoveryUnit", str)
 """The name of processes that are restarted together: `training`, or the name of a server."""
 TRAINING = RecoveryUnit("training")
 """The unit of orchestrator and trainer, which go back to one checkpoint."""
-SHARED_GPU_MEMORY = 0.5
-"""Share of a GPU that the inference server takes when the trainer or a teacher needs the same one."""
-SHARED_TEACHER_MEMORY = 0.25
-"""Share of a GPU that a teacher's server takes when another role needs the same one."""
-_CONTEXT_MEMORY = 0.08
-"""Share of a GPU that is left for what no allocator counts: the CUDA contexts of a rank and of a server, and buffers of NCCL. vLLM
-refuses to start where its share is not free besides its own context."""
 
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -92,36 +94,6 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuShares:
-    """The GPUs of each role, by their names in CUDA_VISIBLE_DEVICES; none means the CPU."""
-
-    inference: tuple[str, ...]
-    trainer: tuple[str, ...]
-    teacher: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
-
-    def servers_before(self, name: str) -> tuple[str, ...]:
-        """Return the servers on a GPU of the role `name` that start before it.
-
-        vLLM measures what it takes by what is free while it starts: memory that another process takes then counts as vLLM's, and
-        memory that one frees ends it.
-        """
-        gpus = {TEACHER: self.teacher, INFERENCE: self.inference, TRAINER: self.trainer}
-        earlier = list(gpus)[: list(gpus).index(name)] if name in gpus else []
-        return tuple(server for server in earlier if not set(gpus[server]).isdisjoint(gpus[name]))
-
-    @property
-    def is_shared(self) -> bool:
-        """True when the inference server is not alone on its GPUs."""
-        return not set(self.inference).isdisjoint((*self.trainer, *self.teacher))
-
-    @property
-    def is_teacher_shared(self) -> bool:
-        """True when the teacher's server is not alone on its GPUs."""
-        return not set(self.teacher).isdisjoint((*self.trainer, *self.inference))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """Everything that a run starts, and the configurations that its roles read."""
 
@@ -159,12 +131,8 @@ def plan(
     if resume_step is not None and (problem := steps_problem(config.max_steps, resume_step=resume_step)):
         raise ConfigError(problem)
     shares = share_gpus(config, machine.gpus)
-    if config.inference is not None and config.inference.sleep_while_training and not shares.is_shared:
-        raise ConfigError(
-            f"{key_name('inference.sleep_while_training')} is for a server on the trainer's GPUs; "
-            + ("here each has its own" if machine.gpus else "this machine shows no GPU")
-            + f": remove it, or give {key_name('inference_gpu_ids')} and {key_name('trainer_gpu_ids')} the same ids"
-        )
+    require_shared_gpu(config, shares)
+    memory = share_memory(config, shares)
     configs = RunLayout(config.output_dir).configs
     inference = server_config(
         config.inference,
@@ -172,7 +140,7 @@ def plan(
         name="inference",
         port=ports.inference,
         num_gpus=len(shares.inference),
-        share=_server_share(config, shares),
+        share=memory.inference,
     )
     teacher = server_config(
         config.teacher_inference,
@@ -180,12 +148,11 @@ def plan(
         name="teacher",
         port=ports.teacher,
         num_gpus=len(shares.teacher),
-        share=SHARED_TEACHER_MEMORY if shares.is_teacher_shared else 1.0,
+        share=memory.teacher,
     )
     orchestrator = orchestrator_config(config, run, ports, resume_step)
     trainer = trainer_config(config, run, ports, resume_step)
-    share = _trainer_share(shares, inference, teacher)
-    trainer = trainer.model_copy(update={"gpu_memory_utilization": min(trainer.gpu_memory_utilization, share)})
+    trainer = trainer.model_copy(update={"gpu_memory_utilization": memory.trainer})
     sections: dict[Path, Section] = {configs / "orchestrator.toml": orchestrator, configs / "trainer.toml": trainer}
     processes = [
         trainer_process(config, python, configs / "trainer.toml", shares, machine),
@@ -213,65 +180,6 @@ def plan(
     )
 
 
-def _server_share(config: RLConfig, shares: GpuShares) -> float:
-    """Return the largest share of a GPU's memory that the inference server may take.
-
-    A server that sleeps while the trainer learns shares with what the trainer keeps on the GPU between two steps.
-    """
-    sleeps = config.inference is not None and config.inference.sleep_while_training
-    is_with_teacher = not set(shares.teacher).isdisjoint(shares.inference)
-    if sleeps and config.trainer.model.fsdp_cpu_offload and not is_with_teacher:
-        return round(1 - _CONTEXT_MEMORY, 3)  # the trainer keeps nothing there
-    return SHARED_GPU_MEMORY if shares.is_shared else 1.0
-
-
-def _trainer_share(shares: GpuShares, *servers: InferenceConfig | None) -> float:
-    """Return the share of a GPU's memory that the servers on the trainer's GPUs leave to a rank while it learns."""
-    taken = [
-        0.0 if server.sleep_while_training else server.gpu_memory_utilization
-        for server, gpus in zip(servers, (shares.inference, shares.teacher), strict=True)
-        if server is not None and not set(gpus).isdisjoint(shares.trainer)
-    ]
-    return round(1 - sum(taken) - _CONTEXT_MEMORY, 3) if taken else 1.0
-
-
-def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
-    """Choose which of the machine's GPUs each role gets.
-
-    Raises:
-        ConfigError: an id without a GPU, an id twice, or a role without any.
-    """
-    if not gpus:
-        if config.trainer.device == "cuda":
-            raise ConfigError('trainer.device is "cuda" but this machine shows no GPU; set it to "auto" or "cpu"')
-        return GpuShares(inference=(), trainer=())
-    serves, trains = config.inference is not None, config.trainer.device != "cpu"
-    inference_ids = config.inference_gpu_ids if serves else []
-    trainer_ids = config.trainer_gpu_ids if trains else []
-    teaches = config.teacher_inference is not None
-    teacher_ids = _teacher_ids(config, len(gpus)) if teaches else []
-    notices: list[str] = []
-    if len(gpus) == 1 and trainer_ids == [1]:
-        trainer_ids = [0]
-        if serves:
-            notices.append(
-                f"one GPU: inference and trainer share it (set {key_name('trainer_gpu_ids')} = [0] to say so yourself)"
-            )
-    for key, ids, is_used in (
-        ("inference_gpu_ids", inference_ids, serves),
-        ("trainer_gpu_ids", trainer_ids, trains),
-        ("teacher_gpu_ids", teacher_ids, teaches),
-    ):
-        if is_used:
-            _check_ids(key_name(key), ids, len(gpus))
-    return GpuShares(
-        inference=tuple(gpus[index] for index in inference_ids),
-        trainer=tuple(gpus[index] for index in trainer_ids),
-        teacher=tuple(gpus[index] for index in teacher_ids),
-        notices=tuple(notices),
-    )
-
-
 def report_files(layout: RunLayout, role: str, *, num_ranks: int = 1) -> tuple[ReportFile, ...]:
     """Return where each process of a role reports."""
     names = [role] if num_ranks == 1 else [f"{role} rank {rank} of {num_ranks}" for rank in range(num_ranks)]
@@ -295,24 +203,6 @@ def rank_environment(num_ranks: int, *, num_cpus: int, is_on_cpu: bool) -> dict[
         "NCCL_SOCKET_IFNAME": "lo",
     }
     return common | (_KEEP_MEMORY | _YIELD_CORES if is_on_cpu else _GPU_ORDER | _ALLOCATOR_SETTINGS)
-
-
-def _teacher_ids(config: RLConfig, num_gpus: int) -> list[int]:
-    if config.teacher_gpu_ids is not None:
-        return config.teacher_gpu_ids
-    if num_gpus > 1:
-        raise ConfigError("teacher_gpu_ids is not set: name the GPUs of [teacher_inference]; they may be those of another role")
-    return [0]
-
-
-def _check_ids(key: str, ids: Sequence[int], num_gpus: int) -> None:
-    missing = [index for index in ids if not 0 <= index < num_gpus]
-    if missing or not ids or len(set(ids)) != len(ids):
-        problem = f"GPU {', '.join(map(str, missing))} does not exist" if missing else "each GPU once, and at least one"
-        raise ConfigError(
-            f"{key} = {list(ids)}: {problem}; this machine shows {num_gpus} GPU(s), ids 0 to {num_gpus - 1} "
-            "(CUDA_VISIBLE_DEVICES counts); change the ids"
-        )
 
 
 def server_process(name: str, config: RLConfig, python: str, file: Path, gpus: Sequence[str]) -> ProcessSpec:

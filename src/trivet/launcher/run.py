@@ -19,10 +19,11 @@ from trivet.environments.settings import run_settings
 from trivet.errors import NodesMissing
 from trivet.launcher.commands.bench import measure_trainer
 from trivet.launcher.custom_advantage import require_advantage
+from trivet.launcher.gpu_shares import describe_memory, require_shared_gpu, share_gpus
 from trivet.launcher.host import ProcessHost
 from trivet.launcher.logs import RunLog
 from trivet.launcher.placement import HEAD, describe_placement, place
-from trivet.launcher.plan import RunPlan, plan, share_gpus
+from trivet.launcher.plan import RunPlan, plan
 from trivet.launcher.ports import ReservedPorts
 from trivet.launcher.processes import LocalHost
 from trivet.launcher.role_configs import Ports
@@ -50,7 +51,8 @@ def check(config: RLConfig) -> None:
 
     Raises:
         EnvironmentLoadError: an environment is not installed.
-        ConfigError: GPU ids that do not exist, a custom advantage that does not work, or a record that cannot be replayed.
+        ConfigError: GPU ids that do not exist, a server that is to sleep on GPUs of its own, a custom advantage that does not
+            work, or a record that cannot be replayed.
     """
     if config.trainer.bench is not None:
         share_gpus(config, inspect_machine().gpus)
@@ -62,7 +64,10 @@ def check(config: RLConfig) -> None:
         for line in describe_placement(place(config)):
             print(line, file=sys.stderr)
     else:
-        share_gpus(config, inspect_machine().gpus)
+        shares = share_gpus(config, inspect_machine().gpus)
+        require_shared_gpu(config, shares)
+        for line in describe_memory(config, shares):
+            print(line, file=sys.stderr)
     require_advantage(config.orchestrator.advantage)
     require_replayable(config.orchestrator)
     if config.orchestrator.replay is not None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from trivet.config.loading.dump import to_toml
 from trivet.config.sections.rl import RLConfig
-from trivet.launcher.plan import share_gpus, trainer_process
+from trivet.launcher.gpu_shares import share_gpus
+from trivet.launcher.plan import trainer_process
 from trivet.machine import inspect_machine
 from trivet.storage.durable import write_private
 
