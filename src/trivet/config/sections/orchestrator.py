@@ -79,10 +79,11 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
     max_fruitless_batches: int = Field(default=10, ge=1)
     """Stop when this many batches' worth of groups in a row failed or carried no signal."""
     self_check_rollouts: int = Field(default=4, ge=0)
-    """Completions that trainer and server compare before the first batch; 0: no self-check."""
+    """Completions that trainer and server compare before the first batch; 0: no self-check. A run with
+    inference.sleep_while_training sets 0."""
     sleep_servers: bool = False
-    """Have the servers free their GPU memory before a batch is sent, until they load the policy that it leads to. A run with
-    inference.sleep_while_training sets it."""
+    """Have the servers free their GPU memory before a batch is sent, until they load the policy that it leads to. They must have been
+    started with inference.sleep_while_training. A run that starts them with it sets this key."""
     client: ClientConfig = ClientConfig()
     model: PolicyModelConfig = PolicyModelConfig()
     teacher_model: TeacherModelConfig | None = None
