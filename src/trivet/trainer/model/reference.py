@@ -52,13 +52,13 @@ class Reference:
     @contextmanager
     def _lent_to(self, model: PolicyModel) -> Iterator[None]:
         trained_shards = _host_copies(model)
+        trained_devices = [parameter.device for parameter in model.trained_parameters]
         self._put(self._shards, model)
         try:
             yield
         finally:
             free_gathered(model)  # the gathered parameters are the reference's
-            if torch.cuda.is_available():
-                # With off-loaded parameters the GPU may still read the shards that the CPU is about to replace.
+            if _must_wait(trained_devices, has_cuda=torch.cuda.is_available()):
                 torch.cuda.current_stream().synchronize()
             self._put(trained_shards, model)
 
@@ -118,6 +118,14 @@ def _host_copies(model: PolicyModel) -> list[torch.Tensor]:
     shards = [_local(parameter) for parameter in model.trained_parameters]
     hosts = [torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda) for shard in shards]
     return [host.copy_(shard, non_blocking=True) for host, shard in zip(hosts, shards, strict=True)]
+
+
+def _must_wait(devices: Sequence[torch.device], *, has_cuda: bool) -> bool:
+    """Tell whether the host must wait for the GPU before it replaces shards on these devices.
+
+    The GPU may still read a shard that was off-loaded to main memory. A copy to a shard on the GPU waits there for earlier reads.
+    """
+    return has_cuda and any(device.type == "cpu" for device in devices)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

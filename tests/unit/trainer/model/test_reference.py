@@ -7,14 +7,23 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.losses import GrpoLossConfig
 from trivet.config.sections.model import TrainerModelConfig
 from trivet.errors import CheckpointError
+from trivet.trainer.model import reference as reference_module
 from trivet.trainer.model.policy_model import load_policy
-from trivet.trainer.model.reference import Reference, open_reference
+from trivet.trainer.model.reference import Reference, _must_wait, open_reference
 from trivet.trainer.ranks.world import gather_tensor, open_world
 from trivet.trainer.rows import to_tensors
 from trivet.trainer.step import train_step
 from trivet.weights.retention import reference_version_after
 
 CPU = torch.device("cpu")
+
+
+class ShardOfGpu(torch.Tensor):
+    """A shard in main memory that says it is a GPU's."""
+
+    is_cuda = True
+
+
 BETA = GrpoLossConfig(beta=0.5, reference_update_interval=2)
 
 
@@ -60,6 +69,34 @@ def test_the_pull_is_zero_at_the_reference_and_grows_away_from_it(tiny_model: Pa
     assert abs(first.values["ref_kl"]).max() == 0.0
     assert second.values["ref_kl"].mean() > 0.0
     assert second.values["ref_kl"].min() >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("devices", "has_cuda", "expected"),
+    [(["cuda", "cuda"], True, False), (["cuda", "cpu"], True, True), (["cpu"], True, True), (["cpu"], False, False)],
+)
+def test_the_host_waits_only_before_it_replaces_shards_that_a_gpu_may_still_read(devices, has_cuda, expected):
+    assert _must_wait([torch.device(device) for device in devices], has_cuda=has_cuda) is expected
+
+
+def test_copies_of_a_gpus_shards_are_asked_for_in_page_locked_memory(
+    tiny_model: Path, make_learner, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[bool] = []
+    empty_like = torch.empty_like
+
+    def keep_request(like, *, device, pin_memory):
+        asked.append(pin_memory)
+        return empty_like(like, device=device)
+
+    model = make_learner(tiny_model).model
+    monkeypatch.setattr(torch, "empty_like", keep_request)
+    Reference(model)
+    assert asked == [False] * len(model.trained_parameters)
+    asked.clear()
+    monkeypatch.setattr(reference_module, "_local", lambda parameter: parameter.detach().as_subclass(ShardOfGpu))
+    Reference(model)
+    assert asked == [True] * len(model.trained_parameters)
 
 
 def test_a_run_without_beta_has_no_reference(tiny_model: Path, make_learner, tmp_path: Path):
