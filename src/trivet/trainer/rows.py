@@ -11,6 +11,7 @@ import torch
 
 from trivet.algorithms.balance import arrange
 from trivet.trainer.attention.packed import Segments
+from trivet.trainer.device_copies import to_device
 from trivet.trainer.prefixes import build_tree, flat_tree, group_by_prefix
 from trivet.wire.batches import MicroBatch
 
@@ -44,6 +45,8 @@ class RowTensors:
     """int64 [N]: each loss token's sample, numbered from 0 among the samples that have one."""
     num_samples: int
     """Samples with loss tokens."""
+    num_loss_tokens_S: tuple[int, ...]
+    """Loss tokens of each of these samples, in main memory: a count on the device would be waited for."""
     uses_temperatures: bool = True
     """False when every temperature is 1."""
     places: tuple[Place, ...] = ()
@@ -215,10 +218,10 @@ def to_tensors(
     present, samples_N = np.unique(np.searchsorted(starts_S, loss_N, side="right"), return_inverse=True)
 
     def ints(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device)
+        return to_device(values.astype(np.int64), device)
 
     def floats(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values[loss_N].astype(np.float32)).to(device)
+        return to_device(values[loss_N].astype(np.float32), device)
 
     return RowTensors(
         token_ids_1U=ints(row.token_ids_T[tree.sources_U])[None],
@@ -232,6 +235,7 @@ def to_tensors(
         teacher_logprobs_N=None if row.teacher_logprobs_T is None else floats(row.teacher_logprobs_T),
         samples_N=ints(samples_N),
         num_samples=len(present),
+        num_loss_tokens_S=tuple(np.bincount(samples_N, minlength=len(present)).tolist()),
         uses_temperatures=bool((row.temperatures_T[loss_N] != 1).any()),
         places=tuple(places[number - 1] for number in present) if places else (),
     )
@@ -251,5 +255,6 @@ def _dummy(device: torch.device) -> RowTensors:
         advantages_N=number,
         samples_N=index,
         num_samples=1,
+        num_loss_tokens_S=(1,),
         is_dummy=True,
     )

@@ -15,13 +15,14 @@ from torch.autograd.graph import increment_version
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
 from trivet.key_names import key_name, list_keys
+from trivet.trainer.device_copies import Selected, read_numbers, read_values
 from trivet.trainer.failures import RowOutcome, describe_gradients, describe_rows, explaining_memory, explaining_update_memory
 from trivet.trainer.losses.terms import Loss, LossUnit
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.policy_model import PolicyModel, set_last_row
 from trivet.trainer.model.reference import Reference
 from trivet.trainer.optim.optimizer import LearningRate, clip_gradients, gradient_norm, local_gradients
-from trivet.trainer.ranks.world import World, gather_values, join_values, sum_over_ranks
+from trivet.trainer.ranks.world import World, gather_values, sum_over_ranks
 from trivet.trainer.rows import RowPlan, RowTensors, plan_rows
 from trivet.wire.batches import MicroBatch
 from trivet.wire.versions import Step
@@ -63,7 +64,9 @@ class StepResult:
     flops: float
     """Operations that these tokens need, forward and backward, by `ModelCost.flops`."""
     forward_backward_s: float
+    """Seconds until the loss and the norm of the gradients are known."""
     optimizer_s: float
+    """Seconds of the update, and of the copy of the values to main memory."""
 
 
 def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> StepResult:
@@ -81,13 +84,14 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     learner.optimizer.zero_grad(set_to_none=True)
     counts = _count_units(rows, step=step)
     plan = _plan(learner, rows)
-    loss, parts, outcomes = _accumulate(learner, plan, counts=counts)
+    total, parts, outcomes = _accumulate(learner, plan, counts=counts)
+    gradients = local_gradients(learner.model.parameters())
+    # The one wait for the device before the update: parameters that a NaN has reached could not be restored.
+    loss, norm = read_numbers(total, gradient_norm(gradients, learner.world))
     computed = time.monotonic()
     if not np.isfinite(loss):
         raise _diverged("loss", loss, learner=learner, step=step, where=describe_rows(outcomes, learner.world))
     del outcomes
-    gradients = local_gradients(learner.model.parameters())
-    norm = gradient_norm(gradients, learner.world)
     if not np.isfinite(norm):
         where = describe_gradients(learner.model.named_parameters(), learner.world)
         raise _diverged("gradient norm", norm, learner=learner, step=step, where=where)
@@ -102,11 +106,12 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     # A cast of a master weight is renewed when the weight's version counter has changed. Fused and foreach optimizers do not
     # raise that counter.
     increment_version(learner.model.trained_parameters)
+    values = read_values(parts)  # the wait at the end of the step
     return StepResult(
         loss=loss,
         grad_norm=norm,
         lr=lr,
-        values=gather_values(learner.world, join_values(parts)),
+        values=gather_values(learner.world, values),
         num_computed_tokens=plan.num_tokens,
         flops=plan.cost,
         forward_backward_s=computed - started,
@@ -129,8 +134,11 @@ def _plan(learner: Learner, rows: Sequence[MicroBatch]) -> RowPlan:
 
 def _accumulate(
     learner: Learner, plan: RowPlan, *, counts: Mapping[LossUnit, int]
-) -> tuple[float, list[dict[str, np.ndarray]], list[RowOutcome]]:
-    """Add the gradients of the step's loss to the parameters; return the loss, each row's values and each row's outcome."""
+) -> tuple[torch.Tensor, list[dict[str, torch.Tensor | Selected]], list[RowOutcome]]:
+    """Add the gradients of the step's loss to the parameters; return the loss, each row's values and each row's outcome.
+
+    The loss is a float64 scalar on the device.
+    """
     world, model = learner.world, learner.model
     own_rows = plan.take(world.rank, device=world.device)
     if learner.reference is not None:
@@ -148,7 +156,7 @@ def _accumulate(
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for computed in computed_rows:
         total += computed.outcome.share
-    loss = float(sum_over_ranks(world, total))
+    loss = sum_over_ranks(world, total)
     return loss, [computed.values for computed in computed_rows], [computed.outcome for computed in computed_rows]
 
 
@@ -157,8 +165,8 @@ class _Computed:
     """The result of forward and backward of one row."""
 
     outcome: RowOutcome
-    values: dict[str, np.ndarray]
-    """Per-token and per-sample values of the row, by metric name."""
+    values: dict[str, torch.Tensor | Selected]
+    """Per-token and per-sample values of the row on the device, by metric name."""
 
 
 def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[LossUnit, int]) -> _Computed | None:
@@ -172,7 +180,7 @@ def _compute(learner: Learner, row: RowTensors, *, counts: Mapping[LossUnit, int
         share = torch.stack([term / counts[unit] for unit, term in row_loss.terms.items()]).sum()
         share.backward()
     outcome = RowOutcome(row=row, logprobs_N=scores.logprobs_N.detach(), share=share.detach())
-    return _Computed(outcome, {name: values.cpu().numpy() for name, values in row_loss.values.items()})
+    return _Computed(outcome, row_loss.values)
 
 
 def _count_units(rows: Sequence[MicroBatch], *, step: Step) -> dict[LossUnit, int]:

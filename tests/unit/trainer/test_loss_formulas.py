@@ -41,6 +41,7 @@ def make_row(sampler, advantages, reference=None, teacher=None) -> RowTensors:
         teacher_logprobs_N=None if teacher is None else flat(teacher),
         samples_N=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         num_samples=len(lengths),
+        num_loss_tokens_S=tuple(lengths),
     )
 
 

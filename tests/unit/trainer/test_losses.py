@@ -7,6 +7,7 @@ import torch
 
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.trainer.attention.packed import Segments
+from trivet.trainer.device_copies import read_values
 from trivet.trainer.losses.default import default_loss
 from trivet.trainer.losses.terms import mismatch_kl
 from trivet.trainer.model.logprobs import TokenScores
@@ -33,6 +34,7 @@ def score(ratios: list[list[float]], *, advantages: list[float] | None = None, *
         advantages_N=torch.tensor(advantages or [1.0] * len(ratios)).repeat_interleave(counts),
         samples_N=torch.arange(len(ratios)).repeat_interleave(counts),
         num_samples=len(ratios),
+        num_loss_tokens_S=tuple(counts.tolist()),
     )
     loss = default_loss(TokenScores(logprobs_N, torch.zeros(len(flat))), row, config=DefaultLossConfig.model_validate(config))
     torch.stack(list(loss.terms.values())).sum().backward()
@@ -96,5 +98,6 @@ def test_mismatch_kl_is_zero_for_equal_policies_and_never_negative() -> None:
 
 def test_mismatch_is_split_into_masked_and_unmasked_tokens() -> None:
     loss, _ = score([[1.0, 9.0, 2.0]])
-    assert loss.values["masked_mismatch_kl"].tolist() == pytest.approx([9 - math.log(9) - 1], rel=1e-5)
-    assert loss.values["unmasked_mismatch_kl"].tolist() == pytest.approx([0.0, 2 - math.log(2) - 1], rel=1e-4, abs=1e-6)
+    values = read_values([loss.values])
+    assert values["masked_mismatch_kl"].tolist() == pytest.approx([9 - math.log(9) - 1], rel=1e-5)
+    assert values["unmasked_mismatch_kl"].tolist() == pytest.approx([0.0, 2 - math.log(2) - 1], rel=1e-4, abs=1e-6)

@@ -27,6 +27,7 @@ from trivet.errors import ConfigError
 from trivet.trainer.attention.choice import PACKAGES, HeadDims, choose_attention
 from trivet.trainer.attention.grouped import Groups, grouped_attention
 from trivet.trainer.attention.package_kernels import IMPLEMENTATIONS, PROBE_LENGTHS, PROBE_PATHS, replace_kernels
+from trivet.trainer.device_copies import to_device
 from trivet.trainer.prefixes import PrefixTree
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Segments:
             longest=max(lengths),
             offsets=_offsets(lengths, device),
             keys=KeyTokens(
-                tokens=tokens.to(device),
+                tokens=to_device(tokens, device),
                 offsets=_offsets(key_lengths, device),
                 lengths=tuple(key_lengths),
                 longest=max(key_lengths),
@@ -113,7 +114,7 @@ class Segments:
 
 
 def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
 def register_attention(

@@ -79,7 +79,7 @@ def load_custom_loss(config: CustomLossConfig) -> Loss:
 
 
 def _by_sample(scores: TokenScores, row: RowTensors) -> list[SampleInputs]:
-    lengths = torch.bincount(row.samples_N, minlength=row.num_samples).tolist()
+    lengths = list(row.num_loss_tokens_S)
     columns = (scores.logprobs_N, row.sampler_logprobs_N, scores.entropies_N.detach(), row.advantages_N)
     teachers = [None] * len(lengths) if row.teacher_logprobs_N is None else row.teacher_logprobs_N.split(lengths)
     return [

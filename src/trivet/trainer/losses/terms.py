@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from trivet.trainer.device_copies import Selected
 from trivet.trainer.model.logprobs import TokenScores
 from trivet.trainer.rows import RowTensors
 
@@ -29,8 +30,8 @@ class RowLoss(NamedTuple):
 
     terms: dict[LossUnit, torch.Tensor]
     """Scalars with gradient, by what the step divides each by; the step's loss is the sum of the quotients."""
-    values: dict[str, torch.Tensor]
-    """Detached per-token [N] or per-sample [S] values by metric name."""
+    values: dict[str, torch.Tensor | Selected]
+    """Detached per-token [N] or per-sample [S] values by metric name. Those of a part of the tokens are `Selected`."""
 
 
 Loss = Callable[[TokenScores, RowTensors], RowLoss]
@@ -69,7 +70,7 @@ def mismatch_kl(log_ratio: torch.Tensor) -> torch.Tensor:
 
 def common_values(
     scores: TokenScores, row: RowTensors, ratios: Ratios, *, low_N: torch.Tensor, high_N: torch.Tensor, masked_N: torch.Tensor
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor | Selected]:
     """Return the metrics that every policy loss has.
 
     Args:
@@ -82,8 +83,8 @@ def common_values(
         "entropy": scores.entropies_N.detach(),
         "importance_ratio": ratios.ratio_N,
         "mismatch_kl": kl_N,
-        "masked_mismatch_kl": kl_N[masked_N],
-        "unmasked_mismatch_kl": kl_N[~masked_N],
+        "masked_mismatch_kl": Selected(kl_N, masked_N),
+        "unmasked_mismatch_kl": Selected(kl_N, ~masked_N),
         "is_masked": masked_N,
         "is_masked_low": low_N,
         "is_masked_high": high_N,

@@ -105,14 +105,14 @@ def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tens
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
-def gradient_norm(gradients: list[torch.Tensor], world: World) -> float:
-    """Compute the 2-norm over all parameters and ranks. Collective.
+def gradient_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
+    """Compute the 2-norm over all parameters and ranks, as a float64 scalar on the device of the gradients. Collective.
 
     It works on shards directly, because a DTensor operation per parameter costs more.
     """
     norms = torch.stack([gradient.norm() for gradient in gradients])
     squares = sum_over_ranks(world, norms.double().square().sum())
-    return float((squares / world.num_replicas).sqrt())
+    return (squares / world.num_replicas).sqrt()
 
 
 def clip_gradients(gradients: list[torch.Tensor], *, norm: float, max_norm: float | None) -> None:

@@ -35,7 +35,7 @@ def test_a_peak_of_zero_stays_zero() -> None:
 
 def test_norm_is_over_all_gradients_and_clipping_scales_them_alike(world) -> None:
     gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
-    norm = gradient_norm(gradients, world)
+    norm = float(gradient_norm(gradients, world))
     assert norm == pytest.approx(5.0)
     clip_gradients(gradients, norm=norm, max_norm=1.0)
     assert [gradient.flatten().tolist() for gradient in gradients] == [pytest.approx([0.6, 0.0]), pytest.approx([0.8])]

@@ -1,0 +1,63 @@
+"""Moves the data of a step between main memory and the device.
+
+`trainer.step`, `trainer.rows` and `trainer.attention.packed` call it. While the host waits for a GPU it queues nothing, and the GPU
+then idles. So a step waits in two functions of this module and nowhere else: in `read_numbers` before the update, because a loss
+that is not finite must not reach the parameters, and in `read_values` at the end. Until then the values of all rows stay on the
+device: they are a few floats a token, where the activations of a token are thousands.
+
+What is for a GPU here has not run on one yet.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class Selected(NamedTuple):
+    """The values where a mask is true. The host selects them later: on a GPU it would have to wait for their number."""
+
+    values: torch.Tensor
+    is_selected: torch.Tensor
+    """Of the shape of `values`."""
+
+
+def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `values` on `device`. A copy to a GPU goes through page-locked memory, so the host does not wait for it."""
+    host = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def read_numbers(*numbers: torch.Tensor) -> list[float]:
+    """Return scalar tensors as floats, with one wait for all of them."""
+    device = numbers[-1].device  # with off-loaded parameters the norm of the gradients is in main memory, and the loss is not
+    found: list[float] = torch.stack([number.to(device, torch.float64) for number in numbers]).tolist()
+    return found
+
+
+def read_values(parts: Sequence[Mapping[str, torch.Tensor | Selected]]) -> dict[str, np.ndarray]:
+    """Return the values of each name in all `parts`, one part after the other, with one wait for all of them."""
+    names = list({name: None for part in parts for name in part})
+    columns = {name: _join([part[name] for part in parts if name in part]) for name in names}
+    hosts = {name: [_start_copy(tensor) for tensor in column] for name, column in columns.items()}
+    for device in {tensor.device for column in columns.values() for tensor in column if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    arrays = {name: [host.numpy() for host in column] for name, column in hosts.items()}
+    return {name: column[0] if len(column) == 1 else column[0][column[1]] for name, column in arrays.items()}
+
+
+def _join(entries: Sequence[torch.Tensor | Selected]) -> list[torch.Tensor]:
+    """Return the joined values, and their joined mask where they have one."""
+    if isinstance(entries[0], Selected):
+        return [torch.cat(list(column)) for column in zip(*entries, strict=True)]
+    return [torch.cat([entry for entry in entries if isinstance(entry, torch.Tensor)])]
+
+
+def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in main memory; one of a GPU is complete only when its stream has been waited for."""
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
