@@ -110,7 +110,21 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
             # vLLM's CPU platform would choose another way when a node has one rank.
             "distributed_executor_backend": "mp",
         }
-    return arguments | config.vllm_args
+    overrides = choose_overrides(model.dtype, is_cpu=is_cpu) | (config.vllm_args.get("hf_overrides") or {})
+    return arguments | config.vllm_args | ({"hf_overrides": overrides} if overrides else {})
+
+
+def choose_overrides(dtype: str, *, is_cpu: bool) -> dict[str, Any]:
+    """Return what vLLM reads in place of the model's own configuration: a head whose product gives float32 logits.
+
+    Logits that are rounded to bfloat16 move log-probabilities by about 0.02, and the trainer does not round its own
+    (`trainer.model.logprobs.choose_product_dtype`). On a GPU such a product needs no copy of the weight, and vLLM converts logits
+    to float32 anyway. On a CPU both round them: there vLLM would convert the whole weight for each token.
+
+    Args:
+        dtype: the dtype of the served weights.
+    """
+    return {"head_dtype": "float32"} if dtype == "bfloat16" and not is_cpu else {}
 
 
 def _memory_arguments(config: InferenceConfig, *, is_cpu: bool) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def serve(config: InferenceConfig) -> int:
 
     import uvloop
 
-    args = _make_namespace({**arguments, **position_overrides(config)}, config.vllm_args)
+    args = _make_namespace({**arguments, **position_overrides(config, arguments.get("hf_overrides", {}))}, config.vllm_args)
     if shard is not None and not shard.is_first:
         return _run_shard(args)
     roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs]

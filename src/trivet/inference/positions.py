@@ -1,11 +1,16 @@
 """Translates `inference.model.rope_scaling` into vLLM's form: complete, because vLLM replaces the model's own positions."""
 
+from collections.abc import Mapping
+
 from trivet.config.sections.inference import InferenceConfig
 from trivet.errors import ConfigError
 
 
-def position_overrides(config: InferenceConfig) -> dict[str, object]:
-    """Return vLLM's `hf_overrides` with the positions over what `vllm_args` overrides; empty without rope_scaling.
+def position_overrides(config: InferenceConfig, overrides: Mapping[str, object]) -> dict[str, object]:
+    """Return vLLM's `hf_overrides` with the positions over `overrides`; empty without rope_scaling.
+
+    Args:
+        overrides: what vLLM is to read in place of the model's own configuration otherwise.
 
     Raises:
         ConfigError: the model cannot be read, or its layers share no rotary positions.
@@ -20,5 +25,4 @@ def position_overrides(config: InferenceConfig) -> dict[str, object]:
     except (OSError, ValueError) as exc:
         raise ConfigError(f"model.name = {model.name!r} cannot be loaded: {exc}") from exc
     own = getattr(hf_config, "rope_parameters", None)
-    others = config.vllm_args.get("hf_overrides") or {}
-    return {"hf_overrides": {**others, "rope_parameters": model.rope_scaling.over(own, model=model.name)}}
+    return {"hf_overrides": {**overrides, "rope_parameters": model.rope_scaling.over(own, model=model.name)}}

@@ -10,7 +10,7 @@ import pytest
 
 from trivet.config.sections.inference import InferenceConfig
 from trivet.errors import ConfigError
-from trivet.inference.arguments import cpu_environment, refuse_unknown, vllm_arguments
+from trivet.inference.arguments import choose_overrides, cpu_environment, refuse_unknown, vllm_arguments
 from trivet.process.server_shard import ServerShard
 
 
@@ -114,6 +114,30 @@ def test_the_largest_rank_is_rounded_up_to_one_that_vllm_takes(rank: int, taken:
         make_config(enable_lora=True, max_loras=3, max_cpu_loras=5, max_lora_rank=rank), is_cpu=True, token="secret"
     )
     assert arguments.items() >= {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 5, "max_lora_rank": taken}.items()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_cpu", "expected"),
+    [
+        ("bfloat16", False, {"head_dtype": "float32"}),
+        ("bfloat16", True, {}),  # a copy of the whole weight for each token
+        ("float32", False, {}),
+        ("float16", False, {}),  # the trainer has no such dtype
+        ("auto", False, {}),  # a teacher's own, which may be quantized
+    ],
+)
+def test_logits_are_float32_where_the_trainers_are(dtype: str, is_cpu: bool, expected: dict[str, str]) -> None:
+    assert choose_overrides(dtype, is_cpu=is_cpu) == expected
+    arguments = vllm_arguments(make_config(model={"dtype": dtype}), is_cpu=is_cpu, token="secret")
+    assert arguments.get("hf_overrides", {}) == expected
+
+
+def test_what_the_user_overrides_in_a_model_wins() -> None:
+    own = {"head_dtype": "model", "vocab_size": 7}
+    config = make_config(model={"dtype": "bfloat16"}, vllm_args={"hf_overrides": own})
+    assert vllm_arguments(config, is_cpu=False, token="secret")["hf_overrides"] == own
+    config = make_config(model={"dtype": "bfloat16"}, vllm_args={"hf_overrides": {"vocab_size": 7}})
+    assert vllm_arguments(config, is_cpu=False, token="secret")["hf_overrides"] == {"head_dtype": "float32", "vocab_size": 7}
 
 
 def test_an_argument_that_vllm_does_not_have_is_refused() -> None:

@@ -19,16 +19,15 @@ def make_config(directory: Path, model: dict[str, object], **values: object) -> 
 
 def test_the_models_own_base_is_kept(tmp_path: Path) -> None:
     model: dict[str, object] = {"model_type": "qwen3", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
-    config = make_config(tmp_path, model, vllm_args={"hf_overrides": {"vocab_size": 7}})
-    assert position_overrides(config) == {
+    assert position_overrides(make_config(tmp_path, model), {"vocab_size": 7}) == {
         "hf_overrides": {"vocab_size": 7, "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
     }
 
 
 def test_without_the_key_nothing_is_overridden() -> None:
-    assert position_overrides(InferenceConfig()) == {}
+    assert position_overrides(InferenceConfig(), {"vocab_size": 7}) == {}
 
 
 def test_a_model_without_rotary_positions_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no rotary positions that all its layers share; remove it"):
-        position_overrides(make_config(tmp_path, {"model_type": "gpt2"}))
+        position_overrides(make_config(tmp_path, {"model_type": "gpt2"}), {})

@@ -132,12 +132,20 @@ for act in (lambda: client.get_core_engine_for_request(request), end, end):
     act()
     seen.append([len(client.reqs_in_flight), client.engine_inflight[b"0"]])
 
+import torch
+from vllm.config.model import _get_head_dtype
+
+from trivet.inference.arguments import choose_overrides
+
+overridden = SimpleNamespace(**choose_overrides("bfloat16", is_cpu=False))
+head_dtype = str(_get_head_dtype(overridden, torch.bfloat16, "generate"))
+
 parser = vllm_names.make_arg_parser(vllm_names.FlexibleArgumentParser())
 arguments = [action.dest for action in parser._actions]
 variables = list(vllm.envs.environment_variables)
 metrics = re.findall(r'"vllm:(\\w+)"', inspect.getsource(vllm.v1.metrics.loggers))
 print(json.dumps({"missing": missing, "arguments": arguments, "variables": variables, "metrics": metrics, "limits": limits}
-    | {"routes": seen}))
+    | {"routes": seen, "head_dtype": head_dtype}))
 """
 
 
@@ -180,6 +188,10 @@ def test_vllm_has_every_argument_that_the_server_is_started_with(found: dict) ->
     config = InferenceConfig.model_validate(everything)
     used = set().union(*(arguments.vllm_arguments(config, is_cpu=is_cpu, token="secret") for is_cpu in (True, False)))
     assert not (used | {"hf_overrides", "disable_log_stats"}) - set(found["arguments"])
+
+
+def test_vllm_computes_float32_logits_where_it_is_asked_to(found: dict) -> None:
+    assert found["head_dtype"] == "torch.float32"
 
 
 def test_vllm_reads_every_variable_that_the_server_sets(found: dict) -> None:
