@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from support.scripts import load_script
+from trivet.config.loading.load import load_config
+from trivet.config.sections.trainer import TrainerConfig
 
 script = load_script("gpu_check")
 parts_script = sys.modules["gpu_parts"]
@@ -180,6 +182,7 @@ def test_every_part_says_why_it_cannot_run_here(tmp_path: Path) -> None:
     assert on_cpu["row-rl-full-16384"].missing is None
     assert on_cpu["row-rl-lora-4b-65536"].missing == "with small shapes it is the same as row-rl-lora-16384"
     assert "--shape" in on_cpu["row-rl-full-16384"].command
+    assert on_cpu["row-rl-full-65536-keep"].missing == "with small shapes it is the same as row-rl-full-16384-keep"
     no_gpu = parts_script.Machine(device="cuda", gpus=(), torch="2", vllm="0.32")
     missing = {each.name: each.missing for each in parts_script.make_parts(no_gpu, scratch=tmp_path, traces=tmp_path)}
     assert missing.pop("doctor") is None
@@ -189,6 +192,23 @@ def test_every_part_says_why_it_cannot_run_here(tmp_path: Path) -> None:
     assert on_one["tensor-parallel"].missing == "needs two GPUs, there are 1"
     assert "--shape" not in on_one["row-rl-full-16384"].command
     assert list(on_one) == list(on_cpu)
+
+
+@pytest.mark.parametrize("row", ["row-rl-full-16384-keep", "row-rl-full-65536-keep"])
+def test_a_row_that_keeps_the_outputs_of_attention_stands_behind_the_one_that_does_not(row: str, tmp_path: Path) -> None:
+    machine = parts_script.Machine(device="cuda", gpus=("H100",), torch="2", vllm=None)
+    parts = parts_script.make_parts(machine, scratch=tmp_path, traces=tmp_path)
+    names = [each.name for each in parts]
+    assert names.index(row) == names.index(row.removesuffix("-keep")) + 1
+    rows = load_script("bench/gpu_rows")
+    command = list(parts[names.index(row)].command)
+    case = next(each for each in rows.CASES if each.name == command[command.index("--only") + 1])
+    flags = rows.case_flags(
+        case, directory=tmp_path, output_json=tmp_path, is_cuda=True, extra=command[command.index("--") + 1 :]
+    )
+    config = load_config(TrainerConfig, flags, environ={}).config
+    assert config.model.ac is not None
+    assert (config.model.ac.keep, config.model.compile is not None) == (["attention"], True)
 
 
 def test_results_of_tests_are_their_counts_and_the_names_of_those_that_failed() -> None:
