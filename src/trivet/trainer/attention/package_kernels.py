@@ -32,6 +32,7 @@ def replace_kernels(attn: str, attend: Attend, *, head_dim: int, device: torch.d
     Returns:
         None; or why torch's own kernels stay, as a clause for the user.
     """
+    restore_flash_attention_impl(_raise_warn=False)  # an earlier model may have left a package's kernels there
     expected = _measure(attend, head_dim=head_dim, device=device, dtype=dtype)
     try:
         activate_flash_attention_impl(IMPLEMENTATIONS[attn])

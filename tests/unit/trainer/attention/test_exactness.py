@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.nn.attention import restore_flash_attention_impl
 from transformers import AttentionInterface
 
 from trivet.trainer.attention.choice import PACKAGES, HeadDims, choose_attention
@@ -47,6 +48,13 @@ SHAPES = {
     "a shared prompt": Shape((64, 30, 200, 1), ((), (0,), (0,), (0,)), 8, 2, 64),
     "a tree of prompts": Shape((40, 20, 9, 12, 33), ((), (0,), (0, 1), (0, 1), ()), 4, 4, 64),
 }
+
+
+@pytest.fixture(autouse=True)
+def _torchs_own_kernels() -> Iterator[None]:
+    """Put torch's own kernels back: a package's kernels would stay behind torch's flash attention for every later test."""
+    yield
+    restore_flash_attention_impl(_raise_warn=False)
 
 
 def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shape: Shape, *, scale: float) -> torch.Tensor:

@@ -83,6 +83,14 @@ def test_kernels_stay_where_they_agree_with_torchs_own(fault: str | None, reason
         assert attention.current_flash_attention_impl() is None
 
 
+def test_kernels_are_compared_with_torchs_own_also_where_others_were_active() -> None:
+    attention.activate_flash_attention_impl("FA3")
+    faults = {"FA3": "forgets prefixes", "FA4": "forgets prefixes"}
+    found = replace_kernels("flash_attention_4", partial(attend, faults=faults), head_dim=16, device=CPU, dtype=torch.bfloat16)
+    assert found is not None
+    assert attention.current_flash_attention_impl() is None
+
+
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU of compute capability 9.0 with every package; the kernels are compared on the CPU."""
