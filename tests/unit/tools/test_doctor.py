@@ -5,7 +5,7 @@ import pytest
 
 from trivet.dependencies import Violation
 from trivet.machine import Machine
-from trivet.tools import cli
+from trivet.tools import cli, doctor
 from trivet.tools.doctor import Facts, Health, diagnose, machine_facts
 
 GOOD = Facts(
@@ -43,6 +43,15 @@ def test_a_machine_that_has_all_is_told_nothing_to_do():
 def test_a_driver_that_is_new_enough_or_says_nothing_is_fine(driver_cuda, runtime):
     facts = replace(GOOD, driver_cuda=driver_cuda, packages={**GOOD.packages, **runtime})
     assert health(facts)["GPU"] is Health.OK
+
+
+@pytest.mark.parametrize(("gpus", "is_told"), [(["NVIDIA H100, 81559 MiB"], True), ([], False)])
+def test_the_installer_is_told_of_a_driver_that_is_too_old_where_there_is_a_gpu(gpus, is_told, monkeypatch):
+    monkeypatch.setattr(doctor, "_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "_driver_cuda", lambda: 12)
+    monkeypatch.setattr(doctor, "_version", {"nvidia-cuda-runtime": "13.0.96"}.get)
+    expected = "torch needs a driver for CUDA 13, this one runs up to CUDA 12: update the NVIDIA driver"
+    assert doctor.find_driver_problem() == (expected if is_told else None)
 
 
 def test_virtual_environments_of_environments_are_shown_with_their_versions():
