@@ -61,7 +61,7 @@ def make_parts(machine: Machine, *, scratch: Path, traces: Path) -> list[Part]:
     """
     no_device = "torch sees no CUDA device" if machine.device == "cuda" and not machine.gpus else None
     parts = [_doctor(), *_tests(machine, no_device), *_rows(machine, no_device), _trace(machine, traces, no_device)]
-    return [*parts, *_with_server(machine, scratch, no_device)]
+    return [*parts, _publishing(machine, scratch, no_device), *_with_server(machine, scratch, no_device)]
 
 
 def last_json(output: str) -> Any:
@@ -164,6 +164,17 @@ def _trace(machine: Machine, traces: Path, no_device: str | None) -> Part:
     return _chain("trace", [measure, summarize], limit_s=420, missing=no_device)
 
 
+def _publishing(machine: Machine, scratch: Path, no_device: str | None) -> Part:
+    """Return what publishing adds to a step: on a GPU of a model of 0.3 billion parameters, whose step takes about a second."""
+    bench = [_PYTHON, "scripts/bench/publishing.py"]
+    if machine.device == "cpu":
+        return _chain("publishing", [[*bench, "--tokens", "2048", "--pairs", "3"]], limit_s=180, missing=no_device)
+    model = scratch / "published"
+    make = [_PYTHON, "-m", "trivet.examples.tiny_model", str(model), "--hidden-size", "1024", "--layers", "28"]
+    rows = ["--model", str(model), "--dtype", "bfloat16", "--tokens", "131072", "--length", "512"]
+    return _chain("publishing", [make, [*bench, *rows]], limit_s=300, missing=no_device)
+
+
 def _with_server(machine: Machine, scratch: Path, no_device: str | None) -> list[Part]:
     """Return the parts for which vLLM serves."""
     no_vllm = no_device or (None if machine.vllm else f"no vLLM for {machine.device} is installed")
@@ -176,6 +187,19 @@ def _with_server(machine: Machine, scratch: Path, no_device: str | None) -> list
     record = [_PYTHON, "scripts/bench/run_record.py"]
     run = ["@", "configs/quickstart/rl.toml", "--model.name", str(scratch / "tiny"), "--output-dir", str(flat)]
     run += ["--max-steps", "5", "--trainer.optim.lr", "0"]  # nothing is learnt, so that what differs is the engines' arithmetic
+    # The engine sleeps and wakes in every step. One that woke with other weights would show a mismatch of log-probabilities.
+    asleep = [
+        "@",
+        "configs/quickstart/rl.toml",
+        "--model.name",
+        str(scratch / "sleeper"),
+        "--output-dir",
+        str(scratch / "sleep"),
+    ]
+    asleep += ["--max-steps", "3", "--max-async-level", "0", "--inference.sleep-while-training"]
+    asleep += ["--inference-gpu-ids", "[0]", "--trainer-gpu-ids", "[0]"]
+    no_sleep = "a server on the CPU has no GPU memory to free" if machine.device == "cpu" else no_example
+    tiny_model = [_PYTHON, "-m", "trivet.examples.tiny_model"]
     return [
         _pytest("reload", [_RELOAD_TEST, "-m", marks, "-k", "one_engine"], limit_s=600, missing=no_vllm),
         _chain(
@@ -190,12 +214,22 @@ def _with_server(machine: Machine, scratch: Path, no_device: str | None) -> list
         _chain(
             "mismatch",
             [
-                [_PYTHON, "-m", "trivet.examples.tiny_model", str(scratch / "tiny"), "--hidden-size", "256", "--layers", "4"],
+                [*tiny_model, str(scratch / "tiny"), "--hidden-size", "256", "--layers", "4"],
                 [_PYTHON, "-m", "trivet.launcher.commands.rl", *run, *graphs],
                 [*record, str(flat)],
             ],
             limit_s=600,
             missing=no_example,
+        ),
+        _chain(
+            "sleep",
+            [
+                [*tiny_model, str(scratch / "sleeper"), "--hidden-size", "256", "--layers", "4"],
+                [_PYTHON, "-m", "trivet.launcher.commands.rl", *asleep],
+                [*record, str(scratch / "sleep")],
+            ],
+            limit_s=600,
+            missing=no_sleep,
         ),
         Part(
             name="publish",

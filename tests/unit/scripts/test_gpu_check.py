@@ -1,6 +1,7 @@
 """The check of a GPU keeps a record after each part, continues one, and stops at limits. The parts here are stand-ins."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 
 from support.scripts import load_script
 from trivet.config.loading.load import load_config
+from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.trainer import TrainerConfig
 
 script = load_script("gpu_check")
@@ -209,6 +211,30 @@ def test_a_row_that_keeps_the_outputs_of_attention_stands_behind_the_one_that_do
     config = load_config(TrainerConfig, flags, environ={}).config
     assert config.model.ac is not None
     assert (config.model.ac.keep, config.model.compile is not None) == (["attention"], True)
+
+
+def test_the_run_whose_server_sleeps_is_a_valid_configuration_for_one_gpu(tmp_path: Path) -> None:
+    machine = parts_script.Machine(device="cuda", gpus=("H100",), torch="2", vllm="0.32")
+    found = {each.name: each for each in parts_script.make_parts(machine, scratch=tmp_path, traces=tmp_path)}["sleep"]
+    commands = " ".join(shlex.split(found.command[-1])).split(" && ")
+    _, _, flags = commands[1].partition("trivet.launcher.commands.rl ")
+    config = load_config(RLConfig, flags.split(), environ={}).config
+    assert config.inference is not None
+    assert config.inference.sleep_while_training
+    assert (config.orchestrator.sleep_servers, config.trainer.release_gpu_memory) == (True, True)
+    assert (config.max_async_level, config.inference_gpu_ids, config.trainer_gpu_ids) == (0, [0], [0])
+    assert str(tmp_path / "sleep") in commands[2]
+    on_cpu = {each.name: each.missing for each in parts_script.make_parts(MACHINE, scratch=tmp_path, traces=tmp_path)}
+    assert on_cpu["sleep"] == "a server on the CPU has no GPU memory to free"
+
+
+@pytest.mark.parametrize("machine", [MACHINE, parts_script.Machine(device="cuda", gpus=("H100",), torch="2", vllm=None)])
+def test_what_publishing_adds_to_a_step_is_measured_without_vllm(machine: Any, tmp_path: Path) -> None:
+    parts = {each.name: each for each in parts_script.make_parts(machine, scratch=tmp_path, traces=tmp_path)}
+    assert parts["publishing"].missing is None
+    flags = shlex.split(parts["publishing"].command[-1])
+    assert "scripts/bench/publishing.py" in flags
+    assert ("bfloat16" in flags) == (machine.device == "cuda")
 
 
 def test_results_of_tests_are_their_counts_and_the_names_of_those_that_failed() -> None:
