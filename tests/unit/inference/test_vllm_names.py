@@ -132,6 +132,34 @@ for act in (lambda: client.get_core_engine_for_request(request), end, end):
     act()
     seen.append([len(client.reqs_in_flight), client.engine_inflight[b"0"]])
 
+from trivet.inference.versioned_engine import VersionedEngine, _Admitted, _Attempt
+
+class Queue:
+    pass
+
+order = []
+
+class Core:
+    async def call_utility_async(self, name, request_ids):
+        order.append([name, request_ids])
+
+    async def add_request_async(self, request):
+        order.append(["add", [request.request_id]])
+
+class Routes:
+    def forget_all_but(self, request_ids):
+        order.append(["forget_all_but", sorted(request_ids)])
+
+    def expect_end_of(self, request_ids):
+        order.append(["expect_end_of", list(request_ids)])
+
+engine = VersionedEngine.__new__(VersionedEngine)  # its constructor would start engines
+queue, admitted = Queue(), _Admitted()
+admitted.attempts[0] = _Attempt(SimpleNamespace(request_id="a", cache_salt="0.0/own"), 0, admitted.versions, since=0.0)
+engine.__dict__ |= {"_admitted": {queue: admitted}, "_routes": Routes(), "engine_core": Core(), "_num_adapter_loads": 0}
+engine.__dict__ |= {"ledger": SimpleNamespace(num_switches=1), "output_processor": SimpleNamespace(request_states={"a": None})}
+asyncio.run(engine._restart_requests_without_tokens())
+
 import torch
 from vllm.config.model import _get_head_dtype
 
@@ -145,7 +173,7 @@ arguments = [action.dest for action in parser._actions]
 variables = list(vllm.envs.environment_variables)
 metrics = re.findall(r'"vllm:(\\w+)"', inspect.getsource(vllm.v1.metrics.loggers))
 print(json.dumps({"missing": missing, "arguments": arguments, "variables": variables, "metrics": metrics, "limits": limits}
-    | {"routes": seen, "head_dtype": head_dtype}))
+    | {"routes": seen, "head_dtype": head_dtype, "restart": order}))
 """
 
 
@@ -188,6 +216,11 @@ def test_vllm_has_every_argument_that_the_server_is_started_with(found: dict) ->
     config = InferenceConfig.model_validate(everything)
     used = set().union(*(arguments.vllm_arguments(config, is_cpu=is_cpu, token="secret") for is_cpu in (True, False)))
     assert not (used | {"hf_overrides", "disable_log_stats"}) - set(found["arguments"])
+
+
+def test_a_restarted_requests_end_is_expected_before_it_is_aborted(found: dict) -> None:
+    """The engine's report of the end may come before its answer to the abort."""
+    assert found["restart"] == [["forget_all_but", ["a"]], ["expect_end_of", ["a"]], ["abort_requests", ["a"]], ["add", ["a"]]]
 
 
 def test_vllm_computes_float32_logits_where_it_is_asked_to(found: dict) -> None:

@@ -88,6 +88,14 @@ def test_gpus_are_numbered_as_nvidia_smi_numbers_them(num_gpus: int, order: str 
     assert [process(planned, name).env_defaults.get("CUDA_DEVICE_ORDER") for name in ("inference", "trainer")] == [order] * 2
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"), [(0, None), (2, {"expandable_segments:True", "pinned_max_round_threshold_mb:1"})]
+)
+def test_torchs_allocator_neither_fragments_a_gpu_nor_rounds_pinned_memory_up(num_gpus: int, expected: set[str] | None) -> None:
+    settings = process(make_plan(num_gpus=num_gpus), "trainer").env_defaults.get("PYTORCH_CUDA_ALLOC_CONF")
+    assert (None if settings is None else set(settings.split(","))) == expected
+
+
 def test_every_role_gets_the_identity_of_the_run() -> None:
     planned = make_plan()
     for section in (inference_config(planned), orchestrator_config(planned), trainer_config(planned)):

@@ -42,7 +42,11 @@ EXACT_LEVERS: dict[str, dict[str, Any]] = {
     "reduced once": {"reduce_each_row": False},
 }
 """Levers that move data or compute it again, and change no number."""
-COMPILED: dict[str, dict[str, Any]] = {"compiled": {"compile": {}}, "compiled and checkpointed": AC | {"compile": {}}}
+COMPILED: dict[str, dict[str, Any]] = {
+    "compiled": {"compile": {}},
+    "compiled and checkpointed": AC | {"compile": {}},
+    "compiled, attention kept": {"ac": {"keep": ["attention"]}, "compile": {}},
+}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -107,6 +111,28 @@ def test_bfloat16_gradients_point_where_those_of_float64_do(tiny_model: Path, de
     learner = learner_of(tiny_model, device_world, dtype="bfloat16", lr=0.0)
     train_step(learner, [oracle.make_row(examples)], step=1)
     _, expected = oracle.loss_and_gradients(tiny_model, examples, LOSS)
+    named = learner.model.causal_lm.named_parameters()
+    found = {name: gather_tensor(parameter.grad).cpu() for name, parameter in named if parameter.grad is not None}
+    assert oracle.gradient_error(found, expected) < 0.1
+
+
+@pytest.mark.parametrize(
+    "device_world",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],  # compiling takes minutes
+    indirect=True,
+)
+@pytest.mark.filterwarnings("ignore")  # Dynamo looks at what warns
+def test_compiled_blocks_that_keep_attention_compute_the_gradients_of_plain_ones_in_bfloat16(
+    tiny_model: Path, device_world: World, oracle: Any
+) -> None:
+    """In bfloat16 attention on a GPU is one operator inside the compiled block, whose output `ac.keep` keeps."""
+    if device_world.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("this GPU does not compute in bfloat16")
+    torch._dynamo.reset()
+    examples = oracle.make_examples(count=5, vocab_size=100, prompt_length=6)
+    _, expected = oracle.loss_and_gradients(tiny_model, examples, LOSS)
+    learner = learner_of(tiny_model, device_world, dtype="bfloat16", lr=0.0, ac={"keep": ["attention"]}, compile={})
+    train_step(learner, [oracle.make_row(examples)], step=1)
     named = learner.model.causal_lm.named_parameters()
     found = {name: gather_tensor(parameter.grad).cpu() for name, parameter in named if parameter.grad is not None}
     assert oracle.gradient_error(found, expected) < 0.1

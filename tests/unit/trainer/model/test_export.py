@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.rope import RopeScalingConfig
@@ -30,6 +30,35 @@ def export(exporter: Exporter, directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
     exporter.write(directory, exporter.gather(keep=True))
     return directory
+
+
+def test_the_balance_of_experts_is_published_in_its_own_dtype_although_it_is_no_parameter(
+    tiny_model: Path, make_learner, tmp_path: Path
+) -> None:
+    hf_config = Glm4MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        pad_token_id=0,
+    )
+    AutoModelForCausalLM.from_config(hf_config).save_pretrained(tmp_path / "start")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "start")
+    learner = make_learner(tmp_path / "start")
+    balance = torch.tensor([0.5, -1.0, 2.0, 1 / 3])  # a third has more bits than bfloat16
+    [name] = [name for name, _ in learner.model.causal_lm.named_buffers() if name.endswith("e_score_correction_bias")]
+    learner.model.causal_lm.get_buffer(name).copy_(balance)
+    directory = export(make_exporter(learner, tmp_path / "start", torch.bfloat16), tmp_path / "published")
+    with safe_open(directory / "model.safetensors", "pt") as weights:
+        assert torch.equal(weights.get_tensor(name), balance)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(directory, dtype="auto").get_buffer(name).float(), balance)
 
 
 def test_trained_weights_score_the_same_in_plain_transformers(any_model: Path, make_learner, oracle, tmp_path: Path) -> None:

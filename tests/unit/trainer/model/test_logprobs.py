@@ -183,6 +183,32 @@ def test_logits_and_the_sum_of_the_heads_gradient_are_not_rounded_where_products
     torch.testing.assert_close(hidden_NH.grad.double(), exact_hidden.grad, rtol=0.02, atol=0.05)
 
 
+@pytest.mark.gpu
+@pytest.mark.device
+def test_the_heads_products_on_a_gpu_are_those_of_float64_and_are_not_rounded_to_bfloat16() -> None:
+    """Products of bfloat16 numbers are exact in float32; their sums over 1,024 features are rounded by about 1e-6."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU does not multiply bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(300, 1024, generator=generator).to("cuda", torch.bfloat16).requires_grad_()
+    weight_VH = (0.1 * torch.randn(700, 1024, generator=generator)).to("cuda", torch.bfloat16).float().requires_grad_()
+    targets_N, temperatures_N = torch.arange(300, device="cuda"), torch.ones(300, device="cuda")
+    product = logprobs._multiply(hidden_NH.detach(), weight_VH.detach().bfloat16().T, dtype=torch.float32)
+    exact_product = hidden_NH.detach().double() @ weight_VH.detach().double().T
+    assert product.dtype == torch.float32
+    assert float((product - exact_product).abs().max() / exact_product.abs().max()) < 1e-5
+    scores = score_tokens(hidden_NH, weight_VH, targets_N=targets_N, temperatures_N=temperatures_N, chunk_size=128)
+    scores.logprobs_N.sum().backward()
+    exact_hidden, exact_weight = (each.detach().double().requires_grad_() for each in (hidden_NH, weight_VH))
+    exact = at_once(exact_hidden, exact_weight, targets_N, temperatures_N.double())
+    exact.logprobs_N.sum().backward()
+    assert float((scores.logprobs_N - exact.logprobs_N).abs().max()) < 1e-4  # rounded logits would differ by 0.02
+    for found, expected in ((weight_VH.grad, exact_weight.grad), (hidden_NH.grad, exact_hidden.grad)):
+        assert found is not None
+        assert expected is not None
+        assert float((found - expected).norm() / expected.norm()) < 1e-2  # the gradient of the logits is multiplied in bfloat16
+
+
 @pytest.mark.parametrize("uses_entropies", [False, True])
 def test_a_gpu_is_never_waited_for_and_its_logits_are_float32(uses_entropies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors stand in for those of a GPU; to ask one for a value is an error."""

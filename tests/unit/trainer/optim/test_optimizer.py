@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trivet.config.sections.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 from trivet.config.sections.trainer import ConstantSchedule, CosineSchedule, LinearSchedule
@@ -138,12 +141,47 @@ def test_muon_gathers_the_next_matrix_before_it_orthogonalizes_one(monkeypatch: 
     assert [size for what, size in happened if what == "orthogonalize"] == [1, 2, 3]
 
 
-def test_a_gpu_may_round_products_within_muons_iteration_alone() -> None:
-    matmul = torch.backends.cuda.matmul
-    assert not matmul.allow_tf32
-    with muon.tf32_products():
-        assert matmul.allow_tf32
-    assert not matmul.allow_tf32
+class MatmulFlags(TorchDispatchMode):
+    """Records, for each matrix product, whether a GPU might round its inputs to TF32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.found.append(torch.backends.cuda.matmul.allow_tf32)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_gpu_may_round_the_products_of_muons_iteration_and_no_others() -> None:
+    matrix = torch.ones(4, 6)
+    with MatmulFlags() as flags:
+        torch.mm(matrix, matrix.T)
+        muon.orthogonalize(matrix)
+        torch.mm(matrix, matrix.T)
+    assert flags.found == [False] + [True] * 15 + [False]  # three products in each of five iterations
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("device", "least", "most"),
+    [
+        ("cpu", 0.0, 1e-5),
+        # Inputs rounded to 10 bits in each product give 2e-3 to 3e-3; with less than 1e-4 the GPU did not round them.
+        pytest.param("cuda", 1e-4, 1e-2, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("shape", [(64, 128), (512, 256), (96, 96)])
+def test_a_matrix_that_is_orthogonalized_is_near_that_of_float64(
+    device: str, least: float, most: float, shape: tuple[int, int]
+) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no TF32")
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    found = muon.orthogonalize(matrix.to(device)).cpu().double()
+    expected = muon.orthogonalize(matrix.double())
+    assert least <= float((found - expected).norm() / expected.norm()) < most
 
 
 def test_the_cpus_products_are_exact_within_muons_iteration() -> None:

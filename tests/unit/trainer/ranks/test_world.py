@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from trivet.errors import ConfigError
+from trivet.trainer.ranks import world as world_module
 from trivet.trainer.ranks.world import World, barrier, broadcast_bytes, gather_values, join_values, open_world, sum_over_ranks
 
 
@@ -28,6 +29,24 @@ def test_a_world_can_be_opened_again_after_it_was_closed() -> None:
 def test_cuda_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match='set device = "cpu"'), open_world(device="cuda", timeout_s=30):
         pass
+
+
+def test_torchs_allocator_is_told_the_share_of_the_gpu_before_a_rank_joins_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Joined(Exception):
+        pass
+
+    def join(*_: object, **__: object) -> None:
+        raise Joined
+
+    told: list[tuple[float, torch.device]] = []
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(world_module, "_choose_device", lambda device, *, local_rank: gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: told.append((share, device)))
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
+    with pytest.raises(Joined), open_world(device="cuda", timeout_s=30, gpu_memory_share=0.42):
+        pass
+    assert told == [(0.42, gpu)]
 
 
 def test_a_driver_that_is_too_old_is_named_instead_of_computing_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
