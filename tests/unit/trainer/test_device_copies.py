@@ -13,10 +13,10 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from trivet.config.sections.losses import LossConfig
+from trivet.config.sections.losses import DefaultLossConfig, LossConfig
 from trivet.config.sections.model import TrainerModelConfig
 from trivet.config.sections.optimizer import SGDConfig
-from trivet.config.sections.trainer import ConstantSchedule
+from trivet.config.sections.trainer import ConstantSchedule, TrainerConfig
 from trivet.trainer import device_copies
 from trivet.trainer import step as step_module
 from trivet.trainer.attention.packed import HeadDims, register_attention
@@ -26,8 +26,9 @@ from trivet.trainer.losses.select import cross_entropy, make_policy_loss
 from trivet.trainer.model.initial_weights import build, read_config
 from trivet.trainer.model.policy_model import PolicyModel
 from trivet.trainer.model.supported import find_logit_rule
+from trivet.trainer.open_session import make_learner
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
-from trivet.trainer.ranks.world import World
+from trivet.trainer.ranks.world import World, open_world
 from trivet.trainer.step import Learner, train_step
 
 META = torch.device("meta")
@@ -118,6 +119,33 @@ def test_a_step_waits_for_the_device_once_before_the_update_and_once_at_its_end(
     result = train_step(learner, rows, step=1)
     assert waits == ["numbers", "update", "values"]
     assert (result.loss, result.grad_norm) == (2.0, 2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.device
+def test_cuda_reports_no_other_wait_in_a_step(tiny_model: Path, oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def permitted(read: Any) -> Any:
+        def run(*args: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                return read(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
+
+        return run
+
+    rows = [oracle.make_row(oracle.make_examples(count=4, vocab_size=100, seed=seed, prompt_length=9)) for seed in range(3)]
+    config = TrainerConfig.model_validate({"model": {"name": str(tiny_model)}, "optim": {"lr": 1e-2, "max_norm": 1.0}})
+    with open_world(device="cuda", timeout_s=60) as world:
+        learner = make_learner(config, world, loss=make_policy_loss(DefaultLossConfig()), max_steps=None)
+        train_step(learner, rows, step=1)  # the first step makes what later ones use
+        for name, read in (("read_numbers", read_numbers), ("read_values", read_values)):
+            monkeypatch.setattr(step_module, name, permitted(read))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            train_step(learner, rows, step=2)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("ask", [torch.Tensor.item, torch.Tensor.cpu, torch.nonzero, bool, lambda scalar: scalar[scalar > 0]])
