@@ -1,4 +1,4 @@
-"""Runs everything that a GPU can say about this checkout, the most telling first, and records it part by part.
+"""Runs the checks for a GPU on this checkout, the most telling first, and records them part by part.
 
     uv run python scripts/gpu_check.py [--device cuda|cpu] [--record FILE] [--only PART …] [--limit-s SECONDS] [--retry-failed]
 
