@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx.experimental import _config as symbolic_shapes
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -72,7 +73,7 @@ def prepare_blocks(causal_lm: PreTrainedModel, config: TrainerModelConfig, *, at
         # A checkpoint around a compiled block sees no operator in it, and would run all of it again.
         _checkpoint(checkpointed, config.ac)
     if config.compile is not None:
-        _compile(blocks, attention=attention, device=device)
+        _compile(blocks, attention=attention, device=device, seq_len=config.seq_len)
     if not is_traced:
         # Where attention cannot be traced, a checkpoint inside would keep the whole block from being compiled.
         _checkpoint(checkpointed, config.ac)
@@ -153,7 +154,7 @@ def _choose_policy(kept: frozenset[str], context: Any, operator: Any, *_: Any, *
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.device) -> None:
+def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.device, seq_len: int) -> None:
     require_compiler(device)
     if attention not in TRACEABLE:
         # Such an attention loops over the samples of a row: if it were traced, each new row would be compiled anew.
@@ -161,8 +162,29 @@ def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.dev
     # Otherwise torch treats equal sizes as one, and a first row of as many tokens as the model has features makes its own graph.
     symbolic_shapes.use_duck_shape = False
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)
+        block.forward = _knowing_full_rows(torch.compile(block.forward, dynamic=True), seq_len=seq_len)
     logger.info("blocks are compiled when they first run blocks=%s", len(blocks))
+
+
+def _knowing_full_rows(compiled: Forward, *, seq_len: int) -> Forward:
+    """Return `compiled` with a graph for rows of exactly `seq_len` tokens as long as no other row has come.
+
+    Where all rows are full, as in a benchmark or in data of fixed length, kernels then know their sizes. The first row that is not
+    full gets a graph for rows of any length. From then on no full row is compiled anew.
+    """
+    are_all_full = True
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal are_all_full
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim > 1]
+        full = [tensor for tensor in tensors if tensor.shape[1] == seq_len]
+        are_all_full = are_all_full and bool(full)
+        if are_all_full:
+            for tensor in full:
+                torch._dynamo.mark_static(tensor, 1)
+        return compiled(*args, **kwargs)
+
+    return run
 
 
 def require_compiler(device: torch.device) -> None:

@@ -140,13 +140,13 @@ def attended(device: torch.device, attention: str) -> PreTrainedModel:
 
 
 def compiled(
-    attention: str, ac: ActivationCheckpointConfig | None, backend: Any, monkeypatch: pytest.MonkeyPatch
+    attention: str, ac: ActivationCheckpointConfig | None, backend: Any, monkeypatch: pytest.MonkeyPatch, **model: Any
 ) -> PreTrainedModel:
     """Return a model whose blocks are compiled by `backend`. Meta tensors take the attention that only CUDA computes."""
     causal_lm = attended(META, attention)
     monkeypatch.setattr(blocks, "require_compiler", lambda device: None)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    config = TrainerModelConfig(name="meta", compile=CompileConfig(), ac=ac)
+    config = TrainerModelConfig(name="meta", compile=CompileConfig(), ac=ac, **model)
     prepare_blocks(causal_lm, config, attention=f"trivet_packed_{attention}", device=META)
     torch._dynamo.reset()
     return causal_lm
@@ -213,6 +213,38 @@ def test_rows_of_any_fill_need_one_graph_and_rows_with_shared_prefixes_one_more(
     ):
         run_row(causal_lm, lengths, paths)
         assert len(graphs) == expected, lengths
+
+
+def num_tokens_in(graph: torch.fx.GraphModule) -> list[int | torch.SymInt]:
+    """Return the number of tokens of each tensor of hidden states that a graph takes: a number or a symbol."""
+    values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return [value.shape[1] for value in values if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[2] == 32]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ac", [None, ActivationCheckpointConfig(keep=["attention"])])
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[16], [10, 6], [16]], ["full"]),
+        ([[16], [7, 3], [5, 2], [16]], ["full", "any"]),
+        ([[7, 3], [16], [5, 2]], ["any"]),
+    ],
+    ids=["full rows", "a full row first", "a full row later"],
+)
+def test_rows_that_are_all_full_have_one_graph_that_knows_their_length(
+    rows: list[list[int]], expected: list[str], ac: ActivationCheckpointConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[str] = []
+
+    def count(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        graphs.append("full" if [type(number) for number in num_tokens_in(graph)] == [int] else "any")
+        return graph.forward
+
+    causal_lm = compiled("varlen", ac, count, monkeypatch, seq_len=16)
+    for lengths in rows:
+        run_row(causal_lm, lengths)
+    assert graphs == expected
 
 
 @pytest.mark.filterwarnings("ignore")
