@@ -73,7 +73,6 @@ ELSEWHERE = {
     "orchestrator/pools.py": "unit/orchestrator/test_sampler.py",
     "orchestrator/self_check.py": "unit/orchestrator/test_start.py",
     "orchestrator/change_event.py": "unit/orchestrator/test_dispatcher.py",
-    "schedulers/node_variables.py": "unit/launcher/nodes/test_identity.py",  # declarations
     "schedulers/preparation.py": "unit/schedulers/test_slurm.py",
     "schedulers/starts.py": "unit/schedulers/test_job.py",
     "schedulers/submit.py": "unit/schedulers/test_kubernetes.py",
