@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("slurmctld") is None, reason="needs Debian's slurm-wlm and munge"),
 ]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm_cluster.sh"
-MAX_STEPS = 400
+MAX_STEPS = 1_000_000
+"""More than any machine takes in four minutes."""
 SLURM = """
 [slurm]
 time = "5"
