@@ -63,8 +63,8 @@ def load_environment(
         num_examples, num_eval_examples: consecutive tasks of one sequence.
         seed: another seed gives another sequence.
         settings: keys of the task's own configuration.
-        partial_credit: False rewards right answers alone. Several tasks give nearly the whole reward to an answer that anything
-            follows, which a policy learns to exploit.
+        partial_credit: False rewards only right answers. Several tasks give nearly the whole reward to an answer that other text
+            follows, and a policy learns to exploit that.
 
     Raises:
         ValueError: reasoning-gym has no such task.

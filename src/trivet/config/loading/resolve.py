@@ -241,7 +241,10 @@ def _serve_adapters(draft: Draft) -> None:
 
 
 def _take_turns(draft: Draft) -> None:
-    """Have the roles take turns with a server that sleeps. It would be awake while the trainer computes the self-check."""
+    """Derive the keys by which the other roles take turns with a server that sleeps.
+
+    The self-check is turned off, because the server would be awake while the trainer computes it.
+    """
     wanted = draft.leaf("inference.sleep_while_training")
     _fill(draft, "inference.sleep_while_training", ("orchestrator.sleep_servers", "trainer.release_gpu_memory"))
     if (

@@ -74,8 +74,8 @@ class InferenceConfig(RoleConfig):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of GPU memory for weights and KV cache."""
     sleep_while_training: bool = False
-    """Free the GPU memory of weights and KV cache while the trainer learns, for a model that does not fit beside it on the same
-    GPU. The weights wait in main memory. Needs max_async_level = 0: nothing is generated meanwhile."""
+    """Free the GPU memory of weights and KV cache while the trainer learns, for a model that does not fit next to the trainer
+    on one GPU. The weights wait in main memory. Needs max_async_level = 0: nothing is generated meanwhile."""
     cpu_kv_cache_gib: float = Field(default=1.0, gt=0, le=65536)
     """Size of the KV cache on a machine without a GPU, GiB."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_ROLLOUTS)

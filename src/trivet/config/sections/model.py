@@ -97,9 +97,9 @@ class TrainerModelConfig(Section):
     optimization_dtype: Dtype = "float32"
     """Dtype of the master weights and the optimizer state."""
     dither: bool = True
-    """With bfloat16 compute over float32 master weights: add to each start weight noise of less than half of bfloat16's last place.
-    The start model is bit for bit the same, and the smallest updates reach the model that computes. Otherwise those of a small
-    learning rate have to add up for tens of steps first."""
+    """Add noise to each start weight, with bfloat16 compute over float32 master weights. The noise is less than half of bfloat16's
+    spacing, so the start model is bit for bit the same. Small updates then reach the model that computes. Without noise, updates at
+    a small learning rate must first add up for tens of steps."""
     reduce_dtype: Dtype = "float32"
     """Dtype of gradient reduction over ranks."""
     reshard_after_forward: bool = True

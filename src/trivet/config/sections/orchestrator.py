@@ -82,8 +82,8 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
     """Completions that trainer and server compare before the first batch; 0: no self-check. A run with
     inference.sleep_while_training sets 0."""
     sleep_servers: bool = False
-    """Have the servers free their GPU memory before a batch is sent, until they load the policy that it leads to. They must have
-    been started with inference.sleep_while_training. A run that starts them with it sets this key."""
+    """Have the servers free their GPU memory before a batch is sent. They take it again when they load the policy that the batch
+    leads to. They must have been started with inference.sleep_while_training; a run that starts them so sets this key."""
     client: ClientConfig = ClientConfig()
     model: PolicyModelConfig = PolicyModelConfig()
     teacher_model: TeacherModelConfig | None = None

@@ -45,11 +45,11 @@ class SlurmConfig(Section):
     pre_run_command: str | None = None
     """Shell text that runs on the node before the command, such as `module load cuda`."""
     requeue: bool = True
-    """Queue the job again when its time is up before the command is done, a node fails, or the command fails in a way that may
-    pass. It goes on from the newest commit."""
+    """Queue the job again when its time is up before the command is done, when a node fails, or when the command fails in a way
+    that may pass. It goes on from the newest commit."""
     kill_on_node_fail: bool = False
-    """Let SLURM end a job of several nodes when one of them fails, as it does by default. Off, it takes the node out of the job,
-    and the run goes on as `[deployment]` and `[recovery]` allow."""
+    """Let SLURM end a job of several nodes when one of them fails, as it does by default. If false, SLURM takes the node out of
+    the job, and the run goes on as `[deployment]` and `[recovery]` allow."""
     signal_seconds: int = Field(default=300, ge=1, le=65_535)
     """Seconds before the time limit at which the command is asked to end; SLURM may ask up to a minute earlier."""
     srun_args: list[OneLine] = []

@@ -83,7 +83,7 @@ class TrainingConfig(SteppingRoleConfig):
     gpu_memory_utilization: float = Field(default=1.0, gt=0, le=1)
     """Largest share of a GPU's memory that a rank may take. A run lowers it to what the servers on the same GPU leave."""
     release_gpu_memory: bool = False
-    """Drop the gradients, and give the GPU memory that a step no longer needs back to the driver, before its policy can be read. A
+    """Before a step's policy can be read, drop the gradients and give the GPU memory that is no longer needed back to the driver. A
     run with inference.sleep_while_training sets it."""
 
 
