@@ -165,7 +165,7 @@ def _trace(machine: Machine, traces: Path, no_device: str | None) -> Part:
 
 
 def _publishing(machine: Machine, scratch: Path, no_device: str | None) -> Part:
-    """Return what publishing adds to a step: on a GPU of a model of 0.3 billion parameters, whose step takes about a second."""
+    """Return the part that measures what publishing adds to a step. On a GPU the model is so large that a step takes a second."""
     bench = [_PYTHON, "scripts/bench/publishing.py"]
     if machine.device == "cpu":
         return _chain("publishing", [[*bench, "--tokens", "2048", "--pairs", "3"]], limit_s=180, missing=no_device)

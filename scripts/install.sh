@@ -93,7 +93,7 @@ report_seconds() {
 
 compile_packages() { .venv/bin/python scripts/compile_packages.py --interval-s "$PROGRESS_S" .venv/lib/python*/site-packages; }
 
-# Torch computes on no GPU whose driver is older than its CUDA, and what is installed here cannot change the driver.
+# Torch cannot use a GPU whose driver is older than torch's CUDA, and this installation cannot change the driver.
 warn_about_driver() {
   local problem
   problem=$(.venv/bin/python -c 'from trivet.tools.doctor import find_driver_problem; print(find_driver_problem() or "")') || return 0

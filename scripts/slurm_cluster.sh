@@ -44,7 +44,7 @@ keep() {
 inside() {
   local name=$1
   shift
-  # Not $(< FILE): without the file that ends the script, also where a failure is allowed.
+  # cat, because $(< FILE) ends the script when the file is missing, even where a failure is allowed.
   nsenter --target "$(cat "$state/$name.pid")" --net --mount --uts --wd="$PWD" env SLURM_CONF="$state/slurm.conf" "$@"
 }
 
@@ -55,7 +55,7 @@ make_machine() {
   local pid=$!
   echo "$pid" > "$state/$name.pid"
   local deadline=$((SECONDS + wait_s))
-  # When the program is sleep, unshare has made all of them, and mounts are private.
+  # Once the program is sleep, unshare has made all namespaces, and mounts are private.
   until [[ $(cat "/proc/$pid/comm" 2> /dev/null) == sleep ]]; do
     kill -0 "$pid" 2> /dev/null || fail "the namespaces of $name were refused, see $state/$name.holder.log; then: slurm_cluster.sh down"
     ((SECONDS < deadline)) || fail "the namespaces of $name are not there after $wait_s s, see $state/$name.holder.log"
@@ -154,7 +154,7 @@ up() {
   inside controller sinfo
 }
 
-# Print the network namespaces of the processes that `keep` started and that live; never this script's own.
+# Print the network namespaces of the live processes that `keep` started, but never this script's own.
 namespaces() {
   local pid since own found
   own=$(readlink /proc/self/ns/net)
@@ -189,7 +189,7 @@ down() {
     tac "$state/pids" | while read -r pid since; do
       [[ -z $since || $(started "$pid") != "$since" ]] || kill -s "$signal" -- "-$pid" 2> /dev/null || true
     done
-    # A slurmctld that has died cancels nothing, and the processes of its jobs are in no group of the above.
+    # If slurmctld has died, it cancelled no job, and the processes of jobs are in none of the groups above.
     for pid in $(processes_in "$of_nodes"); do kill -s "$signal" "$pid" 2> /dev/null || true; done
     sleep 1
   done

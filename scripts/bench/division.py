@@ -12,8 +12,8 @@ Each mode is a real `rl` run of `whole_step.py`: a model, reverse-text, completi
         [--repeats 6] [--rounds 1] [--modes shared split ...]
 
 The modes take turns. Seconds are medians from the end of a step to the end of the next. The last line is one JSON object;
-`ratio_to_shared` says how many times as fast a mode is, `cores_busy` how much of the machine it used: a division can gain no more
-than what that is short of all cores, unless it also makes the work itself cheaper.
+`ratio_to_shared` says how many times as fast a mode is, `cores_busy` how many cores it used on average. A division can gain
+only the cores that were not busy, unless it also makes the work itself cheaper.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from training import hardware
 from whole_step import measure_ours
 
 ROLES = {"trainer": "trivet.trainer", "server": "trivet.inference"}
-"""A word of the command lines of each role's processes."""
+"""A word by which the command lines of a role's processes are known."""
 MODES = ("shared", "trainer_yields", "server_yields", "split", "level_0", "level_2")
 LOW_PRIORITY = 10
 """The niceness of a role that yields: about a tenth of the other's share where both want a core."""
 
 
 def place(process: psutil.Process, mode: str, *, num_cores: int) -> None:
-    """Give a process of a run the cores or the priority that `mode` means it to have; others are left alone."""
+    """Give a process of the trainer or the server the cores or the priority that `mode` means. Others are left alone."""
     words = " ".join(process.cmdline())
     role = next((role for role, word in ROLES.items() if word in words), None)
     if role is None:
@@ -51,7 +51,7 @@ def place(process: psutil.Process, mode: str, *, num_cores: int) -> None:
 
 
 def measure(mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Take one run in `mode`."""
+    """Measure one run in `mode`."""
     num_cores = os.cpu_count() or 1
     flags = {"--max-async-level": mode.removeprefix("level_")} if mode.startswith("level_") else {}
     return measure_ours(args, flags=flags, prepare=lambda process: place(process, mode, num_cores=num_cores))
@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a model directory")
     parser.add_argument("--dtype", default="bfloat16", help="what the trainer computes in")
-    parser.add_argument("--completions", type=int, default=64, help="of a step")
+    parser.add_argument("--completions", type=int, default=64, help="completions of a step")
     parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1)

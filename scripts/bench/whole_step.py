@@ -111,7 +111,7 @@ def measure_ours(
     """Start a run as a user does; return seconds from one trained step to the next, and what the trainer says of them.
 
     Args:
-        flags: further ones.
+        flags: further flags of `rl`, with their values.
         prepare: called with every process of the run soon after it started.
     """
     with tempfile.TemporaryDirectory() as scratch:

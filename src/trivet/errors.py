@@ -47,8 +47,8 @@ class RunDirectoryBusy(ConfigError):
         """Choose the exit code.
 
         Args:
-            is_retried: True for a job that its scheduler has started again. What holds the directory may be the job's own earlier
-                start, which has not ended yet, so another start is worthwhile.
+            is_retried: True for a job that its scheduler has started again. The job's own earlier start may still hold the
+                directory, so another start is worthwhile.
         """
         super().__init__(message)
         if is_retried:

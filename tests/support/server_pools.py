@@ -1,4 +1,4 @@
-"""A ServerPool over simulated servers, in virtual time."""
+"""Runs a ServerPool over simulated servers, in virtual time."""
 
 import asyncio
 import contextlib

@@ -119,14 +119,14 @@ class ServerHealthMonitor:
             await server.client.check_health(timeout_s=PROBE_TIMEOUT_S)
             async with server.changing:
                 if not self._servers.may_wake:
-                    return True  # it is asked again when the servers may wake
+                    return True  # the server is asked again when the servers may wake
                 await server.ensure_policy(target)
         except ForeignPolicy:
             raise
         except InferenceError as exc:
             server.last_error = str(exc)
             return False
-        # Else it is asked again: at once for what is the target now, or when the servers may wake.
+        # Otherwise the server is asked again: at once for the new target, or when the servers may wake.
         if target is self._servers.target and self._servers.may_wake:
             self._servers.admit(server)
             logger.info("server admitted url=%s version=%s", server.root, target.version)

@@ -32,7 +32,7 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     """Of the weights directory's manifest; for version 0, of the start model's weight files."""
     asleep: bool = False
-    """The server answers no completion before it loads a policy, the same or another."""
+    """True while the server answers no completion. It answers again once it has loaded a policy, the same or another."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,10 +199,10 @@ class InferenceClient:
         return await self._ask("POST", "/reload_weights", PolicyStatus, token=self._find_token())
 
     async def sleep(self) -> None:
-        """Have the server free its GPU memory until it loads the next policy. It may be asked again.
+        """Have the server free its GPU memory until it loads the next policy. A second call changes nothing.
 
         Raises:
-            PolicyRefused: it was not started for that.
+            PolicyRefused: the server was started without `inference.sleep_while_training`.
             ServerGone: nothing listens at its address.
         """
         await self._request("POST", "/sleep", timeout_s=self._timeout_s, token=self._find_token())
@@ -345,7 +345,7 @@ def _absolute(directory: Path) -> str:
 
 
 def _was_refused(error: BaseException | None) -> bool:
-    """Return whether the host refused every connection. A name that cannot be looked up, for one, says nothing of the server."""
+    """Return whether the host refused every connection. Another error, such as a failed name lookup, says nothing about it."""
     while error is not None:
         if isinstance(error, ExceptionGroup):  # one error for each address of the host
             return all(_was_refused(each) for each in cast("ExceptionGroup[Exception]", error).exceptions)

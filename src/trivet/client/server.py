@@ -29,9 +29,9 @@ class Server:
     """Rollouts go there."""
     is_loading: bool = False
     is_asleep: bool = False
-    """It said that it freed its GPU memory, and was not asked for a policy since."""
+    """True from the server's answer that it has freed its GPU memory until it is asked for a policy."""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the server is put to sleep, and while it is asked for the policy that it needs to be admitted."""
+    """Held while the server is put to sleep, and while it loads the policy with which it can be admitted."""
     num_loads: int = 0
     num_in_flight: int = 0
     """Rollouts that were sent there and did not end."""

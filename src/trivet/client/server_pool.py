@@ -166,10 +166,11 @@ class ServerPool:
         await self._servers.wait_for_admitted()
 
     async def sleep(self) -> None:
-        """Return once no server holds GPU memory. None is admitted, and none wakes, before the next `ensure_policy`.
+        """Have every server free its GPU memory. Until the next `ensure_policy` no server is admitted or woken.
 
         Raises:
-            InferenceError: a server was not started for that, or kept its memory for `client.wait_for_ready_timeout`.
+            InferenceError: a server was started without `inference.sleep_while_training`, or kept its memory for
+                `client.wait_for_ready_timeout`.
         """
         self._servers.may_wake = False
         timeout_s = self._config.wait_for_ready_timeout

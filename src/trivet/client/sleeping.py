@@ -1,9 +1,9 @@
 """Has the servers of a run free their GPU memory, and waits until none holds any. Called by `ServerPool.sleep`.
 
-A server counts as done when it says that it sleeps, or when nothing listens at its address. One that does not answer may still
-hold its memory, so it is asked again. A server gives up by itself after at most 1,200 s (`inference.policy_loader`: 600 s to pause,
-600 s to sleep). That is more than `client.admin_timeout` allows for one answer, so the wait as a whole has the longer limit
-`client.wait_for_ready_timeout`: a stuck engine is reported by its own server.
+A server counts as done when it says that it sleeps, or when nothing listens at its address. A server that does not
+answer may still hold its memory, so it is asked again. A server whose engine is stuck gives up and reports that itself, after at
+most 1,200 s (`inference.policy_loader`: 600 s to pause, 600 s to sleep). That is more than `client.admin_timeout` allows for one
+answer. So the whole wait has the longer limit `client.wait_for_ready_timeout`.
 
 waits for: every known server
 unblocked by: its answer, or its end; `timeout_s`
@@ -21,38 +21,40 @@ from trivet.key_names import key_name
 logger = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S = 1.0
-"""Between two questions to a server that did not sleep."""
+"""Seconds between two requests to a server that does not sleep yet."""
 _REPORT_INTERVAL_S = 30.0
-"""How often the servers that are waited for are reported."""
+"""Seconds between two reports of the servers that are waited for."""
 
 
 async def sleep_all(
     servers: ServerSet, *, timeout_s: float, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]
 ) -> None:
-    """Return once every known server sleeps or is gone. Those that are gone are marked unhealthy.
+    """Have every known server sleep. Return once each sleeps or is gone; a server that is gone is marked unhealthy.
 
     Raises:
-        InferenceError: a server was not started for that, or neither slept nor ended within `timeout_s`.
+        InferenceError: a server was started without `inference.sleep_while_training`, or neither slept nor ended within
+            `timeout_s`.
     """
     begun = clock()
     reported_at = float("-inf")
     for server in servers.known:
-        server.is_asleep = False  # it may have been started again since
+        server.is_asleep = False  # the server may have been started again since
     while errors := await _find_awake(servers):
         reasons = "; ".join(str(error) for error in errors)
         if clock() - begun >= timeout_s:
             raise InferenceError(
-                f"no batch may be sent while a server holds the GPU memory that the trainer needs, and after {timeout_s:.0f} s "
-                f"(client.wait_for_ready_timeout) a server neither slept nor ended: {reasons}; see logs/inference.stdout"
+                "the batch was not sent, because a server may still hold GPU memory that the trainer needs:"
+                f" after {timeout_s:.0f} s (client.wait_for_ready_timeout) it neither slept nor ended: {reasons};"
+                " see logs/inference.stdout"
             )
         if clock() - reported_at >= _REPORT_INTERVAL_S:
             reported_at = clock()
-            logger.warning("the batch waits for servers to free their GPU memory since %.0f s: %s", clock() - begun, reasons)
+            logger.warning("the batch waits for servers to free their GPU memory seconds=%.0f: %s", clock() - begun, reasons)
         await sleep(_RETRY_INTERVAL_S)
 
 
 async def _find_awake(servers: ServerSet) -> list[InferenceError]:
-    """Ask every server to sleep that does not yet; return what those answered that may still hold memory."""
+    """Ask every server that is awake to sleep. Return the errors of those that may still hold GPU memory."""
     asked = [server for server in servers.known if not server.is_asleep]
     errors = await asyncio.gather(*(_put_to_sleep(servers, server) for server in asked))
     for error in errors:
@@ -65,7 +67,7 @@ async def _find_awake(servers: ServerSet) -> list[InferenceError]:
 
 
 async def _put_to_sleep(servers: ServerSet, server: Server) -> InferenceError | None:
-    """Return why the server may still hold its memory, or None."""
+    """Ask the server to sleep. Return why it may still hold its GPU memory; None when it holds none."""
     try:
         async with server.changing:
             await server.client.sleep()

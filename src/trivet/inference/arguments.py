@@ -44,7 +44,8 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
         shard: the share of this node in a server that spans several.
 
     Raises:
-        ConfigError: `vllm_args` sets an argument that another key or the server itself sets; a server on the CPU is to sleep.
+        ConfigError: `vllm_args` sets an argument that another key or the server itself sets, or `sleep_while_training` is set
+            for a server on the CPU.
     """
     keys = VLLM_KEYS | COMPUTED_VLLM_ARGUMENTS
     for name, value in config.vllm_args.items():
@@ -115,11 +116,11 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
 
 
 def choose_overrides(dtype: str, *, is_cpu: bool) -> dict[str, Any]:
-    """Return what vLLM reads in place of the model's own configuration: a head whose product gives float32 logits.
+    """Return the overrides of the model's own configuration with which vLLM computes float32 logits.
 
     Logits that are rounded to bfloat16 move log-probabilities by about 0.02, and the trainer does not round its own
     (`trainer.model.logprobs.choose_product_dtype`). On a GPU such a product needs no copy of the weight, and vLLM converts logits
-    to float32 anyway. On a CPU both round them: there vLLM would convert the whole weight for each token.
+    to float32 anyway. On a CPU both round their logits, because vLLM would convert the whole weight for each token there.
 
     Args:
         dtype: the dtype of the served weights.

@@ -114,7 +114,7 @@ def is_foreign_run_active(output_dir: Path, *, run: RunIdentity) -> bool:
     """Return whether a run that did not start this server uses `output_dir`: its reports must not be overwritten.
 
     Args:
-        run: the run that this server was started for. Process ids would not do: the launcher may be on another node.
+        run: the run that this server was started for. A process id would not identify it: the launcher may be on another node.
     """
     layout = RunLayout(output_dir)
     if holder_of(layout.lock) is None:

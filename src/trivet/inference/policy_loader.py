@@ -7,8 +7,8 @@ The chain of one policy from the orchestrator onto this server, and where each l
     → `VersionedEngine.load` or `.load_adapter` → collective_rpc → `PolicyWorkerExtension.load_policy` in every vLLM worker
     → `PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches` → `.resume` → answer
 
-With `inference.sleep_while_training` the engine is asleep before: its weights wake ahead of the load, its KV cache after it. If
-the trainer has not freed the memory yet, the load waits for that.
+With `inference.sleep_while_training` the engine sleeps before the load. Its weights take GPU memory again ahead of the load, its KV
+cache takes it after the load. While the trainer has not freed that memory, the load waits.
 If a link fails after the pause, the policy before is loaded the same way. If that fails too, the server ends.
 """
 
@@ -40,10 +40,10 @@ _LOAD_TIMEOUT_S = 600.0
 """Longest time for the engine to pause, and again for it to load. Every request waits meanwhile, so a stuck load must fail."""
 _WAKE_TIMEOUT_S = 100.0
 """Longest time in which the GPU memory of a sleeping engine must become free. The trainer frees its memory before its policy can be
-read, and a trainer that was started again frees what it needed to load. Two such waits, for the policy and for the one before, are
-shorter than `client.admin_timeout` by default."""
+read, and a trainer that was started again frees what it needed to load. Two such waits, for the policy and for the
+previous one, must be shorter than the default of `client.admin_timeout`."""
 _WAKE_RETRY_INTERVAL_S = 2.0
-"""Between two attempts to take GPU memory."""
+"""Seconds between two attempts to take GPU memory."""
 
 EnginePart = Literal["weights", "kv_cache"]
 """A part of the engine's GPU memory, by vLLM's name."""
@@ -133,7 +133,7 @@ class PolicyLoader:
         """Where the weights below the adapter came from; None after a failed load."""
         self._start: Manifest | None = None
         self._policy: Manifest | None = None
-        self._asleep: set[EnginePart] = set()
+        self._parts_asleep: set[EnginePart] = set()
         """The parts of the engine that have no GPU memory."""
 
     async def prepare(self) -> None:
@@ -177,8 +177,8 @@ class PolicyLoader:
 
     @property
     def is_asleep(self) -> bool:
-        """The engine answers nothing before the next load."""
-        return bool(self._asleep)
+        """True while the engine has no GPU memory. It answers nothing before the next load."""
+        return bool(self._parts_asleep)
 
     async def sleep(self) -> None:
         """Free the engine's GPU memory until the next load. Requests wait until then.
@@ -187,7 +187,7 @@ class PolicyLoader:
             InferenceError: the engine failed; the server ends.
         """
         async with self._lock:
-            if self._asleep:
+            if self._parts_asleep:
                 return
             started = self._clock()
             await self._pause()
@@ -197,7 +197,7 @@ class PolicyLoader:
             except Exception as exc:  # whatever the engine raises, its memory is in an unknown state
                 self._on_broken()
                 raise InferenceError(f"the engine did not sleep ({type(exc).__name__}: {exc}): the server ends") from exc
-            self._asleep = {"weights", "kv_cache"}
+            self._parts_asleep = {"weights", "kv_cache"}
             process_report.begin("asleep while the trainer learns")
             logger.info("asleep seconds=%.2f", self._clock() - started)
 
@@ -209,7 +209,7 @@ class PolicyLoader:
             WeightsError: the engine is asleep.
         """
         async with self._lock:
-            if self._asleep:
+            if self._parts_asleep:
                 raise WeightsError(
                     "this server is asleep while the trainer learns; ask again when GET /policy says asleep = false"
                 )
@@ -229,7 +229,7 @@ class PolicyLoader:
     async def _switch(self, directory: Path, manifest: Manifest) -> None:
         started = self._clock()
         before = self._directory, self.policy
-        if not self._asleep:
+        if not self._parts_asleep:
             await self._pause()
         try:
             await self._replace(directory, manifest)
@@ -254,21 +254,25 @@ class PolicyLoader:
             reach("reload.during", step=manifest.version)
             self._engine.ledger.switch(manifest.version, at=self._clock())
             await self._engine.drop_caches()
-            if "kv_cache" in self._asleep:
+            if "kv_cache" in self._parts_asleep:
                 await self._wake("kv_cache")
                 process_report.begin("serving")
         self._directory, self._policy = directory, manifest
 
     async def _wake(self, part: EnginePart) -> None:
-        if part not in self._asleep:
+        if part not in self._parts_asleep:
             return
         deadline = self._clock() + _WAKE_TIMEOUT_S
-        while not await self._has_woken(part, is_last=self._clock() >= deadline):
+        while not await self._try_to_wake(part, is_last=self._clock() >= deadline):
             await self._sleep(_WAKE_RETRY_INTERVAL_S)
-        self._asleep.remove(part)
+        self._parts_asleep.remove(part)
 
-    async def _has_woken(self, part: EnginePart, *, is_last: bool) -> bool:
-        """Try to take GPU memory for `part` again. A part that got some of it keeps that for the next attempt."""
+    async def _try_to_wake(self, part: EnginePart, *, is_last: bool) -> bool:
+        """Try to take GPU memory for `part` again; return whether that succeeded. A part keeps what a failed attempt got for it.
+
+        Args:
+            is_last: raise when the attempt fails.
+        """
         try:
             await self._engine.wake(part)
         except Exception as exc:  # vLLM raises no narrower one when the memory is not free

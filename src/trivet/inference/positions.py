@@ -7,10 +7,10 @@ from trivet.errors import ConfigError
 
 
 def position_overrides(config: InferenceConfig, overrides: Mapping[str, object]) -> dict[str, object]:
-    """Return vLLM's `hf_overrides` with the positions over `overrides`; empty without rope_scaling.
+    """Return vLLM's `hf_overrides`: `overrides` and the positions. Empty without rope_scaling.
 
     Args:
-        overrides: what vLLM is to read in place of the model's own configuration otherwise.
+        overrides: the other overrides of the model's own configuration.
 
     Raises:
         ConfigError: the model cannot be read, or its layers share no rotary positions.

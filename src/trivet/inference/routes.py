@@ -85,7 +85,7 @@ class ServedPolicyBody(BaseModel):
     version: int
     digest: str
     asleep: bool
-    """Nothing is answered before the next load."""
+    """True while the server answers no request. Its next load ends that."""
 
 
 class AsleepBody(BaseModel):

@@ -185,7 +185,7 @@ class VersionedEngine(AsyncLLM):
         await self.sleep(level=1, mode="keep")
 
     async def wake(self, part: EnginePart) -> None:
-        """Take GPU memory for a part again; vLLM goes on with its requests once it has both."""
+        """Take GPU memory for a part again; vLLM goes on with its requests once both parts have it."""
         await self.wake_up(tags=[part])
 
     async def ping(self) -> None:

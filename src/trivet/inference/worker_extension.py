@@ -8,7 +8,7 @@ from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
 from trivet.process.heap import Heap
 
 _heap = Heap()
-"""Of the worker, which is a process."""
+"""The heap of the worker, which is a process of its own."""
 
 
 class PolicyWorkerExtension:

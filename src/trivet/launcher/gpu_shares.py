@@ -1,6 +1,6 @@
 """Decides which GPUs each role of a run gets, and which share of their memory. Pure: the machine's GPUs are given.
 
-Called by `launcher.plan`, and by `launcher.run` to refuse and to show it before a run begins.
+`launcher.plan` calls it. `launcher.run` calls it before a run begins, to refuse a wrong division and to print the shares.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class MemoryShares:
     inference: float
     teacher: float
     trainer: float
-    """Of a rank while it learns. The memory of a server that sleeps meanwhile is its own then."""
+    """The share of a rank while it learns. It includes the memory of a server that sleeps meanwhile."""
 
 
 def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
@@ -99,7 +99,7 @@ def share_gpus(config: RLConfig, gpus: Sequence[str]) -> GpuShares:
 
 
 def require_shared_gpu(config: RLConfig, shares: GpuShares) -> None:
-    """Refuse a server that is to sleep while a trainer learns that does not need its memory.
+    """Refuse `inference.sleep_while_training` where the trainer does not need the server's memory.
 
     Raises:
         ConfigError: no GPU is shared by the inference server and the trainer.
@@ -115,8 +115,8 @@ def require_shared_gpu(config: RLConfig, shares: GpuShares) -> None:
 
 def share_memory(config: RLConfig, shares: GpuShares) -> MemoryShares:
     """Divide the memory of GPUs that roles share."""
-    inference = _lower(config.inference, _server_share(config, shares))
-    teacher = _lower(config.teacher_inference, SHARED_TEACHER_MEMORY if shares.is_teacher_shared else 1.0)
+    inference = _cap_share(config.inference, _server_share(config, shares))
+    teacher = _cap_share(config.teacher_inference, SHARED_TEACHER_MEMORY if shares.is_teacher_shared else 1.0)
     taken = [
         share
         for server, gpus, share in (
@@ -149,18 +149,18 @@ def _sleeps(config: RLConfig) -> bool:
     return config.inference is not None and config.inference.sleep_while_training
 
 
-def _lower(server: InferenceConfig | None, share: float) -> float:
+def _cap_share(server: InferenceConfig | None, share: float) -> float:
     return min(server.gpu_memory_utilization, share) if server is not None else 1.0
 
 
 def _server_share(config: RLConfig, shares: GpuShares) -> float:
     """Return the largest share of a GPU's memory that the inference server may take.
 
-    A server that sleeps while the trainer learns shares with what the trainer keeps on the GPU between two steps.
+    A server that sleeps while the trainer learns shares the GPU only with what the trainer keeps there between two steps.
     """
     is_with_teacher = not set(shares.teacher).isdisjoint(shares.inference)
     if _sleeps(config) and config.trainer.model.fsdp_cpu_offload and not is_with_teacher:
-        return round(1 - _CONTEXT_MEMORY, 3)  # the trainer keeps nothing there
+        return round(1 - _CONTEXT_MEMORY, 3)  # the trainer keeps nothing on the GPU between two steps
     return SHARED_GPU_MEMORY if shares.is_shared else 1.0
 
 

@@ -158,7 +158,7 @@ def _run(config: RLConfig, *, identity: "NodeIdentity | None") -> int:
 
 
 def _open_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLease":
-    """Return the lease with which this node may lead, which it has not taken yet, and watch from now on that it keeps it."""
+    """Return a guarded lease that this node has not taken yet. With it the node may lead."""
     from trivet.launcher.nodes.lease import HeadLease  # here: as in `start`
     from trivet.launcher.nodes.lease_guard import LeaseGuard
 
@@ -169,9 +169,10 @@ def _open_lease(config: RLConfig, layout: RunLayout, held: ExitStack) -> "HeadLe
 
 
 def lock_wait(config: RLConfig, lease: "HeadLease | None", *, environ: Mapping[str, str]) -> LockWait:
-    """Return how long another holder of the output directory is waited for.
+    """Return how long to wait while another process holds the output directory, and how the wait fails.
 
-    Over nodes it may be a first node that died with its machine. While its lock stays, the lease says whether it leads.
+    In a run over nodes the holder may be a first node whose machine died. While the lock stays, the lease says whether that node
+    still leads.
     """
     if lease is None:
         return wait_of_job(environ)
@@ -179,8 +180,8 @@ def lock_wait(config: RLConfig, lease: "HeadLease | None", *, environ: Mapping[s
 
     def make_error(holder: str) -> NodesMissing:
         return NodesMissing(
-            f"{holder}; no other first node has renewed its lease for {timeout_s:g} s, so a file system that keeps the lock of a"
-            " machine that died is also possible: then start the run again"
+            f"{holder}; no other first node has renewed its lease for {timeout_s:g} s, so the file system may have kept the lock"
+            " of a machine that died: in that case start the run again"
         )
 
     return LockWait(timeout_s=timeout_s, error=make_error, on_wait=lease.look)

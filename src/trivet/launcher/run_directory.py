@@ -29,7 +29,7 @@ ENTRIES = (*RESULTS, "logs", "configs", "status.json", "run.json", ".reports", "
 """Everything that a run writes and leaves, besides its lock."""
 
 _SHORT_WAIT = LockWait(timeout_s=0.3)
-"""A process that asks who holds the lock takes it for a moment."""
+"""Long enough for a process that asks who holds the lock, and takes it for a moment."""
 
 
 class RunDirectory:
@@ -183,8 +183,9 @@ class RunDirectory:
 def wait_of_job(environ: Mapping[str, str]) -> LockWait:
     """Return how long a run on one machine waits for the directory.
 
-    A job that was started again waits for its own earlier start, whose machine may have died, and is started once more when
-    that does not help. Anything else meets a run that somebody else has started.
+    A job that its scheduler has started again waits for its own earlier start, whose machine may have died. If the lock stays,
+    the job ends with an exit code after which it is started once more. Any other run hardly waits: somebody else has started the
+    run that holds the directory.
     """
     if not is_restarted_job(environ):
         return _SHORT_WAIT

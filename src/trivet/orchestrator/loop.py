@@ -82,7 +82,7 @@ class Loop:
     gauges: Callable[[], Mapping[str, float]] = dict
     """Further metrics, read at the end of each step."""
     before_send: Callable[[], Awaitable[None]] | None = None
-    """Called when a batch is ready for the trainer, which begins its step as soon as it has it."""
+    """Called when a batch is ready to be sent. The trainer begins its step as soon as it has the batch."""
     preempt_requested: bool = False
     """Set by `preempt`."""
     is_exhausted: bool = False

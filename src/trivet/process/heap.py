@@ -1,6 +1,6 @@
-"""Gives memory that the heap keeps without need back to the kernel. The trainer calls it after a step, a server after a load.
+"""Gives unused memory of the heap back to the kernel. The trainer calls it after a step, a server after a load.
 
-On a CPU the launcher has glibc keep what is freed (`launcher.plan`), because a tensor in new memory costs a page fault for every
+On a CPU the launcher makes glibc keep freed memory (`launcher.plan`), because a tensor in new memory costs a page fault for every
 4 KiB. Tensors differ in size from step to step, so the kept memory fragments: SmolLM2's trainer grew by 30 MB a step, from 3 to
 8 GiB within a hundred steps, of which 3 GiB were in use. Giving 2 GiB back and getting them again takes about two seconds.
 """
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_GROWTH = 1.25
 """The resident memory at which the heap is trimmed, as a multiple of what the process needed at its start or after a trim."""
-_NUM_MEASURED = 5
-"""Calls whose largest memory is taken for what the process needs: steps differ by their batches."""
+_NUM_MEASURED_CALLS = 5
+"""Calls whose largest resident memory counts as what the process needs. It takes several, because steps differ by their batches."""
 _MIN_CALLS = 20
 """Fewest calls from one trim to the next, so that batches that really need more cost a trim every 20 steps at most."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -42,17 +42,17 @@ class Heap:
         self._trim = trim or trim_heap
         self._num_calls = 0
         self._largest_bytes = 0
-        """Of the calls that are measured."""
+        """The largest resident memory in the measured calls."""
         self._needed_bytes: int | None = None
 
     def trim_if_grown(self) -> None:
         """Give free memory back if the process has grown by a quarter over the least that it needed so far."""
         self._num_calls += 1
         found = self._read_bytes()
-        if self._num_calls <= _NUM_MEASURED:
+        if self._num_calls <= _NUM_MEASURED_CALLS:
             self._largest_bytes = max(self._largest_bytes, found)
             return
-        if self._num_calls == _NUM_MEASURED + 1:
+        if self._num_calls == _NUM_MEASURED_CALLS + 1:
             # A fragmented heap has grown again by the time it is measured, so what was measured before counts too.
             self._needed_bytes = min(self._largest_bytes, self._needed_bytes or self._largest_bytes)
         if self._needed_bytes and self._num_calls >= _MIN_CALLS and found > _MAX_GROWTH * self._needed_bytes:

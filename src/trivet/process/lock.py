@@ -19,7 +19,7 @@ from trivet.errors import NodesMissing, RunDirectoryBusy, TrivetError
 
 _POLL_INTERVAL_S = 0.1
 _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
-"""What a host name may be; anything else comes of a damaged file."""
+"""The form of a host name. Other text comes of a damaged file."""
 _MAX_DIGITS = 11
 """Digits of a process id or of a time in seconds; a longer number comes of a damaged file."""
 _ROLE_WAIT_S = 10.0
@@ -30,11 +30,11 @@ DEAD_MACHINE_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockWait:
-    """How a lock that another process holds is waited for."""
+    """How long to wait for a lock that another process holds, and how the wait fails."""
 
     timeout_s: float
     error: Callable[[str], TrivetError] = RunDirectoryBusy
-    """Makes the error that is raised after that time, from a text that names the holder."""
+    """Makes the error that is raised when the time is up, from a text that names the holder."""
     on_wait: Callable[[], None] = lambda: None
     """Called about ten times a second meanwhile. It may raise, which ends the wait."""
 
@@ -79,7 +79,7 @@ class FileLock:
             what: what is held, as the error names it.
             guards: a directory that is locked too, so that nobody gets in by removing the file. Where the file system locks no
                 directories, as NFS does not, the file alone counts.
-            wait: how long another process may take to let go.
+            wait: how long another process may take to release it.
         """
         self._path = path
         self._what = what
@@ -196,8 +196,8 @@ def remove_if_free(directory: Path) -> None:
 def hold_role(path: Path, *, is_over_nodes: bool) -> FileLock:
     """Return the lock of a role, of which a directory has one; it tells two trainers that were started by hand apart.
 
-    Over nodes the role may follow one whose machine died, and whose lock the file system keeps for a while. So it is waited for.
-    A lock that stays ends the role with a code for which the launcher starts it again.
+    In a run over nodes the machine of the role's previous process may have died, and the file system keeps the lock for a while.
+    So the role waits for it. If the lock stays, the role ends with an exit code after which the launcher starts it again.
 
     Args:
         path: `RunLayout.role_lock`.

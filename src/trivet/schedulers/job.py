@@ -6,7 +6,7 @@ Such a job has the same script and the same configuration as at its first start,
 directory held before the job and holds now. A job that never came to begin its run starts as it would have the first time. Of the
 nodes of a job the first decides; the others wait for what it writes beside the file of its process id. At its end it writes its
 exit code there too, which is the job's: schedulers know the codes of all nodes, and some report the highest one. Both files carry
-an id of the start, because a scheduler may call two starts the same.
+an id of the start, because a scheduler may give two starts the same name.
 """
 
 import argparse
@@ -58,7 +58,7 @@ from trivet.shown_text import print_error
 from trivet.storage.durable import hash_file, write_atomically, write_json_atomically
 
 _END_POLL_INTERVAL_S = 5.0
-"""Between two looks for the first node's exit code: hundreds of nodes list one directory for days."""
+"""Seconds between two checks for the first node's exit code. Hundreds of nodes list one directory for days."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 COMMANDS: Mapping[SlurmCommand, tuple[str, type[Section]]] = {
@@ -92,7 +92,7 @@ def is_complete(config: Section, *, before: Progress, now: Progress) -> bool:
     """Return whether an earlier start of the job has committed the last step of its run.
 
     Args:
-        before: what the job's first start found.
+        before: the progress that the job's first start found.
     """
     if not isinstance(config, RLConfig | SftConfig) or config.max_steps is None or not _has_own_commit(before=before, now=now):
         return False
@@ -170,32 +170,34 @@ def run_first(command: Sequence[str], *, code: Path, start: str) -> int:
 
 
 def run_other(command: Sequence[str], *, decided: Path, code: Path, start: str, end_timeout_s: float = END_TIMEOUT_S) -> int:
-    """Run a command on a node that is not the first, whatever becomes of it. End it when the first node has ended without it.
+    """Run a command on a node that is not the first. End it if the first node has ended and the command goes on.
 
-    Returns its exit code as `subprocess` counts it, which is not the job's.
-
-    A command that had read what an earlier start decided is refused by the first node. It is run again with the new decision.
+    The first node refuses a command that has read the decision of an earlier start. Such a command is run again with the new
+    decision.
 
     Args:
-        decided: what the command reads, written by the start `start`.
+        decided: the configuration that the command reads, written by the start `start`.
         code: where the first node notes its exit code.
-        end_timeout_s: how long the command may go on after that, and after each signal that it gets then; and how long a newer
-            decision is waited for when the first node refused the command.
+        end_timeout_s: how long the command may go on after that, and after each signal that it gets then. A node whose command was
+            refused waits as long for a newer decision.
+
+    Returns:
+        The exit code of the command as `subprocess` counts it. It is not the job's.
     """
     received: list[int] = []
     while True:
-        ended = _run_beside_first(command, decided=decided, code=code, end_timeout_s=end_timeout_s, received=received)
+        ended = _run_once(command, decided=decided, code=code, end_timeout_s=end_timeout_s, received=received)
         if not ended:
             return ended
-        patience_s = end_timeout_s if ended == ConfigError.exit_code else 0.0
-        newer = _find_newer(decided, code=code, start=start, timeout_s=patience_s, received=received)
+        wait_s = end_timeout_s if ended == ConfigError.exit_code else 0.0
+        newer = _await_newer_start(decided, code=code, start=start, timeout_s=wait_s, received=received)
         if newer is None:
             print(f"this node {describe_exit(ended)}; the first node decides what that means", file=sys.stderr)
             return ended
         start = newer
 
 
-def _run_beside_first(command: Sequence[str], *, decided: Path, code: Path, end_timeout_s: float, received: list[int]) -> int:
+def _run_once(command: Sequence[str], *, decided: Path, code: Path, end_timeout_s: float, received: list[int]) -> int:
     """Run a command once, and return its exit code as `subprocess` counts it."""
     child, patient_until = _start_child(command, received=received), math.inf
     signals = iter((signal.SIGTERM, signal.SIGKILL))
@@ -210,7 +212,7 @@ def _run_beside_first(command: Sequence[str], *, decided: Path, code: Path, end_
     return ended
 
 
-def _find_newer(decided: Path, *, code: Path, start: str, timeout_s: float, received: Sequence[int]) -> str | None:
+def _await_newer_start(decided: Path, *, code: Path, start: str, timeout_s: float, received: Sequence[int]) -> str | None:
     """Return the id of a start that decided after `start`; None when there is none in time, or this node is asked to end."""
     deadline = time.monotonic() + timeout_s
     while not received:
@@ -271,7 +273,7 @@ def main() -> None:
 
 def _run_first_node(args: argparse.Namespace, *, start: str) -> None:
     decided, code = decided_file(args.pid_file, os.environ), code_file(args.pid_file, os.environ)
-    for path in (code, decided):  # of a start that had the same name; a code alone would say that this one has ended
+    for path in (code, decided):  # of an earlier start with the same name; its code alone would say that this start has ended
         path.unlink(missing_ok=True)
     config = decide(args.command, args.configuration, pid_file=args.pid_file, decided=decided, start=start)
     if config is None:

@@ -167,7 +167,7 @@ def _replicated_job(
     assert kubernetes is not None
     pod = _pod(config, kubernetes, group, command=command, config_map=config_map)
     final = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": _FINAL_CODES}}
-    # What is final is decided by the first pod: the others end with no such code (`node_variables.pod_exit_code`).
+    # Only the first pod decides what is final: the others never end with such a code (`node_variables.pod_exit_code`).
     policy = {"podFailurePolicy": {"rules": [final]}} if group.name == _TRAINER else {}
     return {
         "name": group.name,

@@ -1,8 +1,9 @@
 """Has a job of SLURM queued again, or cancelled, when the node that runs its batch script was lost.
 
 A job of several nodes is submitted with --no-kill, so SLURM takes a lost node out of the job and lets the others go on. The batch
-script queues the job again when the run needs it. With the script's own node it is lost, and nothing else would free the others
-before the time limit. `schedulers.job` calls this on a few other nodes, and only after their command has missed the first node.
+script queues the job again when the run needs it. If the script's own node is lost, so is the script. Then nothing else
+would free the other nodes before the time limit. `schedulers.job` calls this on a few other nodes, and only after their command has
+missed the first node.
 """
 
 import subprocess
@@ -14,14 +15,16 @@ from typing import Literal
 from trivet.shown_text import shorten
 
 LostScriptAction = Literal["requeue", "cancel"]
-"""What the script would do: queue the job again, or end it because it is never queued again."""
+"""The script's action on the job: queue it again, or cancel it because it is never queued again."""
 MAX_WATCHERS = 3
-"""Nodes after the first that watch. More than one may be lost; all nodes of a large job would load the controller."""
-_PATIENCE_S = 900.0
-"""How long SLURM may take to notice a lost node: SlurmdTimeout, 300 s by default, and a controller that is busy."""
+"""Number of nodes after the first that watch. One is too few, because it may be lost too. All nodes of a large job would overload
+the controller."""
+_NOTICE_TIMEOUT_S = 900.0
+"""Seconds that SLURM may take to notice a lost node: SlurmdTimeout, 300 s by default, and a controller that is busy."""
 _ASK_INTERVAL_S = 30.0
+"""Seconds between two calls of squeue."""
 _POLL_INTERVAL_S = 5.0
-_TIMEOUT_S = 60.0
+_COMMAND_TIMEOUT_S = 60.0
 """A command of SLURM waits several times its MessageTimeout, 10 s by default, for a controller that does not answer."""
 
 
@@ -43,7 +46,7 @@ def replace_lost_script(
         run: runs a command and returns its output; None when it failed.
     """
     run = run or _run
-    deadline, due = clock() + _PATIENCE_S, clock()
+    deadline, due = clock() + _NOTICE_TIMEOUT_S, clock()
     while not is_over() and clock() < deadline:
         if clock() >= due:
             due = clock() + _ASK_INTERVAL_S
@@ -56,7 +59,7 @@ def replace_lost_script(
 
 def _run(command: Sequence[str]) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:
         print(f"{command[0]} failed: {exc}", file=sys.stderr)
         return None

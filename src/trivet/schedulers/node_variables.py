@@ -1,4 +1,4 @@
-"""Names the variables by which a scheduler tells a node its place among those of a job."""
+"""Names the variables by which a scheduler tells a node its place among those of a job, and reads them."""
 
 from collections.abc import Mapping
 
@@ -20,16 +20,16 @@ SKYPILOT_INDEX, SKYPILOT_HOSTS = "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
 
 
 def is_restarted_job(environ: Mapping[str, str]) -> bool:
-    """Return whether a scheduler says that it has started this job before. SkyPilot does not say it."""
+    """Return whether the scheduler says that it has started this job before. SkyPilot does not say so."""
     return any(environ.get(name, "0") not in ("", "0") for name in (RESTARTS, SLURM_RESTARTS))
 
 
 def pod_exit_code(exit_code: int, environ: Mapping[str, str]) -> int:
-    """Return the exit code with which a pod ends whose command has ended with `exit_code`.
+    """Return the exit code of a pod whose command has ended with `exit_code`.
 
     The first pod decides what is final for the run, and it has read the configuration before the others. So when another pod
-    refuses to start, its own node is the reason (GPUs, a full disk), and another start may find a better one. Nodes without pods
-    keep the code.
+    refuses to start, its own node is the reason (missing GPUs, a full disk), and a start on another node may succeed. A node that
+    is no pod keeps the code.
     """
     is_first = all(environ.get(name, "0") == "0" for name in (NODE_BASE, JOB_INDEX, POD_INDEX))
     if exit_code == ConfigError.exit_code and NODE_BASE in environ and not is_first:

@@ -40,14 +40,16 @@ from trivet.storage.durable import hash_bytes
 _DIRECTIVES = ("job_name", "partition", "account", "qos", "constraint", "nodelist", "exclude", "time", "cpus_per_task", "mem")
 """Keys that sbatch takes by the same name, with dashes."""
 _FINAL_CODES = (0, ConfigError.exit_code, Diverged.exit_code, 128 + signal.SIGINT)
-"""Codes after which a job is not queued again: it is done, the same would come again, or a user interrupted it."""
+"""Exit codes after which a job is not queued again: it is done, it would fail the same way, or a user interrupted it."""
 _MAX_STARTS = 3
-"""Starts in a row without progress after which a job is not queued again. One may be a passing fault; more would come for ever."""
+"""Starts in a row without progress after which a job is not queued again. One or two may be passing faults. Without a
+limit, a job that cannot progress would be started for ever."""
 _NO_PROGRESS: Mapping[SlurmCommand, str] = {
     "rl": "committed nothing",
     "sft": "committed nothing",
     "eval": "added no result",
 }
+"""The end of a message about starts without progress."""
 _FIRST_CODE_LINES = [
     "# srun reports the highest code of all nodes: one that SLURM killed would hide how the run ended.",
     'code_file="${pid_file%.pid}.${SLURM_RESTART_COUNT:-0}.code"',
@@ -76,7 +78,7 @@ class Job:
     python: str
     """The interpreter that the node runs."""
     submission: str
-    """Tells the job from one of another submission: a controller that lost its state gives the same numbers again."""
+    """An id of the submission. The job's number would not do: a controller that lost its state gives the same numbers again."""
 
 
 def submit(loaded: LoadedConfig[Submittable], *, command: SlurmCommand, is_dry_run: bool) -> int:
@@ -201,12 +203,12 @@ def _survives_lost_nodes(job: Job) -> bool:
 def _srun_words(job: Job) -> list[str]:
     # The launcher on the first node decides what the end of another node means, so srun ends no task for it.
     several = ["--kill-on-bad-exit=0", "--wait=0"] if job.num_nodes > 1 else []
-    lost = ["--no-kill"] if _survives_lost_nodes(job) else []  # sbatch's own is about the job, and ends the step
+    lost = ["--no-kill"] if _survives_lost_nodes(job) else []  # sbatch's --no-kill keeps the job, not its step
     return [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", *several, *lost, "--cpu-bind=none", "--export=ALL"]
 
 
 def _lost_script_words(job: Job) -> str:
-    """Return what tells the other nodes what to do when SLURM loses the node of this script, and goes on without it."""
+    """Return options that tell the other nodes what to do if SLURM takes the node of this script out of the job."""
     if not _survives_lost_nodes(job):
         return ""
     action: LostScriptAction = "requeue" if job.config.requeue else "cancel"
@@ -214,7 +216,7 @@ def _lost_script_words(job: Job) -> str:
 
 
 def _count_starts(job: Job) -> list[str]:
-    """Return lines that note the job's progress at each start. `num_starts` counts those that began as far as the job is now."""
+    """Return lines that note the progress at each start. `num_starts` counts the starts that began with the present progress."""
     layout = RunLayout(job.output_dir)
     if job.command == "eval":  # results are appended as examples finish
         directory, progress = layout.evals, f"-name {RESULTS_FILE} -printf '%s %p\\n' 2> /dev/null | sort | cksum"

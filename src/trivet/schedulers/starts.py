@@ -1,7 +1,7 @@
 """Names, reads and writes the files by which the nodes of a job agree on one start of it: what the first decided, and how it ended.
 
-Both files carry an id of the start, because a scheduler may call two starts the same. `schedulers.job` writes them on the first
-node and reads them on the others. Nothing here starts a process.
+Both files carry an id of the start, because a scheduler may give two starts the same name. `schedulers.job` writes them on the
+first node and reads them on the others. Nothing here starts a process.
 """
 
 import sys
@@ -23,13 +23,13 @@ from trivet.schedulers.node_variables import (
 from trivet.storage.durable import hash_bytes, write_atomically
 
 POLL_INTERVAL_S = 0.5
-"""Between two looks for the first node's decision, which is seconds away."""
+"""Seconds between two checks for the first node's decision, which comes within seconds."""
 _DECISION_TIMEOUT_S = 300.0
 """A node imports for seconds before it decides, and a file on NFS is seen up to a minute late."""
 END_TIMEOUT_S = 60.0
 """How long a node may go on after the first one has ended, which has told it to end if it ever led the run."""
 START_LINE = "# start "
-"""What stands before the id of a start in the first line of the file that it decided: a comment of TOML."""
+"""The first line of a decided file begins with this, before the id of its start. To TOML it is a comment."""
 
 
 def decided_file(pid_file: Path, environ: Mapping[str, str]) -> Path:
@@ -47,7 +47,7 @@ def _name_start(environ: Mapping[str, str]) -> str:
     if is_in_pod(environ):
         return environ[RESTARTS]
     if SKYPILOT_INDEX in environ:
-        # SkyPilot does not count. Other machines may have the same addresses, and count their jobs from 1 again.
+        # SkyPilot does not count starts. Other machines may have the same addresses, and number their jobs from 1 again.
         machines = hash_bytes(environ.get(SKYPILOT_HOSTS, "").encode()).xxh3_128
         return f"{environ.get('SKYPILOT_INTERNAL_JOB_ID', '0')}-{machines[:8]}"
     return environ.get(SLURM_RESTARTS, "0")
@@ -68,15 +68,15 @@ def is_first_node(environ: Mapping[str, str]) -> bool:
 def await_decision(
     decided: Path, *, code: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> str | None:
-    """Wait for the first node to write `decided`; return the id of the start that did, None when the run is complete already.
+    """Wait for the first node to write `decided`; return the id of its start, or None when the run is complete already.
 
-    A start that has ended already may be an earlier one of the same name, so this node waits a while for the next.
+    A start that has ended already may be an earlier one of the same name. So this node waits a while for the next.
 
     Args:
         code: where the first node notes its exit code.
 
     Raises:
-        NodesMissing: it ended before, or wrote nothing within `_DECISION_TIMEOUT_S`: it may not share the directory.
+        NodesMissing: the first node ended before, or wrote nothing within `_DECISION_TIMEOUT_S`: it may not share the directory.
     """
     since = clock()
     while True:
@@ -118,7 +118,7 @@ def note_end(code: Path, exit_code: int, *, start: str) -> None:
 
 
 def _read(path: Path) -> str | None:
-    """Return the text of a file that this node sees. While the directory cannot be read, it sees none: NFS answers later."""
+    """Return the text of a file; None while this node does not see it. NFS may fail to read a directory for a moment."""
     try:
         list(path.parent.iterdir())  # NFS remembers for a while that a name was not there, unless its directory is read
         return path.read_text()

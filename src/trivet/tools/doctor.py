@@ -211,7 +211,7 @@ def _vllm(facts: Facts) -> Diagnosis:
 
 
 def find_driver_problem() -> str | None:
-    """Return why the driver of this machine's GPUs does not fit the installed torch, and what to do. `scripts/install.sh` asks."""
+    """Return why this machine's GPU driver does not fit the installed torch, and what to do. `scripts/install.sh` calls it."""
     packages = {name: found for name in _CUDA_RUNTIMES if (found := _version(name)) is not None}
     return describe_driver_problem(packages, driver_cuda=_driver_cuda()) if _gpus() else None
 
@@ -220,7 +220,7 @@ def describe_driver_problem(packages: Mapping[str, str], *, driver_cuda: int | N
     """Return why a driver that runs up to CUDA `driver_cuda` is too old for torch; None when it is not, or nothing is known.
 
     Args:
-        packages: version by name, of those installed.
+        packages: the version of each installed package, by its name.
     """
     needed = next(
         (major or int(packages[name].split(".")[0]) for name, major in _CUDA_RUNTIMES.items() if name in packages), None

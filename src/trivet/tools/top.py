@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     viewed = ViewedRun(open_run(arguments.output_dir), name=arguments.output_dir.name)
     console = Console()
     if arguments.once or not (console.is_terminal and sys.stdin.isatty()):
-        with suppress(ConfigError):  # the picture says it
+        with suppress(ConfigError):  # the picture shows the error
             watch_status(viewed.layout, viewed.clock)
         console.print(picture(viewed, width=console.width))
         return 0

@@ -5,7 +5,7 @@ then idles. So a step waits in two functions of this module and nowhere else: in
 that is not finite must not reach the parameters, and in `read_values` at the end. Until then the values of all rows stay on the
 device: they are a few floats a token, where the activations of a token are thousands.
 
-What is for a GPU here has not run on one yet.
+The code for GPUs has not run on one yet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ import torch
 
 
 class Selected(NamedTuple):
-    """The values where a mask is true. The host selects them later: on a GPU it would have to wait for their number."""
+    """Values, and a mask that is true where they count. The host selects them later: on a GPU it would wait for their number."""
 
     values: torch.Tensor
     is_selected: torch.Tensor
-    """Of the shape of `values`."""
+    """bool, in the shape of `values`."""
 
 
 def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -57,7 +57,7 @@ def _join(entries: Sequence[torch.Tensor | Selected]) -> list[torch.Tensor]:
 
 
 def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in main memory; one of a GPU is complete only when its stream has been waited for."""
+    """Start a copy to main memory, and return it. One from a GPU is complete only after its stream has been waited for."""
     if not tensor.is_cuda:
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

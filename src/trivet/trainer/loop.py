@@ -63,7 +63,7 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
             from_step=session.from_step,
             world=world,
         )
-        session.publisher.release_on_every_rank()  # a server that stayed may have to take memory that loading needed here
+        session.publisher.release_on_every_rank()  # a server that kept running may need memory that loading took here
         if session.from_step and not _is_published_whole(session, world):
             session.publish(session.from_step)
             session.await_policy()

@@ -202,7 +202,7 @@ def _make_publisher(
 
 
 def _release_gpu_memory(learner: Learner) -> None:
-    """Drop the gradients, which the next step computes anew, and give all memory that torch's allocator caches to the driver."""
+    """Drop the gradients, which the next step computes anew, and give the driver all memory that torch's allocator caches."""
     learner.optimizer.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
 

@@ -42,7 +42,7 @@ class PolicyPublisher:
     """Set on rank 0 only."""
     work: Background
     release_memory: Callable[[], None] | None = None
-    """Gives GPU memory of this rank that nothing needs until the next step back to the driver. None: the rank keeps it."""
+    """Returns to the driver the GPU memory of this rank that nothing needs until the next step. None: the rank keeps it."""
 
     def publish(self, step: Step) -> None:
         """Copy the weights and begin to publish them as the policy of `step`. Collective.
@@ -58,7 +58,7 @@ class PolicyPublisher:
             self.work.start(lambda: self._write(step, weights))
 
     def release_on_every_rank(self) -> None:
-        """Return once every rank has given its unneeded GPU memory back, if that is asked for. Collective.
+        """Release unneeded GPU memory on every rank, if `release_memory` is set. Collective.
 
         A server takes memory of every rank's GPU as soon as it can read the policy.
         """

@@ -46,7 +46,7 @@ class RowTensors:
     num_samples: int
     """Samples with loss tokens."""
     num_loss_tokens_S: tuple[int, ...]
-    """Loss tokens of each of these samples, in main memory: a count on the device would be waited for."""
+    """Number of loss tokens of each of these samples, in main memory: for a count on the device the host would wait."""
     uses_temperatures: bool = True
     """False when every temperature is 1."""
     places: tuple[Place, ...] = ()

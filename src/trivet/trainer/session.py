@@ -90,7 +90,7 @@ class Session:
             self.saver.writer.release()
 
     def settle(self, *, does_wait: bool = False) -> None:
-        """Raise the error of a write that has failed by now; give up policies and memory that are no longer needed.
+        """Raise the error of a write that has failed by now. Remove policies and release memory that are no longer needed.
 
         Args:
             does_wait: wait for all writes first.

@@ -31,7 +31,7 @@ class ViewedRun:
         self.evals = RunEvals(layout)
         self.notes = NoteReader(layout)
         self.clock = StatusClock()
-        """Ages the run's status while it is looked at."""
+        """Tells the time by which the age of the run's status is judged."""
 
     def warm_up(self) -> None:
         """Read what the first page shows."""

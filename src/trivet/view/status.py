@@ -1,7 +1,7 @@
 """Reads a run's status from its files and describes it in sentences. Used by the tools that look at a run; changes nothing.
 
-The run may be on another machine, whose clock differs and whose process ids are its own. Then its status ages by what passes here
-without a change of the file (`StatusClock`).
+The run may be on another machine, whose clock differs and whose process ids are its own. Then the age of its status is
+the time that has passed here since the file changed (`StatusClock`).
 """
 
 import os
@@ -94,12 +94,14 @@ class StatusClock:
 
 
 def is_from_another_machine(status: RunStatus) -> bool:
-    """Return whether the launcher is on another machine: its process id and its clock say nothing here."""
+    """Return whether the launcher is on another machine. Then its process id and its clock say nothing here."""
     return status.node not in ("", os.uname().nodename)
 
 
 def watch_status(layout: RunLayout, clock: StatusClock, *, sleep: Callable[[float], None] = time.sleep) -> RunStatus:
-    """Return the status once it is known whether it is still written. On another machine that takes two seconds, or 15 in vain.
+    """Watch the status until it is known whether the launcher still writes it; return the newest one.
+
+    For a run on another machine this takes two seconds, or 15 when nothing is written.
 
     Raises:
         ConfigError: as `read_status`.
@@ -134,7 +136,7 @@ def read_reports(layout: RunLayout) -> list[ProcessReport]:
 
 
 def describe_run(status: RunStatus, *, layout: RunLayout, now: float, is_alive: Callable[[int], bool]) -> Iterator[str]:
-    """The status, line by line.
+    """Describe the status, line by line.
 
     Args:
         now: Unix time in seconds, as `StatusClock` tells it.
@@ -206,7 +208,7 @@ def is_over(status: RunStatus, *, now: float, is_alive: Callable[[int], bool]) -
 
 
 def _is_launcher_alive(status: RunStatus, is_alive: Callable[[int], bool]) -> bool:
-    """Return whether the launcher is known to exist: of another machine nothing is known."""
+    """Return whether the launcher is known to exist. On another machine that is unknown."""
     return bool(status.pid) and not is_from_another_machine(status) and is_alive(status.pid)
 
 

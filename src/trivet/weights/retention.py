@@ -19,7 +19,7 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     """The version that the reader has loaded."""
     time: float
-    """Unix time of the acknowledgement by the reader's clock, in seconds. Each renewal has another."""
+    """Unix time of the acknowledgement by the reader's clock, in seconds. It differs in each renewal."""
     lifetime_s: float | None = None
     """Seconds without a renewal after which the acknowledgement is ignored; None: never. `eval` sets it, since it may be killed."""
 
@@ -42,7 +42,7 @@ def forget_reader(layout: RunLayout, reader: str) -> None:
 
 
 def reader_versions(layout: RunLayout) -> dict[str, PolicyVersion]:
-    """Return the version that each reader acknowledged last, by the reader's name, also of readers that may have been killed.
+    """Return the version that each reader acknowledged last, by the reader's name. Expired acknowledgements count too.
 
     Raises:
         WeightsError: a file in weights/readers/ is not an acknowledgement.

@@ -14,7 +14,7 @@ from trivet.process.lock import FileLock
 
 
 def test_a_server_that_the_run_did_not_start_keeps_out_of_its_reports(tmp_path: Path) -> None:
-    """Those of the run report, on whichever node they are: their parent need not be the launcher that holds the lock."""
+    """Servers of the run report, on whichever node they are. Their parent need not be the launcher that holds the lock."""
     layout, own, by_hand = RunLayout(tmp_path), RunIdentity(id="a-run", attempt=2), RunIdentity()
     write_run(layout, RunIdentity(id="a-run", attempt=3))  # a server stays while the attempts of the other roles go by
     assert not is_foreign_run_active(tmp_path, run=by_hand)

@@ -1,4 +1,4 @@
-"""Who shares a GPU, with how much of its memory each, and what is refused and shown of it before a run begins."""
+"""Test how roles share the memory of a GPU, and what is refused and shown before a run begins."""
 
 from typing import Any
 

@@ -62,7 +62,7 @@ def test_a_run_without_a_last_step_never_finishes(tmp_path: Path) -> None:
 
 
 class Contender:
-    """A first node that waits for the lock of another. Its lock's holder renews the lease or not."""
+    """A first node that waits for another one's lock. The holder of the lock renews the lease or does not."""
 
     def __init__(self, layout: RunLayout, *, is_renewed: bool, is_retried: bool = False) -> None:
         self.layout = layout

@@ -166,7 +166,7 @@ def test_another_node_does_not_wait_for_a_first_one_that_has_ended(tmp_path):
 
 
 def fail_to_list(monkeypatch: pytest.MonkeyPatch, directory: Path, *, until: Callable[[int], bool]) -> list[int]:
-    """Have `directory` answer ESTALE until its look of a number; returns the list of these numbers."""
+    """Have `directory` answer ESTALE until `until` is true of the count of its listings; return the list of these counts."""
     looks, listing = list[int](), Path.iterdir
 
     def iterdir(path: Path) -> Iterator[Path]:
@@ -237,7 +237,7 @@ def test_another_node_does_not_outlive_the_first_one_for_long(tmp_path, capsys):
 
 
 def test_a_decision_of_a_start_that_has_ended_is_waited_out(tmp_path):
-    """SkyPilot may call a start as it called an earlier one, whose files lie there until the first node begins."""
+    """SkyPilot may give a start the name of an earlier one, whose files stay until the first node begins."""
     decided, code = tmp_path / "17.0.toml", tmp_path / "17.0.code"
     decided.write_text("# start a\n")
     code.write_text("75 a\n")
@@ -264,7 +264,7 @@ starts.open("a").write(old)
 decided.write_text("# start b\\n")
 raise SystemExit(2 if old == "# start a\\n" else 75)
 """
-"""A node that reads what start a decided, and that the first node of start b refuses."""
+"""The program of a node that reads the decision of start a. The first node of start b refuses it."""
 
 
 def test_a_node_that_read_the_decision_of_an_earlier_start_is_run_again_with_the_new_one(tmp_path, capsys):

@@ -6,7 +6,7 @@ from trivet.schedulers.lost_script import LostScriptAction, replace_lost_script
 
 
 class FakeSlurm:
-    """The commands of SLURM over a job whose first node is taken out at a time, in seconds."""
+    """Stand-ins for SLURM's commands. The job's first node is taken out at a given time, in seconds."""
 
     def __init__(self, *, taken_out_at_s: float, is_silent_until_s: float = 0.0) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""What the variables of schedulers say about a job's start, and about the exit code that a pod should have."""
+"""Test what the variables of schedulers say about a job's start and about a pod's exit code."""
 
 from collections.abc import Mapping
 

@@ -96,7 +96,7 @@ def test_a_run_over_nodes_is_one_task_on_each(tmp_path):
     assert f"srun {words} \\" in script
 
 
-def test_a_job_of_several_nodes_outlives_one_of_them_unless_it_is_not_to(tmp_path):
+def test_a_job_of_several_nodes_outlives_one_of_them_unless_kill_on_node_fail_is_set(tmp_path):
     script = make_script(make_job(tmp_path, num_nodes=3))
     assert "--no-kill" in directives(script)
     assert '--script-host "${SLURMD_NODENAME:-}" --script-lost requeue &' in script
@@ -306,7 +306,7 @@ def run_script(
 
 
 def test_a_job_of_another_submission_has_other_files_whatever_its_number(tmp_path):
-    """A controller that lost its state counts from 1 again: what the first such job found is nothing to the second."""
+    """A controller that lost its state counts from 1 again. The notes of the first job must not reach the second."""
     found: set[str] = set()
     for _ in range(2):
         submit(load_config(RLConfig, ["@", str(run_file(tmp_path))]), command="rl", is_dry_run=True)

@@ -1,4 +1,4 @@
-"""The cluster's script with stand-ins for SLURM; with the real daemons it is an integration test."""
+"""Test the cluster's script with stand-ins for SLURM. An integration test runs it with the real daemons."""
 
 import os
 import signal

@@ -119,7 +119,7 @@ def test_a_stopped_launcher_is_not_taken_for_a_dead_one() -> None:
 
 
 class Viewer:
-    """A look at a run from a machine on which every process id exists, with a clock of its own."""
+    """Reads a run's status on a machine on which every process id exists, with a clock of its own."""
 
     def __init__(self, layout: RunLayout, *, unix_time: float, is_written: bool) -> None:
         self.layout = layout

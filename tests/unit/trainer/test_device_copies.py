@@ -150,7 +150,7 @@ def test_cuda_reports_no_other_wait_in_a_step(tiny_model: Path, oracle, monkeypa
 
 @pytest.mark.parametrize("ask", [torch.Tensor.item, torch.Tensor.cpu, torch.nonzero, bool, lambda scalar: scalar[scalar > 0]])
 def test_a_tensor_of_the_meta_device_does_not_answer(ask) -> None:
-    """The test above shows nothing where this fails."""
+    """If this fails, the test above shows nothing."""
     with pytest.raises((RuntimeError, NotImplementedError)):
         ask(torch.ones((), device="meta"))
 

@@ -44,7 +44,7 @@ def _bound(socket: "zmq.Socket[Any]") -> None:
 
 
 class ControlServer:
-    """The head's end: a thread that gives each message to the registry and sends back what that answers. It touches no file.
+    """The head's end: a thread that gives each message to the registry and sends back its answer. The thread touches no file.
 
     >>> with ControlServer(registry, host="10.0.0.1", port=41000, secret=secret):
     ...     supervise()
@@ -64,7 +64,7 @@ class ControlServer:
         """Listen on `port`, which this process holds.
 
         Args:
-            may_answer: False while agents must not hear that this node leads. Must touch no file, which may hang.
+            may_answer: returns False while agents must not hear that this node leads. It must touch no file, because that may hang.
 
         Raises:
             OSError: it is another's.

@@ -32,8 +32,8 @@ _SETTLE_S = 3.0
 _HELD_SHARE = 0.75
 """Share of `lost_after_s` for which a leader may lead without a renewal; the rest is for the end of its processes."""
 _ANSWER_SHARE = _HELD_SHARE - ALONE_SHARE
-"""Share of `lost_after_s` for which a leader answers its agents without a renewal. They end their processes ALONE_SHARE later,
-which is when the leader ends its own."""
+"""Share of `lost_after_s` for which a leader answers its agents without a renewal. The agents end their processes ALONE_SHARE
+of it later, when the leader ends its own."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -126,7 +126,7 @@ class HeadLease:
         self._is_closing.set()
         self._thread.join()
         found = read_lease(self._path)
-        # The agents of a leader whose lease has expired may still be ending their processes: whoever comes next waits for that.
+        # The agents of a leader whose lease has expired may still be ending their processes: the next leader waits for that.
         if found is not None and found.holder == self._own.holder and not self.has_expired:
             self._path.unlink(missing_ok=True)
         self._is_held = False
@@ -138,15 +138,15 @@ class HeadLease:
 
     @property
     def has_expired(self) -> bool:
-        """True once a held lease was not renewed for so long that another node may take it soon. It stays True. Touches no file."""
+        """True once a held lease was not renewed for so long that another node may take it soon. It stays True. No file is read."""
         self._has_expired |= self._is_held and self._silent_s > _HELD_SHARE * self._lost_after_s
         return self._has_expired
 
     @property
     def may_answer(self) -> bool:
-        """True while agents may be told that this node leads. Touches no file.
+        """True while agents may be told that this node leads. No file is read.
 
-        Without an answer they end their processes, at the latest when this node ends its own.
+        Agents that get no answer end their processes, at the latest when this node ends its own.
         """
         return not self.is_lost and not self.has_expired and self._silent_s <= _ANSWER_SHARE * self._lost_after_s
 
@@ -171,7 +171,7 @@ class HeadLease:
             )
 
     def look(self) -> None:
-        """Look, once a second at most, whether another node renews the lease. For a candidate, while it waits for anything.
+        """Check, at most once a second, whether another node renews the lease. A candidate calls it while it waits.
 
         Raises:
             RunDirectoryBusy: another node leads.

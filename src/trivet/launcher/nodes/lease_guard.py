@@ -1,8 +1,8 @@
 """Ends a first node that must not lead the run any more, also when its main thread waits for a directory that does not answer.
 
-The supervisor asks the lease in each round, but it reads logs in between, and such a read may never return. So a thread of its own
-watches the lease. It touches no file. It ends the processes of this machine, leaves the main thread time to end the run in order,
-and then ends this process.
+The supervisor checks the lease in each round. In between it reads logs, and such a read may never return. So a separate thread
+watches the lease. It touches no file. When the lease is lost, it ends the processes of this machine, leaves the main thread time to
+end the run in order, and then ends this process.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ from trivet.process.process_table import descendants, read_processes
 
 _POLL_INTERVAL_S = 0.5
 _STOP_SHARE = 0.2
-"""Share of `lost_after_s` between SIGTERM and SIGKILL. With the 0.75 before it, processes are gone before another node leads."""
+"""Share of `lost_after_s` between SIGTERM and SIGKILL. The lease expires at 0.75, so the processes are gone at 0.95, before
+another node may lead."""
 _ORDERLY_END_S = 10.0
-"""How long the main thread may take after that to write the status and end this process."""
+"""Seconds that the main thread has after that to write the status and end this process."""
 _STOP_POLL_INTERVAL_S = 0.1
 _PRINT_TIMEOUT_S = 1.0
-"""How long the reason may take to be printed: the output may be a file in the directory that does not answer."""
+"""Seconds that the reason may take to be printed: the output may be a file in the directory that does not answer."""
 
 
 def end_descendants(timeout_s: float) -> None:
-    """End every process that this one has started, and theirs: SIGTERM, then after `timeout_s` SIGKILL. Reads /proc alone."""
+    """End all descendants of this process: SIGTERM, then after `timeout_s` SIGKILL. No file outside /proc is read."""
     deadline = time.monotonic() + timeout_s
     _signal(_running_descendants(), signal.SIGTERM)
     while (running := _running_descendants()) and time.monotonic() < deadline:
@@ -38,7 +39,7 @@ def end_descendants(timeout_s: float) -> None:
 
 
 def _running_descendants() -> list[int]:
-    """Return the descendants that have not ended. Those that have wait for the main thread, which may never look at them."""
+    """Return the descendants that still run. Zombies are left out: the main thread, which would reap them, may hang."""
     table = read_processes()
     return [pid for pid in descendants(os.getpid(), table=table) if table[pid].state != "Z"]
 
@@ -102,8 +103,8 @@ class LeaseGuard:
         try:
             self._lease.check()
         except TrivetError as exc:
-            said = threading.Thread(target=print, args=(f"node 0: {exc}",), kwargs={"file": sys.stderr}, daemon=True)
-            said.start()
-            said.join(_PRINT_TIMEOUT_S)
+            printing = threading.Thread(target=print, args=(f"node 0: {exc}",), kwargs={"file": sys.stderr}, daemon=True)
+            printing.start()
+            printing.join(_PRINT_TIMEOUT_S)
             return exc.exit_code
         raise AssertionError("a lease that was lost or has expired stays so")

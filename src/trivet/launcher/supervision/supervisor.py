@@ -121,7 +121,7 @@ class Supervisor:
                 if not self._must_not_lead:
                     self._log.close()
                 self._stop_all(interrupts)
-            if self._must_not_lead:  # said only now: the log may be in a directory that does not answer
+            if self._must_not_lead:  # written only now: the log may be in a directory that does not answer
                 self._log.close()
                 self._announce(verdict)
             self._conclude(verdict)

@@ -31,7 +31,7 @@ class RowLoss(NamedTuple):
     terms: dict[LossUnit, torch.Tensor]
     """Scalars with gradient, by what the step divides each by; the step's loss is the sum of the quotients."""
     values: dict[str, torch.Tensor | Selected]
-    """Detached per-token [N] or per-sample [S] values by metric name. Those of a part of the tokens are `Selected`."""
+    """Detached per-token [N] or per-sample [S] values by metric name. Values of only some tokens are `Selected`."""
 
 
 Loss = Callable[[TokenScores, RowTensors], RowLoss]

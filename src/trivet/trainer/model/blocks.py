@@ -162,12 +162,12 @@ def _compile(blocks: list[torch.nn.Module], *, attention: str, device: torch.dev
     # Otherwise torch treats equal sizes as one, and a first row of as many tokens as the model has features makes its own graph.
     symbolic_shapes.use_duck_shape = False
     for block in blocks:
-        block.forward = _knowing_full_rows(torch.compile(block.forward, dynamic=True), seq_len=seq_len)
+        block.forward = _specialize_full_rows(torch.compile(block.forward, dynamic=True), seq_len=seq_len)
     logger.info("blocks are compiled when they first run blocks=%s", len(blocks))
 
 
-def _knowing_full_rows(compiled: Forward, *, seq_len: int) -> Forward:
-    """Return `compiled` with a graph for rows of exactly `seq_len` tokens as long as no other row has come.
+def _specialize_full_rows(compiled: Forward, *, seq_len: int) -> Forward:
+    """Wrap `compiled` so that rows of exactly `seq_len` tokens have their own graph until another row comes.
 
     Where all rows are full, as in a benchmark or in data of fixed length, kernels then know their sizes. The first row that is not
     full gets a graph for rows of any length. From then on no full row is compiled anew.

@@ -97,11 +97,11 @@ def fill(model: torch.nn.Module, causal_lm: PreTrainedModel, config: TrainerMode
         model.get_submodule(path)._buffers[last] = buffer.to(world.device)
     parameter_names = {original for name, _ in causal_lm.named_parameters() if (original := original_name(name)) is not None}
     source = _open(config, causal_lm, parameter_names, world)
-    rounds = config.dither and config.compute_dtype == "bfloat16"
+    may_dither = config.dither and config.compute_dtype == "bfloat16"
     with torch.no_grad():
         for name, parameter in causal_lm.named_parameters():
-            is_rounded = rounds and parameter.requires_grad and parameter.dtype == torch.float32
-            _fill(parameter, original_name(name), name, source, is_dithered=is_rounded)
+            is_dithered = may_dither and parameter.requires_grad and parameter.dtype == torch.float32
+            _fill(parameter, original_name(name), name, source, is_dithered=is_dithered)
         _fill_buffers(causal_lm, source)
 
 

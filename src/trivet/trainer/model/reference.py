@@ -121,7 +121,7 @@ def _host_copies(model: PolicyModel) -> list[torch.Tensor]:
 
 
 def _must_wait(devices: Sequence[torch.device], *, has_cuda: bool) -> bool:
-    """Tell whether the host must wait for the GPU before it replaces shards on these devices.
+    """Return whether the host must wait for the GPU before it replaces shards on these devices.
 
     The GPU may still read a shard that was off-loaded to main memory. A copy to a shard on the GPU waits there for earlier reads.
     """

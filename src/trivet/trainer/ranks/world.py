@@ -70,7 +70,7 @@ class World:
 def open_world(
     *, device: str, timeout_s: float, wait_timeout_s: float = 0.0, num_replicas: int = 1, gpu_memory_share: float = 1.0
 ) -> Iterator[World]:
-    """Join the other ranks, which `ranks.starter` has started on each node, or a user with torchrun. A single rank joins nobody.
+    """Join the other ranks. `ranks.starter` starts them on each node, or a user does with torchrun. A single rank joins nobody.
 
     Args:
         device: `auto`, `cpu` or `cuda`.

@@ -1,4 +1,4 @@
-"""Checks and derived keys of a server that sleeps while its GPU's trainer learns."""
+"""Test the checks and derived keys of a server that sleeps while its GPU's trainer learns."""
 
 import re
 
