@@ -114,7 +114,7 @@ def lead(
         print(f"node 0 at {address}:{port} waits for {len(wanted)} more", file=sys.stderr)
         leader = Lead(host=host, own=own, python=local.python, known={})
         # Whoever leads in this node's place needs the other nodes: they find it when they miss this one.
-        held.callback(lambda: host.end_run(leader.exit_code) if lease.may_answer else None)
+        held.callback(lambda: None if lease.is_lost or lease.has_expired else host.end_run(leader.exit_code))
         _await_nodes(host, registry, config, where=f"{address}:{port}")
         leader.known = {HEAD: own, **host.nodes()}
         yield leader
