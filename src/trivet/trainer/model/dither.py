@@ -18,8 +18,9 @@ _FRACTION_BITS = 16
 """Bits of float32's fraction that bfloat16 does not have."""
 _MAX_NOISE = 2 ** (_FRACTION_BITS - 1) - 1
 """The largest noise, in float32 spacings: one less than half a bfloat16 spacing, which may round to the neighbour."""
-_BLOCK_VALUES = 2**16
-"""Values whose noise is drawn from one seed, rounded down to whole rows. A rank draws little more than its shard's noise."""
+_BLOCK_VALUES = 2**15
+"""Values whose noise is drawn from one seed, rounded down to whole rows. A rank draws little more than its shard's noise.
+torch adds more values than this in several threads, and starting these costs more than the addition."""
 
 
 def dither(rows: torch.Tensor, *, name: str, first_row: int) -> torch.Tensor:

@@ -92,7 +92,7 @@ def open_reference(
     if version == from_step:
         return Reference(model)
     if version == START_VERSION:
-        return Reference(load_policy(config, world))
+        return Reference(_load(config, world))
     directory = layout.weights_step(version)
     try:
         verify(directory)
@@ -102,12 +102,17 @@ def open_reference(
             f"{loss.reference_update_interval}), which cannot be read: {exc}; resume from a multiple of the interval"
         ) from exc
     if config.lora is None:
-        return Reference(load_policy(config.model_copy(update={"name": str(directory)}), world))
+        return Reference(_load(config, world, name=str(directory)))
     from trivet.trainer.model.lora import read_adapter
 
-    policy = load_policy(config, world)
+    policy = _load(config, world)
     read_adapter(directory, policy)
     return Reference(policy)
+
+
+def _load(config: TrainerModelConfig, world: World, **changes: str) -> PolicyModel:
+    """Load a model that is never trained. Its noise would be rounded away, so it gets none."""
+    return load_policy(config.model_copy(update={"dither": False, **changes}), world)
 
 
 def _host_copies(model: PolicyModel) -> list[torch.Tensor]:
