@@ -6,6 +6,7 @@ files is locked by its owner, so that whoever finds it later knows whether it ma
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -17,7 +18,11 @@ from types import TracebackType
 
 from trivet.errors import NodesMissing, RunDirectoryBusy, TrivetError
 
+logger = logging.getLogger(__name__)
+
 _POLL_INTERVAL_S = 0.1
+_REPORT_AFTER_S = 1.0
+"""How long a wait stays silent: most holders are just ending."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 """The form of a host name. Other text comes of a damaged file."""
 _MAX_DIGITS = 11
@@ -110,10 +115,14 @@ class FileLock:
         return self
 
     def _await(self) -> None:
-        deadline = self._clock() + self._wait.timeout_s
+        begun, is_reported = self._clock(), False
         while not self._is_taken():
-            if self._clock() >= deadline:
+            waited_s = self._clock() - begun
+            if waited_s >= self._wait.timeout_s:
                 raise self._wait.error(self._describe_holder())
+            if waited_s >= _REPORT_AFTER_S and not is_reported:
+                is_reported = True
+                logger.warning("waiting at most %.0f s: %s", self._wait.timeout_s, self._describe_holder())
             self._wait.on_wait()
             self._sleep(_POLL_INTERVAL_S)
 

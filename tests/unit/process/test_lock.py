@@ -44,7 +44,9 @@ def test_a_holder_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
         pass
 
 
-def test_waiting_ends_at_its_deadline(tmp_path: Path) -> None:
+def test_waiting_ends_at_its_deadline_and_names_the_holder_once_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -55,6 +57,9 @@ def test_waiting_ends_at_its_deadline(tmp_path: Path) -> None:
         with pytest.raises(RunDirectoryBusy), late:
             pass
     assert 2.0 <= now[0] < 3.0
+    (said,) = caplog.messages
+    assert said.startswith("waiting at most 2 s: ")
+    assert str(os.getpid()) in said
 
 
 def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
