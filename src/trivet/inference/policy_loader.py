@@ -207,13 +207,19 @@ class PolicyLoader:
 
         Raises:
             WeightsError: the engine is asleep.
+            InferenceError: the block took longer than a load may take; the server ends.
         """
         async with self._lock:
             if self._parts_asleep:
                 raise WeightsError(
                     "this server is asleep while the trainer learns; ask again when GET /policy says asleep = false"
                 )
-            yield
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    yield
+            except TimeoutError as exc:
+                self._on_broken()
+                raise InferenceError(f"the engine did not answer within {self._timeout_s:.0f} s: the server ends") from exc
 
     def _require_servable(self, adapter: Path) -> None:
         if not self._engine.serves_adapters:

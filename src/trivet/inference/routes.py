@@ -123,6 +123,8 @@ def make_router(
                 await adapters.load(body.lora_name, path=body.lora_path)
         except WeightsError as exc:
             return _refusal(409, str(exc))
+        except InferenceError as exc:
+            return _refusal(500, str(exc))
         return LoadedAdapter(lora_name=body.lora_name, lora_path=body.lora_path)
 
     @router.get("/health")
