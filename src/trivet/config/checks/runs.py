@@ -38,7 +38,7 @@ def run_problems(config: RLConfig) -> Iterator[str]:
         yield from inference_problems(config.inference, INFERENCE)
         yield from _length_problems(config, config.inference)
         yield from _adapter_problems(config.trainer.model.lora, config.inference)
-        yield from _sleep_problems(config, config.inference)
+    yield from _sleep_problems(config)
     yield from _port_problems(config)
     yield from _teacher_problems(config)
     yield from _node_problems(config) if config.deployment.is_multi_node else _gpu_problems(config)
@@ -50,42 +50,42 @@ def run_problems(config: RLConfig) -> Iterator[str]:
         )
 
 
-def _sleep_problems(config: RLConfig, inference: InferenceConfig) -> Iterator[str]:
+def _sleep_problems(config: RLConfig) -> Iterator[str]:
     """Check that the roles take turns, and that nothing is generated while the server sleeps."""
-    sleeps = inference.sleep_while_training
-    if config.orchestrator.sleep_servers != sleeps:
+    sleeps = config.orchestrator.sleep_servers
+    if config.inference is not None and sleeps != (sleeps := config.inference.sleep_while_training):
         yield (
             f"{ORCHESTRATOR.sleep_servers} ({literal(not sleeps)}) must be {INFERENCE.sleep_while_training} ({literal(sleeps)});"
             f" remove {ORCHESTRATOR.sleep_servers}"
         )
     if not sleeps:
         return
+    # Servers that the run does not start are told to sleep by the orchestrator's own key.
+    cause = INFERENCE.sleep_while_training if config.inference is not None else ORCHESTRATOR.sleep_servers
     if not config.trainer.release_gpu_memory:
-        yield (
-            f"{TRAINER.release_gpu_memory} (false) must be {INFERENCE.sleep_while_training} (true); remove"
-            f" {TRAINER.release_gpu_memory}"
-        )
-    key = f"{INFERENCE.sleep_while_training} = true"
+        remedy = f"remove {TRAINER.release_gpu_memory}" if config.inference is not None else "set it to true"
+        yield f"{TRAINER.release_gpu_memory} (false) must be {cause} (true); {remedy}"
+    key = f"{cause} = true"
     if level := config.orchestrator.max_async_level:
         yield (
             f"{key} needs {ROOT.max_async_level} = 0, got {level}: at a higher level the server generates while the trainer"
-            f" learns; set {ROOT.max_async_level} = 0, or remove {INFERENCE.sleep_while_training}"
+            f" learns; set {ROOT.max_async_level} = 0, or remove {cause}"
         )
     for section, what in ((config.orchestrator.eval, ORCHESTRATOR.eval), (config.orchestrator.val, ORCHESTRATOR.val)):
         if section is not None:
             yield (
                 f"[{what}] generates while the trainer learns, and {key}: remove it, and measure published weights with `uv run"
-                f" eval`, or remove {INFERENCE.sleep_while_training}"
+                f" eval`, or remove {cause}"
             )
     if rollouts := config.orchestrator.self_check_rollouts:
         yield (
             f"{ORCHESTRATOR.self_check_rollouts} ({rollouts}) must be 0 with {key}: the trainer computes the self-check while the"
-            f" server is awake; remove {ORCHESTRATOR.self_check_rollouts}, or {INFERENCE.sleep_while_training}"
+            f" server is awake; remove {ORCHESTRATOR.self_check_rollouts}, or {cause}"
         )
     if config.deployment.is_multi_node:
         yield (
             f"{key} is for a server that shares GPUs with the trainer, and"
-            f' {ROOT.deployment.type} = "multi_node" gives each role its own: remove {INFERENCE.sleep_while_training}'
+            f' {ROOT.deployment.type} = "multi_node" gives each role its own: remove {cause}'
         )
 
 

@@ -34,6 +34,14 @@ def test_a_server_that_sleeps_while_the_trainer_learns_generates_nothing_then(wo
     assert re.search(said, refusal(*GROUPED, "--inference.sleep-while-training", *words))
 
 
+def test_servers_that_the_run_does_not_start_take_turns_with_the_trainer_too() -> None:
+    words = (*GROUPED, "--inference", "None", "--orchestrator.sleep-servers", "true")
+    said = refusal(*words)
+    assert "trainer.release_gpu_memory (false) must be orchestrator.sleep_servers (true); set it to true" in said
+    assert "orchestrator.sleep_servers = true needs max_async_level = 0" in said
+    assert "orchestrator.self_check_rollouts (4) must be 0" in said
+
+
 def test_a_teachers_server_does_not_sleep() -> None:
     words = ["--orchestrator.teacher-model.model.name", "big", "--teacher-inference.sleep-while-training"]
     assert "only the policy's server can sleep; remove it" in refusal(*GROUPED, *words)
