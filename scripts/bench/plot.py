@@ -49,8 +49,13 @@ def draw(record: dict[str, Any], file: Path) -> None:
 
 
 def draw_learning(record: dict[str, Any], file: Path) -> None:
-    """Draw the reward of every side over rollouts, and over seconds."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    """Draw the reward of every side over rollouts, and over seconds if any run was timed."""
+    names = ["rollouts"]
+    if any(run["seconds"] for run in record["runs"]):
+        names.append("seconds since the first step began")
+    figure, (panels,) = plt.subplots(
+        1, len(names), figsize=(5.5 * len(names), 4.5), sharey=True, squeeze=False, layout="constrained"
+    )
     per_step = record["config"]["completions"]
     for side in dict.fromkeys(run["side"] for run in record["runs"]):
         runs = [run for run in record["runs"] if run["side"] == side]
@@ -59,9 +64,9 @@ def draw_learning(record: dict[str, Any], file: Path) -> None:
         if timed := [run["seconds"] for run in runs if run["seconds"]]:
             curves.append((panels[1], np.array(timed).mean(axis=0)))
         for axes, x_S in curves:
-            (line,) = axes.plot(x_S, rewards_RS.mean(axis=0), label=f"{side} ({len(runs)} seeds)")
+            (line,) = axes.plot(x_S, rewards_RS.mean(axis=0), label=f"{side} ({len(runs)} seed{'s' * (len(runs) > 1)})")
             axes.fill_between(x_S, rewards_RS.min(axis=0), rewards_RS.max(axis=0), alpha=0.15, color=line.get_color())
-    for axes, name in zip(panels, ("rollouts", "seconds since the first step began"), strict=True):
+    for axes, name in zip(panels, names, strict=True):
         axes.set(xlabel=name)
         axes.grid(visible=True, alpha=0.3)
     panels[0].set(ylabel=f"reward, mean of {WINDOW} steps")
