@@ -35,7 +35,10 @@ ensure_uv() {
     "$UV_HOME/bin/pip" install --quiet uv || fail "pip could not install uv: see its message above"
   fi
   hash -r
-  command -v uv >/dev/null || PATH="$PATH:$("$1" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')"
+  if ! command -v uv >/dev/null; then
+    PATH="$PATH:$("$1" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')"
+    say "to type uv yourself, add the directory where pip put it to PATH: ${PATH##*:}"
+  fi
   command -v uv >/dev/null || fail "pip installed uv, but no uv is on PATH ($PATH); add the directory of its scripts"
 }
 

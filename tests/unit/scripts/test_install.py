@@ -172,6 +172,19 @@ def test_without_a_terminal_uv_speaks_but_not_of_each_package_and_a_line_now_and
     assert "install: uv sync still runs after " in done.stdout
 
 
+def test_a_uv_that_pip_put_beside_the_path_is_found_and_its_directory_is_said(machine, tmp_path):
+    """As under pyenv, which knows new programs only after `pyenv rehash`."""
+    scripts = tmp_path / "scripts_of_python"
+    scripts.mkdir()
+    (machine.bin / "uv").rename(scripts / "uv")
+    (machine.bin / "python3").unlink()
+    answers = f'*sysconfig*) echo {scripts} ;; *sys.executable*) echo "$0" ;; *pip*) ;;'
+    machine.add_command("python3", f'case "$*" in {answers} *) exec {sys.executable} "$@" ;; esac')
+    said = machine.install(HOME=str(tmp_path))
+    assert f"install: to type uv yourself, add the directory where pip put it to PATH: {scripts}\n" in said
+    assert len(machine.uv_calls()) == 1
+
+
 def test_a_failure_of_uv_ends_the_script_with_its_message(machine):
     machine.add_command("uv", 'echo "error: no such wheel" >&2; exit 2')
     done = machine.try_install()
