@@ -25,7 +25,7 @@ _MAX_NAMED_TESTS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the parts of a check depend on."""
+    """The properties of the machine and its packages that the parts of a check depend on."""
 
     device: str
     """`cpu` or `cuda`."""

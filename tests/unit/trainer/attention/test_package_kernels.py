@@ -19,7 +19,7 @@ HEADS = HeadDims(query=16, value=16)
 
 
 class Handle:
-    """What torch keeps of kernels that were activated."""
+    """Stands for the registration that torch keeps of activated kernels."""
 
     def remove(self) -> None:
         """Nothing was registered."""
