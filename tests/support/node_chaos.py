@@ -47,7 +47,7 @@ _CALM_STEPS = 5
 
 def can_mount() -> bool:
     """Return whether `slow_directory_program` can run here."""
-    return importlib.util.find_spec("mfusepy") is not None and any(map(find_library, ("fuse3", "fuse")))
+    return importlib.util.find_spec("mfusepy") is not None and find_library("fuse3") is not None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,6 +17,8 @@ from fcntl import flock
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")  # libfuse 2 mounts over empty directories alone
+
 import mfusepy as fuse
 
 _CACHED_S = 3.0
