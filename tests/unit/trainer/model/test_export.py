@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from support.tiny_models import make_mixture_config
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.rope import RopeScalingConfig
 from trivet.config.sections.trainer import TokenizerConfig, TrainerModelConfig, TrainingConfig
@@ -35,20 +36,7 @@ def export(exporter: Exporter, directory: Path) -> Path:
 def test_the_balance_of_experts_is_published_in_its_own_dtype_although_it_is_no_parameter(
     tiny_model: Path, make_learner, tmp_path: Path
 ) -> None:
-    hf_config = Glm4MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        pad_token_id=0,
-    )
+    hf_config = make_mixture_config()
     AutoModelForCausalLM.from_config(hf_config).save_pretrained(tmp_path / "start")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "start")
     learner = make_learner(tmp_path / "start")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Glm4MoeConfig
+from transformers import AutoModelForCausalLM
 
+from support.tiny_models import make_mixture_config
 from trivet.config.sections.lora import LoRAConfig
 from trivet.config.sections.model import DebugModelConfig, TrainerModelConfig
 from trivet.errors import ConfigError
@@ -73,20 +74,7 @@ def test_the_balance_of_experts_is_loaded_although_it_is_no_parameter(
     lora: LoRAConfig | None, world: World, tmp_path: Path
 ) -> None:
     """Files have one matrix for each expert, and the model one tensor for all: rank 0 loads it."""
-    config = Glm4MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        pad_token_id=0,
-    )
+    config = make_mixture_config()
     causal_lm = AutoModelForCausalLM.from_config(config)
     balances = {name: buffer for name, buffer in causal_lm.named_buffers() if name.endswith("e_score_correction_bias")}
     assert balances
