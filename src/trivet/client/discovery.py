@@ -88,7 +88,9 @@ class ServerDiscovery:
             logger.warning("%s cannot be looked up: %s; its servers stay", self._config.source, exc)
             return [], []
         gone = [self._servers.remove(server.root) for server in self._servers.known if server.root not in roots]
-        came = [self._servers.add(self._make_client(root)) for root in roots if self._servers.find(root) is None]
+        came = [
+            self._servers.add(self._make_client(root), may_leave=True) for root in roots if self._servers.find(root) is None
+        ]
         return came, gone
 
     async def _find_roots(self) -> list[str]:

@@ -86,9 +86,9 @@ class ServerSet:
         self._on_down.append(on_down)
         self._on_up.append(on_up)
 
-    def add(self, client: InferenceClient) -> Server:
-        """Add the server that `client` reaches, not admitted."""
-        server = Server(client=client)
+    def add(self, client: InferenceClient, *, may_leave: bool = False) -> Server:
+        """Add the server that `client` reaches, not admitted. `may_leave`: it was found by `client.elastic`."""
+        server = Server(client=client, may_leave=may_leave)
         self._servers[server.root] = server
         return server
 

@@ -1,12 +1,13 @@
 """Has the servers of a run free their GPU memory, and waits until none holds any. Called by `ServerPool.sleep`.
 
-A server counts as done when it says that it sleeps, or when nothing listens at its address. A server that does not
-answer may still hold its memory, so it is asked again. A server whose engine is stuck gives up and reports that itself, after at
-most 1,200 s (`inference.policy_loader`: 600 s to pause, 600 s to sleep). That is more than `client.admin_timeout` allows for one
-answer. So the whole wait has the longer limit `client.wait_for_ready_timeout`.
+A server counts as done when it says that it sleeps. A server that does not answer may still hold its memory, so it is asked
+again. Where nothing listens, a server of `client.base_url` may be starting: it takes memory before it listens, so it is asked
+again too. A server that `client.elastic` found has ended then, and counts as done. A server whose engine is stuck gives up and
+reports that itself, after at most 1,200 s (`inference.policy_loader`: 600 s to pause, 600 s to sleep). That is more than
+`client.admin_timeout` allows for one answer. So the whole wait has the longer limit `client.wait_for_ready_timeout`.
 
 waits for: every known server
-unblocked by: its answer, or its end; `timeout_s`
+unblocked by: its answer; its end, if `client.elastic` found it; `timeout_s`
 """
 
 import asyncio
@@ -29,11 +30,11 @@ _REPORT_INTERVAL_S = 30.0
 async def sleep_all(
     servers: ServerSet, *, timeout_s: float, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]
 ) -> None:
-    """Have every known server sleep. Return once each sleeps or is gone; a server that is gone is marked unhealthy.
+    """Have every known server sleep. Return once each sleeps or is gone. A server at whose address nothing listens is
+    marked unhealthy.
 
     Raises:
-        InferenceError: a server was started without `inference.sleep_while_training`, or neither slept nor ended within
-            `timeout_s`.
+        InferenceError: a server was started without `inference.sleep_while_training`, or did not sleep within `timeout_s`.
     """
     begun = clock()
     reported_at = float("-inf")
@@ -44,8 +45,8 @@ async def sleep_all(
         if clock() - begun >= timeout_s:
             raise InferenceError(
                 "the batch was not sent, because a server may still hold GPU memory that the trainer needs:"
-                f" after {timeout_s:.0f} s (client.wait_for_ready_timeout) it neither slept nor ended: {reasons};"
-                " see logs/inference.stdout"
+                f" after {timeout_s:.0f} s (client.wait_for_ready_timeout) it did not sleep: {reasons}; see"
+                " logs/inference.stdout, and start a server that has ended again"
             )
         if clock() - reported_at >= _REPORT_INTERVAL_S:
             reported_at = clock()
@@ -74,6 +75,7 @@ async def _put_to_sleep(servers: ServerSet, server: Server) -> InferenceError | 
             server.is_asleep = True
     except ServerGone as exc:
         servers.mark_unhealthy(server, str(exc))
+        return None if server.may_leave else exc
     except InferenceError as exc:
         return exc
     return None

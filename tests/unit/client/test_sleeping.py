@@ -34,16 +34,33 @@ def test_servers_that_sleep_load_even_the_policy_that_they_had(layout):
     run_virtually(scenario(), limit_s=60)
 
 
-def test_a_server_whose_process_ended_is_not_waited_for_and_takes_no_rollouts():
+def test_a_server_that_may_be_starting_is_waited_for_and_sleeps_before_the_batch_is_sent():
     async def scenario() -> None:
         site = Site(A, B)
         async with started(site):
-            crash = asyncio.create_task(site.servers[A].crash(1.0))
+            crash = asyncio.create_task(site.servers[A].crash(70.0))
+            await asyncio.sleep(0)
+            await site.pool.sleep()
+            assert 70 <= asyncio.get_running_loop().time() < 75
+            assert site.servers[A].status.asleep
+            assert site.pool.roots == [B]
+            assert site.lost == [A]
+            await crash
+
+    run_virtually(scenario(), limit_s=120)
+
+
+def test_a_found_server_whose_process_ended_is_not_waited_for_and_takes_no_rollouts():
+    async def scenario() -> None:
+        a, b = f"{A}:80", f"{B}:80"
+        site = Site(a, b, names=[["a", "b"]])
+        async with started(site):
+            crash = asyncio.create_task(site.servers[a].crash(1.0))
             await asyncio.sleep(0)
             await site.pool.sleep()
             assert asyncio.get_running_loop().time() < 1
-            assert site.pool.roots == [B]
-            assert site.lost == [A]
+            assert site.pool.roots == [b]
+            assert site.lost == [a]
             await crash
 
     run_virtually(scenario(), limit_s=60)
@@ -71,7 +88,7 @@ def test_a_server_that_never_sleeps_ends_the_run_with_what_it_answered():
         site = Site(A, B, ready_s=700.0)
         async with started(site):
             site.servers[A].is_frozen = True
-            with pytest.raises(InferenceError, match=r"after 700 s .*neither slept nor ended: http://a was not answered"):
+            with pytest.raises(InferenceError, match=r"after 700 s .*it did not sleep: http://a was not answered"):
                 await site.pool.sleep()
 
     run_virtually(scenario(), limit_s=1200)
