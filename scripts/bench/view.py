@@ -6,8 +6,9 @@ from the start of the navigation, by the browser: the first content painted, and
 data: the same server on a run of one step.
 
     .venv/bin/python scripts/install_browser.py
-    .venv/bin/python scripts/bench/view.py
+    .venv/bin/python scripts/bench/view.py [--groups-per-step 100]
 
+With 100 groups a step the history has a million of them.
 The last line is one JSON object.
 """
 
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--run", type=Path, help="an output directory, instead of one that is made up")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rollouts-per-step", type=int, default=10)
+    parser.add_argument("--groups-per-step", type=int, help="of the events; default: one for each eight rollouts")
     parser.add_argument("--repeat", type=int, default=5)
     arguments = parser.parse_args()
     if not is_installed():
@@ -49,7 +51,10 @@ def main() -> int:
         large = arguments.run
         if large is None:
             large = write_run(
-                Path(scratch, "large"), num_steps=arguments.steps, rollouts_per_step=arguments.rollouts_per_step
+                Path(scratch, "large"),
+                num_steps=arguments.steps,
+                rollouts_per_step=arguments.rollouts_per_step,
+                groups_per_step=arguments.groups_per_step,
             ).root
         pages = {name: measure(large, fragment, repeat=arguments.repeat) for name, fragment in PAGES.items()}
         ceiling = measure(small, "", repeat=arguments.repeat)
@@ -57,6 +62,7 @@ def main() -> int:
         "bench": "view",
         "steps": arguments.steps if arguments.run is None else None,
         "rollouts": arguments.steps * arguments.rollouts_per_step if arguments.run is None else None,
+        "groups": arguments.steps * arguments.groups_per_step if arguments.groups_per_step else None,
         "repeat": arguments.repeat,
         "ready_ms": pages["curves"]["ready_ms"],
         "ready_ms_of_an_empty_run": ceiling["ready_ms"],

@@ -24,18 +24,26 @@ _encode = msgspec.json.Encoder().encode
 
 
 def write_run(
-    directory: Path, *, num_steps: int, rollouts_per_step: int = 8, is_running: bool = False, seed: int = 0, shift: float = 0.0
+    directory: Path,
+    *,
+    num_steps: int,
+    rollouts_per_step: int = 8,
+    groups_per_step: int | None = None,
+    is_running: bool = False,
+    seed: int = 0,
+    shift: float = 0.0,
 ) -> RunLayout:
     """Write a run of `num_steps` finished steps.
 
     Args:
+        groups_per_step: of the events; None: one for each eight rollouts.
         shift: added to the rewards, so that two runs differ.
     """
     layout = RunLayout(directory)
     layout.metrics.mkdir(parents=True)
     random = np.random.default_rng(seed)
     write_metrics(layout, num_steps=num_steps, random=random, shift=shift)
-    write_events(layout, num_steps=num_steps, groups_per_step=max(1, rollouts_per_step // 8))
+    write_events(layout, num_steps=num_steps, groups_per_step=groups_per_step or max(1, rollouts_per_step // 8))
     for step in range(1, num_steps + 1):
         write_rollouts(layout, step, rollouts_per_step, random=random)
     write_status(layout, num_steps=num_steps, is_running=is_running)
