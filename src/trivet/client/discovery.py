@@ -89,7 +89,7 @@ class ServerDiscovery:
             return [], []
         gone = [self._servers.remove(server.root) for server in self._servers.known if server.root not in roots]
         came = [
-            self._servers.add(self._make_client(root), may_leave=True) for root in roots if self._servers.find(root) is None
+            self._servers.add(self._make_client(root), is_elastic=True) for root in roots if self._servers.find(root) is None
         ]
         return came, gone
 

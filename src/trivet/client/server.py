@@ -25,8 +25,8 @@ class Server:
     """One server: its client, and what is known of it."""
 
     client: InferenceClient
-    may_leave: bool = False
-    """It was found by `client.elastic`: where nothing listens any more, its process has ended for good."""
+    is_elastic: bool = False
+    """It was found by `client.elastic`: it may go, and not come back."""
     is_admitted: bool = False
     """Rollouts go there."""
     is_loading: bool = False

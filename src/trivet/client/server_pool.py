@@ -13,7 +13,7 @@ marked unhealthy until it serves the target again.
 |---|---|
 | `start`: every listed server, or one behind the name | its answer; `client.wait_for_ready_timeout` |
 | `ensure_policy`: one server that serves the policy | a load, or an admission; `require_servers` ends the run |
-| `sleep`: every known server | its answer, or its end; `client.wait_for_ready_timeout` |
+| `sleep`: every known server | its answer; its refusal, if elastic; `client.wait_for_ready_timeout` |
 | a task per server: the next probe, or the next try to admit | an interval, or a growing pause; after `sleep`: `ensure_policy` |
 | `require_servers`: an admitted server | an admission; `client.wait_for_ready_timeout` |
 

@@ -61,8 +61,8 @@ class ServerSet:
 
     @property
     def empty_s(self) -> float | None:
-        """Seconds since the last admitted server was lost; None while one is admitted."""
-        return None if self._has_admitted.is_set() else self._clock() - self._empty_since
+        """Seconds since the last admitted server was lost; None while one is admitted, and while none may be."""
+        return None if self._has_admitted.is_set() or not self.may_wake else self._clock() - self._empty_since
 
     @property
     def may_wake(self) -> bool:
@@ -71,8 +71,10 @@ class ServerSet:
 
     @may_wake.setter
     def may_wake(self, may_wake: bool) -> None:
-        """Allow or forbid the servers to take GPU memory."""
+        """Allow or forbid the servers to take GPU memory. The time without an admitted server begins anew when they may."""
         if may_wake:
+            if not self._may_wake.is_set():
+                self._empty_since = self._clock()
             self._may_wake.set()
         else:
             self._may_wake.clear()
@@ -86,9 +88,13 @@ class ServerSet:
         self._on_down.append(on_down)
         self._on_up.append(on_up)
 
-    def add(self, client: InferenceClient, *, may_leave: bool = False) -> Server:
-        """Add the server that `client` reaches, not admitted. `may_leave`: it was found by `client.elastic`."""
-        server = Server(client=client, may_leave=may_leave)
+    def add(self, client: InferenceClient, *, is_elastic: bool = False) -> Server:
+        """Add the server that `client` reaches, not admitted.
+
+        Args:
+            is_elastic: it was found by `client.elastic`.
+        """
+        server = Server(client=client, is_elastic=is_elastic)
         self._servers[server.root] = server
         return server
 

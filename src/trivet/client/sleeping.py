@@ -1,13 +1,14 @@
 """Has the servers of a run free their GPU memory, and waits until none holds any. Called by `ServerPool.sleep`.
 
 A server counts as done when it says that it sleeps. A server that does not answer may still hold its memory, so it is asked
-again. Where nothing listens, a server of `client.base_url` may be starting: it takes memory before it listens, so it is asked
-again too. A server that `client.elastic` found has ended then, and counts as done. A server whose engine is stuck gives up and
-reports that itself, after at most 1,200 s (`inference.policy_loader`: 600 s to pause, 600 s to sleep). That is more than
-`client.admin_timeout` allows for one answer. So the whole wait has the longer limit `client.wait_for_ready_timeout`.
+again. A server of `client.base_url` that refuses connections may be starting, and takes memory before it listens, so it is asked
+again too. A server of `client.elastic` that refuses connections counts as done, because the run does not know whether it will be
+started again. A server whose engine is stuck gives up and reports that itself, after at most 1,200 s (`inference.policy_loader`:
+600 s to pause, 600 s to sleep). That is more than `client.admin_timeout` allows for one answer. So the whole wait has the longer
+limit `client.wait_for_ready_timeout`. It is checked after each round of questions, which takes up to three `client.admin_timeout`.
 
 waits for: every known server
-unblocked by: its answer; its end, if `client.elastic` found it; `timeout_s`
+unblocked by: its answer; its refusal or its removal, if `client.elastic` found it; `timeout_s`
 """
 
 import asyncio
@@ -30,8 +31,8 @@ _REPORT_INTERVAL_S = 30.0
 async def sleep_all(
     servers: ServerSet, *, timeout_s: float, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]
 ) -> None:
-    """Have every known server sleep. Return once each sleeps or is gone. A server at whose address nothing listens is
-    marked unhealthy.
+    """Have every known server sleep. Return once each sleeps or is gone. A server that refuses connections is marked
+    unhealthy.
 
     Raises:
         InferenceError: a server was started without `inference.sleep_while_training`, or did not sleep within `timeout_s`.
@@ -44,9 +45,9 @@ async def sleep_all(
         reasons = "; ".join(str(error) for error in errors)
         if clock() - begun >= timeout_s:
             raise InferenceError(
-                "the batch was not sent, because a server may still hold GPU memory that the trainer needs:"
-                f" after {timeout_s:.0f} s (client.wait_for_ready_timeout) it did not sleep: {reasons}; see"
-                " logs/inference.stdout, and start a server that has ended again"
+                "the batch was not sent, because a server may still hold GPU memory that the trainer needs: it does not sleep after"
+                f" {clock() - begun:.0f} s (client.wait_for_ready_timeout = {timeout_s:g}): {reasons}; see logs/inference.stdout,"
+                " and restart each server whose process has ended"
             )
         if clock() - reported_at >= _REPORT_INTERVAL_S:
             reported_at = clock()
@@ -71,11 +72,13 @@ async def _put_to_sleep(servers: ServerSet, server: Server) -> InferenceError | 
     """Ask the server to sleep. Return why it may still hold its GPU memory; None when it holds none."""
     try:
         async with server.changing:
+            if servers.find(server.root) is not server:  # removed meanwhile, and its client closed
+                return None
             await server.client.sleep()
             server.is_asleep = True
     except ServerGone as exc:
         servers.mark_unhealthy(server, str(exc))
-        return None if server.may_leave else exc
+        return None if server.is_elastic else exc
     except InferenceError as exc:
         return exc
     return None

@@ -50,7 +50,24 @@ def test_a_server_that_may_be_starting_is_waited_for_and_sleeps_before_the_batch
     run_virtually(scenario(), limit_s=120)
 
 
-def test_a_found_server_whose_process_ended_is_not_waited_for_and_takes_no_rollouts():
+def test_a_lone_server_that_was_started_again_sleeps_for_longer_than_a_run_may_be_without_servers(layout):
+    async def scenario() -> None:
+        site = Site(A, ready_s=100.0)
+        async with started(site) as running:
+            crash = asyncio.create_task(site.servers[A].crash(70.0))
+            await asyncio.sleep(0)
+            await site.pool.sleep()
+            await asyncio.sleep(1000)  # the trainer's step
+            assert not running.done()
+            await site.pool.ensure_policy(policy(layout, 1))
+            await asyncio.sleep(5)
+            assert site.pool.roots == [A]
+            await crash
+
+    run_virtually(scenario(), limit_s=1200)
+
+
+def test_an_elastic_server_whose_process_ended_is_not_waited_for_and_takes_no_rollouts():
     async def scenario() -> None:
         a, b = f"{A}:80", f"{B}:80"
         site = Site(a, b, names=[["a", "b"]])
@@ -88,7 +105,10 @@ def test_a_server_that_never_sleeps_ends_the_run_with_what_it_answered():
         site = Site(A, B, ready_s=700.0)
         async with started(site):
             site.servers[A].is_frozen = True
-            with pytest.raises(InferenceError, match=r"after 700 s .*it did not sleep: http://a was not answered"):
+            with pytest.raises(
+                InferenceError,
+                match=r"it does not sleep after 9.. s \(client.wait_for_ready_timeout = 700\): http://a was not answered",
+            ):
                 await site.pool.sleep()
 
     run_virtually(scenario(), limit_s=1200)

@@ -52,7 +52,7 @@ class ClientConfig(Section):
     admin_timeout: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
     """Longest time for loading weights and for a question about a server's state, seconds; then the server is marked unhealthy."""
     wait_for_ready_timeout: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
-    """Longest wait for a server to become ready at start, and longest time without any server later, seconds."""
+    """Longest wait for a server to become ready at start, or to sleep, and longest time without any server later, seconds."""
 
     @model_validator(mode="after")
     def _one_key_each(self) -> "ClientConfig":
