@@ -7,7 +7,7 @@ reached, and that nothing is left on any node. Fails otherwise.
 
     uv run python scripts/chaos_nodes.py --seed 7 --faults 40 [--output /tmp/chaos] [--record docs/benchmarks/chaos_nodes.json]
 
-It needs root, ip, mfusepy with Debian's fuse3, and Debian's faketime. The last line is one JSON object.
+It needs root, ip, mfusepy with Debian's fuse3, and a C compiler. The last line is one JSON object.
 """
 
 import argparse
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from bench.training import hardware
 
-from support.node_chaos import FAKETIME, FAULTS, NodeChaos, NodeOutcome, can_mount, draw_node_faults
+from support.node_chaos import FAULTS, NodeChaos, NodeOutcome, can_mount, can_set_clock, draw_node_faults
 from support.node_run import NodeRun
 from support.nodes import can_make_nodes, make_nodes
 from support.tiny_models import tiny_model_writer
@@ -41,8 +41,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="an empty or new directory; default: a temporary one that is kept")
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
-    if not (can_make_nodes() and FAKETIME.exists() and can_mount()):
-        raise SystemExit("it needs root, ip, mfusepy, and Debian's fuse3 and faketime")
+    if not (can_make_nodes() and can_set_clock() and can_mount()):
+        raise SystemExit("it needs root, ip, mfusepy, Debian's fuse3 and a C compiler")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what was started is ended, not left behind
     directory = arguments.output or Path(tempfile.mkdtemp(prefix="trivet-chaos-"))
     directory.mkdir(parents=True, exist_ok=True)

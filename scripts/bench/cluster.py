@@ -2,8 +2,8 @@
 
 In virtual time, with the product's own supervisor, recovery, plan over nodes, node registry, agents and orchestrator
 (tests/support/simulated_cluster.py, simulated_run.py). Machines, processes and the time that they take are stand-ins: the constants
-below. 1,000 servers of one GPU on 125 nodes, 256 ranks on 32. The same losses meet two strategies: recovery by role, as the product
-has it, and every loss restarting everything.
+below. 1,000 servers of one GPU on 125 nodes, 256 ranks on 32. The same losses meet three strategies: recovery by role, as the
+product has it, the same with attempts that wait for the lost node, and every loss restarting everything.
 
     uv run python scripts/bench/cluster.py [PART...] [--hours 12] [--record docs/benchmarks/cluster.json]
 

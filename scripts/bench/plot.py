@@ -57,14 +57,14 @@ def draw_learning(record: dict[str, Any], file: Path) -> None:
         1, len(names), figsize=(5.5 * len(names), 4.5), sharey=True, squeeze=False, layout="constrained"
     )
     per_step = record["config"]["completions"]
-    for place, side in enumerate(dict.fromkeys(run["side"] for run in record["runs"])):
+    for index, side in enumerate(dict.fromkeys(run["side"] for run in record["runs"])):
         runs = [run for run in record["runs"] if run["side"] == side]
         rewards_RS = np.array([_smooth(run["rewards"]) for run in runs])
         curves = [(panels[0], per_step * np.arange(1, rewards_RS.shape[1] + 1))]
         if timed := [run["seconds"] for run in runs if run["seconds"]]:
             curves.append((panels[1], np.array(timed).mean(axis=0)))
         for axes, x_S in curves:
-            color = f"C{place}"  # of the side, in both panels
+            color = f"C{index}"  # one for each side, the same in both panels
             axes.plot(x_S, rewards_RS.mean(axis=0), color=color, label=f"{side} ({len(runs)} seed{'s' * (len(runs) > 1)})")
             axes.fill_between(x_S, rewards_RS.min(axis=0), rewards_RS.max(axis=0), alpha=0.15, color=color)
     for axes, name in zip(panels, names, strict=True):

@@ -8,7 +8,7 @@ data: the same server on a run of one step.
     .venv/bin/python scripts/install_browser.py
     .venv/bin/python scripts/bench/view.py [--groups-per-step 100]
 
-With 100 groups a step the history has a million of them.
+With `--groups-per-step 100` the history has a million groups.
 The last line is one JSON object.
 """
 
@@ -40,7 +40,11 @@ def main() -> int:
     parser.add_argument("--run", type=Path, help="an output directory, instead of one that is made up")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rollouts-per-step", type=int, default=10)
-    parser.add_argument("--groups-per-step", type=int, help="of the events; default: one for each eight rollouts")
+    parser.add_argument(
+        "--groups-per-step",
+        type=int,
+        help="groups that the history records for each step; default: one for each eight rollouts",
+    )
     parser.add_argument("--repeat", type=int, default=5)
     arguments = parser.parse_args()
     if not is_installed():
@@ -62,7 +66,7 @@ def main() -> int:
         "bench": "view",
         "steps": arguments.steps if arguments.run is None else None,
         "rollouts": arguments.steps * arguments.rollouts_per_step if arguments.run is None else None,
-        "groups": arguments.steps * arguments.groups_per_step if arguments.groups_per_step else None,
+        "groups": arguments.steps * arguments.groups_per_step if arguments.run is None and arguments.groups_per_step else None,
         "repeat": arguments.repeat,
         "ready_ms": pages["curves"]["ready_ms"],
         "ready_ms_of_an_empty_run": ceiling["ready_ms"],

@@ -1,12 +1,15 @@
-"""Submit to a real SLURM cluster in namespaces of this machine: time limit, commit, requeue, resume and end."""
+"""Submit to a real SLURM cluster in namespaces of this machine: time limit, commit, requeue, resume, lost nodes and end."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.histories import assert_proven
@@ -16,7 +19,7 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
-from trivet.wire.events import Stop
+from trivet.wire.events import ServerUp, Stop, Train
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,13 +52,27 @@ lost_after_s = 10
 }
 """The nodes of a job: all roles on one, or the trainer on the first and the server on the second."""
 
+THREE_NODES = """
+[deployment]
+type = "multi_node"
+num_infer_replicas = 2
+gpus_per_node = 0
+lost_after_s = 10
+"""
+"""The trainer on the first of three nodes, a server on each of the others."""
+
 Cluster = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster_directory(tmp_path: Path) -> Path:
+    return tmp_path / "cluster"
+
+
+@pytest.fixture
+def cluster(cluster_directory: Path, num_cluster_nodes: int) -> Iterator[Cluster]:
     environment = os.environ | {
-        "SLURM_CLUSTER_DIR": str(tmp_path / "cluster"),
+        "SLURM_CLUSTER_DIR": str(cluster_directory),
         "PYTHONPATH": os.pathsep.join([str(ENVIRONMENTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "WANDB_MODE": "disabled",
     }
@@ -67,10 +84,44 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         assert done.returncode == 0 or not is_checked, done.stdout + done.stderr
         return done
 
-    call("up", 2)
+    call("up", num_cluster_nodes)
     yield call
     call("down")
-    assert not (tmp_path / "cluster").exists()
+    assert not cluster_directory.exists()
+
+
+@pytest.fixture
+def num_cluster_nodes() -> int:
+    return 2
+
+
+def state_of(cluster: Cluster, job: str) -> str:
+    found = cluster("run", "scontrol", "show", "job", job).stdout
+    return next(word.partition("=")[2] for word in found.split() if word.startswith("JobState="))
+
+
+def lose(cluster: Cluster, directory: Path, node: int) -> None:
+    """Set a node's link down and kill its processes, except the one that holds its namespaces."""
+    holder = int((directory / f"node{node}.pid").read_text())
+    network = Path(f"/proc/{holder}/ns/net").readlink()
+    cluster("node", node, "ip", "link", "set", "eth0", "down")
+
+    def kill_all() -> bool:
+        """Return whether there was nothing to kill."""
+        found = [pid for pid in psutil.pids() if pid != holder and _network(pid) == network]
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not found
+
+    wait_until(kill_all, timeout_s=20, waiting_for=f"the end of node {node}")
+
+
+def _network(pid: int) -> Path | None:
+    try:
+        return Path(f"/proc/{pid}/ns/net").readlink()
+    except OSError:  # it has ended
+        return None
 
 
 @pytest.mark.parametrize("num_nodes", NODES)
@@ -84,12 +135,12 @@ def test_a_run_is_queued_again_at_its_time_limit_and_finishes(
     said = cluster("run", sys.executable, "-m", "trivet.launcher.commands.rl", "@", file).stdout
     job = said.split()[1]
 
-    def state() -> str:
-        found = cluster("run", "scontrol", "show", "job", job).stdout
-        return next(word.partition("=")[2] for word in found.split() if word.startswith("JobState="))
-
     log = layout.slurm / f"{job}.log"
-    wait_until(lambda: state() == "PENDING" and committed_steps(layout) != [], timeout_s=420, waiting_for=f"a requeue: {log}")
+    wait_until(
+        lambda: state_of(cluster, job) == "PENDING" and committed_steps(layout) != [],
+        timeout_s=420,
+        waiting_for=f"a requeue: {log}",
+    )
     reached = committed_steps(layout)[-1]
     assert 0 < reached < MAX_STEPS, log.read_text()
     preempted = [event for event in read_events(layout.events) if isinstance(event, Stop)]
@@ -99,7 +150,7 @@ def test_a_run_is_queued_again_at_its_time_limit_and_finishes(
     (resolved,) = layout.slurm.glob("rl-*.toml")
     resolved.write_text(resolved.read_text().replace(f"max_steps = {MAX_STEPS}", f"max_steps = {reached + 5}"))
     cluster("run", "scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    wait_until(lambda: state() == "COMPLETED", timeout_s=420, waiting_for=f"the end of the job: {log}")
+    wait_until(lambda: state_of(cluster, job) == "COMPLETED", timeout_s=420, waiting_for=f"the end of the job: {log}")
     assert f"NumNodes={num_nodes}" in cluster("run", "scontrol", "show", "job", job).stdout
     report = assert_proven(check_run(layout))
     assert (report.last_step, report.starts) == (reached + 5, {"orchestrator": 2, "trainer": 2})
@@ -119,3 +170,38 @@ def test_a_run_that_is_cancelled_ends_and_is_not_queued_again(tmp_path: Path, ti
     assert "JobState=CANCELLED" in found
     assert "Restarts=0" in found
     assert not descendants_with(str(layout.root), 1)
+
+
+@pytest.mark.parametrize("num_cluster_nodes", [3])
+def test_a_job_goes_on_without_a_lost_node_and_is_queued_again_when_its_first_is_lost(
+    tmp_path: Path, tiny_model: Path, cluster: Cluster, cluster_directory: Path
+) -> None:
+    layout, file = RunLayout(tmp_path / "run"), tmp_path / "rl.toml"
+    text = CONFIG.format(max_steps=MAX_STEPS, output_dir=layout.root, model=tiny_model)
+    file.write_text(text + THREE_NODES + "[slurm]\ntime = '20'\ngpus_per_node = 0\n")
+    job = cluster("run", sys.executable, "-m", "trivet.launcher.commands.rl", "@", file).stdout.split()[1]
+    log = layout.slurm / f"{job}.log"
+
+    def admitted() -> set[str]:
+        found = list(read_events(layout.events)) if layout.events.exists() else []
+        return {event.server for event in found if isinstance(event, ServerUp)}
+
+    def steps() -> int:
+        return sum(isinstance(event, Train) for event in read_events(layout.events))
+
+    wait_until(lambda: len(admitted()) == 2 and steps() > 2, timeout_s=420, waiting_for=f"two servers: {log}")
+    lose(cluster, cluster_directory, 3)
+    wait_until(
+        lambda: "node3" in cluster("run", "sinfo", "--noheader", "--states=down", "--Node", "--format=%N").stdout,
+        timeout_s=120,
+        waiting_for="SLURM to notice the lost node",
+    )
+    before = steps()
+    wait_until(lambda: steps() > before + 5, timeout_s=120, waiting_for=f"steps without the lost node: {log}")
+    assert state_of(cluster, job) == "RUNNING"
+    lose(cluster, cluster_directory, 1)
+    wait_until(lambda: state_of(cluster, job) == "PENDING", timeout_s=180, waiting_for=f"a requeue: {log}")
+    assert "Restarts=1" in cluster("run", "scontrol", "show", "job", job).stdout
+    wait_until(lambda: not descendants_with(str(layout.root), 1), timeout_s=90, waiting_for="the end of the second node")
+    assert_proven(check_run(layout))
+    cluster("run", "scancel", job)

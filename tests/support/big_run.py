@@ -36,7 +36,7 @@ def write_run(
     """Write a run of `num_steps` finished steps.
 
     Args:
-        groups_per_step: of the events; None: one for each eight rollouts.
+        groups_per_step: number of groups that the history records for each step; None: one for each eight rollouts.
         shift: added to the rewards, so that two runs differ.
     """
     layout = RunLayout(directory)

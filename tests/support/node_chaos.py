@@ -1,12 +1,14 @@
 """A run over nodes that terrible things happen to: draws a schedule of faults, brings them about, and starts again what ends.
 
-Node 0 leads and trains, the others that train and those that serve follow. The last node sees the output directory through a file
-system whose delay can be set. Whatever ends is started again: an agent while the first node lives, every node when that has ended.
+Node 0 leads and trains, the others that train and those that serve follow. Every node sees the output directory through a file
+system of its own, whose delay can be set. Whatever ends is started again: an agent while the first node lives, every node when that
+has ended.
 """
 
 import importlib.util
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from ctypes.util import find_library
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -27,11 +30,12 @@ from trivet.checkpoints.commit import committed_steps
 from trivet.config.layout import COMMITTED
 from trivet.history.check import CheckReport, check_run
 from trivet.telemetry.events import decode_event
-from trivet.wire.events import Train
+from trivet.wire.events import ServerUp, Train
 
 SLOW_DIRECTORY = Path(__file__).with_name("slow_directory_program.py")
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
-AN_HOUR_OFF = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+1h", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+WRONG_CLOCK = Path(__file__).with_name("wrong_clock.c")
+CLOCK_OFFSET_S = 3600
+"""Seconds: a machine in the wrong time zone."""
 _PRIVATE_TMP = 'mount -t tmpfs -o size=128m tmpfs "$TMPDIR"'
 _IS_MOUNTED = 'grep -q " $OUTPUT_DIR .* - fuse " /proc/self/mountinfo'
 AWAIT_MOUNT = f"for _ in $(seq 600); do {_IS_MOUNTED} && break; sleep 0.1; done; {_IS_MOUNTED}"
@@ -43,6 +47,11 @@ _RECOVERY_S = 420.0
 _END_S = 120.0
 _STEPS_BETWEEN = 2
 _CALM_STEPS = 5
+
+
+def can_set_clock() -> bool:
+    """Return whether `wrong_clock.c` can be compiled here."""
+    return shutil.which("cc") is not None
 
 
 def can_mount() -> bool:
@@ -75,7 +84,8 @@ class NodeOutcome:
 @dataclass(slots=True, kw_only=True)
 class NodeChaos:
     """
-    >>> outcome = NodeChaos(run=run, directory=tmp_path).carry_out(draw_node_faults(7, num_faults=8, nodes=run.count))
+    >>> schedule = draw_node_faults(7, num_faults=8, num_train_nodes=2, num_nodes=run.count)
+    >>> outcome = NodeChaos(run=run, directory=tmp_path, num_train_nodes=2).carry_out(schedule)
     """
 
     run: NodeRun
@@ -84,26 +94,20 @@ class NodeChaos:
     _processes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     _environ: dict[int, Mapping[str, str]] = field(default_factory=dict)
     """Variables of nodes that differ from the others."""
-    _has_slow_directory: bool = False
+    _has_slow_directories: bool = False
     _starts: int = 0
     _flags: Sequence[str] = ()
     """Those of the newest start: all nodes of a run are started by one command."""
     _read: int = 0
     _num_steps: int = 0
     """Train events so far."""
-
-    @property
-    def _slow_node(self) -> int:
-        return self.run.count - 1
-
-    @property
-    def _seconds_file(self) -> Path:
-        return self.directory / "seconds"
+    _admissions: Counter[str] = field(default_factory=Counter)
+    """ServerUp events so far, by the host of the server."""
 
     def carry_out(self, schedule: Sequence[tuple[str, int]], *, say: Callable[[str], object] = print) -> NodeOutcome:
         """Bring about every fault of a schedule, let the run finish, and prove its history."""
         started = time.monotonic()
-        self._has_slow_directory = any("directory" in kind for kind, _ in schedule)
+        self._has_slow_directories = any("directory" in kind for kind, _ in schedule)
         self._start_every_node()
         endured: list[Endured] = []
         for kind, node in schedule:
@@ -154,16 +158,21 @@ class NodeChaos:
         with fault:
             time.sleep(seconds)
 
-    def slow_directory(self, _: int) -> None:
-        self._seconds_file.write_text("0.1")
-        time.sleep(20)
-        self._seconds_file.unlink()
+    def slow_directory(self, node: int) -> None:
+        self._delay_directory(node, seconds=0.1)
 
-    def hang_directory(self, _: int) -> None:
-        """Have every call take longer than a node may be silent."""
-        self._seconds_file.write_text("15")
+    def hang_directory(self, node: int) -> None:
+        """Delay every call by 15 s, which is longer than a node may be silent (`lost_after_s`)."""
+        self._delay_directory(node, seconds=15)
+        if node == 0:
+            self._await_end_of_head()
+            assert self._processes[0].returncode == 75, self.run.everything()
+
+    def _delay_directory(self, node: int, *, seconds: float) -> None:
+        delay = self._seconds_file(node)
+        delay.write_text(str(seconds))
         time.sleep(20)
-        self._seconds_file.unlink()
+        delay.unlink()
 
     def fill_disk(self, node: int) -> None:
         pid = next(pid for pid in self.run.nodes.pids(node) if not _is_file_system(pid))
@@ -174,39 +183,44 @@ class NodeChaos:
             (disk / "ballast").unlink()
 
     def set_clock(self, node: int) -> None:
-        self._environ[node] = AN_HOUR_OFF
+        """Start the node again with a clock that is an hour ahead, and wait until it works with that clock."""
+        library = self.directory / "wrong_clock.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, WRONG_CLOCK], check=True)
+        self._environ[node] = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_S": str(CLOCK_OFFSET_S)}
         self.run.nodes.kill(node)
+        if node == 0:
+            self._await_end_of_head()
+        if node >= self.num_train_nodes:
+            self._await_admission(node)
         self._await_steps(_STEPS_BETWEEN)
         del self._environ[node]
 
     def kill_agent(self, node: int) -> None:
         self._processes[node].kill()
 
-    def kill_head(self, _: int) -> None:
-        self._processes[0].kill()
-
-    def lose_head(self, _: int) -> None:
-        self.lose(0)
+        self._processes[node].wait(_END_S)
 
     def end_during_commit(self, _: int) -> None:
         """Have the scheduler ask for the end while a checkpoint is written, as at a time limit."""
         checkpoints = self.run.layout.checkpoints
         self._await(lambda: any(not (path / COMMITTED).exists() for path in checkpoints.glob(".step_*")), "a commit")
         self._processes[0].send_signal(signal.SIGTERM)
+        self._await_end_of_head()
+        assert self._processes[0].returncode == 128 + signal.SIGTERM, self.run.everything()
 
     def end_node(self, node: int) -> None:
         self._processes[node].send_signal(signal.SIGTERM)
         if node < self.num_train_nodes:
-            self._await(lambda: self._processes[0].poll() is not None, "the end of the run", does_tend=False)
+            self._await_end_of_head()
             assert self._processes[0].returncode == 75, self.run.everything()
         else:
             time.sleep(1.5)  # a signal that comes sooner is still the first
             self._processes[node].send_signal(signal.SIGTERM)
             assert self._processes[node].wait(_END_S) == 128 + signal.SIGTERM, self.run.everything()
 
-    def start_second_head(self, _: int) -> None:
+    def start_second_head(self, node: int) -> None:
         """Start the command of the first node on another machine too."""
-        second = self._start(0, at=self._slow_node, flags=self._resume())
+        second = self._start(0, at=node, flags=self._resume())
         assert second.wait(_END_S) == 2, self.run.output()
         assert "is in use by the run with pid" in self.run.output() or "leads the run" in self.run.output()
 
@@ -216,15 +230,14 @@ class NodeChaos:
         place = node if at is None else at
         temporary = self._temporary(place)
         temporary.mkdir(exist_ok=True)
-        is_slow = self._has_slow_directory and place == self._slow_node
-        steps = [_PRIVATE_TMP, *([_SLOW_OUTPUT] if is_slow else []), 'exec "$@"']
+        steps = [_PRIVATE_TMP, *([_SLOW_OUTPUT] if self._has_slow_directories else []), 'exec "$@"']
         environ = {
             **ENVIRON,
             "TMPDIR": str(temporary),
             "PYTHON": sys.executable,
             "SLOW_DIRECTORY": str(SLOW_DIRECTORY),
             "OUTPUT_DIR": str(self.run.layout.root),
-            "SECONDS_FILE": str(self._seconds_file),
+            "SECONDS_FILE": str(self._seconds_file(place)),
         }
         self.run.layout.root.mkdir(exist_ok=True)
         through = ["sh", "-ec", "\n".join(steps), "sh"]
@@ -234,6 +247,9 @@ class NodeChaos:
 
     def _temporary(self, node: int) -> Path:
         return self.directory / f"tmp_{node}"
+
+    def _seconds_file(self, node: int) -> Path:
+        return self.directory / f"seconds_{node}"
 
     def _resume(self) -> tuple[str, ...]:
         if committed_steps(self.run.layout):
@@ -281,8 +297,19 @@ class NodeChaos:
         return remaining
 
     def _await_steps(self, count: int) -> None:
-        goal = self._count_steps() + count
-        self._await(lambda: self._count_steps() >= goal, f"{count} steps")
+        self._read_events()
+        goal = self._num_steps + count
+        self._await(lambda: self._num_steps >= goal, f"{count} steps")
+
+    def _await_admission(self, node: int) -> None:
+        """Wait until a server of `node` is given rollouts once more."""
+        self._read_events()
+        host = self.run.nodes.address(node)
+        before = self._admissions[host]
+        self._await(lambda: self._admissions[host] > before, f"rollouts for node {node}")
+
+    def _await_end_of_head(self) -> None:
+        self._await(lambda: self._processes[0].poll() is not None, "the end of the run", does_tend=False)
 
     def _await(self, condition: Callable[[], object], what: str, *, does_tend: bool = True) -> None:
         deadline = time.monotonic() + _RECOVERY_S
@@ -291,8 +318,9 @@ class NodeChaos:
             if does_tend:
                 self._tend()
             time.sleep(_POLL_S)
+            self._read_events()
 
-    def _count_steps(self) -> int:
+    def _read_events(self) -> None:
         events = self.run.layout.events
         size = events.stat().st_size if events.exists() else 0
         if size < self._read:  # the run was begun anew
@@ -303,13 +331,15 @@ class NodeChaos:
                 for line in file.readlines():
                     if line.endswith(b"\n"):
                         self._read += len(line)
-                        self._num_steps += isinstance(decode_event(line), Train)
-        return self._num_steps
+                        event = decode_event(line)
+                        self._num_steps += isinstance(event, Train)
+                        if isinstance(event, ServerUp):
+                            self._admissions[urlsplit(event.server).hostname or ""] += 1
 
     def _finish(self) -> None:
         """Have the run commit, and start it a last time with a goal that is near."""
         self._processes[0].send_signal(signal.SIGTERM)
-        self._await(lambda: self._processes[0].poll() is not None, "the end of the run", does_tend=False)
+        self._await_end_of_head()
         self._await_end_of_all()
         goal = committed_steps(self.run.layout)[-1] + _CALM_STEPS
         self._start_every_node("--max-steps", str(goal))
@@ -327,7 +357,7 @@ def _is_file_system(pid: int) -> bool:
 FAULTS: dict[str, Callable[[NodeChaos, int], None]] = {
     "node that serves lost": NodeChaos.lose,
     "node that trains lost": NodeChaos.lose,
-    "first node lost": NodeChaos.lose_head,
+    "first node lost": NodeChaos.lose,
     "link cut for 5 s": NodeChaos.cut_shortly,
     "link cut for 60 s": NodeChaos.cut_long,
     "link cut towards the first node": NodeChaos.silence,
@@ -336,14 +366,18 @@ FAULTS: dict[str, Callable[[NodeChaos, int], None]] = {
     "200 ms of delay each way": NodeChaos.delay_frames,
     "directory slow": NodeChaos.slow_directory,
     "directory hangs": NodeChaos.hang_directory,
+    "first node's directory hangs": NodeChaos.hang_directory,
     "disk of one node full": NodeChaos.fill_disk,
     "clock an hour off": NodeChaos.set_clock,
+    "first node's clock an hour off": NodeChaos.set_clock,
     "agent killed": NodeChaos.kill_agent,
-    "first node's launcher killed": NodeChaos.kill_head,
-    "asked to end during a commit": NodeChaos.end_during_commit,
+    "first node's launcher killed": NodeChaos.kill_agent,
+    "first node asked to end during a commit": NodeChaos.end_during_commit,
     "one node asked to end": NodeChaos.end_node,
     "second first node": NodeChaos.start_second_head,
 }
+_FAULTS_OF_ANY_NODE = ("directory slow", "disk of one node full")
+"""Faults that may happen to the first node too, without a name of their own."""
 
 
 def draw_node_faults(
@@ -358,6 +392,10 @@ def draw_node_faults(
 
 
 def _draw_node(rng: random.Random, kind: str, *, num_train_nodes: int, num_nodes: int) -> int:
+    if kind.startswith("first node"):
+        return 0
+    if kind in _FAULTS_OF_ANY_NODE:
+        return rng.randrange(num_nodes)
     if "serves" in kind:
         return rng.randrange(num_train_nodes, num_nodes)
     if "trains" in kind:

@@ -60,7 +60,7 @@ class Nodes:
             _ip("-n", self._switch, "link", "add", port, "type", "veth", *peer)
             _ip("-n", self._switch, "link", "set", port, "master", "bridge")
             _ip("-n", self._switch, "link", "set", port, "up")
-            _ip("-n", namespace, "address", "add", f"10.214.0.{node + 1}/24", "dev", "eth0")
+            _ip("-n", namespace, "address", "add", f"{self.address(node)}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
             # A frame that a program passes on must carry its checksum, and fit: veth leaves both to a card that there is not.
             subprocess.run(["ip", "netns", "exec", namespace, sys.executable, "-c", _NO_OFFLOADS], check=True)
@@ -81,6 +81,9 @@ class Nodes:
             )
         self.processes.append(process)
         return process
+
+    def address(self, node: int) -> str:
+        return f"10.214.0.{node + 1}"
 
     def pids(self, node: int) -> list[int]:
         """Return the processes of a node."""
@@ -124,7 +127,7 @@ class Nodes:
     @contextmanager
     def silenced(self, node: int, towards: int) -> Iterator[None]:
         """Have nothing that one node sends reach another for a block, while the way back is open."""
-        route = ("blackhole", f"10.214.0.{towards + 1}/32")
+        route = ("blackhole", f"{self.address(towards)}/32")
         _ip("-n", self._namespace(node), "route", "add", *route)
         try:
             yield
