@@ -8,7 +8,7 @@
 #   bash scripts/slurm_cluster.sh down              end all of it
 #
 # All nodes see this machine's files. Each has its cores, half of its memory and eight GPUs that are empty files. State and logs are
-# in $SLURM_CLUSTER_DIR, /tmp/trivet-slurm by default. The kernel must
+# in $SLURM_CLUSTER_DIR, /tmp/trivet-slurm by default, a path of at most 67 characters. The kernel must
 # have the controllers of cgroup v1, which this release of slurmd needs.
 set -euo pipefail
 
@@ -16,6 +16,8 @@ umask 077
 state=${SLURM_CLUSTER_DIR:-/tmp/trivet-slurm}
 network=10.213.77
 wait_s=30
+# A socket's path has at most 107 characters, and slurmstepd adds up to 40: /node99.spool/node99_JOB.STEP. Beyond that it dies.
+max_state_length=67
 
 fail() { echo "slurm_cluster: $*" >&2; exit 1; }
 
@@ -131,6 +133,8 @@ up() {
   local count=${1:-2}
   [[ $count =~ ^[1-9][0-9]?$ ]] || fail "up takes a number of nodes from 1 to 99, not '$count'"
   [[ ! -e $state/pids ]] || fail "there is a cluster in $state already; end it with: bash scripts/slurm_cluster.sh down"
+  ((${#state} <= max_state_length)) ||
+    fail "$state is too long for the sockets of SLURM; set SLURM_CLUSTER_DIR to a path of at most $max_state_length characters"
   mkdir -p "$state"
   [[ -O $state && ! -L $state ]] || fail "$state is somebody else's; set SLURM_CLUSTER_DIR to another directory"
   require

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -65,8 +66,10 @@ Cluster = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def cluster_directory(tmp_path: Path) -> Path:
-    return tmp_path / "cluster"
+def cluster_directory() -> Iterator[Path]:
+    """A directory with a short path: SLURM makes sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="trivet-") as directory:
+        yield Path(directory) / "cluster"
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -28,17 +29,32 @@ def run_script(*words: str, state: Path, programs: Path, timeout_s: float = 15) 
     return subprocess.run(["bash", SCRIPT, *words], env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def test_a_cluster_whose_namespaces_are_refused_fails_at_once_and_can_be_ended(tmp_path: Path) -> None:
+@pytest.fixture
+def state() -> Iterator[Path]:
+    """A path that is short enough for the sockets of SLURM."""
+    with TemporaryDirectory(prefix="trivet-") as directory:
+        yield Path(directory) / "state"
+
+
+def test_a_cluster_whose_namespaces_are_refused_fails_at_once_and_can_be_ended(tmp_path: Path, state: Path) -> None:
     daemons = dict.fromkeys(("slurmctld", "slurmd", "munged"), "exit 1")
     programs = write_programs(
         tmp_path / "programs", id="echo 0", unshare="echo refused >&2; exit 1", nsenter="exit 1", ip="exit 1", **daemons
     )
-    done = run_script("up", "1", state=tmp_path / "state", programs=programs)
+    done = run_script("up", "1", state=state, programs=programs)
     assert done.returncode == 1
     assert "the namespaces of switch were refused" in done.stderr
-    assert "refused" in (tmp_path / "state" / "switch.holder.log").read_text()
-    assert run_script("down", state=tmp_path / "state", programs=programs).returncode == 0
-    assert not (tmp_path / "state").exists()
+    assert "refused" in (state / "switch.holder.log").read_text()
+    assert run_script("down", state=state, programs=programs).returncode == 0
+    assert not state.exists()
+
+
+def test_a_directory_whose_path_is_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
+    state = tmp_path / ("s" * 68)
+    done = run_script("up", "1", state=state, programs=write_programs(tmp_path / "programs"))
+    assert done.returncode == 1
+    assert "is too long for the sockets of SLURM; set SLURM_CLUSTER_DIR to a path of at most 67 characters" in done.stderr
+    assert not state.exists()
 
 
 @contextmanager
@@ -52,8 +68,8 @@ def started(*command: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
-def test_the_end_of_a_cluster_whose_controller_has_died_ends_the_processes_of_its_jobs(tmp_path: Path) -> None:
-    (state := tmp_path / "state").mkdir()
+def test_the_end_of_a_cluster_whose_controller_has_died_ends_the_processes_of_its_jobs(tmp_path: Path, state: Path) -> None:
+    state.mkdir()
     programs = write_programs(tmp_path / "programs", scancel="exit 1", squeue="exit 1")
     with ExitStack() as held:
         holder = held.enter_context(started("unshare", "--net", "sleep", "60"))
