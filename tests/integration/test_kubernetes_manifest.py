@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -21,10 +22,13 @@ from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
 from trivet.wire.events import Stop
+from trivet.wire.status import RunStatus
 
 pytestmark = pytest.mark.skipif(not can_make_nodes(), reason="making network namespaces needs root and ip")
 
 START_S = 300.0
+MAX_STEPS = 400
+"""More than any machine takes before it is told to end."""
 NODES = """
 [deployment]
 type = "multi_node"
@@ -136,6 +140,14 @@ def test_a_pod_finds_names_files_and_secrets_as_the_manifest_says(tmp_path: Path
     assert (volume / "head.trivet-inference-0-0").read_text().split() == ["10.214.0.1", "trivet-trainer-0-0.trivet"]
 
 
+def has_seen_a_step(layout: RunLayout) -> bool:
+    """Return whether the launcher knows of a finished step. It hears of one up to a second late, and commits nothing before."""
+    if not layout.status.exists():
+        return False
+    status = msgspec.json.decode(layout.status.read_bytes(), type=RunStatus)
+    return any(report.step > 0 for role in status.roles if role.name == "trainer" for report in role.reports)
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_run_that_is_evicted_commits_and_goes_on_in_new_pods(tmp_path: Path, tiny_model: Path) -> None:
@@ -143,20 +155,20 @@ def test_a_run_that_is_evicted_commits_and_goes_on_in_new_pods(tmp_path: Path, t
     volume.mkdir()
     layout = RunLayout(volume / "run")
     # An interval that is never reached: the only commits are the one that the eviction asks for, and the last.
-    text = CONFIG.replace("interval = 6", "interval = 10000").format(max_steps=40, output_dir="run", model=tiny_model)
+    text = CONFIG.replace("interval = 6", "interval = 10000").format(max_steps=MAX_STEPS, output_dir="run", model=tiny_model)
     documents = write_manifest(tmp_path, "shutdown_timeout_s = 10\n" + text)
     secrets = {"words": {"first": "abracadabra"}}
     with run_manifest(documents, directory=tmp_path / "pods", claims={"runs": volume}, secret_values=secrets) as runner:
-        await_that(runner, layout.weights_step(4).exists, "step 4")
+        await_that(runner, lambda: has_seen_a_step(layout), "a step that the launcher knows of")
         head = runner.pod("trainer-0-0")
         head.terminate()
         await_that(runner, lambda: runner.restarts == 1, "the restart", timeout_s=60)
         assert ("trainer-0-0", 143) in runner.ended
         (reached,) = committed_steps(layout)
-        assert 4 <= reached < 40
+        assert 0 < reached < MAX_STEPS
         await_that(runner, lambda: runner.outcome is not None and not runner.num_running, "the end")
         assert (runner.outcome, runner.restarts) == ("Completed", 1), runner.output()
     assert any(event.reason == "preempted" for event in read_events(layout.events) if isinstance(event, Stop))
     report = assert_proven(check_run(layout))
-    assert (report.last_step, report.starts) == (40, {"orchestrator": 2, "trainer": 2})
+    assert (report.last_step, report.starts) == (MAX_STEPS, {"orchestrator": 2, "trainer": 2})
     assert not descendants_with("trivet", os.getpid()), "something of the run is left"
