@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
@@ -22,7 +21,6 @@ from trivet.config.layout import RunLayout
 from trivet.history.check import check_run
 from trivet.telemetry.events import read_events
 from trivet.wire.events import Stop
-from trivet.wire.status import RunStatus
 
 pytestmark = pytest.mark.skipif(not can_make_nodes(), reason="making network namespaces needs root and ip")
 
@@ -140,14 +138,6 @@ def test_a_pod_finds_names_files_and_secrets_as_the_manifest_says(tmp_path: Path
     assert (volume / "head.trivet-inference-0-0").read_text().split() == ["10.214.0.1", "trivet-trainer-0-0.trivet"]
 
 
-def has_seen_a_step(layout: RunLayout) -> bool:
-    """Return whether the launcher knows of a finished step. It hears of one up to a second late, and commits nothing before."""
-    if not layout.status.exists():
-        return False
-    status = msgspec.json.decode(layout.status.read_bytes(), type=RunStatus)
-    return any(report.step > 0 for role in status.roles if role.name == "trainer" for report in role.reports)
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_run_that_is_evicted_commits_and_goes_on_in_new_pods(tmp_path: Path, tiny_model: Path) -> None:
@@ -159,7 +149,7 @@ def test_a_run_that_is_evicted_commits_and_goes_on_in_new_pods(tmp_path: Path, t
     documents = write_manifest(tmp_path, "shutdown_timeout_s = 10\n" + text)
     secrets = {"words": {"first": "abracadabra"}}
     with run_manifest(documents, directory=tmp_path / "pods", claims={"runs": volume}, secret_values=secrets) as runner:
-        await_that(runner, lambda: has_seen_a_step(layout), "a step that the launcher knows of")
+        await_that(runner, layout.weights_step(4).exists, "step 4")
         head = runner.pod("trainer-0-0")
         head.terminate()
         await_that(runner, lambda: runner.restarts == 1, "the restart", timeout_s=60)

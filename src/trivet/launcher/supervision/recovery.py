@@ -40,6 +40,8 @@ _FINAL = frozenset({2, 3})
 """Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
 _RETRIED = NodesMissing.exit_code
 """Exit code of a role that may succeed later: it waited in vain for a lock that a file system keeps for a machine that died."""
+_REPORTS_LATE_S = 3.0
+"""A finished step is known this much later at most: its process reports once a second, and reports are read once a second."""
 _ONE_NODE = DeploymentConfig()
 
 
@@ -103,6 +105,7 @@ class Recovery:
         self._units: dict[RecoveryUnit, _UnitState] = {}
         self._interruption: _Interruption | None = None
         """What has asked the run to end."""
+        self._interrupted_at: float | None = None
         self._commit_deadline: float | None = None
 
     def phase_of(self, unit: RecoveryUnit) -> Phase:
@@ -278,7 +281,14 @@ class Recovery:
         """Have the roles commit, wait for it, and end the run."""
         number = interruption.number
         training = _by_unit(run).get(TRAINING, [])
+        if self._interrupted_at is None:
+            self._interrupted_at = run.now
         if self._commit_deadline is None:
+            is_report_due = (
+                number == signal.SIGTERM and not run.is_repeated and run.now < self._interrupted_at + _REPORTS_LATE_S
+            )
+            if is_report_due and _is_starting(run):
+                return  # a step may be finished that nobody has reported yet
             end = self._why_no_commit(run, training, number)
             if end is None:
                 self._commit_deadline = run.now + self._config.preemption_grace_s

@@ -344,16 +344,30 @@ def test_sigterm_ends_at_once_what_cannot_commit(recovery: dict[str, object], fa
     assert action.verdict.exit_code == 143
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
-def test_a_signal_while_the_servers_start_finds_no_step_to_commit(number: int) -> None:
-    history = History()
+def starting() -> History:
+    history = History(preemption_grace_s=60)
     for name in history.roles:
         history.knows(name, has_progressed=False)
-    (action,) = interrupted(history, number, at=10)
+    return history
+
+
+@pytest.mark.parametrize(("number", "late_s"), [(SIGINT, 0), (SIGTERM, 3)])
+def test_a_signal_while_the_servers_start_finds_no_step_to_commit(number: int, late_s: int) -> None:
+    history = starting()
+    if late_s:
+        assert interrupted(history, number, at=10) == []
+    (action,) = interrupted(history, number, at=10 + late_s)
     assert isinstance(action, FinishRun)
     verdict = action.verdict
     assert (verdict.outcome, verdict.exit_code) == (Outcome.INTERRUPTED, 128 + number)
     assert verdict.reason.endswith("during the start, with no step to commit")
+
+
+def test_sigterm_right_after_the_first_step_waits_for_its_report_and_has_it_committed() -> None:
+    history = starting()
+    assert interrupted(history, SIGTERM, at=10) == []
+    history.knows("trainer", has_progressed=True)
+    assert history.at(11) == [PreemptRun(reason="interrupted by SIGTERM", grace_s=60)]
 
 
 @pytest.mark.parametrize("done", ["inference", "trainer"], ids=["first step under way", "server restarted"])
