@@ -10,7 +10,8 @@ dtype over float32 master weights, the same AdamW. Samples have one length, so t
 
 Each side is a process of its own, so that its peak of memory is its own; both get the allocator settings of the launcher. The
 sides take turns. Medians over all repeats after two warm-up steps; `parts` are of a step more, shares of all threads'
-time. The last line is one JSON object; its top level is the smallest size, `sizes` has all.
+time; `probe_share` is what scoring a policy's probe adds to a step (bar: 0.03). The last line is one JSON object; its top level is
+the smallest size, `sizes` has all.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from trivet.config.compute_dtype import choose_dtype
 from trivet.config.sections.losses import DefaultLossConfig
 from trivet.config.sections.model import ComputeDtype, TrainerModelConfig
 from trivet.config.sections.optimizer import AdamWConfig
+from trivet.config.sections.shared import WeightsConfig
 from trivet.config.sections.trainer import ConstantSchedule
 from trivet.launcher.plan import rank_environment
 from trivet.machine import inspect_machine
@@ -46,6 +48,7 @@ from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.measurement.performance import model_cost, peak_memory_gib
 from trivet.trainer.model.policy_model import load_policy
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
+from trivet.trainer.probe import choose_samples, score
 from trivet.trainer.ranks.world import World, open_world
 from trivet.trainer.step import Learner, train_step
 from trivet.wire.rollouts import Sample
@@ -111,13 +114,16 @@ def make_our_learner(model_name: str, dtype: ComputeDtype, world: World, *, seq_
     )
 
 
-def make_our_step(args: argparse.Namespace, items: list[PackItem], world: World) -> tuple[Callable[[], object], dict[str, Any]]:
-    """Return the trainer's own step, and the cost of its model."""
+def make_our_step(
+    args: argparse.Namespace, items: list[PackItem], world: World
+) -> tuple[Callable[[], object], Callable[[], object], dict[str, Any]]:
+    """Return the trainer's own step, its scoring of a probe of the default size, and the cost of its model."""
     learner = make_our_learner(args.model, args.dtype, world)
     model, rows = learner.model, pack(items, seq_len=ROW_TOKENS)
     flops = model_cost(model).flops([item.sample.num_tokens for item in items])
     cost = {"model_flops": flops, "parameters": model.num_parameters, "lanes": model.lanes.count}
-    return lambda: train_step(learner, rows, step=Step(1)), cost
+    samples = choose_samples(rows, num_tokens=WeightsConfig().probe_tokens)
+    return lambda: train_step(learner, rows, step=Step(1)), lambda: score(model, samples, world, dtype=args.dtype), cost
 
 
 def make_plain_step(args: argparse.Namespace, items: list[PackItem], world: World) -> Callable[[], None]:
@@ -160,8 +166,8 @@ def measure_side(args: argparse.Namespace) -> dict[str, Any]:
         if args.side == "plain":
             step: Callable[[], object] = make_plain_step(args, items, world)
         else:
-            step, cost = make_our_step(args, items, world)
-            found |= cost
+            step, probe, cost = make_our_step(args, items, world)
+            found |= cost | {"probe_seconds": time_steps(probe, repeats=args.repeats)}
         found["seconds"] = time_steps(step, repeats=args.repeats)
         found["peak_rss_gib"] = peak_memory_gib(world.device)
         with profile(
@@ -202,6 +208,7 @@ def measure_size(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
         "peak_rss_gib": round(max(each["ours"]["peak_rss_gib"] for each in rounds), 3),
         "plain_peak_rss_gib": round(max(each["plain"]["peak_rss_gib"] for each in rounds), 3),
         "step_s": round(ours, 4),
+        "probe_share": round(statistics.median(s for each in rounds for s in each["ours"]["probe_seconds"]) / ours, 4),
         "spread_s": round(max(seconds["ours"]) - min(seconds["ours"]), 4),
         "plain_step_s": round(plain, 4),
         "plain_spread_s": round(max(seconds["plain"]) - min(seconds["plain"]), 4),

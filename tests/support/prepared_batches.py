@@ -43,7 +43,6 @@ def make_config(model_dir: Path, output_dir: Path, **changes: object) -> Trainer
         "max_steps": 6,
         "model": {"name": str(model_dir), "compute_dtype": "float32"},
         "optim": {"lr": 1e-3},
-        "max_mismatch_kl": 1e9,
     }
     return TrainerConfig.model_validate(values | changes)
 

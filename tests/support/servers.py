@@ -38,7 +38,7 @@ class ServerProcess:
 
 
 @contextmanager
-def run_server(model: Path, *, log: Path, **overrides: str) -> Iterator[ServerProcess]:
+def run_server(model: Path, *, log: Path, module: str = "trivet.inference.main", **overrides: str) -> Iterator[ServerProcess]:
     """Start a server, wait until it is ready, and end it after the block. `overrides` are flags: `max_num_seqs="4"`."""
     port = find_free_port()
     flags = {
@@ -55,7 +55,8 @@ def run_server(model: Path, *, log: Path, **overrides: str) -> Iterator[ServerPr
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trivet.inference.main", *words],
+            [sys.executable, "-m", module, *words],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

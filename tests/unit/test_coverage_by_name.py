@@ -71,7 +71,7 @@ ELSEWHERE = {
     "orchestrator/environment_node.py": "integration/test_env_nodes.py",  # a process of its own
     "orchestrator/main.py": "integration/test_rl_run.py",
     "orchestrator/pools.py": "unit/orchestrator/test_sampler.py",
-    "orchestrator/self_check.py": "unit/orchestrator/test_start.py",
+    "orchestrator/probe.py": "integration/test_probe.py",
     "orchestrator/change_event.py": "unit/orchestrator/test_dispatcher.py",
     "schedulers/preparation.py": "unit/schedulers/test_slurm.py",
     "schedulers/starts.py": "unit/schedulers/test_job.py",

@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "release_gpu_memory",
     "sleep_servers",
     "num_ranks",
+    "weights",
     "max_mismatch_kl",
     "micro_batch_tokens",
     "data.micro_batch_size",

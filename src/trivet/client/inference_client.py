@@ -31,6 +31,12 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     digest: str
     """Of the weights directory's manifest; for version 0, of the start model's weight files."""
+    probe_mismatch: float | None = None
+    """Mean difference, in nats, of the server's log-probabilities of the policy's probe; None for a policy without one."""
+    probe_limit: float | None = None
+    """The largest mean difference that rounding explains."""
+    dtype: str = ""
+    """The dtype that the server computes in, by torch's name."""
     asleep: bool = False
     """True while the server answers no completion. It answers again once it has loaded a policy, the same or another."""
 

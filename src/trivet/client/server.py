@@ -41,6 +41,8 @@ class Server:
     """Questions in a row that it did not answer in time."""
     num_attempts: int = 0
     """Tries to admit it since it was marked unhealthy, or since the start."""
+    status: PolicyStatus | None = None
+    """What it answered when it was last made to serve a policy."""
     last_error: str = "was never asked"
     probed_at: float = float("-inf")
     """When the last probe that it answered began."""
@@ -66,6 +68,7 @@ class Server:
             if not is_known_to_differ:
                 status = await self.client.served_policy()
                 if matches(status, policy) and not status.asleep:
+                    self.status = status
                     return status
             if policy.directory is None:
                 status = await self.client.reload_weights()
@@ -80,6 +83,7 @@ class Server:
                 f"{policy.version} with digest {(policy.digest or 'unknown')[:12]}: another run may use the same server, or it "
                 "serves another start model"
             )
+        self.status = status
         return status
 
     async def probe(self, policy: TargetPolicy, *, now: float, timeout_s: float, max_timeouts: int) -> str | None:

@@ -206,6 +206,12 @@ class ServerPool:
         """See `ServerHealthMonitor.is_at_fault`."""
         return await self._monitor.is_at_fault(root)
 
+    def probe_metrics(self) -> dict[str, float]:
+        """Return `probe/mismatch` of the admitted server that reproduces its policy least closely; nothing without a probe."""
+        found = [server.status.probe_mismatch for server in self._servers.admitted if server.status is not None]
+        known = [mismatch for mismatch in found if mismatch is not None]
+        return {"probe/mismatch": max(known)} if known else {}
+
     async def server_loads(self) -> list[ServerLoad]:
         """Return how busy the admitted servers are. Those that do not say are left out."""
         answers = await asyncio.gather(*(_ask_load(server) for server in self._servers.admitted))

@@ -132,7 +132,16 @@ class ServerSet:
 
     def record_load(self, server: Server, policy: TargetPolicy) -> None:
         """Write the event that `server` serves `policy`."""
-        self._write_event(Load(version=policy.version, digest=policy.digest or "", server=server.root))
+        assert server.status is not None, "a load is recorded after the server's answer"
+        self._write_event(
+            Load(
+                version=policy.version,
+                digest=policy.digest or "",
+                server=server.root,
+                probe_mismatch=server.status.probe_mismatch,
+                probe_limit=server.status.probe_limit,
+            )
+        )
 
     async def wait_for_admitted(self) -> None:
         """Wait until a server is admitted. `ServerHealthMonitor.require_servers` bounds the wait."""

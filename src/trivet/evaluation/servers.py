@@ -180,6 +180,9 @@ class TrivetServers:
             await self._pool.ensure_policy(policy)
             self._served = policy
         assert self._served is not None
+        mismatch = self._pool.probe_metrics().get("probe/mismatch")
+        compared = "has no probe to reproduce" if mismatch is None else f"is reproduced: probe mismatch {mismatch:.3g} nats"
+        logger.info("policy %s %s", policy.version, compared)
         return self._served.digest or ""
 
     async def run(self) -> None:

@@ -49,6 +49,8 @@ class CheckReport:
     voided_groups: int
     voided_steps: int
     num_loads: int
+    probe_mismatches: list[float]
+    """Mean difference of log-probabilities, in nats, of each load that had a probe to reproduce."""
     commits: list[int]
     """Committed steps that count, in the history."""
     num_signatures: int
@@ -109,6 +111,7 @@ def _report(replay: Replay, *, num_signatures: int) -> CheckReport:
         voided_groups=replay.groups.voided,
         voided_steps=replay.steps.voided,
         num_loads=replay.policies.num_loads,
+        probe_mismatches=replay.policies.probe_mismatches,
         commits=sorted(replay.steps.commits),
         num_signatures=num_signatures,
         remarks=replay.ledger.remarks,

@@ -38,7 +38,9 @@ def _lines(report: CheckReport, events: Path) -> Iterator[str]:
         f"{report.voided_steps:,} steps, {report.voided_groups:,} groups"
     )
     commits = f", the newest of step {report.commits[-1]}" if report.commits else ""
-    yield f"policies: {report.num_loads:,} loads; checkpoints: {len(report.commits):,} commits{commits}"
+    found = report.probe_mismatches
+    probes = f", {len(found):,} probes reproduced to at most {max(found):.2g} nats" if found else ""
+    yield f"policies: {report.num_loads:,} loads{probes}; checkpoints: {len(report.commits):,} commits{commits}"
     if report.num_signatures:
         yield f"signatures: {report.num_signatures:,} lines verified"
     for remark in report.remarks:

@@ -5,7 +5,7 @@ loaded.
 """
 
 from trivet.history.breaches import Invariant, Ledger
-from trivet.wire.events import Dispatch, Evaluate, Load, Publish, Retire, ServerDown, ServerUp
+from trivet.wire.events import Dispatch, Evaluate, Load, ProbeCompared, Publish, Retire, ServerDown, ServerUp
 from trivet.wire.versions import START_VERSION, PolicyVersion, Step
 
 _VERSIONS, _READERS = Invariant.VERSIONS_TELL_THE_TRUTH, Invariant.READERS_ARE_SAFE
@@ -39,6 +39,10 @@ class PolicyHistory:
         self._up: set[str] = set()
         self._newest = START_VERSION
         self.num_loads = 0
+        self.probe_mismatches: list[float] = []
+        """Of every load and comparison at the start that had a probe, in nats."""
+        self._probed: set[int] = set()
+        """Versions that were published with a probe."""
 
     @property
     def newest_published(self) -> PolicyVersion:
@@ -76,6 +80,8 @@ class PolicyHistory:
             f"policy {event.version} is published twice",
         )
         self._has_published = True
+        if event.num_probe_tokens:
+            self._probed.add(event.version)
         self.published[event.version] = event.digest
         self.retired.pop(event.version, None)
         self._newest = max(self._newest, event.version)
@@ -93,10 +99,26 @@ class PolicyHistory:
                 expected = self._adopted.setdefault(event.version, event.digest)
             if self._ledger.require(expected is not None, _VERSIONS, f"{name}, which nobody published"):
                 self._check_digest(name, event.digest, expected)
+        if event.version in self._probed:
+            self._check_probe(name, event.probe_mismatch, event.probe_limit)
         before = self._highest.get(event.server, START_VERSION)
         self._ledger.require(event.version >= before, _VERSIONS, f"{name} after policy {before}: versions only grow")
         self._highest[event.server] = event.version
         self._held[event.server] = (event.version, event.digest)
+
+    def compare_probe(self, event: ProbeCompared) -> None:
+        """Check that the servers computed what the trainer did for the policy that the run starts from."""
+        self._check_probe(f"the start policy {event.version} on {event.num_servers} servers", event.mismatch, event.limit)
+
+    def _check_probe(self, name: str, mismatch: float | None, limit: float | None) -> None:
+        held = mismatch is not None and limit is not None and mismatch <= limit
+        self._ledger.require(
+            held,
+            _VERSIONS,
+            f"{name} and is {mismatch} nats from the trainer's log-probabilities of its probe; allowed are {limit}",
+        )
+        if mismatch is not None:
+            self.probe_mismatches.append(mismatch)
 
     def server_down(self, event: ServerDown) -> None:
         """Forget what the server held."""

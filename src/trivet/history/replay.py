@@ -20,6 +20,7 @@ from trivet.wire.events import (
     Filter,
     Finish,
     Load,
+    ProbeCompared,
     Publish,
     Retire,
     RolloutsWritten,
@@ -159,6 +160,8 @@ class Replay:
                 if event.role == SFT:
                     self.steps.reach(event.version)
                 self.policies.publish(event, last_step=self.steps.last_step)
+            case ProbeCompared():
+                self.policies.compare_probe(event)
             case Retire():
                 self.policies.retire(event)
             case Commit():

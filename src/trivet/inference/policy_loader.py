@@ -5,7 +5,8 @@ The chain of one policy from the orchestrator onto this server, and where each l
     client.server_pool → client.inference_client → POST /update_weights (`routes`)
     → `PolicyLoader.load`: verify the files, `VersionedEngine.pause` (no token is sampled from here on)
     → `VersionedEngine.load` or `.load_adapter` → collective_rpc → `PolicyWorkerExtension.load_policy` in every vLLM worker
-    → `PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches` → `.resume` → answer
+    → `PolicyLedger.switch` (later tokens carry the new version) → `VersionedEngine.drop_caches`
+    → `VersionedEngine.score`: the engine reproduces the policy's probe (`weights.probe`) → `.resume` → answer
 
 With `inference.sleep_while_training` the engine sleeps before the load. Its weights take GPU memory again ahead of the load, its KV
 cache takes it after the load. While the trainer has not freed that memory, the load waits.
@@ -20,6 +21,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
+from trivet.algorithms.probe import ProbeResult, compare, convert_dtype
 from trivet.errors import InferenceError, WeightsError
 from trivet.faults import reach
 from trivet.inference.policy_ledger import PolicyLedger
@@ -75,8 +77,24 @@ class Engine(Protocol):
         """Drop keys and values of the weights before that later requests would reuse."""
         ...
 
+    @property
+    def dtype(self) -> str:
+        """The dtype that the model computes in, by torch's name."""
+        ...
+
+    async def score(self, samples: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Compute the log-probability of each token but the first, on every engine of the server, by sample.
+
+        The engine goes on with its requests meanwhile, and answers none of them before `resume`.
+        """
+        ...
+
+    async def discard(self) -> None:
+        """Undo `score`, if it was called since the pause: pause again, and fail the requests."""
+        ...
+
     async def resume(self) -> None:
-        """Sample again."""
+        """Sample again, and answer."""
         ...
 
     async def suspend(self) -> None:
@@ -133,6 +151,8 @@ class PolicyLoader:
         """Where the weights below the adapter came from; None after a failed load."""
         self._start: Manifest | None = None
         self._policy: Manifest | None = None
+        self.probe_result: ProbeResult | None = None
+        """How closely the engine reproduces the served policy's probe; None for a policy without one."""
         self._parts_asleep: set[EnginePart] = set()
         """The parts of the engine that have no GPU memory."""
 
@@ -148,12 +168,17 @@ class PolicyLoader:
         assert self._policy is not None
         return self._policy
 
+    @property
+    def dtype(self) -> str:
+        """The dtype that the engine computes in, by torch's name."""
+        return self._engine.dtype
+
     async def load(self, directory: Path) -> Manifest:
         """Serve the policy in `directory`; return its manifest.
 
         Raises:
             WeightsError: `directory` is elsewhere, much larger than the start model or not whole, or an adapter that cannot be
-                served here; the policy before is served all the time.
+                served here: the policy before is served all the time; or the engine does not reproduce its probe.
             InferenceError: the engine could not load it; the policy before is served again.
         """
         assert self._start is not None
@@ -243,7 +268,10 @@ class PolicyLoader:
             logger.error("load failed directory=%s version=%s: %s", directory, manifest.version, exc)
             await self._restore(*before, failed=directory, cause=exc)
         await self._engine.resume()
-        logger.info("policy loaded version=%s seconds=%.2f", manifest.version, self._clock() - started)
+        mismatch = f"{self.probe_result.mismatch:.3g}" if self.probe_result is not None else "not compared"
+        logger.info(
+            "policy loaded version=%s seconds=%.2f probe_mismatch=%s", manifest.version, self._clock() - started, mismatch
+        )
 
     async def _pause(self) -> None:
         try:
@@ -263,7 +291,21 @@ class PolicyLoader:
             if "kv_cache" in self._parts_asleep:
                 await self._wake("kv_cache")
                 process_report.begin("serving")
-        self._directory, self._policy = directory, manifest
+            result = await self._compare_probe(manifest)
+        self._directory, self._policy, self.probe_result = directory, manifest, result
+
+    async def _compare_probe(self, manifest: Manifest) -> ProbeResult | None:
+        """Have every engine reproduce the policy's probe; return the result that is furthest from it.
+
+        Raises:
+            WeightsError: one of them does not.
+        """
+        if manifest.probe is None:
+            return None
+        where, dtype = f"policy {manifest.version} as this server computes it", convert_dtype(self._engine.dtype)
+        scores = await self._engine.score(manifest.probe.token_ids)
+        results = [compare(manifest.probe, found, dtype=dtype, where=where) for found in scores]
+        return max(results, key=lambda result: result.mismatch)
 
     async def _wake(self, part: EnginePart) -> None:
         if part not in self._parts_asleep:
@@ -304,10 +346,13 @@ class PolicyLoader:
 
     async def _restore(self, directory: Path, manifest: Manifest, *, failed: Path, cause: Exception) -> NoReturn:
         reason = f"{failed} could not be loaded ({type(cause).__name__}: {cause})"
+        kind = WeightsError if isinstance(cause, WeightsError) else InferenceError
         try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._engine.discard()
             await self._replace(directory, manifest)
         except Exception as exc:  # noqa: BLE001  the weights are unknown now: only a new process can serve
             self._on_broken()
             raise InferenceError(f"{reason}, nor could {directory} again ({exc}): the server ends") from cause
         await self._engine.resume()
-        raise InferenceError(f"{reason}; policy {manifest.version} is served again") from cause
+        raise kind(f"{reason}; policy {manifest.version} is served again") from cause

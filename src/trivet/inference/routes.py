@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, TypedDict
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
@@ -76,6 +76,9 @@ class PolicyLoadedBody(BaseModel):
     status: str = "ok"
     version: int
     digest: str
+    probe_mismatch: float | None
+    """Mean difference, in nats, of the engine's log-probabilities of the policy's probe; null for a policy without one."""
+    probe_limit: float | None
 
 
 class ServedPolicyBody(BaseModel):
@@ -84,6 +87,10 @@ class ServedPolicyBody(BaseModel):
     model: str
     version: int
     digest: str
+    probe_mismatch: float | None
+    probe_limit: float | None
+    dtype: str
+    """The dtype that the engine computes in, by torch's name."""
     asleep: bool
     """True while the server answers no request. Its next load ends that."""
 
@@ -137,11 +144,11 @@ def make_router(
 def _add_policy_routes(router: APIRouter, loader: PolicyLoader, *, model_name: str, can_sleep: bool) -> None:
     @router.post("/update_weights", response_model=PolicyLoadedBody)
     async def update_weights(body: UpdateWeights) -> PolicyLoadedBody | Response:
-        return await _answer(loader.load(body.weight_dir))
+        return await _answer(loader, loader.load(body.weight_dir))
 
     @router.post("/reload_weights", response_model=PolicyLoadedBody)
     async def reload_weights() -> PolicyLoadedBody | Response:
-        return await _answer(loader.load_start())
+        return await _answer(loader, loader.load_start())
 
     @router.post("/sleep", response_model=AsleepBody)
     async def sleep() -> AsleepBody | Response:
@@ -156,7 +163,14 @@ def _add_policy_routes(router: APIRouter, loader: PolicyLoader, *, model_name: s
     @router.get("/policy")
     async def policy() -> ServedPolicyBody:
         served = loader.policy
-        return ServedPolicyBody(model=model_name, version=served.version, digest=served.digest, asleep=loader.is_asleep)
+        return ServedPolicyBody(
+            model=model_name,
+            version=served.version,
+            digest=served.digest,
+            dtype=loader.dtype,
+            asleep=loader.is_asleep,
+            **_probe_fields(loader),
+        )
 
 
 def add_routes(app: FastAPI, router: APIRouter) -> None:
@@ -178,7 +192,7 @@ async def _check_health(engine: PingableEngine, *, timeout_s: float) -> Response
     return Response(status_code=200)
 
 
-async def _answer(loading: Awaitable[Manifest]) -> PolicyLoadedBody | Response:
+async def _answer(loader: PolicyLoader, loading: Awaitable[Manifest]) -> PolicyLoadedBody | Response:
     # vLLM's exception handlers remove paths from messages, and the caller needs the path.
     try:
         manifest = await loading
@@ -186,7 +200,17 @@ async def _answer(loading: Awaitable[Manifest]) -> PolicyLoadedBody | Response:
         return _refusal(409, str(exc))
     except InferenceError as exc:
         return _refusal(500, str(exc))
-    return PolicyLoadedBody(version=manifest.version, digest=manifest.digest)
+    return PolicyLoadedBody(version=manifest.version, digest=manifest.digest, **_probe_fields(loader))
+
+
+class _ProbeFields(TypedDict):
+    probe_mismatch: float | None
+    probe_limit: float | None
+
+
+def _probe_fields(loader: PolicyLoader) -> _ProbeFields:
+    result = loader.probe_result
+    return {"probe_mismatch": result.mismatch if result else None, "probe_limit": result.limit if result else None}
 
 
 def _refusal(status_code: int, reason: str) -> JSONResponse:

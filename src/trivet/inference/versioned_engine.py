@@ -10,7 +10,8 @@ Every answer has three properties:
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from trivet.errors import InferenceError
 from trivet.inference.engine_process import await_children
 from trivet.inference.engine_routes import EngineRoutes
 from trivet.inference.policy_adapter import POLICY_ADAPTER_ID, policy_adapter
@@ -32,9 +34,14 @@ from trivet.inference.vllm_names import (
     OutputProcessorOutput,
     RequestOutput,
     RequestOutputCollector,
+    RequestOutputKind,
+    SamplingParams,
+    TokensPrompt,
 )
 
 _SALT_END = "/"
+_PROBE = "probe-"
+"""How the ids of the engine's own requests begin."""
 
 _answering: ContextVar[list[TokenVersions] | None] = ContextVar("answering", default=None)
 
@@ -81,6 +88,10 @@ class VersionedEngine(AsyncLLM):
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._num_adapter_loads = 0
+        self._held: list[tuple[list[EngineCoreOutput], float, tuple[Any, ...], dict[str, Any]]] | None = None
+        """Outputs of weights that are not confirmed yet, in order; None: outputs are passed on."""
+        self._has_scored = False
+        """`score` let the engine go on since it was paused."""
         super().__init__(*args, **kwargs)
         self._routes = EngineRoutes.install(self.engine_core)
         # The only place that every completion passes, those of a request with several too.
@@ -124,6 +135,10 @@ class VersionedEngine(AsyncLLM):
         **kwargs: Any,
     ) -> OutputProcessorOutput:
         assert engine_core_timestamp is not None
+        if self._held is not None:
+            others = [output for output in engine_core_outputs if not output.request_id.startswith(_PROBE)]
+            self._held.append((others, engine_core_timestamp, args, kwargs))
+            engine_core_outputs = [output for output in engine_core_outputs if output.request_id.startswith(_PROBE)]
         version = self.ledger.version_at(engine_core_timestamp)
         found = [(output, self._find_attempt(output)) for output in engine_core_outputs]
         current = [(output, attempt) for output, attempt in found if attempt is None or attempt.since <= engine_core_timestamp]
@@ -145,6 +160,7 @@ class VersionedEngine(AsyncLLM):
         """Keep new requests waiting and stop sampling; the KV cache stays."""
         self._is_open.clear()
         await self.pause_generation(mode="keep", clear_cache=False)
+        self._has_scored = False
 
     async def load(self, directory: Path) -> None:
         """Replace the weights of every worker by those in `directory`."""
@@ -168,13 +184,60 @@ class VersionedEngine(AsyncLLM):
         return is_added
 
     async def drop_caches(self) -> None:
-        """Drop the prefix cache, and restart requests that have no token yet."""
+        """Drop the prefix cache, and restart requests that have no token yet. Until `resume` no answer leaves the engine."""
+        self._held = self._held or []
         await self.reset_prefix_cache()
         await self._restart_requests_without_tokens()
 
-    async def resume(self) -> None:
-        """Sample again and admit the requests that wait."""
+    @property
+    def dtype(self) -> str:
+        """The dtype that the model computes in, by torch's name."""
+        return str(self.vllm_config.model_config.dtype).removeprefix("torch.")
+
+    async def score(self, samples: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Compute the log-probability of each token but the first, on every engine of the server, by sample.
+
+        Requests that were paused go on meanwhile: `resume` passes on what they get, `discard` fails them.
+        """
+        self._has_scored = True
         await self.resume_generation()
+        num_engines = self.vllm_config.parallel_config.data_parallel_size
+        ranks = range(num_engines) if num_engines > 1 else [None]
+        return [list(await asyncio.gather(*(self._score_one(ids, rank=rank) for ids in samples))) for rank in ranks]
+
+    async def _score_one(self, token_ids: Sequence[int], *, rank: int | None) -> list[float]:
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        scored: list[float] = []
+        async for output in super().generate(
+            TokensPrompt(prompt_token_ids=list(token_ids)),
+            params,
+            f"{_PROBE}{uuid.uuid4().hex}",
+            lora_request=policy_adapter() if self.serves_adapters else None,
+            data_parallel_rank=rank,
+        ):
+            entries = (output.prompt_logprobs or [])[1:]
+            scored = [entry[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True) if entry is not None]
+        return scored
+
+    async def discard(self) -> None:
+        """Undo `score`: pause again, and fail the requests that may have got tokens of weights that are not served."""
+        if not self._has_scored:
+            return
+        await self.pause()
+        self._held = []
+        self.output_processor.propagate_error(
+            InferenceError("the weights that sampled this answer were refused; send it again")
+        )
+
+    async def resume(self) -> None:
+        """Sample again, pass on what was held, and admit the requests that wait."""
+        await self.resume_generation()
+        held, self._held = self._held or [], None
+        processed = [self._process_then_count(outputs, at, *args, **kwargs) for outputs, at, args, kwargs in held]
+        if stopped := [request_id for each in processed for request_id in each.reqs_to_abort]:
+            await self.engine_core.abort_requests_async(stopped)
         self._is_open.set()
 
     async def suspend(self) -> None:

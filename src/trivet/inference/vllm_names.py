@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from vllm.renderers import ChatParams as ChatParams
     from vllm.renderers import merge_kwargs as merge_kwargs
     from vllm.renderers.online_renderer import OnlineRenderer as OnlineRenderer
+    from vllm.sampling_params import RequestOutputKind as RequestOutputKind
+    from vllm.sampling_params import SamplingParams as SamplingParams
     from vllm.usage.usage_lib import UsageContext as UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
     from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
@@ -79,6 +81,8 @@ MODULE_OF = {
     "ChatParams": "vllm.renderers",
     "merge_kwargs": "vllm.renderers",
     "OnlineRenderer": "vllm.renderers.online_renderer",
+    "RequestOutputKind": "vllm.sampling_params",
+    "SamplingParams": "vllm.sampling_params",
     "UsageContext": "vllm.usage.usage_lib",
     "FlexibleArgumentParser": "vllm.utils.argparse_utils",
     "EngineCoreOutput": "vllm.v1.engine",

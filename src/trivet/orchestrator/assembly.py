@@ -214,6 +214,7 @@ def _make_evals(context: RunContext, watcher: PolicyWatcher) -> OnlineEval | Non
 def _gauges(context: RunContext, load_watcher: LoadWatcher, lag: LoopLag) -> Mapping[str, float]:
     return {
         **load_watcher.metrics(),
+        **context.servers.probe_metrics(),
         **context.environments.metrics(),
         **(context.teacher.take_metrics() if context.teacher is not None else {}),
         **_lag_gauges(lag),

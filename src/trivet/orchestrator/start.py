@@ -21,14 +21,15 @@ from trivet.orchestrator.connections import inference_client, open_sender, open_
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import discard_evals_after
 from trivet.orchestrator.policy import PolicyWatcher
+from trivet.orchestrator.probe import NUM_PROMPTS, make_probe
 from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import ExampleSampler, SamplerState
-from trivet.orchestrator.self_check import make_self_check
 from trivet.orchestrator.teacher import Teacher
 from trivet.telemetry import process_report
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.transport.recorded_groups import read_groups, recorded_files
 from trivet.weights.catalog import latest_version
+from trivet.weights.manifest import read_manifest
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.events import Start, Stop
 from trivet.wire.groups import Split
@@ -87,7 +88,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
 async def _begin_sampling(
     opened: AsyncExitStack, config: OrchestratorConfig, part: OrchestratorPart, pool: EnvironmentPool, telemetry: Telemetry
 ) -> Loop:
-    """Return the loop of a run that samples, once the servers serve its first policy and the trainer has the self-check."""
+    """Return the loop of a run that samples, once the servers serve its first policy and the trainer has the probe."""
     process_report.begin_waiting("servers that answer", on="inference")
     servers = await opened.enter_async_context(open_servers(config, telemetry))
     teacher = await opened.enter_async_context(open_teacher(config))
@@ -108,22 +109,20 @@ async def _begin_sampling(
     await _ensure_first_policy(loop, config)
     if teacher is not None:
         await _check_teacher(teacher, loop, config, pool, servers)
-    process_report.begin_waiting("the self-check to be received", on="trainer")
-    await _send_self_check(loop, config, pool, servers)
+    process_report.begin_waiting("the probe to be compared", on="trainer")
+    await _send_probe(loop, config, pool, servers)
     return loop
 
 
 async def _begin_replay(
     opened: AsyncExitStack, config: OrchestratorConfig, part: OrchestratorPart, telemetry: Telemetry
 ) -> Loop:
-    """Return the loop of a replay, once the trainer has received a self-check, which is empty without a server."""
+    """Return the loop of a replay, once the trainer has received a probe, which is empty without a server."""
     sender = await opened.enter_async_context(open_sender(config))
     loop = make_replay_loop(part, config=config, layout=RunLayout(config.output_dir), sender=sender, telemetry=telemetry)
     _report_numbers(loop)
-    process_report.begin_waiting("the self-check to be received", on="trainer")
-    await sender.send(
-        Batch(step=part.progress.step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
-    )
+    process_report.begin_waiting("the probe to be received", on="trainer")
+    await sender.send(_empty_probe(Step(part.progress.step)))
     return loop
 
 
@@ -203,28 +202,42 @@ async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
         await loop.watcher.start_from_base(reload=config.reload_weights_on_start or loop.progress.step > 0)
 
 
-async def _send_self_check(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool) -> None:
-    """Send the self-check, even an empty one.
+async def _send_probe(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool) -> None:
+    """Send the probe of a new run; an empty one where the run has one already, or none can be made.
 
     Its acknowledgement says that the trainer has cleared away what an earlier attempt left.
     """
     assert isinstance(loop.sampler, ExampleSampler)
-    is_comparable = loop.watcher.version == loop.progress.step
-    if not is_comparable:
-        logger.info("self-check left out: the servers serve policy %s as they did before", loop.watcher.version)
-    draws = loop.sampler.preview(config.self_check_rollouts if is_comparable else 0)
-    clients = [inference_client(config.client, root, timeout_s=config.client.timeout) for root in servers.roots]
-    try:
-        batch = await make_self_check(
-            [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws],
-            clients=clients,
-            model_name=config.model.name,
-            sampling=config.sampling,
-            temperature=config.sampling.temperature_at(1, max_steps=config.max_steps),
-            seq_len=config.seq_len,
-            step=Step(loop.progress.step),
-        )
-    finally:
-        for asked in clients:
-            await asked.aclose()
-    await loop.sender.send(batch)
+    step = Step(loop.progress.step)
+    batch = _empty_probe(step)
+    if config.weights.probe_tokens and loop.watcher.version == step and not _has_probe(loop.layout, step):
+        draws = loop.sampler.preview(NUM_PROMPTS)
+        clients = [inference_client(config.client, root, timeout_s=config.client.timeout) for root in servers.roots]
+        try:
+            batch = await make_probe(
+                [await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id) for draw in draws],
+                clients=clients,
+                model_name=config.model.name,
+                sampling=config.sampling,
+                temperature=config.sampling.temperature_at(1, max_steps=config.max_steps),
+                num_tokens=config.weights.probe_tokens,
+                step=step,
+            )
+        finally:
+            for asked in clients:
+                await asked.aclose()
+    if batch.micro_batches and loop.before_send is not None:  # the trainer needs the GPU's memory to compute
+        await loop.before_send()
+        await loop.sender.send(batch)
+        await _ensure_first_policy(loop, config)
+    else:
+        await loop.sender.send(batch)
+
+
+def _has_probe(layout: RunLayout, step: Step) -> bool:
+    """Return whether the policy that a run goes on from carries the run's probe."""
+    return step > 0 and read_manifest(layout.weights_step(step)).probe is not None
+
+
+def _empty_probe(step: Step) -> Batch:
+    return Batch(step=step, purpose=BatchPurpose.PROBE, micro_batches=[], group_ids=[], num_rollouts=0)

@@ -19,6 +19,7 @@ unblocked by: the orchestrator, which sends batch n once it has enough groups, a
 import logging
 from collections.abc import Callable, Sequence
 
+from trivet.algorithms.probe import convert_dtype
 from trivet.checkpoints.parts import PARTS, TRAINER
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import BatchError, WeightsError
@@ -29,16 +30,16 @@ from trivet.trainer.failures import naming_last_weights
 from trivet.trainer.losses.select import make_policy_loss
 from trivet.trainer.model.reference import open_reference
 from trivet.trainer.open_session import open_session
+from trivet.trainer.probe import require_agreement, require_restored, samples_of
 from trivet.trainer.ranks.world import World, broadcast_bytes
-from trivet.trainer.self_check import measure_mismatch, require_agreement
 from trivet.trainer.session import Session
 from trivet.trainer.step import train_step
 from trivet.transport.port import BatchReceiver
-from trivet.weights.manifest import verify
+from trivet.weights.manifest import read_manifest, verify
 from trivet.wire.batches import Batch, BatchPurpose
 from trivet.wire.codec import decode, encode
-from trivet.wire.events import Train
-from trivet.wire.versions import Step
+from trivet.wire.events import ProbeCompared, Train
+from trivet.wire.versions import PolicyVersion, Step
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +65,12 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
             world=world,
         )
         session.publisher.release_on_every_rank()  # a server that kept running may need memory that loading took here
-        if session.from_step and not _is_published_whole(session, world):
-            session.publish(session.from_step)
-            session.await_policy()
-            session.reporter.times.clear()  # they belong to no step
+        if session.from_step:
+            _continue_published(session, world)
         receiver = make_receiver(session.from_step) if world.is_main else None
         try:
-            _check_agreement(session, config, receiver)
+            _receive_probe(session, config, receiver)
+            session.reporter.times.clear()  # they belong to no step
             step = Step(session.from_step + 1)
             while config.max_steps is None or step <= config.max_steps:
                 if not _take_step(session, config, receiver, step):
@@ -79,6 +79,18 @@ def run(config: TrainerConfig, world: World, *, make_receiver: Callable[[Step], 
         finally:
             if receiver is not None:
                 receiver.close()
+
+
+def _continue_published(session: Session, world: World) -> None:
+    """Go on with the policy of the step resumed from: compare the restored model with it, or publish it again. Collective."""
+    if not _is_published_whole(session, world):
+        session.publish(session.from_step)
+        session.await_policy()
+        return
+    published = read_manifest(session.layout.weights_step(session.from_step)).probe
+    session.probe_samples = published.token_ids if published is not None else []
+    if (probe := session.score_probe()) is not None:
+        require_restored(probe, published)
 
 
 def _is_published_whole(session: Session, world: World) -> bool:
@@ -141,19 +153,29 @@ def check_batch(batch: Batch, *, seq_len: int, vocab_size: int, needs_teacher: b
             )
 
 
-def _check_agreement(session: Session, config: TrainerConfig, receiver: BatchReceiver | None) -> None:
-    """Receive the self-check batch, which may be empty, and compare log-probabilities with the server's."""
-    process_report.begin_waiting("the self-check", on="orchestrator")
+def _receive_probe(session: Session, config: TrainerConfig, receiver: BatchReceiver | None) -> None:
+    """Receive the probe, which may be empty, and compare the start policy with what each server computed. Collective."""
+    process_report.begin_waiting("the probe", on="orchestrator")
     batch = receive(session.world, receiver, session.from_step)
-    process_report.begin("comparing itself with the inference server")
-    assert batch.purpose is BatchPurpose.SELF_CHECK, f"batch {batch.step} comes before the first to train"
+    process_report.begin("comparing the start policy with the inference servers")
+    assert batch.purpose is BatchPurpose.PROBE, f"batch {batch.step} comes before the first to train"
     _check(session, config, batch)
-    mismatch = measure_mismatch(session.learner.model, batch.micro_batches, session.world)
-    if mismatch is None:
-        logger.warning("self-check skipped: it came without completions")
+    if not batch.micro_batches:
         return
-    logger.info("self-check mismatch_kl=%.3g tokens=%s limit=%s", mismatch, batch.num_loss_tokens, config.max_mismatch_kl)
-    require_agreement(mismatch, limit=config.max_mismatch_kl)
+    session.probe_samples = samples_of(batch.micro_batches[0])
+    if (probe := session.score_probe()) is not None:
+        dtype = convert_dtype(batch.served_dtype or probe.dtype)
+        result = require_agreement(probe, batch.micro_batches, dtype=dtype)
+        logger.info("probe mismatch=%.3g limit=%g tokens=%s", result.mismatch, result.limit, probe.num_scored)
+        if session.telemetry is not None:
+            session.telemetry.write_event(
+                ProbeCompared(
+                    version=PolicyVersion(session.from_step),
+                    mismatch=result.mismatch,
+                    limit=result.limit,
+                    num_servers=len(batch.micro_batches),
+                )
+            )
 
 
 def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver | None, step: Step) -> bool:
@@ -181,6 +203,7 @@ def _take_step(session: Session, config: TrainerConfig, receiver: BatchReceiver 
         session.await_policy()  # the history lists the events of one step before those of the next
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=batch.group_ids))
+        session.choose_probe(batch.micro_batches)
         session.publish(step)
         _update_reference(session, config, step)
         if parts := _parts_due(config, batch):

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from trivet.algorithms.probe import convert_dtype
 from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
 from trivet.checkpoints.parts import TRAINER
 from trivet.checkpoints.resume import choose_start
@@ -113,6 +114,8 @@ def open_session(
         telemetry=telemetry,
         publisher=publisher,
         saver=saver,
+        num_probe_tokens=config.weights.probe_tokens,
+        probe_dtype=convert_dtype(config.model.compute_dtype),
         retention=_make_retention(config, layout, from_step, keep_recent=keep_recent, reference_interval=reference_interval),
         reporter=StepReporter(
             world=world,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trivet.algorithms.probe import Probe
 from trivet.config.layout import RunLayout
 from trivet.storage.disk import explaining_full_disk, require_free_space
 from trivet.telemetry.telemetry import Telemetry
@@ -44,8 +45,11 @@ class PolicyPublisher:
     release_memory: Callable[[], None] | None = None
     """Returns to the driver the GPU memory of this rank that nothing needs until the next step. None: the rank keeps it."""
 
-    def publish(self, step: Step) -> None:
+    def publish(self, step: Step, *, probe: Probe | None) -> None:
         """Copy the weights and begin to publish them as the policy of `step`. Collective.
+
+        Args:
+            probe: what servers must reproduce with these weights.
 
         Raises:
             DiskFull: the disk is too full for them, or was for the policy before.
@@ -55,7 +59,7 @@ class PolicyPublisher:
         self.release_on_every_rank()
         if self.world.is_main:
             require_free_space(self.layout.weights, self.num_bytes, what=f"policy {step}")
-            self.work.start(lambda: self._write(step, weights))
+            self.work.start(lambda: self._write(step, weights, probe))
 
     def release_on_every_rank(self) -> None:
         """Release unneeded GPU memory on every rank, if `release_memory` is set. Collective.
@@ -77,7 +81,7 @@ class PolicyPublisher:
         finally:
             barrier(self.world)
 
-    def _write(self, step: Step, weights: dict[str, torch.Tensor]) -> None:
+    def _write(self, step: Step, weights: dict[str, torch.Tensor], probe: Probe | None) -> None:
         with explaining_full_disk(self.layout.weights, what=f"policy {step}", num_bytes=self.num_bytes):
             manifest = publish(
                 self.layout,
@@ -85,9 +89,11 @@ class PolicyPublisher:
                 version=PolicyVersion(step),
                 run_id=self.run_id,
                 write=lambda directory: self.exporter.write(directory, weights),
+                probe=probe,
             )
         logger.info("policy published version=%s digest=%s", step, manifest.digest[:12])
 
     def _announce(self, manifest: Manifest) -> None:
         assert self.telemetry is not None
-        self.telemetry.write_event(Publish(version=manifest.version, digest=manifest.digest))
+        num_tokens = manifest.probe.num_scored if manifest.probe is not None else 0
+        self.telemetry.write_event(Publish(version=manifest.version, digest=manifest.digest, num_probe_tokens=num_tokens))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
+from trivet.algorithms.probe import Probe, ProbeDtype
 from trivet.config.layout import RunLayout
 from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
@@ -18,6 +19,7 @@ from trivet.trainer.checkpoint.saver import CheckpointSaver
 from trivet.trainer.checkpoint.state import TrainerProgress
 from trivet.trainer.policy_publisher import PolicyPublisher
 from trivet.trainer.policy_retention import PolicyRetention
+from trivet.trainer.probe import choose_samples, score
 from trivet.trainer.ranks.world import World, barrier
 from trivet.trainer.step import Learner, StepResult
 from trivet.trainer.step_reporter import StepReporter
@@ -48,6 +50,12 @@ class Session:
     saver: CheckpointSaver
     retention: PolicyRetention
     reporter: StepReporter
+    num_probe_tokens: int
+    """Size of the probe; 0: policies carry none."""
+    probe_dtype: ProbeDtype
+    """The dtype that the model computes in."""
+    probe_samples: list[list[int]] = field(default_factory=list)
+    """Token ids of the run's probe; empty until it is chosen."""
     heap: Heap = field(default_factory=Heap)
     ending: str = "done"
     """The reason in the Stop event when no error ended the session."""
@@ -56,16 +64,29 @@ class Session:
         """Add the seconds of the block to the step's `time/<name>`."""
         return self.reporter.timed(name)
 
+    def choose_probe(self, rows: Sequence[MicroBatch]) -> None:
+        """Take the tokens of the run's probe from the rows of a batch, unless it has one."""
+        if self.num_probe_tokens and not self.probe_samples:
+            self.probe_samples = choose_samples(rows, num_tokens=self.num_probe_tokens)
+
+    def score_probe(self) -> Probe | None:
+        """Return the probe of the model as it is now; None without tokens. Collective."""
+        if not self.num_probe_tokens or not self.probe_samples:
+            return None
+        with self.timed("probe"):
+            return score(self.learner.model, self.probe_samples, self.world, dtype=self.probe_dtype)
+
     def publish(self, step: Step) -> None:
-        """Publish the weights as the policy of `step`. Collective.
+        """Publish the weights as the policy of `step`, with the probe that servers must reproduce. Collective.
 
         Returns once they are copied, unless ckpt.async_write is off; the files are written while the next step runs.
 
         Raises:
             DiskFull: the disk is too full for them, or was for the policy before.
         """
+        probe = self.score_probe()
         with self.timed("broadcast_weights"):
-            self.publisher.publish(step)
+            self.publisher.publish(step, probe=probe)
 
     def await_policy(self) -> None:
         """Wait until the policy that is being published can be read; raise the error of its publication. Collective."""

@@ -98,13 +98,13 @@ class RecordingReceiver:
 
 
 class ReplayReceiver:
-    """A BatchReceiver over the batches that the run in `root` recorded, after an empty self-check."""
+    """A BatchReceiver over the batches that the run in `root` recorded, after an empty probe."""
 
     def __init__(self, root: Path, *, from_step: Step) -> None:
         """Read nothing yet.
 
         Args:
-            from_step: the last step done; its batch is asked for first, and is the self-check's.
+            from_step: the last step done; its batch is asked for first, and is the probe's.
         """
         self._layout = RunLayout(root)
         self._from_step = from_step
@@ -112,7 +112,7 @@ class ReplayReceiver:
     def receive(self, step: Step) -> Batch:
         """Return the recorded batch of `step`."""
         if step == self._from_step:
-            return Batch(step=step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
+            return Batch(step=step, purpose=BatchPurpose.PROBE, micro_batches=[], group_ids=[], num_rollouts=0)
         # The recorded run's orchestrator wrote its part of that run's checkpoint, not of this one's.
         return msgspec.structs.replace(read_recorded(self._layout, step), has_orchestrator_part=False)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from trivet.algorithms.probe import Probe
 from trivet.config.layout import MANIFEST, STABLE, parse_step
 from trivet.errors import WeightsError
 from trivet.storage.durable import DECODE_ERRORS, FileRecord, digest_of, explain_difference, hash_files
@@ -21,6 +22,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     """SHA-256 over the sorted names, sizes and digests of the files."""
     run_id: str = ""
+    probe: Probe | None = None
+    """What a server that loads the policy must reproduce; None: nothing is compared."""
 
     @property
     def num_bytes(self) -> int:
@@ -31,11 +34,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 _MAX_MANIFEST_BYTES = 64 << 20
 
 
-def describe(directory: Path, *, version: PolicyVersion, run_id: str = "") -> Manifest:
+def describe(directory: Path, *, version: PolicyVersion, run_id: str = "", probe: Probe | None = None) -> Manifest:
     """Hash every file of `directory` (manifest and marker aside) into a manifest."""
     names = [path.name for path in directory.iterdir() if path.is_file() and path.name not in (MANIFEST, STABLE)]
     files = hash_files(directory, names)
-    return Manifest(version=version, files=files, digest=digest_of(files), run_id=run_id)
+    return Manifest(version=version, files=files, digest=digest_of(files), run_id=run_id, probe=probe)
 
 
 def describe_start_model(directory: Path) -> Manifest:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from trivet.algorithms.probe import Probe
 from trivet.config.layout import MANIFEST, STABLE, RunLayout
 from trivet.errors import WeightsError
 from trivet.faults import reach
@@ -19,6 +20,7 @@ def publish(
     run_id: str,
     write: Callable[[Path], None],
     announce: Callable[[Manifest], None] = lambda _: None,
+    probe: Probe | None = None,
 ) -> Manifest:
     """Publish what `write` puts into the directory it is given as policy `version`.
 
@@ -27,6 +29,7 @@ def publish(
 
     Args:
         announce: called when everything is written and no reader can see it yet, so no load precedes it.
+        probe: what servers must reproduce with it.
 
     Raises:
         WeightsError: `write` left no file, or a directory inside, which the manifest would not cover.
@@ -41,7 +44,7 @@ def publish(
     reach("weight_write.during", step=version, path=staging)
     _refuse_what_no_manifest_covers(staging)
     sync_tree(staging)
-    manifest = describe(staging, version=version, run_id=run_id)
+    manifest = describe(staging, version=version, run_id=run_id, probe=probe)
     write_json_atomically(staging / MANIFEST, manifest)
     reach("weight_write.after", step=version, path=staging)
     announce(manifest)

@@ -46,8 +46,9 @@ class BatchPurpose(StrEnum):
     """States what the trainer does with a batch."""
 
     TRAIN = "train"
-    SELF_CHECK = "self_check"
-    """A handful of sampled tokens sent before the first batch: the trainer compares log-probabilities and trains nothing."""
+    PROBE = "probe"
+    """Sent before the first batch: tokens that each server scored under the start policy, a row a server. The trainer compares them
+    with its own scores and trains nothing. Without rows there is nothing to compare."""
     PREEMPT = "stop"
     """Sent instead of a batch when the run is preempted: the trainer commits the step before, and ends. The other part of that
     checkpoint is on disk if `has_orchestrator_part`."""
@@ -56,7 +57,7 @@ class BatchPurpose(StrEnum):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """All rows of one step. A self-check carries the step that the first batch will have, less one."""
+    """All rows of one step. A probe carries the step that the first batch will have, less one."""
 
     step: Step
     purpose: BatchPurpose
@@ -66,6 +67,8 @@ class Batch(msgspec.Struct, kw_only=True):
     has_orchestrator_part: bool = msgspec.field(default=False, name="has_orchestrator_half")
     """The orchestrator's part of checkpoint `step` is on disk: the trainer writes its own after this step and commits both.
     Encoded, the field keeps its first name, under which recorded batches have it."""
+    served_dtype: str = ""
+    """The dtype in which servers computed the scores of a probe; empty in other batches."""
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,8 @@ in flight when a run stops: after a resume those in flight are dispatched again,
 Life of a policy: publish, load, retire. Its publish is written before anybody can load it, and after the train of its step; a
 batch is written before it is trained. A commit is written after it became valid, so that of a run that was killed in between
 the checkpoint is there and the event is not. `trivet check` (trivet.history) proves that a history is of this form.
+A policy with a probe carries how many tokens servers must reproduce (`publish`) and how closely one did (`load`). For the policy
+that a run starts from the trainer compares, and writes a `probe`.
 Life of a server: load, `serverup`, then loads of newer versions. `serverdown` marks it unhealthy, and the version that it served
 is forgotten: before its next `serverup` comes a load of the version that the other servers serve then, which it may have served
 before. No group is dispatched to a server before its first `serverup`, nor between a `serverdown` and the next `serverup`.
@@ -111,6 +113,8 @@ class Publish(Event):
 
     version: PolicyVersion
     digest: str
+    num_probe_tokens: int = 0
+    """Tokens whose log-probabilities each server must reproduce before it serves the policy; 0: nothing is compared."""
 
 
 class Load(Event):
@@ -119,6 +123,20 @@ class Load(Event):
     version: PolicyVersion
     digest: str
     server: str
+    probe_mismatch: float | None = None
+    """Mean difference, in nats, between the server's log-probabilities of the policy's probe and the trainer's; None: no probe."""
+    probe_limit: float | None = None
+    """The largest mean difference with which a server serves the policy."""
+
+
+class ProbeCompared(Event, tag="probe"):
+    """The trainer compared the policy that a run starts from with what every server computed for the tokens of its probe."""
+
+    version: PolicyVersion
+    mismatch: float
+    """Mean difference of the log-probabilities, in nats, of the server that differs most."""
+    limit: float
+    num_servers: int
 
 
 class ServerDown(Event):
@@ -215,6 +233,7 @@ AnyEvent = (
     | Train
     | Publish
     | Load
+    | ProbeCompared
     | ServerDown
     | ServerUp
     | Retire

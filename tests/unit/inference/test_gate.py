@@ -43,6 +43,8 @@ class Loader:
         self.policy = Manifest(version=PolicyVersion(0), files={}, digest="start")
         self.num_loads = 0
         self.is_asleep = False
+        self.probe_result = None
+        self.dtype = "float32"
 
     async def load_start(self) -> Manifest:
         self.num_loads += 1

@@ -1,10 +1,11 @@
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from trivet.algorithms.probe import Probe, ProbeSample
 from trivet.config.layout import MANIFEST, RunLayout
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.policy_ledger import PolicyLedger
@@ -25,6 +26,9 @@ class FakeEngine:
         self.calls: list[str] = []
         self.refused: set[str] = set()
         self.cannot_suspend = False
+        self.dtype = "float32"
+        self.scores = [[[-1.0, -2.0]]]
+        """What each engine computes for the probe."""
         self.num_wakes_refused = 0
         """Attempts to take GPU memory that fail before one succeeds."""
 
@@ -44,6 +48,13 @@ class FakeEngine:
 
     async def drop_caches(self) -> None:
         self.calls.append("drop_caches")
+
+    async def score(self, samples: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        self.calls.append(f"score {samples}")
+        return self.scores
+
+    async def discard(self) -> None:
+        self.calls.append("discard")
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -116,6 +127,51 @@ def test_a_policy_is_loaded_between_a_pause_and_a_resume(layout: RunLayout) -> N
     assert engine.calls == ["pause", "load step_1", "drop_caches", "resume"]
 
 
+PROBE = Probe(dtype="float32", samples=[ProbeSample([1, 2, 3], [-1.0, -2.0])])
+
+
+def publish_with_probe(layout: RunLayout, *, version: int) -> Path:
+    publish(
+        layout,
+        version=PolicyVersion(version),
+        run_id="test",
+        write=lambda directory: (directory / "model.safetensors").write_bytes(b"proven") and None,
+        probe=PROBE,
+    )
+    return layout.weights_step(version)
+
+
+def test_a_policy_is_served_once_the_engine_reproduces_its_probe(layout: RunLayout) -> None:
+    engine = FakeEngine()
+    directory = publish_with_probe(layout, version=3)
+
+    async def scenario(loader: PolicyLoader) -> None:
+        engine.scores = [[[-1.0, -2.0]], [[-1.0, -2.0002]]]
+        await loader.load(directory)
+        assert loader.probe_result is not None
+        assert loader.probe_result.mismatch == pytest.approx(1e-4)
+        await loader.load(layout.weights_step(1))
+        assert loader.probe_result is None
+
+    assert run(layout, engine, scenario) == []
+    assert engine.calls[:5] == ["pause", "load step_3", "drop_caches", "score [[1, 2, 3]]", "resume"]
+
+
+def test_a_policy_that_the_engine_does_not_reproduce_is_refused_and_the_one_before_served_again(layout: RunLayout) -> None:
+    engine = FakeEngine()
+    directory = publish_with_probe(layout, version=3)
+
+    async def scenario(loader: PolicyLoader) -> None:
+        await loader.load(layout.weights_step(1))
+        engine.scores = [[[-1.0, -2.0]], [[-1.0, -9.0]]]
+        with pytest.raises(WeightsError, match=r"policy 3 as this server computes it is not.*policy 1 is served again"):
+            await loader.load(directory)
+        assert loader.policy.version == engine.ledger.current == 1
+
+    assert run(layout, engine, scenario) == []
+    assert engine.calls[-5:] == ["score [[1, 2, 3]]", "discard", "load step_1", "drop_caches", "resume"]
+
+
 def test_the_start_weights_are_version_0_again(layout: RunLayout) -> None:
     engine = FakeEngine()
 
@@ -153,7 +209,7 @@ def test_a_failed_load_brings_the_policy_before_back_and_resumes(layout: RunLayo
         assert loader.policy.version == engine.ledger.current == 1
 
     assert run(layout, engine, scenario) == []
-    assert engine.calls[4:] == ["pause", "load step_2", "load step_1", "drop_caches", "resume"]
+    assert engine.calls[4:] == ["pause", "load step_2", "discard", "load step_1", "drop_caches", "resume"]
 
 
 def test_an_engine_that_cannot_go_back_stays_paused_and_is_reported_broken(layout: RunLayout) -> None:
@@ -310,7 +366,17 @@ def test_a_sleeping_engine_that_cannot_load_a_policy_wakes_with_the_one_before(l
         assert not loader.is_asleep
 
     assert run(layout, engine, scenario) == []
-    expected = ["pause", "suspend", "wake weights", "load step_1", "load start", "drop_caches", "wake kv_cache", "resume"]
+    expected = [
+        "pause",
+        "suspend",
+        "wake weights",
+        "load step_1",
+        "discard",
+        "load start",
+        "drop_caches",
+        "wake kv_cache",
+        "resume",
+    ]
     assert engine.calls == expected
 
 

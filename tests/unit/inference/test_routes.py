@@ -8,10 +8,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from trivet.algorithms.probe import ProbeResult
 from trivet.errors import InferenceError, WeightsError
 from trivet.inference.routes import add_routes, make_router
 from trivet.weights.manifest import Manifest
 from trivet.wire.versions import PolicyVersion
+
+NO_PROBE = {"probe_mismatch": None, "probe_limit": None}
 
 
 class FakeLoader:
@@ -20,6 +23,8 @@ class FakeLoader:
     def __init__(self, *, error: Exception | None = None) -> None:
         self.policy = Manifest(version=PolicyVersion(3), files={}, digest="abc")
         self.directories: list[Path] = []
+        self.probe_result: ProbeResult | None = None
+        self.dtype = "float32"
         self.is_asleep = False
         self._error = error
 
@@ -106,7 +111,11 @@ def ask(
 
 
 def test_the_policy_is_reported_with_its_digest() -> None:
-    assert ask("GET", "/policy").json() == {"model": "m", "version": 3, "digest": "abc", "asleep": False}
+    served = {"model": "m", "version": 3, "digest": "abc", "dtype": "float32", "asleep": False}
+    assert ask("GET", "/policy").json() == served | NO_PROBE
+    loader = FakeLoader()
+    loader.probe_result = ProbeResult(mismatch=1e-6, limit=1e-4)
+    assert ask("GET", "/policy", loader=loader).json() == served | {"probe_mismatch": 1e-6, "probe_limit": 1e-4}
 
 
 def test_a_server_that_was_put_to_sleep_says_so() -> None:
@@ -132,12 +141,12 @@ def test_a_failed_sleep_gives_its_reason() -> None:
 def test_an_update_answers_with_what_serves_after_it() -> None:
     loader = FakeLoader()
     response = ask("POST", "/update_weights", loader=loader, body={"weight_dir": "/w/step_3"})
-    assert response.json() == {"status": "ok", "version": 3, "digest": "abc"}
+    assert response.json() == {"status": "ok", "version": 3, "digest": "abc"} | NO_PROBE
     assert loader.directories == [Path("/w/step_3")]
 
 
 def test_going_back_to_the_start_answers_version_0() -> None:
-    assert ask("POST", "/reload_weights").json() == {"status": "ok", "version": 0, "digest": "start"}
+    assert ask("POST", "/reload_weights").json() == {"status": "ok", "version": 0, "digest": "start"} | NO_PROBE
 
 
 @pytest.mark.parametrize(

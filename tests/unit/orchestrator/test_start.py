@@ -12,7 +12,7 @@ from trivet.wire.batches import BatchPurpose
         (BatchPurpose.TRAIN, 6, True),
         (BatchPurpose.TRAIN, 7, True),
         (BatchPurpose.TRAIN, 8, False),
-        (BatchPurpose.SELF_CHECK, 7, False),
+        (BatchPurpose.PROBE, 7, False),
         (BatchPurpose.PREEMPT, 7, False),
     ],
 )

@@ -70,6 +70,7 @@ def make_report() -> CheckReport:
         voided_groups=0,
         voided_steps=0,
         num_loads=1,
+        probe_mismatches=[],
         commits=[12],
         num_signatures=0,
         remarks=[],

@@ -117,10 +117,12 @@ def make_learner(world: World) -> MakeLearner:
 def make_batches(make_learner, tiny_model: Path, oracle):
     def make(layout: RunLayout, *, from_step: int = 0, last: int = 6, parts: tuple[int, ...] = ()) -> dict[int, Batch]:
         check = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
+        check.loss_mask_T[:] = check.position_ids_T > 0
+        check.temperatures_T[:] = 1.0
         with torch.no_grad():
             scores = make_learner(tiny_model).model(to_tensors(check, device=torch.device("cpu")))
         check.logprobs_T[check.loss_mask_T] = scores.logprobs_N.numpy()
-        batches = {from_step: make_batch(from_step, [check], BatchPurpose.SELF_CHECK)}
+        batches = {from_step: make_batch(from_step, [] if from_step else [check], BatchPurpose.PROBE)}
         for step in range(from_step + 1, last + 1):
             row = oracle.make_row(oracle.make_examples(count=4, vocab_size=100, seed=step))
             batches[step] = make_batch(step, [row], BatchPurpose.TRAIN, has_part=step in parts)

@@ -40,7 +40,7 @@ def test_a_run_publishes_commits_and_reports_every_step(tiny_model: Path, world,
     needed = {"loss/mean", "entropy/mean", "mismatch_kl/mean", "optim/lr", "optim/grad_norm", "perf/throughput"}
     assert needed | {"time/step", "time/wait_for_batch", "is_masked/mean"} <= lines[0].keys()
     names = [type(event).__name__ for event in read_events(layout.events)]
-    assert names[:3] == ["Start", "Train", "Publish"]
+    assert names[:4] == ["Start", "ProbeCompared", "Train", "Publish"]
     assert names[-1] == "Stop"
     assert names.count("Commit") == 2
     assert names.count("Retire") == 1
@@ -138,8 +138,8 @@ def test_disagreement_with_the_server_ends_the_run_before_the_first_step(
         batches[0].micro_batches[0].logprobs_T -= np.float32(1.0)
         return batches
 
-    with pytest.raises(TrivetError, match="trainer and inference server disagree"):
-        run_loop(make_config(tiny_model, tmp_path, max_mismatch_kl=0.1), world, prepare)
+    with pytest.raises(TrivetError, match="the start policy on server 1 of 1 is not the policy"):
+        run_loop(make_config(tiny_model, tmp_path), world, prepare)
     assert published_versions(layout) == []
     assert metrics_of(layout) == []
 

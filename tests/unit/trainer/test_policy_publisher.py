@@ -52,7 +52,7 @@ def publisher(world, telemetry, tmp_path: Path) -> Iterator[PolicyPublisher]:
 
 
 def test_a_policy_can_be_read_once_it_was_waited_for(publisher: PolicyPublisher) -> None:
-    publisher.publish(Step(3))
+    publisher.publish(Step(3), probe=None)
     assert published_versions(publisher.layout) == []
     publisher.exporter.may_write.set()
     publisher.wait_on_every_rank()
@@ -86,14 +86,14 @@ def test_ranks_that_keep_their_memory_do_not_wait_for_each_other(
     waits: list[World] = []
     monkeypatch.setattr(policy_publisher, "barrier", waits.append)
     publisher.exporter.may_write.set()
-    publisher.publish(Step(3))
+    publisher.publish(Step(3), probe=None)
     assert waits == []
 
 
 def test_a_policy_that_could_not_be_written_is_raised_by_the_wait_and_not_published(publisher: PolicyPublisher) -> None:
     publisher.exporter.files = []
     publisher.exporter.may_write.set()
-    publisher.publish(Step(3))
+    publisher.publish(Step(3), probe=None)
     with pytest.raises(WeightsError, match="nothing was written to publish"):
         publisher.wait_on_every_rank()
     assert published_versions(publisher.layout) == []
@@ -104,5 +104,5 @@ def test_without_room_on_the_disk_nothing_is_begun(publisher: PolicyPublisher, m
     whole = shutil.disk_usage(publisher.layout.root)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: whole._replace(free=0))
     with pytest.raises(DiskFull, match="policy 3"):
-        publisher.publish(Step(3))
+        publisher.publish(Step(3), probe=None)
     assert publisher.work.running is None

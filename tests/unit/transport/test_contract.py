@@ -32,7 +32,7 @@ def test_batches_arrive_whole_and_in_order_after_the_self_check(run):
         config = make_config()
         receiver = ends.receiver(config)
         sender = ends.sender(config, receiver)
-        check = make_batch(0, purpose=BatchPurpose.SELF_CHECK)
+        check = make_batch(0, purpose=BatchPurpose.PROBE)
         for batch in (check, make_batch(1), make_batch(2, num_tokens=100_000)):
             await sender.send(batch)
             assert_equal(receiver.receive(batch.step), batch)

@@ -48,7 +48,7 @@ class Received:
         self.is_closed = False
 
     def receive(self, step: Step) -> Batch:
-        return make_batch(step, purpose=BatchPurpose.TRAIN if step else BatchPurpose.SELF_CHECK)
+        return make_batch(step, purpose=BatchPurpose.TRAIN if step else BatchPurpose.PROBE)
 
     def close(self) -> None:
         self.is_closed = True
@@ -68,7 +68,7 @@ def test_what_is_received_is_kept_and_replayed_without_the_other_runs_part(layou
     assert recorded_steps(layout) == [1, 2, 3]
     replayed = ReplayReceiver(layout.root, from_step=Step(0))
     check = replayed.receive(Step(0))
-    assert (check.purpose, check.micro_batches) == (BatchPurpose.SELF_CHECK, [])
+    assert (check.purpose, check.micro_batches) == (BatchPurpose.PROBE, [])
     for step in (1, 2, 3):
         batch = replayed.receive(Step(step))
         assert not batch.has_orchestrator_part

@@ -77,11 +77,6 @@ def _sleep_problems(config: RLConfig) -> Iterator[str]:
                 f"[{what}] generates while the trainer learns, and {key}: remove it, and measure published weights with `uv run"
                 f" eval`, or remove {cause}"
             )
-    if rollouts := config.orchestrator.self_check_rollouts:
-        yield (
-            f"{ORCHESTRATOR.self_check_rollouts} ({rollouts}) must be 0 with {key}: the trainer computes the self-check while the"
-            f" server is awake; remove {ORCHESTRATOR.self_check_rollouts}, or {cause}"
-        )
     if config.deployment.is_multi_node:
         yield (
             f"{key} is for a server that shares GPUs with the trainer, and"
@@ -283,11 +278,6 @@ def run_notices(config: RLConfig) -> Iterator[str]:
         yield f"{ROOT.max_steps} is not set: the run goes on until it is stopped"
     yield from sampling_notices(config.orchestrator, ORCHESTRATOR)
     yield from _teacher_notices(config)
-    if config.inference is not None and config.inference.sleep_while_training:
-        yield (
-            f"{ORCHESTRATOR.self_check_rollouts} is 0: with {INFERENCE.sleep_while_training} = true nothing compares trainer and"
-            " server before the first batch; watch mismatch_kl/mean of the first steps"
-        )
     tokenizer = config.trainer.tokenizer.name
     if tokenizer is not None and tokenizer != config.trainer.model.name:
         yield (

@@ -29,6 +29,7 @@ from trivet.config.sections.shared import (
     RunIdentity,
     TransportConfig,
     WandbConfig,
+    WeightsConfig,
 )
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.config.tables import as_list
@@ -71,8 +72,10 @@ def resolve(draft: Draft, findings: Findings) -> None:
     _fill_section(draft, "log", ("trainer.log", "orchestrator.log", "inference.log"), LogConfig.model_fields)
     for name in EventsConfig.model_fields:
         _agree(draft, findings, (f"events.{name}", f"trainer.events.{name}", f"orchestrator.events.{name}"))
-    weights = (f"weights.{name}" for name in CkptWeightsConfig.model_fields)
-    for name in (*(name for name in CkptConfig.model_fields if name != "weights"), *weights):
+    for name in WeightsConfig.model_fields:
+        _agree(draft, findings, (f"weights.{name}", f"trainer.weights.{name}", f"orchestrator.weights.{name}"))
+    kept = (f"weights.{name}" for name in CkptWeightsConfig.model_fields)
+    for name in (*(name for name in CkptConfig.model_fields if name != "weights"), *kept):
         _agree(draft, findings, (f"ckpt.{name}", f"trainer.ckpt.{name}", f"orchestrator.ckpt.{name}"))
     for name in TransportConfig.model_fields:
         ends = (f"trainer.rollout_transport.{name}", f"orchestrator.rollout_transport.{name}")
@@ -241,18 +244,8 @@ def _serve_adapters(draft: Draft) -> None:
 
 
 def _take_turns(draft: Draft) -> None:
-    """Derive the keys by which the other roles take turns with a server that sleeps.
-
-    The self-check is turned off, because the server would be awake while the trainer computes it.
-    """
-    wanted = draft.leaf("inference.sleep_while_training")
+    """Derive the keys by which the other roles take turns with a server that sleeps."""
     _fill(draft, "inference.sleep_while_training", ("orchestrator.sleep_servers", "trainer.release_gpu_memory"))
-    if (
-        wanted is not None
-        and _normal(wanted.value).lower() == "true"
-        and draft.leaf("orchestrator.self_check_rollouts") is None
-    ):
-        draft.derive("orchestrator.self_check_rollouts", 0, _derived("inference.sleep_while_training", wanted))
 
 
 def _port_of(url: str) -> str:

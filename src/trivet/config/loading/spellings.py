@@ -163,6 +163,8 @@ IGNORED = {
     "vf.trainer.args.ds3_gather_for_generation": "a server of its own generates",
     "vf.trainer.args.use_liger": "logits are never kept whole",
     "vf.trainer.args.remove_unused_columns": "environments keep what they need",
+    "orchestrator.self_check_rollouts": "every policy is compared: weights.probe_tokens = 0 turns it off",
+    "trainer.max_mismatch_kl": "the limit of the comparison follows from the dtype: weights.probe_tokens = 0 turns it off",
     "orchestrator.num_train_workers": "packing does not depend on the number of trainer ranks",
     "orchestrator.model.trust_remote_code": "the orchestrator runs no model code",
 }

@@ -78,9 +78,6 @@ class OrchestratorConfig(SteppingRoleConfig, EnvWorkersConfig):
     """A run that starts from step 0 resets the servers to the start weights."""
     max_fruitless_batches: int = Field(default=10, ge=1)
     """Stop when this many batches' worth of groups in a row failed or carried no signal."""
-    self_check_rollouts: int = Field(default=4, ge=0)
-    """Completions that trainer and server compare before the first batch; 0: no self-check. A run with
-    inference.sleep_while_training sets 0."""
     sleep_servers: bool = False
     """Have the servers free their GPU memory before a batch is sent. They take it again when they load the policy that the batch
     leads to. They must have been started with inference.sleep_while_training; a run that starts them so sets this key."""

@@ -19,6 +19,7 @@ from trivet.config.sections.shared import (
     FaultsConfig,
     LogConfig,
     WandbConfig,
+    WeightsConfig,
 )
 from trivet.config.sections.skypilot import SkyPilotConfig
 from trivet.config.sections.slurm import SlurmConfig
@@ -70,6 +71,8 @@ class RLConfig(Section):
     detectors: DetectorsConfig = DetectorsConfig()
     """Shared by trainer and orchestrator."""
     ckpt: CkptConfig = CkptConfig()
+    """Shared by trainer and orchestrator."""
+    weights: WeightsConfig = WeightsConfig()
     """Shared by trainer and orchestrator."""
     recovery: RecoveryConfig = RecoveryConfig()
     """What the launcher does about a role that ends or hangs."""

@@ -128,6 +128,14 @@ class CkptConfig(Section):
         return step == max_steps or (self.interval is not None and step % self.interval == 0)
 
 
+class WeightsConfig(Section):
+    """How policies are proven on their way to the servers."""
+
+    probe_tokens: int = Field(default=128, ge=0, le=4096)
+    """Tokens of the run whose log-probabilities the trainer writes into the manifest of each policy. A server that loads the policy
+    must reproduce them before it serves it. 0: nothing is compared."""
+
+
 class TransportConfig(Section):
     """ZeroMQ between orchestrator and trainer. The trainer listens, the orchestrator connects."""
 
@@ -186,6 +194,7 @@ class SteppingRoleConfig(RoleConfig):
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many optimizer steps, each of one batch."""
     ckpt: CkptConfig = CkptConfig()
+    weights: WeightsConfig = WeightsConfig()
     wandb: WandbConfig | None = None
     events: EventsConfig = EventsConfig()
     heartbeat: HeartbeatConfig | None = None

@@ -117,5 +117,3 @@ class TrainerConfig(TrainingConfig):
     rollout_transport: TransportConfig = TransportConfig()
     max_async_level: int = Field(default=1, ge=0)
     """How many policies the servers may lag behind; that many published weights are kept, besides what readers hold."""
-    max_mismatch_kl: float = Field(default=0.1, gt=0)
-    """The self-check at start refuses to train when trainer and server disagree by more than this (mean k3 estimate, nats)."""

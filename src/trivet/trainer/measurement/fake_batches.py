@@ -31,9 +31,9 @@ class FakeReceiver:
         self._vocab_size = int(read_config(config.model).get_text_config().vocab_size)
 
     def receive(self, step: Step) -> Batch:
-        """Return batch `step`, the same each time; for the step that the run starts from, an empty self-check."""
+        """Return batch `step`, the same each time; for the step that the run starts from, an empty probe."""
         if step == self._from_step:
-            return Batch(step=step, purpose=BatchPurpose.SELF_CHECK, micro_batches=[], group_ids=[], num_rollouts=0)
+            return Batch(step=step, purpose=BatchPurpose.PROBE, micro_batches=[], group_ids=[], num_rollouts=0)
         rows = fake_rows(
             step,
             seed=self._seed,

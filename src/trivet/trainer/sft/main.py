@@ -94,6 +94,7 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
         if session.telemetry is not None:
             session.telemetry.write_event(Train(step=step, group_ids=[]))
         if config.ckpt.is_due(step, max_steps=config.max_steps):
+            session.choose_probe(batch.rows)
             session.publish(step)
             session.save(step, parts=(TRAINER,))
         session.settle()

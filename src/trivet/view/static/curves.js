@@ -10,6 +10,7 @@ const SHOWN = [
   ["trainer:loss/mean", "Loss"],
   ["trainer:entropy/mean", "Entropy"],
   ["trainer:mismatch_kl/mean", "Mismatch KL"],
+  ["orchestrator:probe/mismatch", "Probe mismatch (nats)"],
   ["orchestrator:batch/off_policy_level/mean", "Staleness (policies behind)"],
   ["trainer:perf/throughput", "Throughput (tokens/s)"],
   ["trainer:time/step", "Step time (s)"],

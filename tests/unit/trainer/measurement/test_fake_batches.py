@@ -27,7 +27,7 @@ def make_config(tiny_model, **fake) -> TrainerConfig:
 def test_a_batch_is_a_function_of_its_step(tiny_model):
     config = make_config(tiny_model, batch_size=3)
     first, again = (FakeReceiver(config, from_step=Step(0)) for _ in range(2))
-    assert first.receive(Step(0)).purpose is BatchPurpose.SELF_CHECK
+    assert first.receive(Step(0)).purpose is BatchPurpose.PROBE
     batch = first.receive(Step(1))
     check_batch(batch, seq_len=32, vocab_size=FakeReceiver(config, from_step=Step(0))._vocab_size)
     assert (batch.num_tokens, batch.num_rollouts) == (96, 3)

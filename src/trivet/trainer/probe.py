@@ -1,0 +1,112 @@
+"""Scores the probe of a policy as a training step scores its tokens, and compares it with what servers computed.
+
+Called by `trainer.session` for each policy that is published, and by the RL loop for the policy that a run starts from. The model
+computes in training mode: what a step would compute differently from the files it publishes shows here. The dropout of an adapter
+alone is off, since it is noise by configuration.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from trivet.algorithms.probe import Probe, ProbeDtype, ProbeResult, ProbeSample, compare, cut_samples
+from trivet.errors import TrivetError, WeightsError
+from trivet.trainer.model.policy_model import PolicyModel, free_gathered
+from trivet.trainer.ranks.world import World
+from trivet.trainer.rows import plan_rows
+from trivet.wire.batches import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+
+def samples_of(row: MicroBatch) -> list[list[int]]:
+    """Return the token ids of each sample of `row`."""
+    return [part.tolist() for part in np.split(row.token_ids_T, np.cumsum(row.sequence_lengths_S)[:-1])]
+
+
+def choose_samples(rows: Sequence[MicroBatch], *, num_tokens: int) -> list[list[int]]:
+    """Choose the tokens of a probe, at most `num_tokens`, from the rows of a batch."""
+    return cut_samples([sample for row in rows for sample in samples_of(row)], num_tokens=num_tokens)
+
+
+def score(model: PolicyModel, samples: Sequence[Sequence[int]], world: World, *, dtype: ProbeDtype) -> Probe:
+    """Return the probe of the model as it is now. Every rank computes all of it. Collective.
+
+    Args:
+        samples: token ids, at least two each.
+        dtype: the dtype that the model computes in.
+    """
+    scored: dict[int, list[float]] = {}
+    plan = plan_rows([_to_row(samples)], num_ranks=1, shares_prefixes=model.shares_prefixes)
+    with torch.no_grad(), _without_adapter_dropout(model):
+        for row in plan.take(0, device=world.device):
+            parts = model(row).logprobs_N.float().cpu().split(row.num_loss_tokens_S)
+            scored |= {number: part.tolist() for (_, number), part in zip(row.places, parts, strict=True)}
+    free_gathered(model)
+    return Probe(dtype=dtype, samples=[ProbeSample(list(ids), scored[number]) for number, ids in enumerate(samples)])
+
+
+def require_agreement(probe: Probe, rows: Sequence[MicroBatch], *, dtype: ProbeDtype) -> ProbeResult:
+    """Compare the policy that a run starts from with what each server computed, a row a server.
+
+    Args:
+        rows: the probe's samples with the server's log-probabilities at temperature 1.
+        dtype: the dtype that the servers compute in.
+
+    Raises:
+        TrivetError: a server computes something else.
+    """
+    results = [
+        compare(probe, _split(row, row.logprobs_T), dtype=dtype, where=f"the start policy on server {number} of {len(rows)}")
+        for number, row in enumerate(rows, start=1)
+    ]
+    return max(results, key=lambda result: result.mismatch)
+
+
+def require_restored(probe: Probe, published: Probe | None) -> None:
+    """Refuse a model that was restored from a checkpoint and is not the policy that was published at that step.
+
+    Raises:
+        TrivetError: the log-probabilities differ by more than rounding explains.
+    """
+    if published is None or published.token_ids != probe.token_ids:
+        return
+    try:
+        compare(published, [sample.logprobs for sample in probe.samples], dtype=probe.dtype, where="the restored model")
+    except WeightsError as exc:
+        raise TrivetError(f"the checkpoint does not give back the policy that was published with it: {exc}") from exc
+
+
+def _split(row: MicroBatch, values_T: np.ndarray) -> list[list[float]]:
+    """Return the values of each sample's tokens but the first."""
+    return [part[1:].tolist() for part in np.split(values_T, np.cumsum(row.sequence_lengths_S)[:-1])]
+
+
+def _to_row(samples: Sequence[Sequence[int]]) -> MicroBatch:
+    lengths_S = np.array([len(ids) for ids in samples], dtype=np.int32)
+    position_ids_T = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths_S])
+    zeros_T = np.zeros(len(position_ids_T), dtype=np.float32)
+    return MicroBatch(
+        token_ids_T=np.concatenate([np.array(ids, dtype=np.int32) for ids in samples]),
+        position_ids_T=position_ids_T,
+        loss_mask_T=position_ids_T > 0,
+        logprobs_T=zeros_T,
+        advantages_T=zeros_T,
+        temperatures_T=np.ones_like(zeros_T),
+        sequence_lengths_S=lengths_S,
+    )
+
+
+@contextmanager
+def _without_adapter_dropout(model: PolicyModel) -> Iterator[None]:
+    dropouts = [module for name, module in model.named_modules() if name.endswith(".lora_dropout")]
+    for module in dropouts:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.train()
