@@ -1,7 +1,8 @@
 """Computes the advantages of a group's rollouts from their rewards.
 
 Computed on the complete group, before any filter, so that what is filtered never moves a baseline. Each function takes the
-group's `AdvantageInputs` and returns one float64 per rollout. Legend: G rollouts of the group.
+group's `AdvantageInputs` and returns one float64 per rollout. A reward that equals its baseline has an advantage of exactly 0,
+however the baseline was rounded. Legend: G rollouts of the group.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trivet.algorithms.rounding import rounding_error
 from trivet.wire.rollouts import Group
 from trivet.wire.versions import count_tokens
 
@@ -32,12 +34,18 @@ class AdvantageInputs:
 AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]
 
 
+def _above(baseline: np.ndarray | float, rewards: np.ndarray) -> np.ndarray:
+    """Return what each reward is above `baseline`, which is computed from them: exactly 0 where they differ by rounding alone."""
+    differences = rewards - baseline
+    return np.where(np.abs(differences) <= rounding_error(rewards), 0.0, differences)
+
+
 def mean_baseline(inputs: AdvantageInputs) -> np.ndarray:
     """Compute A_i = R_i - mean(R), without division by the standard deviation.
 
     Source: Dr. GRPO (arXiv 2503.20783), section 3; the default of prime-rl.
     """
-    return inputs.rewards - inputs.rewards.mean()
+    return _above(inputs.rewards.mean(), inputs.rewards)
 
 
 def length_weighted_mean(inputs: AdvantageInputs) -> np.ndarray:
@@ -49,7 +57,7 @@ def length_weighted_mean(inputs: AdvantageInputs) -> np.ndarray:
     weights = inputs.completion_lengths
     if not weights.any():
         return mean_baseline(inputs)
-    return inputs.rewards - np.average(inputs.rewards, weights=weights)
+    return _above(float(np.average(inputs.rewards, weights=weights)), inputs.rewards)
 
 
 def leave_one_out(inputs: AdvantageInputs) -> np.ndarray:
@@ -58,19 +66,16 @@ def leave_one_out(inputs: AdvantageInputs) -> np.ndarray:
     Source: RLOO (arXiv 2402.14740), equation 7. G is at least 2.
     """
     rewards = inputs.rewards
-    return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+    return _above((rewards.sum() - rewards) / (len(rewards) - 1), rewards)
 
 
 def standardised(inputs: AdvantageInputs, *, eps: float) -> np.ndarray:
     """Compute A_i = (R_i - mean(R)) / (std(R) + eps), with the sample standard deviation (G - 1 in the denominator).
 
-    Zero throughout when all rewards are equal, whatever their rounding.
     Source: GRPO (arXiv 2402.03300), section 4.1.2. G is at least 2.
     """
     rewards = inputs.rewards
-    if np.ptp(rewards) == 0.0:
-        return np.zeros_like(rewards)
-    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + eps)
+    return _above(rewards.mean(), rewards) / (rewards.std(ddof=1) + eps)
 
 
 def mean_normalised(inputs: AdvantageInputs) -> np.ndarray:
@@ -86,7 +91,7 @@ def mean_normalised(inputs: AdvantageInputs) -> np.ndarray:
     if rewards.min() < 0:
         raise ValueError(f"max_rl divides by the mean reward and needs rewards >= 0, got {rewards.min():g}")
     mean = rewards.mean()
-    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
+    return _above(mean, rewards) / mean if mean > 0 else np.zeros_like(rewards)
 
 
 def raw_rewards(inputs: AdvantageInputs) -> np.ndarray:

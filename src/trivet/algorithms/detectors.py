@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+import numpy as np
+
+from trivet.algorithms.rounding import are_equal
 from trivet.key_names import key_name, list_keys
 
 Metrics = Mapping[str, float]
@@ -143,7 +146,7 @@ def make_detectors(thresholds: Thresholds, *, patience: int) -> list[Detector]:
 def equal_rewards(metrics: Metrics) -> str | None:
     """Find a batch whose rewards are all equal."""
     low, high = metrics.get("reward/min"), metrics.get("reward/max")
-    if low is None or high is None or low != high:
+    if low is None or high is None or not are_equal(np.array([low, high])):
         return None
     return f"every rollout of the batch has reward {low:g}"
 

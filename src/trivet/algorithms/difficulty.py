@@ -3,9 +3,16 @@
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
+from trivet.algorithms.rounding import is_at_least
+
 PASSING_REWARD = 1.0
 """Lowest reward of a rollout that counts as a success in pass@k, in training and in evaluation. Rubrics give 1.0 for a right answer
 and less for a part of it. A rubric whose rewards all stay below 1.0 has pass@k 0."""
+
+
+def has_passed(reward: float) -> bool:
+    """Return whether a rollout with this reward counts as a success."""
+    return is_at_least(reward, PASSING_REWARD)
 
 
 class Difficulty(StrEnum):
@@ -24,9 +31,9 @@ def difficulty_of(mean_reward: float, *, easy_threshold: float | None, hard_thre
         easy_threshold: this and above is easy; None: nothing is.
         hard_threshold: this and below is hard; None: nothing is.
     """
-    if easy_threshold is not None and mean_reward >= easy_threshold:
+    if easy_threshold is not None and is_at_least(mean_reward, easy_threshold):
         return Difficulty.EASY
-    if hard_threshold is not None and mean_reward <= hard_threshold:
+    if hard_threshold is not None and is_at_least(hard_threshold, mean_reward):
         return Difficulty.HARD
     return Difficulty.NORMAL
 

@@ -10,7 +10,11 @@ from enum import StrEnum
 
 import numpy as np
 
+from trivet.algorithms.rounding import are_equal
 from trivet.wire.rollouts import Group, MaskedTokens, Rollout, Sample
+
+_NO_ADVANTAGE = 1e-12
+"""An advantage of this size or less counts as 0: a custom function may leave over what rounding made of a 0."""
 
 
 class FilterReason(StrEnum):
@@ -34,6 +38,7 @@ class RolloutFilter(StrEnum):
     GIBBERISH = "gibberish"
     """A rare token to which the model gave next to no probability."""
     ZERO_ADVANTAGE = "zero_advantage"
+    """Nothing is learnt from it: its reward equals the baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,7 @@ def filter_reason(group: Group, *, num_sampled: int, online_difficulty_filtering
     if num_sampled == 0:
         return FilterReason.NO_LOSS_TOKENS
     rewards = group.rewards
-    if online_difficulty_filtering and len(rewards) > 1 and np.ptp(rewards) == 0.0:
+    if online_difficulty_filtering and len(rewards) > 1 and are_equal(rewards):
         return FilterReason.ZERO_SIGNAL
     if not any(sample.num_loss_tokens for rollout in group.rollouts for sample in rollout.samples):
         return FilterReason.ALL_MASKED
@@ -114,7 +119,7 @@ def _matches(rollout: Rollout, name: RolloutFilter, filters: RolloutFilters) -> 
             rule = filters.gibberish
             return rule is not None and any(is_gibberish(sample, rule) for sample in rollout.samples)
         case RolloutFilter.ZERO_ADVANTAGE:
-            return filters.is_measuring_zero_advantage and rollout.advantage == 0.0
+            return filters.is_measuring_zero_advantage and abs(rollout.advantage) <= _NO_ADVANTAGE
 
 
 def is_repetitive(sample: Sample, rule: Repetition) -> bool:

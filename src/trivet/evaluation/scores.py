@@ -6,7 +6,7 @@ from math import comb
 import msgspec
 import numpy as np
 
-from trivet.algorithms.difficulty import PASSING_REWARD
+from trivet.algorithms.difficulty import has_passed
 
 _Z95 = 1.959964
 """95 % of a normal distribution lies within this many standard deviations of its mean."""
@@ -81,7 +81,7 @@ def pass_at(rewards: Sequence[Sequence[float]]) -> dict[str, MeanEstimate]:
     """
     k = len(rewards[0])
     powers = {2**exponent for exponent in range(k.bit_length())} | {k}
-    passed = [sum(reward >= PASSING_REWARD for reward in group) for group in rewards]
+    passed = [sum(has_passed(reward) for reward in group) for group in rewards]
     return {str(j): mean_over_examples([pass_probability(k, count, j=j) for count in passed]) for j in sorted(powers) if j <= k}
 
 

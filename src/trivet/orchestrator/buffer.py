@@ -198,4 +198,4 @@ class GroupBuffer:
 
 
 def _range(low: float, high: float) -> str:
-    return f"all {low:g}" if low == high else f"{low:g} to {high:g}"
+    return f"all {low:g}" if f"{low:g}" == f"{high:g}" else f"{low:g} to {high:g}"

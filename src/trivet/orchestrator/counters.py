@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trivet.algorithms.difficulty import PASSING_REWARD
+from trivet.algorithms.difficulty import has_passed
 from trivet.algorithms.filters import FilterReason, RolloutFilter
+from trivet.algorithms.rounding import are_equal, rounding_error
 from trivet.wire.rollouts import Group
 
 
@@ -15,7 +16,7 @@ class FinishedGroup:
     env: str
     num_rollouts: int
     num_passed: int
-    """Rollouts whose reward is at least `PASSING_REWARD`."""
+    """Rollouts that succeeded: see `has_passed`."""
     is_flat: bool
     """All rewards are equal."""
     is_solved: bool
@@ -32,9 +33,9 @@ class FinishedGroup:
         return cls(
             env=group.env,
             num_rollouts=len(rewards),
-            num_passed=int((rewards >= PASSING_REWARD).sum()),
-            is_flat=bool(rewards.min() == rewards.max()),
-            is_solved=bool(rewards.min() > 0),
+            num_passed=sum(has_passed(reward) for reward in rewards.tolist()),
+            is_flat=are_equal(rewards),
+            is_solved=bool(rewards.min() > rounding_error(rewards)),
             found=tuple(found),
             filtered=filtered,
         )

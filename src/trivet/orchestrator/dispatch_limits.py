@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trivet.algorithms.concurrency import TokenBucket
+from trivet.algorithms.rounding import round_down
 from trivet.algorithms.staleness import may_dispatch
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.wire.versions import PolicyVersion, Step
@@ -32,7 +33,7 @@ class Limits:
     @classmethod
     def of(cls, config: OrchestratorConfig) -> "Limits":
         """Return the limits that `config` asks for."""
-        per_step = int(config.batch_size * config.oversampling_factor)
+        per_step = round_down(config.batch_size * config.oversampling_factor)
         return cls(
             rollouts_per_example=config.rollouts_per_example,
             rollouts_per_step=per_step,

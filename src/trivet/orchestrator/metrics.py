@@ -138,7 +138,7 @@ def _judged_metrics(judged: Sequence[FinishedGroup]) -> dict[str, float]:
         "batch/solve_none": solve_none,
         "batch/solve_all": solve_all,
         # A share, not a number of rollouts: the groups whose rewards differ.
-        "batch/effective_batch_size": 1.0 - solve_none - solve_all,
+        "batch/effective_batch_size": sum(not group.is_flat for group in judged) / len(judged),
         "pass@1": _mean(group.num_passed / group.num_rollouts for group in judged),
     }
     size = judged[0].num_rollouts

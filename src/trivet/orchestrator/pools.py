@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from trivet.algorithms.difficulty import Difficulty, difficulty_of
+from trivet.algorithms.rounding import round_down
 from trivet.config.sections.curriculum import BufferConfig
 from trivet.wire.versions import Step
 
@@ -110,7 +111,7 @@ class DifficultyPools:
         to_return = Counter(parked.difficulty for parked in known)
         fractions = {Difficulty.EASY: self._rules.easy_fraction, Difficulty.HARD: self._rules.hard_fraction}
         for difficulty, fraction in fractions.items():
-            to_return[difficulty] = int(to_return[difficulty] * fraction)
+            to_return[difficulty] = round_down(to_return[difficulty] * fraction)
         for parked in known:
             if to_return[parked.difficulty]:
                 to_return[parked.difficulty] -= 1

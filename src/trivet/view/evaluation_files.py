@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from trivet.algorithms.difficulty import PASSING_REWARD
+from trivet.algorithms.difficulty import has_passed
+from trivet.algorithms.rounding import are_equal
 from trivet.errors import ConfigError
 from trivet.evaluation.results import read_summary
 from trivet.evaluation.scores import Summary
@@ -61,7 +63,7 @@ class RolloutHead(msgspec.Struct, kw_only=True):
     @property
     def has_passed(self) -> bool:
         """Its reward is that of a success."""
-        return self.reward >= PASSING_REWARD
+        return has_passed(self.reward)
 
 
 class _VfMetadata(msgspec.Struct, kw_only=True):
@@ -168,7 +170,9 @@ def pair_rollouts(evaluations: Sequence[EvaluationRollouts]) -> list[RolloutPair
 
 
 def _gain(pair: RolloutPair) -> float:
-    return pair[-1].reward - pair[0].reward
+    """Return what the second's reward is above the first's; exactly 0 where they differ by rounding alone."""
+    rewards = np.array([pair[0].reward, pair[-1].reward])
+    return 0.0 if are_equal(rewards) else float(rewards[1] - rewards[0])
 
 
 SORTS: dict[str, Callable[[RolloutPair], float]] = {

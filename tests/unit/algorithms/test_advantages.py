@@ -21,9 +21,16 @@ from trivet.algorithms.advantages import (
     standardised,
 )
 
-GROUPS = st.lists(
-    st.tuples(st.floats(0, 4, allow_nan=False, allow_subnormal=False), st.integers(0, 5000)), min_size=2, max_size=17
-)
+REWARDS = st.just(0.0) | st.floats(1e-9, 4)
+GROUPS = st.lists(st.tuples(REWARDS, st.integers(0, 5000)), min_size=2, max_size=17)
+WITH_BASELINE = [
+    mean_baseline,
+    length_weighted_mean,
+    leave_one_out,
+    mean_normalised,
+    partial(standardised, eps=1e-6),
+    partial(standardised, eps=1e-30),
+]
 
 
 def inputs_of(group: list[tuple[float, int]]) -> AdvantageInputs:
@@ -70,8 +77,8 @@ def test_it_is_its_formula(
     group: list[tuple[float, int]],
 ) -> None:
     expected = oracle([Fraction(reward) for reward, _ in group], [length for _, length in group])
-    # Rewards are at most 4 and sums have at most 17 terms: a few units in the last place of 4 * 17.
-    np.testing.assert_allclose(function(inputs_of(group)), [float(value) for value in expected], rtol=1e-12, atol=1e-13)
+    # Rewards are at most 4; what is a trillionth of that above or below the baseline is rounding, and counts as 0.
+    np.testing.assert_allclose(function(inputs_of(group)), [float(value) for value in expected], rtol=1e-11, atol=1e-11)
 
 
 @given(group=GROUPS)
@@ -79,14 +86,33 @@ def test_standardised_rewards_are_centred_and_divided_by_the_sample_deviation(gr
     rewards = [Fraction(reward) for reward, _ in group]
     centred = oracle_mean(rewards, [])
     deviation = sqrt(sum((value * value for value in centred), Fraction()) / (len(rewards) - 1))
-    expected = [float(value) / (deviation + 1e-3) if len(set(rewards)) > 1 else 0.0 for value in centred]
-    np.testing.assert_allclose(standardised(inputs_of(group), eps=1e-3), expected, rtol=1e-9, atol=1e-12)
+    expected = [float(value) / (deviation + 1e-3) for value in centred]
+    np.testing.assert_allclose(standardised(inputs_of(group), eps=1e-3), expected, rtol=1e-9, atol=1e-8)
 
 
-def test_equal_rewards_that_do_not_add_up_exactly_have_no_standardised_advantage() -> None:
-    advantages = standardised(inputs_of([(0.1, 1)] * 3), eps=1e-30)
-    assert np.ptp(np.array([0.1] * 3) - np.mean([0.1] * 3)) == 0.0
-    np.testing.assert_array_equal(advantages, np.zeros(3))
+@pytest.mark.parametrize("function", WITH_BASELINE)
+@given(reward=st.floats(0, 1e12), lengths=st.lists(st.integers(0, 5000), min_size=2, max_size=64))
+def test_equal_rewards_have_an_advantage_of_exactly_0(
+    function: Callable[[AdvantageInputs], np.ndarray], reward: float, lengths: list[int]
+) -> None:
+    np.testing.assert_array_equal(function(inputs_of([(reward, length) for length in lengths])), np.zeros(len(lengths)))
+
+
+@pytest.mark.parametrize("function", WITH_BASELINE)
+@pytest.mark.parametrize(
+    "rewards", [[0.7] * 6, [0.1] * 3, [0.7 + 0.2 + 0.1, 1.0, 0.1 * 10], [0.1 + 0.2, 0.3], [abs(0.3 - 0.1 - 0.2), 0.0]]
+)
+def test_rewards_that_differ_by_rounding_alone_have_an_advantage_of_exactly_0(
+    function: Callable[[AdvantageInputs], np.ndarray], rewards: list[float]
+) -> None:
+    advantages = function(inputs_of([(reward, 3 + index) for index, reward in enumerate(rewards)]))
+    np.testing.assert_array_equal(advantages, np.zeros(len(rewards)))
+
+
+def test_a_reward_that_is_the_mean_of_its_group_has_an_advantage_of_exactly_0() -> None:
+    assert np.mean([0.6, 0.7, 0.8]) != 0.7
+    for function in (mean_baseline, leave_one_out, partial(standardised, eps=1e-6)):
+        assert function(inputs_of([(0.6, 1), (0.7, 1), (0.8, 1)]))[1] == 0.0
 
 
 def test_leave_one_out_is_a_multiple_of_the_default() -> None:

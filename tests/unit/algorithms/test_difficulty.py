@@ -1,10 +1,11 @@
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivet.algorithms.difficulty import Difficulty, FairTurns, difficulty_of
+from trivet.algorithms.difficulty import Difficulty, FairTurns, difficulty_of, has_passed
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,20 @@ from trivet.algorithms.difficulty import Difficulty, FairTurns, difficulty_of
 )
 def test_both_thresholds_belong_to_the_pool_that_they_bound(reward: float, expected: Difficulty) -> None:
     assert difficulty_of(reward, easy_threshold=0.8, hard_threshold=0.2) is expected
+
+
+def test_a_mean_that_rounding_has_moved_off_a_threshold_is_in_its_pool() -> None:
+    below, above = float(np.mean([0.1] * 6)), float(np.mean([0.7] * 6))
+    assert below < 0.1
+    assert above > 0.7
+    assert difficulty_of(below, easy_threshold=0.1, hard_threshold=None) is Difficulty.EASY
+    assert difficulty_of(above, easy_threshold=None, hard_threshold=0.7) is Difficulty.HARD
+
+
+def test_a_weighted_sum_of_full_marks_has_passed() -> None:
+    assert 0.7 + 0.2 + 0.1 < 1.0
+    assert has_passed(0.7 + 0.2 + 0.1)
+    assert not has_passed(0.999999)
 
 
 def test_without_thresholds_everything_is_normal() -> None:

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,6 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.groups import make_group
+from trivet.algorithms.advantages import (
+    AdvantageFunction,
+    AdvantageInputs,
+    leave_one_out,
+    length_weighted_mean,
+    mean_baseline,
+    standardised,
+)
 from trivet.algorithms.filters import (
     FilterReason,
     Gibberish,
@@ -46,6 +55,9 @@ def reason_of(group: Group, *, is_on: bool) -> FilterReason | None:
         ([0.5, 0.5], True, FilterReason.ZERO_SIGNAL),
         ([1.0, 1.0], False, None),
         ([1.0, 0.9], True, None),
+        ([0.7 + 0.2 + 0.1, 1.0], True, FilterReason.ZERO_SIGNAL),
+        ([0.1 + 0.2, 0.3, 0.1 * 3], True, FilterReason.ZERO_SIGNAL),
+        ([0.5, 0.5 + 1e-9], True, None),
         ([1.0], True, None),
     ],
 )
@@ -110,3 +122,24 @@ def test_a_group_whose_every_rollout_is_masked_is_filtered() -> None:
         rollout.samples[0].is_truncated = True
     mask_rollouts(group, RolloutFilters(enforced=frozenset({RolloutFilter.TRUNCATED})))
     assert filter_reason(group, num_sampled=8, online_difficulty_filtering=False) is FilterReason.ALL_MASKED
+
+
+@pytest.mark.parametrize("function", [mean_baseline, length_weighted_mean, leave_one_out, partial(standardised, eps=1e-6)])
+@pytest.mark.parametrize(("size", "reward"), [(6, 0.7), (3, 0.1), (7, 0.3)])
+def test_the_zero_advantage_filter_finds_every_rollout_of_a_group_of_equal_rewards(
+    function: AdvantageFunction, size: int, reward: float
+) -> None:
+    group = make_group(0, [reward] * size)
+    for rollout, advantage in zip(group.rollouts, function(AdvantageInputs.of(group)), strict=True):
+        rollout.advantage = float(advantage)
+    enforced = RolloutFilters(is_measuring_zero_advantage=True, enforced=frozenset({RolloutFilter.ZERO_ADVANTAGE}))
+    assert mask_rollouts(group, enforced) == [RolloutFilter.ZERO_ADVANTAGE] * size
+    assert filter_reason(group, num_sampled=4 * size, online_difficulty_filtering=False) is FilterReason.ALL_MASKED
+
+
+def test_what_rounding_leaves_of_a_custom_advantage_of_0_is_filtered() -> None:
+    group = make_group(0, [0.7] * 6)
+    for rollout in group.rollouts:
+        rollout.advantage = float(rollout.reward - group.rewards.mean())
+    assert group.rollouts[0].advantage != 0.0
+    assert len(mask_rollouts(group, RolloutFilters(is_measuring_zero_advantage=True))) == 6

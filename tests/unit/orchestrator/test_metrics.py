@@ -45,6 +45,14 @@ def test_with_several_environments_each_has_its_numbers():
     assert values["sampling/temperature/code"] == 0.75
 
 
+def test_groups_that_differ_by_rounding_alone_are_flat_and_leave_no_share_that_differs() -> None:
+    groups = [group_of("math", (0.7 + 0.2 + 0.1, 1.0)), group_of("math", (0.0, 0.0)), group_of("math", (0.0, -1e-17))]
+    values = flow(GroupCounters(), groups)
+    assert values["batch/effective_batch_size"] == 0.0  # 1 - 2/3 - 1/3 is 5.6e-17
+    assert (values["batch/solve_all"], values["batch/solve_none"]) == (1 / 3, 2 / 3)
+    assert (values["pass@1"], values["pass@2"]) == (1 / 3, 1 / 3)
+
+
 def test_completions_that_a_filter_masked_keep_their_length():
     group = group_of("math", (0.0, 1.0))
     group.rollouts[0].samples[0].loss_mask_T[:] = False
