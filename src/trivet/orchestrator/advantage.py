@@ -24,7 +24,10 @@ from trivet.algorithms.advantages import (
 from trivet.config.sections.curriculum import AdvantageConfig
 from trivet.errors import BatchError, ConfigError
 from trivet.process.imports import import_by_path
+from trivet.wire.rollouts import MAX_REWARD
 
+_MAX_ADVANTAGE = 1e3 * MAX_REWARD
+"""The formulas return advantages of the size of the rewards. A custom function may return more, as much as float32 can train on."""
 _PROBES = (
     AdvantageInputs(rewards=np.array([0.0, 0.25, 1.0, 1.0]), completion_lengths=np.array([3, 1, 40, 7])),
     AdvantageInputs(rewards=np.array([1.0, 1.0]), completion_lengths=np.array([5, 5])),
@@ -93,13 +96,13 @@ def _checked(function: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs
     """Return the advantages as float64 [G].
 
     Raises:
-        ValueError: the result is not one finite number per rollout.
+        ValueError: the result is not one number per rollout that can be trained on.
     """
     advantages = np.asarray(function(inputs), dtype=np.float64)
     if advantages.shape != inputs.rewards.shape:
         raise ValueError(f"returned shape {advantages.shape}, must be {inputs.rewards.shape}: one advantage per rollout")
-    if not np.isfinite(advantages).all():
-        raise ValueError(f"returned {advantages.tolist()}, must be finite")
+    if not (np.abs(advantages) <= _MAX_ADVANTAGE).all():
+        raise ValueError(f"returned {advantages.tolist()}, must be finite and at most {_MAX_ADVANTAGE:g} in size")
     return advantages
 
 

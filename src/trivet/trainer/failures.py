@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -17,9 +18,10 @@ from trivet.errors import Diverged, OutOfMemory, TrivetError
 from trivet.trainer.ranks.world import World, gather_bytes
 from trivet.trainer.rows import RowTensors
 from trivet.weights.catalog import latest_version
+from trivet.wire.batches import MicroBatch
 
 _HUGE_ADVANTAGE = 1e4
-"""An advantage beyond this is named in the message: normalized ones are below 10."""
+"""An advantage beyond this is treated as the cause, and not the learning rate: normalized ones are below 10."""
 _MAX_NAMED = 5
 """Rows or parameters that a message lists; it counts the rest."""
 _ALLOCATOR_MESSAGES = (
@@ -53,6 +55,23 @@ def describe_gradients(parameters: Iterator[tuple[str, torch.nn.Parameter]], wor
         if gradient is not None and not bool(gradient.isfinite().all()):
             bad.append(name.removeprefix("causal_lm."))
     return _list(list(dict.fromkeys(_gather(bad, world)))) or "every gradient is finite, and their norm is not"
+
+
+def advise(rows: Sequence[MicroBatch], *, key_prefix: str) -> str:
+    """Return what to change after a loss or gradient that is not finite.
+
+    Args:
+        rows: the whole batch.
+        key_prefix: the start of a trainer key as the user writes it, such as `trainer.`.
+    """
+    advantages = np.concatenate([row.advantages_T for row in rows])
+    largest = advantages[np.abs(advantages).argmax()]  # NaN, if there is one
+    if abs(largest) <= _HUGE_ADVANTAGE:
+        return f"Lower {key_prefix}optim.lr, or look in metrics/ at what grew in the steps before"
+    return (
+        f"Its largest advantage is {largest:.4g}, which comes from the rewards, listed in rollouts/: bound or rescale them, or "
+        'divide by their deviation with [orchestrator.advantage] type = "std_norm"'
+    )
 
 
 @contextmanager
@@ -149,8 +168,6 @@ def _describe_values(name: str, values: torch.Tensor) -> str | None:
     bad = values[~values.isfinite()]
     if len(bad):
         return f"{name} is {float(bad[0])} at {len(bad)} of {len(values)} tokens"
-    if name == "the advantage" and float(values.abs().max()) > _HUGE_ADVANTAGE:
-        return f"{name} is {float(values[values.abs().argmax()]):.4g}"
     return None
 
 

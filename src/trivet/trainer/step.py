@@ -16,7 +16,14 @@ from trivet.errors import BatchError, Diverged
 from trivet.faults import reach
 from trivet.key_names import key_name, list_keys
 from trivet.trainer.device_copies import Selected, read_numbers, read_values
-from trivet.trainer.failures import RowOutcome, describe_gradients, describe_rows, explaining_memory, explaining_update_memory
+from trivet.trainer.failures import (
+    RowOutcome,
+    advise,
+    describe_gradients,
+    describe_rows,
+    explaining_memory,
+    explaining_update_memory,
+)
 from trivet.trainer.losses.terms import Loss, LossUnit
 from trivet.trainer.measurement.performance import model_cost
 from trivet.trainer.model.policy_model import PolicyModel, set_last_row
@@ -90,11 +97,12 @@ def train_step(learner: Learner, rows: Sequence[MicroBatch], *, step: Step) -> S
     loss, norm = read_numbers(total, gradient_norm(gradients, learner.world))
     computed = time.monotonic()
     if not np.isfinite(loss):
-        raise _diverged("loss", loss, learner=learner, step=step, where=describe_rows(outcomes, learner.world))
+        where = describe_rows(outcomes, learner.world)
+        raise _diverged("loss", loss, step=step, where=where, advice=advise(rows, key_prefix=learner.key_prefix))
     del outcomes
     if not np.isfinite(norm):
         where = describe_gradients(learner.model.named_parameters(), learner.world)
-        raise _diverged("gradient norm", norm, learner=learner, step=step, where=where)
+        raise _diverged("gradient norm", norm, step=step, where=where, advice=advise(rows, key_prefix=learner.key_prefix))
     clip_gradients(gradients, norm=norm, max_norm=learner.max_norm)
     lr = learner.learning_rate.at(step)
     for group in learner.optimizer.param_groups:
@@ -200,8 +208,5 @@ def _count_samples(row: MicroBatch) -> int:
     return sum(bool(mask.any()) for mask in masks)
 
 
-def _diverged(name: str, value: float, *, learner: Learner, step: Step, where: str) -> Diverged:
-    return Diverged(
-        f"the {name} of step {step} is {value} ({where}); the weights of step {step - 1} are untouched. Lower "
-        f"{learner.key_prefix}optim.lr, or look in metrics/ at what grew in the steps before"
-    )
+def _diverged(name: str, value: float, *, step: Step, where: str, advice: str) -> Diverged:
+    return Diverged(f"the {name} of step {step} is {value} ({where}); the weights of step {step - 1} are untouched. {advice}")

@@ -14,6 +14,10 @@ from trivet.wire.versions import PolicyVersion, VersionRun, newest_version, olde
 GroupId = NewType("GroupId", int)
 """Handed out by the sampler in order, never twice in a run. It survives a resume: a group dispatched again keeps its id."""
 
+MAX_REWARD = 1e12
+"""Greatest size of a reward. An advantage is as large as the rewards and a gradient some powers of ten larger. The norm of the
+gradients adds their squares in float32, which ends at 3.4e38, so they must stay below 1e19."""
+
 
 class MaskedTokens(msgspec.Struct, kw_only=True, gc=False):
     """The sampled tokens that a filter masked from the loss, for people who look at the rollout. They are not trained on."""
@@ -60,6 +64,7 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     index: int
     """Position in its group, from 0."""
     reward: float
+    """From -`MAX_REWARD` to `MAX_REWARD`."""
     samples: list[Sample] = []
     """One for a single turn; one or more for several turns, depending on `trajectory_strategy`."""
     scores: dict[str, float] = {}

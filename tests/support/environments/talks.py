@@ -30,6 +30,8 @@ class TalkData(vf.TaskData):
     lines: list[str] = []
     score: str = "1.0"
     """A number, or how the reward function fails."""
+    has_odd_metrics: bool = False
+    """Metrics, and a reward of weight 0, return what is no number."""
 
 
 class TalkTask(vf.Task[TalkData]):
@@ -43,9 +45,27 @@ class TalkTask(vf.Task[TalkData]):
                 sys.exit(3)
             case "none":
                 return None  # type: ignore[return-value]
+            case "list":
+                return [1.0]  # type: ignore[return-value]
+            case "tuple":
+                return (1.0, "why")  # type: ignore[return-value]
+            case "text":
+                return "1.0"  # type: ignore[return-value]
+            case "named":
+                return {"first": 0.25, "second": 0.5}  # type: ignore[return-value]
+            case "nested":
+                return {"first": [0.25]}  # type: ignore[return-value]
             case "hang":
                 await asyncio.Event().wait()
         return float(self.data.score)
+
+    @vf.reward(weight=0.0)
+    async def weightless(self, trace: vf.Trace) -> float:
+        return float("nan") if self.data.has_odd_metrics else {}  # type: ignore[return-value]
+
+    @vf.metric
+    async def odd(self, trace: vf.Trace) -> float:
+        return [1.0] if self.data.has_odd_metrics else {}  # type: ignore[return-value]
 
     @vf.metric
     async def num_replies(self, trace: vf.Trace) -> float:

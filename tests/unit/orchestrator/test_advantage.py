@@ -24,6 +24,9 @@ def divides(inputs):
     with np.errstate(all="ignore"):
         return inputs.rewards / inputs.rewards.sum()
 
+def scaled_up(inputs):
+    return (inputs.rewards - inputs.rewards.mean()) * 1e30
+
 def one_number(inputs):
     return 1.0
 
@@ -72,6 +75,7 @@ def test_a_function_of_ones_own_gets_its_arguments(module: str) -> None:
         ("my_advantages.missing", "cannot be imported .AttributeError"),
         ("scaled", 'must be "module.function"'),
         ("my_advantages.one_number", "returned shape .*one advantage per rollout"),
+        ("my_advantages.scaled_up", r"returned \[.*e\+29.*\], must be finite and at most 1e\+15 in size"),
         ("my_advantages.divides", r"rewards \[0.0, 0.0\].*must be finite"),
         ("my_advantages.np", "failed .TypeError"),
     ],

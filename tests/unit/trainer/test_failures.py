@@ -37,6 +37,23 @@ def test_a_loss_that_is_not_finite_names_the_sample_and_what_is_special(tiny_mod
         train_step(make_learner(tiny_model, loss=UNMASKED), rows, step=Step(4))
 
 
+@pytest.mark.parametrize(
+    ("scale", "advice"),
+    [(1e30, "Its largest advantage is -?.*e\\+[23][0-9], which comes from the rewards"), (1.0, "Lower optim.lr")],
+)
+def test_the_advice_names_the_rewards_where_the_advantages_are_huge(
+    tiny_model: Path, make_learner, oracle, scale: float, advice: str
+) -> None:
+    row = oracle.make_row(oracle.make_examples(count=2, vocab_size=100))
+    row.advantages_T *= np.float32(scale)
+    learner = make_learner(tiny_model, loss=UNMASKED)
+    if scale == 1.0:
+        learner.loss = lambda scores, _: RowLoss({LossUnit.TOKEN: scores.logprobs_N.sum() * torch.nan}, {})
+    with pytest.raises(Diverged, match=advice) as diverged:
+        train_step(learner, [row], step=Step(2))
+    assert ("lr" in str(diverged.value)) is (scale == 1.0)
+
+
 def test_gradients_that_are_not_finite_name_their_parameters(tiny_model: Path, make_learner, oracle) -> None:
     learner = make_learner(tiny_model, lr=1.0)
     # Its value is 0 and its slope 0 times infinity.

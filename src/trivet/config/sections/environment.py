@@ -81,8 +81,8 @@ class EnvConfig(Section):
     args: dict[str, Any] = {}
     """Passed to load_environment."""
     on_reward_error: Literal["drop", "zero"] = "drop"
-    """A reward function that raises, or returns None: `drop` fails the group with that error, so that no bug is trained on;
-    `zero` takes 0 for it, as verifiers does."""
+    """A reward function that raises, or returns no reward (text, a list, NaN): `drop` fails the group with that error, so that no
+    bug is trained on; `zero` takes 0 for it, as verifiers does."""
     venv: str = "auto"
     """Virtual environment of the environment's workers: the name of one that `trivet env install` made, or the path of another.
     `auto` takes the one that the environment was installed into, else trivet's own; `trivet` takes trivet's own."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from trivet.wire.groups import EnvironmentInfo, GroupRequest
-from trivet.wire.rollouts import Rollout, Sample
+from trivet.wire.rollouts import MAX_REWARD, Rollout, Sample
 from trivet.wire.versions import count_tokens
 
 _MAX_LOGPROB = 0.01
@@ -64,7 +64,7 @@ def find_info_fault(info: EnvironmentInfo) -> str | None:
 
 
 def _rollout_faults(rollout: Rollout) -> Iterator[str]:
-    if not math.isfinite(rollout.reward):
+    if not abs(rollout.reward) <= MAX_REWARD:
         yield f"with the reward {rollout.reward}"
     for name, value in rollout.scores.items():
         if not math.isfinite(value):

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,15 +9,29 @@ from typing import Any
 import verifiers as vf
 
 from trivet.environments.apis.messages import describe
-from trivet.environments.apis.reward_guard import collect_reward_errors, failed_reward, guard, require_finite
+from trivet.environments.apis.reward_guard import (
+    Scores,
+    collect_reward_errors,
+    failed_reward,
+    guard,
+    measured,
+    require_reward,
+)
 from trivet.errors import RolloutFailed
 
 
 def guard_rewards(env: vf.Environment) -> None:
     """Wrap every reward function of `env`, its sub-rubrics and sub-environments."""
     for rubric in _rubrics(env.rubric):
-        name = "funcs" if hasattr(rubric, "funcs") else "reward_funcs"  # the second until 0.1.7
-        setattr(rubric, name, [guard(function) for function in getattr(rubric, name)])
+        functions, weights = (
+            ("funcs", "weights") if hasattr(rubric, "funcs") else ("reward_funcs", "reward_weights")
+        )  # until 0.1.7
+        scores_group = getattr(rubric, "_is_group_func", lambda function: False)  # since 0.1.8
+        guarded = [
+            guard(function, scores=Scores.GROUP if scores_group(function) else Scores.ONE, is_metric=weight == 0)
+            for function, weight in zip(getattr(rubric, functions), getattr(rubric, weights), strict=False)
+        ]
+        setattr(rubric, functions, guarded)
 
 
 def _rubrics(rubric: vf.Rubric) -> Iterator[vf.Rubric]:
@@ -33,13 +46,13 @@ async def score_group(env: vf.Environment, states: Sequence[Any], *, name: str, 
     """Score the rollouts of a group together: write `reward` and `metrics` into each state. Return the seconds it took.
 
     Args:
-        drops_errors: a reward function that raises fails the group; otherwise it counts 0, as verifiers counts it.
+        drops_errors: a reward function that raises or returns no reward fails the group; otherwise verifiers counts 0.
 
     Raises:
         RolloutFailed: the rubric raised, or a reward function did.
     """
     started = time.monotonic()
-    with collect_reward_errors() as errors:
+    with collect_reward_errors(num_rollouts=len(states)) as errors:
         try:
             await _score(env, list(states))
         except Exception as exc:  # the user's code
@@ -54,15 +67,13 @@ async def score_group(env: vf.Environment, states: Sequence[Any], *, name: str, 
 
 
 def read_scores(state: Mapping[str, Any], *, name: str) -> tuple[float, dict[str, float]]:
-    """Return the reward of a scored state, and the finite value of each reward function and metric by its name.
+    """Return the reward of a scored state, and the value of each reward function and metric by its name.
 
     Raises:
-        RolloutFailed: the reward is no finite number.
+        RolloutFailed: the reward is no number that can be trained on.
     """
-    reward = require_finite(state.get("reward"), env=name)
     metrics: dict[str, Any] = state.get("metrics") or {}
-    scores = {each: float(value) for each, value in metrics.items() if value is not None and math.isfinite(value)}
-    return reward, scores
+    return require_reward(state.get("reward"), env=name, values=metrics), measured(metrics)
 
 
 async def _score(env: vf.Environment, states: list[Any]) -> None:

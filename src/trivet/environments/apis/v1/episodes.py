@@ -9,7 +9,7 @@ from verifiers.v1 import Episode, TaskData, Trace
 from verifiers.v1.dialects.chat import message_to_wire
 
 from trivet.environments.apis.messages import shorten_messages
-from trivet.environments.apis.reward_guard import require_finite
+from trivet.environments.apis.reward_guard import measured, require_reward
 from trivet.environments.apis.trajectories import Trajectory, Turn, to_samples
 from trivet.environments.apis.v1.client import OUT_OF_CONTEXT
 from trivet.environments.apis.v1.served_turns import ServedTurns
@@ -43,7 +43,7 @@ class EpisodeReader:
         With several agents, the reward is the mean over the agents that are trained; each agent's own is a score.
 
         Raises:
-            RolloutFailed: it was not scored, or its reward is not finite.
+            RolloutFailed: it was not scored, or its reward is no number that can be trained on.
         """
         if played.failure is not None:
             raise played.failure
@@ -96,7 +96,7 @@ def read_reward(trace: Trace, *, env: str) -> float:
     """Return the reward of a scored trace.
 
     Raises:
-        RolloutFailed: a reward function did not run to its end, or the reward is no finite number.
+        RolloutFailed: a reward function did not run to its end, or the reward is no number that can be trained on.
     """
     missing = [name for name, reward in trace.rewards.items() if reward is None]
     if missing:
@@ -104,7 +104,12 @@ def read_reward(trace: Trace, *, env: str) -> float:
             f"reward function {missing[0]} of environment {env!r} did not run to its end: {trace.stop_condition}",
             kind="RewardMissing",
         )
-    return require_finite(trace.reward, env=env)
+    return require_reward(trace.reward, env=env, values=read_values(trace))
+
+
+def read_values(trace: Trace) -> dict[str, float]:
+    """Return the value of each reward function and metric of a trace by its name."""
+    return measured({name: None if reward is None else reward.score for name, reward in trace.rewards.items()} | trace.metrics)
 
 
 def task_messages(data: TaskData) -> list[dict[str, Any]]:
@@ -132,10 +137,7 @@ def _scores(episode: Episode) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for trace in episode.traces:
         prefix = f"{trace.agent.name}/" if len(episode.traces) > 1 else ""
-        named = {name: reward.score for name, reward in trace.rewards.items() if reward is not None} | trace.metrics
-        if prefix:
-            named["reward"] = trace.reward
+        named = read_values(trace) | (measured({"reward": trace.reward}) if prefix else {})
         for name, value in named.items():
-            if value is not None and math.isfinite(value):
-                values.setdefault(f"{prefix}{name}", []).append(value)
+            values.setdefault(f"{prefix}{name}", []).append(value)
     return {name: math.fsum(found) / len(found) for name, found in values.items()}

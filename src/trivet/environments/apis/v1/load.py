@@ -8,7 +8,7 @@ from verifiers.v1.configs.select import SelectConfig  # pyright: ignore[reportMi
 from verifiers.v1.utils.loaders import load_environment
 
 from trivet.environments.apis.loading import load_failure
-from trivet.environments.apis.reward_guard import guard
+from trivet.environments.apis.reward_guard import Scores, guard
 from trivet.environments.apis.v1.client import TrivetClientConfig, use_trivet_clients
 from trivet.environments.apis.v1.configuration import make_config, read_arguments
 from trivet.environments.apis.v1.host import V1Host, V1Rules
@@ -91,14 +91,26 @@ def task_hashes(tasks: Sequence[Task], keys: Sequence[str]) -> list[str]:
 
 
 def guard_rewards(task_class: type[Task]) -> None:
-    """Wrap every reward function and metric of the tasks, those that a configuration plugs in too. May be called again."""
-    find_hooks = task_class.hooks
+    """Wrap every reward function, metric and judge of the tasks, those that a configuration plugs in too. May be called again."""
+    find_hooks, find_judges = task_class.hooks, task_class.plugged_judges
 
     def hooks(task: Task, attr: str) -> list[Callable[..., Any]]:
         functions = find_hooks(task, attr)
-        return [guard(function) for function in functions] if attr in ("reward", "metric") else functions
+        if attr not in ("reward", "metric"):
+            return functions
+        return [
+            guard(each, scores=Scores.NAMED, is_metric=attr == "metric" or getattr(each, "_vf_weight", 1.0) == 0)
+            for each in functions
+        ]
 
-    task_class.hooks = hooks  # type: ignore[method-assign]  verifiers has no other place to wrap them
+    def plugged_judges(task: Task) -> list[Any]:
+        judges: list[Any] = find_judges(task)
+        for judge in judges:
+            is_metric = judge.config.weight == 0
+            judge.score = guard(judge.score, scores=Scores.NAMED, is_metric=is_metric, name=judge.reward_name)
+        return judges
+
+    task_class.hooks, task_class.plugged_judges = hooks, plugged_judges  # type: ignore[method-assign]  no other place to wrap them
 
 
 def _config_maker(settings: HostSettings, turns: ServedTurns) -> Callable[[str], ClientConfig]:

@@ -5,7 +5,6 @@ message. A reward function that needs the runtime of the episode, and an environ
 """
 
 import inspect
-import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from verifiers.v1.state import state_cls
 from trivet.environments.apis.messages import describe, shorten_messages
 from trivet.environments.apis.rescoring import require_same_prompt
 from trivet.environments.apis.reward_guard import collect_reward_errors, failed_reward
-from trivet.environments.apis.v1.episodes import read_reward, task_messages
+from trivet.environments.apis.v1.episodes import read_reward, read_values, task_messages
 from trivet.errors import RolloutFailed
 from trivet.wire.groups import RecordedConversation
 from trivet.wire.rollouts import Rollout
@@ -85,11 +84,10 @@ async def _rescore_one(
                 else RolloutFailed(f"scoring failed: {describe(exc)}", kind=type(exc).__name__)
             ) from exc
     reward = read_reward(trace, env=name)
-    values = {each: weighted.score for each, weighted in trace.rewards.items()} | trace.metrics
     return Rollout(
         index=index,
         reward=reward,
-        scores={each: float(value) for each, value in values.items() if value is not None and math.isfinite(value)},
+        scores=read_values(trace),
         prompt=recorded.prompt,
         completion=recorded.completion,
         num_turns=sum(message.get("role") == "assistant" for message in recorded.completion),

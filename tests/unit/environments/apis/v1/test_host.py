@@ -187,6 +187,15 @@ def test_a_conversation_that_outgrows_the_context_ends_as_truncated_and_keeps_it
         ("exit", "SystemExit", "reward function scored of environment 'toy': SystemExit: 3"),
         ("none", "TypeError", "returned None, not a number"),
         ("nan", "RewardNotFinite", "nan, not a finite number"),
+        (
+            "list",
+            "TypeError",
+            r"reward function scored of environment 'toy': TypeError: returned the list \[1.0\], not a number",
+        ),
+        ("tuple", "TypeError", r"returned the tuple \(1.0, 'why'\), not a number"),
+        ("text", "TypeError", "returned the str '1.0', not a number"),
+        ("nested", "TypeError", r"returned the list \[0.25\], not a number"),
+        ("1e20", "RewardTooLarge", r"scored of environment 'toy': RewardTooLarge: returned the float 1e\+20, too large"),
     ],
 )
 def test_an_error_of_a_reward_function_fails_its_group_without_a_second_attempt(score: str, kind: str, said: str) -> None:
@@ -195,6 +204,18 @@ def test_an_error_of_a_reward_function_fails_its_group_without_a_second_attempt(
         play(server, {"rows": [{"score": score}]})
     assert failed.value.kind == kind
     assert len(server.turns) == 1
+
+
+def test_rewards_by_name_are_added_up() -> None:
+    [rollout] = play(TemplateServer("chatml", answers=["Five" + IM_END]), {"rows": [{"score": "named"}]})
+    assert rollout.reward == 0.75
+    assert rollout.scores == {"first": 0.25, "second": 0.5, "num_replies": 1.0}
+
+
+def test_metrics_without_a_value_are_left_out_and_cost_nothing_else() -> None:
+    [rollout] = play(TemplateServer("chatml", answers=["Five" + IM_END]), {"rows": [{"has_odd_metrics": True}]})
+    assert rollout.reward == 1.0
+    assert rollout.scores == {"scored": 1.0, "num_replies": 1.0}
 
 
 def test_a_reward_function_that_does_not_end_is_named() -> None:
