@@ -118,16 +118,18 @@ class ForeignPolicy(InferenceError):
 
 
 class RolloutFailed(TrivetError):
-    """Raised when a rollout failed on every attempt or could not be scored; it costs its group."""
+    """Raised when a rollout failed or could not be scored; it costs its group."""
 
-    def __init__(self, message: str, *, kind: str = "RolloutFailed") -> None:
+    def __init__(self, message: str, *, kind: str = "RolloutFailed", is_infrastructure: bool = False) -> None:
         """Keep the type of the error behind it.
 
         Args:
             kind: type of the error behind it, by which failures are counted.
+            is_infrastructure: a server or the network failed, on every attempt; nothing that the policy did is the cause.
         """
         super().__init__(message)
         self.kind = kind
+        self.is_infrastructure = is_infrastructure
 
 
 class WorkerLost(TrivetError):

@@ -123,15 +123,16 @@ class GroupBuffer:
         self._fruitless(what)
         self._write_event(Filter(group_id=group.group_id, reason=reason))
 
-    def failed(self, group_id: GroupId, error: str, *, kind: str) -> None:
+    def failed(self, group_id: GroupId, error: str, *, kind: str, is_infrastructure: bool = False) -> None:
         """Drop a group that ended with an error.
 
         Args:
             error: `ErrorType: message`.
             kind: type of the error behind it, by which failures are counted.
+            is_infrastructure: see `LostGroup`.
         """
         draw, _ = self._in_flight.pop(group_id)
-        self.counters.add_failed(draw.env, kind=kind)
+        self.counters.add_failed(draw.env, kind=kind, is_infrastructure=is_infrastructure)
         what = f"group {group_id} of {draw.env} failed: {error}"
         self._first_failure = self._first_failure or what
         self._fruitless(what)

@@ -48,6 +48,8 @@ class LostGroup:
     env: str
     reason: str
     """Type of the error of a failed group, or why it was dropped."""
+    is_infrastructure: bool = False
+    """A server, a worker or the network failed it, and nothing that the policy did."""
 
 
 @dataclass(slots=True)
@@ -58,13 +60,14 @@ class GroupCounters:
     failed: list[LostGroup] = field(default_factory=list[LostGroup])
     dropped: list[LostGroup] = field(default_factory=list[LostGroup])
 
-    def add_failed(self, env: str, *, kind: str) -> None:
+    def add_failed(self, env: str, *, kind: str, is_infrastructure: bool = False) -> None:
         """Count a failed group.
 
         Args:
             kind: type of the error behind it.
+            is_infrastructure: see `LostGroup`.
         """
-        self.failed.append(LostGroup(env=env, reason=kind))
+        self.failed.append(LostGroup(env=env, reason=kind, is_infrastructure=is_infrastructure))
 
     def add_dropped(self, env: str, reason: str) -> None:
         """Count a dropped group under the part of `reason` before a colon."""

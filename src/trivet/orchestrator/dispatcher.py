@@ -237,35 +237,39 @@ class Dispatcher:
             self._buffer.cancelled(group_id, "stale")
 
     async def _run(self, attempt: _Try) -> None:
-        lost, error, kind, rollouts = "", "", "", list[Rollout]()
+        lost, error, failure, rollouts = "", "", None, list[Rollout]()
         try:
             rollouts = await self._run_group(attempt.draw, base_url=attempt.server)
         except WorkerLost as exc:
             lost = str(exc)
         except Exception as exc:  # noqa: BLE001  an environment is the user's code: what it raises costs this group only
             error = f"{type(exc).__name__}: {exc}"
-            kind = exc.kind if isinstance(exc, RolloutFailed) else type(exc).__name__
+            failure = exc if isinstance(exc, RolloutFailed) else RolloutFailed(error, kind=type(exc).__name__)
             if await self._servers.is_at_fault(attempt.server):
                 lost = f"the server {attempt.server} failed: {error}"
         # However many groups end at one moment, each takes a turn of the event loop of its own: timers and sockets are looked at
         # between them.
         async with self._turn:
-            self._account(attempt, rollouts, lost=lost, error=error, kind=kind)
+            self._account(attempt, rollouts, lost=lost, error=error, failure=failure)
             await asyncio.sleep(0)
 
-    def _account(self, attempt: _Try, rollouts: list[Rollout], *, lost: str, error: str, kind: str) -> None:
+    def _account(self, attempt: _Try, rollouts: list[Rollout], *, lost: str, error: str, failure: RolloutFailed | None) -> None:
         """Retry the group whose try is over, or settle it as failed or finished."""
         draw = attempt.draw
         if self._tries.get(draw.group_id) is not attempt:
             return  # ended meanwhile, and accounted for
         self._end(attempt)
-        if not (lost or error) and has_older_tokens(rollouts, attempt.version):
+        if not (lost or failure) and has_older_tokens(rollouts, attempt.version):
             lost = f"the server {attempt.server} answered with an older policy than it served: it was started again"
         if lost:
             self._lost(attempt, lost)
-        elif error:
+        elif failure is not None:
             logger.warning("group failed group=%s env=%s: %s", draw.group_id, draw.env, error)
-            self._settle(draw.group_id, lambda: self._buffer.failed(draw.group_id, error, kind=kind))
+            kind, is_infrastructure = failure.kind, failure.is_infrastructure
+            self._settle(
+                draw.group_id,
+                lambda: self._buffer.failed(draw.group_id, error, kind=kind, is_infrastructure=is_infrastructure),
+            )
         else:
             self._settle(draw.group_id, lambda: self._finish(draw, rollouts))
         self.changed.notify()
@@ -296,4 +300,4 @@ class Dispatcher:
             logger.info("group is dispatched again group=%s tries=%s: %s", group_id, number, reason)
             return
         error = f"WorkerLost: lost {number} times, the last time because {reason}"
-        self._settle(group_id, lambda: self._buffer.failed(group_id, error, kind="WorkerLost"))
+        self._settle(group_id, lambda: self._buffer.failed(group_id, error, kind="WorkerLost", is_infrastructure=True))

@@ -23,6 +23,8 @@ _MEASURES: dict[str, Callable[[Rollout], float]] = {
     "completion_len": lambda rollout: float(sum(count_tokens(sample.versions) for sample in rollout.samples)),
     "is_truncated": lambda rollout: float(rollout.is_truncated),
     "num_turns": lambda rollout: float(rollout.num_turns),
+    "num_retries": lambda rollout: float(rollout.num_retries),
+    "ended_by_error": lambda rollout: float(bool(rollout.ended_by)),
     "generation_ms": lambda rollout: rollout.generation_s * 1e3,
     "scoring_ms": lambda rollout: rollout.scoring_s * 1e3,
 }
@@ -162,12 +164,15 @@ def _finished_metrics(finished: Sequence[FinishedGroup]) -> dict[str, float]:
 
 
 def _loss_metrics(counters: GroupCounters) -> dict[str, float]:
-    """Return `error/*`: failed groups as shares of those that ended since the last batch, by error type and environment."""
+    """Return `error/*`: failed groups as shares of those that ended since the last batch, by cause, error type and environment."""
     values = {"batch/stale_groups": float(sum(group.reason == "stale" for group in counters.dropped))}
     ended = len(counters.finished) + len(counters.failed)
     if not ended:
         return values
     values["error/mean"] = len(counters.failed) / ended
+    num_infrastructure = sum(group.is_infrastructure for group in counters.failed)
+    values["error/infrastructure"] = num_infrastructure / ended
+    values["error/environment"] = (len(counters.failed) - num_infrastructure) / ended
     values |= {f"error/{kind}": count / ended for kind, count in Counter(group.reason for group in counters.failed).items()}
     by_env = Counter((group.env, group.reason) for group in counters.failed)
     return values | {f"error/{env}/{kind}": count / ended for (env, kind), count in by_env.items()}

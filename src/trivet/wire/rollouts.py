@@ -79,6 +79,10 @@ class Rollout(msgspec.Struct, kw_only=True, gc=False):
     """A turn ended at a length limit, as reported by a server that gives no token ids: there are no samples to tell it."""
     counted_tokens: int = 0
     """Tokens of the completions as such a server counts them."""
+    num_retries: int = 0
+    """Attempts before this one, which infrastructure failed: a server, a sandbox or the network."""
+    ended_by: str = ""
+    """Type of the error by which the policy's own call to a tool ended the rollout, which is scored all the same; else empty."""
     generation_s: float = 0.0
     scoring_s: float = 0.0
     advantage: float = 0.0

@@ -12,7 +12,7 @@ from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.servers import ServerAccess
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages and of every struct in them. Raise it whenever one changes; a test compares their schema with it."""
 PULSE_INTERVAL_S = 1.0
 """Seconds between two pulses of a worker."""
@@ -130,6 +130,8 @@ class CallFailed(msgspec.Struct, frozen=True, tag=True):
     kind: str
     """Name of the error's type."""
     message: str
+    is_infrastructure: bool = False
+    """A server or the network failed; nothing that the policy did is the cause."""
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@
 
 `way` of a task: `talk` says the next line after each reply; `tools` calls `add` until a reply calls nothing; `branch` continues the
 first reply with each line by itself; `stream` is `talk` over server-sent events; `anthropic` asks in another dialect; `program`
-starts a program that asks nothing and does not end.
+starts a program that asks nothing and does not end; `crash` and `lose` talk and then fail, as a bug and as infrastructure;
+`unlaunchable` fails before it asks.
 """
 
 import asyncio
@@ -90,6 +91,8 @@ class TalkHarness(vf.Harness[vf.HarnessConfig]):
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
         if data.way == "program":
             return await runtime.run_program(["sleep", "600"], {})
+        if data.way == "unlaunchable":
+            raise RuntimeError("no place for the harness")
         _, prompt = self.resolve_prompt(data)
         messages = [message.model_dump(exclude_none=True) for message in prompt or []]
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=30.0) as client:
@@ -104,6 +107,14 @@ class TalkHarness(vf.Harness[vf.HarnessConfig]):
         for line in data.lines:
             messages.append({"role": "user", "content": line})
             messages.append(await asker.ask(messages))
+
+    async def _crash(self, asker: "Asker", messages: list[dict], data: TalkData) -> None:
+        await self._talk(asker, messages, data)
+        raise KeyError("what the reply should have had")
+
+    async def _lose(self, asker: "Asker", messages: list[dict], data: TalkData) -> None:
+        await self._talk(asker, messages, data)
+        raise vf.SandboxError("the sandbox is gone")
 
     async def _stream(self, asker: "Asker", messages: list[dict], data: TalkData) -> None:
         asker.streams = True

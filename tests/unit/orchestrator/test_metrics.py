@@ -92,15 +92,23 @@ def test_failures_are_told_by_error_and_environment():
     counters.finished.append(FinishedGroup.of(group_of("math", (0.0, 1.0))))
     counters.add_failed("math", kind="ValueError")
     counters.add_failed("code", kind="ValueError")
-    counters.add_failed("code", kind="WorkerLost")
+    counters.add_failed("code", kind="WorkerLost", is_infrastructure=True)
     counters.add_dropped("code", "stale")
     values = flow(counters, [])
     assert (values["error/mean"], values["error/ValueError"], values["error/code/WorkerLost"]) == (0.75, 0.5, 0.25)
+    assert (values["error/infrastructure"], values["error/environment"]) == (0.25, 0.5)
     assert (values["batch/stale_groups"], values["batch/cancelled_rollouts"], values["batch/inflight_rollouts"]) == (
         1.0,
         2.0,
         10.0,
     )
+
+
+def test_retries_and_rollouts_that_an_error_ended_are_counted_apart():
+    group = group_of("math", (0.0, 1.0))
+    group.rollouts[0].num_retries, group.rollouts[1].ended_by = 2, "ToolCallError"
+    values = batch_metrics([group], step=Step(1), num_tokens=14)
+    assert (values["num_retries/mean"], values["num_retries/max"], values["ended_by_error/mean"]) == (1.0, 2.0, 0.5)
 
 
 def test_what_nobody_judged_has_no_share():

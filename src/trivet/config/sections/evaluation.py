@@ -39,7 +39,7 @@ class EvalModelConfig(Section):
 
 
 class EvalRetryConfig(Section):
-    """Repeats of an example that failed although each of its rollouts was tried three times."""
+    """Repeats of an example that failed, after the three attempts at each rollout that infrastructure failed."""
 
     max_attempts: int = Field(default=3, ge=1)
     """Times that an example is run before it counts as failed."""

@@ -1,12 +1,14 @@
-"""Plays the rollouts of one group at the same time, each with several attempts, all within one limit of time."""
+"""Plays the rollouts of one group at the same time, all within one limit of time. What infrastructure failed is played again."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from trivet.backoff import backoff_s
+from trivet.environments.apis.causes import is_infrastructure
 from trivet.environments.apis.messages import describe
 from trivet.errors import RolloutFailed
 from trivet.wire.rollouts import GroupId
@@ -14,11 +16,20 @@ from trivet.wire.rollouts import GroupId
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Attempts at one rollout, the first included. Then its whole group fails."""
+"""Attempts at one rollout that infrastructure fails, the first included. Then its whole group fails."""
 _RETRY_DELAY_S = 1.0
 """Wait before the second attempt; doubled before each later one."""
 
 PlayedT = TypeVar("PlayedT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempted(Generic[PlayedT]):
+    """A rollout that was played to its end."""
+
+    result: PlayedT
+    num_retries: int
+    """Attempts before it, which infrastructure failed."""
 
 
 @asynccontextmanager
@@ -41,11 +52,12 @@ async def within(timeout_s: float | None, *, env: str, group_id: GroupId) -> Asy
 
 async def play_group(
     play: Callable[[int], Awaitable[PlayedT]], *, num_rollouts: int, env: str, group_id: GroupId
-) -> list[PlayedT]:
+) -> list[Attempted[PlayedT]]:
     """Return what `play` returns for each index of the group.
 
     Raises:
-        RolloutFailed: `play` raised on every attempt at one rollout; the message is the first error.
+        RolloutFailed: `play` raised what infrastructure is not the cause of, or raised on every attempt at one rollout; the message
+            is then the first error.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -58,19 +70,27 @@ async def play_group(
     return [task.result() for task in running]
 
 
-async def _attempt(play: Callable[[int], Awaitable[PlayedT]], index: int, *, env: str, group_id: GroupId) -> PlayedT:
-    first: BaseException | None = None
+async def _attempt(play: Callable[[int], Awaitable[PlayedT]], index: int, *, env: str, group_id: GroupId) -> Attempted[PlayedT]:
+    first: RolloutFailed | None = None
     for attempt in range(_MAX_ATTEMPTS):
         if attempt:
             await asyncio.sleep(backoff_s(attempt, first_s=_RETRY_DELAY_S))
         try:
-            return await play(index)
+            return Attempted(result=await play(index), num_retries=attempt)
         except (Exception, SystemExit, KeyboardInterrupt) as exc:  # noqa: BLE001  the user's code: it costs this rollout
-            first = first or exc
-        logger.warning(
-            "rollout failed env=%s group=%s index=%s attempt=%s: %s", env, group_id, index, attempt + 1, describe(first)
-        )
+            failure = as_failure(exc)
+        logger.warning("rollout failed env=%s group=%s index=%s attempt=%s: %s", env, group_id, index, attempt + 1, failure)
+        if not failure.is_infrastructure:
+            raise failure
+        first = first or failure
     assert first is not None
-    if isinstance(first, RolloutFailed):
-        raise first
-    raise RolloutFailed(describe(first), kind=type(first).__name__) from first
+    raise first
+
+
+def as_failure(error: BaseException) -> RolloutFailed:
+    """Return `error` as the failure of a rollout, with its type and its cause."""
+    if isinstance(error, RolloutFailed):
+        return error
+    failure = RolloutFailed(describe(error), kind=type(error).__name__, is_infrastructure=is_infrastructure(error))
+    failure.__cause__ = error
+    return failure

@@ -199,7 +199,7 @@ def _read_all(value: Any, scores: Scores, read: Callable[[Any], float]) -> Any:
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TypeError(f"{_shown(value)}, not a list of {wanted}numbers, one for each rollout of the group")
     if wanted and len(values) != collection.num_rollouts:
-        raise ValueError(f"{_shown(value)}, {len(values)} numbers for the {wanted}rollouts of the group")
+        raise ValueError(f"{_shown(value)}, of length {len(values)} for the {wanted}rollouts of the group")
     return [read(inner) for inner in values]
 
 

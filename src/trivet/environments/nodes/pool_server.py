@@ -113,7 +113,7 @@ class PoolServer:
         except WorkerLost as exc:
             return CallLost(call_id=asked.call_id, message=str(exc))
         except RolloutFailed as exc:
-            return CallFailed(call_id=asked.call_id, kind=exc.kind, message=str(exc))
+            return CallFailed(call_id=asked.call_id, kind=exc.kind, message=str(exc), is_infrastructure=exc.is_infrastructure)
         except Exception as exc:  # it must not end the groups of the other calls
             logger.exception("call %d failed", asked.call_id)
             return CallFailed(call_id=asked.call_id, kind=type(exc).__name__, message=str(exc))

@@ -71,7 +71,7 @@ def _rollout_faults(rollout: Rollout) -> Iterator[str]:
             yield f"with the score {name} = {value}"
     if not all(0 <= spent_s < math.inf for spent_s in (rollout.generation_s, rollout.scoring_s)):
         yield f"that took {rollout.generation_s} s and {rollout.scoring_s} s"
-    if rollout.advantage != 0.0 or rollout.counted_tokens < 0 or rollout.num_turns < 0:
+    if rollout.advantage != 0.0 or min(rollout.counted_tokens, rollout.num_turns, rollout.num_retries) < 0:
         yield "with numbers that a worker does not set"
 
 

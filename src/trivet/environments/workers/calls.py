@@ -77,7 +77,8 @@ class PendingCalls:
             raise MessageRefused(f"an answer to call {answer.call_id}, which waits for none")
         if isinstance(answer, CallFailed):
             message = printable(answer.message[:_MAX_MESSAGE_CHARS])
-            future.set_exception(RolloutFailed(message, kind=printable(answer.kind[:_MAX_KIND_CHARS])))
+            kind = printable(answer.kind[:_MAX_KIND_CHARS])
+            future.set_exception(RolloutFailed(message, kind=kind, is_infrastructure=answer.is_infrastructure))
             return
         if problem := _mismatch(order, answer):
             raise MessageRefused(f"an answer to call {answer.call_id} {problem}")

@@ -126,7 +126,8 @@ class Worker:
 def _failure(call_id: int, error: BaseException) -> CallFailed:
     kind = error.kind if isinstance(error, RolloutFailed) else type(error).__name__
     said = str(error) if isinstance(error, RolloutFailed) else f"{kind}: {error}"
-    return CallFailed(call_id=call_id, kind=printable(kind), message=printable(said))
+    is_infrastructure = isinstance(error, RolloutFailed) and error.is_infrastructure
+    return CallFailed(call_id=call_id, kind=printable(kind), message=printable(said), is_infrastructure=is_infrastructure)
 
 
 def send_pulses(sock: socket.socket, *, lag: LoopLag, stages: StageBoard) -> None:

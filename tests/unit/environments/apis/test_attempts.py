@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import verifiers as vf
 
 from trivet.environments.apis import attempts
 from trivet.environments.apis.attempts import play_group, within
@@ -22,23 +23,40 @@ def play(outcomes: dict[int, list[BaseException | str]]) -> list[str]:
             raise outcome
         return outcome
 
-    return asyncio.run(play_group(play_one, num_rollouts=len(outcomes), env="toy", group_id=GroupId(3)))
+    played = asyncio.run(play_group(play_one, num_rollouts=len(outcomes), env="toy", group_id=GroupId(3)))
+    return [f"{each.result} after {each.num_retries}" for each in played]
 
 
 def test_rollouts_come_back_in_order_whatever_attempt_they_took() -> None:
-    assert play({0: [ConnectionError("down"), ConnectionError("down"), "a"], 1: ["b"]}) == ["a", "b"]
+    found = play({0: [ConnectionError("down"), ConnectionError("down"), "a"], 1: ["b"]})
+    assert found == ["a after 2", "b after 0"]
 
 
-def test_a_rollout_that_fails_every_time_fails_its_group_with_the_first_error() -> None:
-    with pytest.raises(RolloutFailed, match="LookupError: first") as failed:
-        play({0: [LookupError("first"), SystemExit(3), ValueError("third")], 1: ["b"]})
-    assert failed.value.kind == "LookupError"
+def test_a_rollout_that_infrastructure_fails_every_time_fails_its_group_with_the_first_error() -> None:
+    with pytest.raises(RolloutFailed, match="ConnectionResetError: first") as failed:
+        play({0: [ConnectionResetError("first"), TimeoutError("second"), ConnectionError("third")], 1: ["b"]})
+    assert (failed.value.kind, failed.value.is_infrastructure) == ("ConnectionResetError", True)
 
 
-def test_a_failure_that_already_names_its_kind_keeps_it() -> None:
+@pytest.mark.parametrize(
+    "error", [LookupError("no such answer"), SystemExit(3), FileNotFoundError(2, "gone"), vf.ToolCallError()]
+)
+def test_what_the_policys_answer_may_have_caused_is_not_played_again(error: BaseException) -> None:
+    outcomes: dict[int, list[BaseException | str]] = {0: [ConnectionError("down"), error, "a better answer"]}
+    with pytest.raises(RolloutFailed, match=type(error).__name__) as failed:
+        play(outcomes)
+    assert (failed.value.kind, failed.value.is_infrastructure) == (type(error).__name__, False)
+    assert outcomes[0] == ["a better answer"]
+
+
+@pytest.mark.parametrize("is_infrastructure", [True, False])
+def test_a_failure_that_already_names_its_kind_and_cause_keeps_them(is_infrastructure: bool) -> None:
+    failures = [RolloutFailed("no tokens", kind="ProviderError", is_infrastructure=is_infrastructure) for _ in range(3)]
+    left: list[BaseException | str] = list(failures)
     with pytest.raises(RolloutFailed, match=r"^no tokens$") as failed:
-        play({0: [RolloutFailed("no tokens", kind="ProviderError") for _ in range(3)]})
-    assert failed.value.kind == "ProviderError"
+        play({0: left})
+    assert failed.value is failures[0]
+    assert len(left) == (0 if is_infrastructure else 2)
 
 
 def test_a_group_that_is_not_done_in_time_fails_with_the_key_to_raise() -> None:

@@ -153,8 +153,8 @@ def test_what_is_no_reward_is_an_error_that_names_function_type_and_value(value,
 @pytest.mark.parametrize(
     ("values", "shown"),
     [
-        ([1.0], "the list [1.0], 1 numbers for the 2 rollouts of the group"),
-        ([1.0, 1.0, 1.0], "the list [1.0, 1.0, 1.0], 3 numbers for the 2 rollouts of the group"),
+        ([1.0], "the list [1.0], of length 1 for the 2 rollouts of the group"),
+        ([1.0, 1.0, 1.0], "the list [1.0, 1.0, 1.0], of length 3 for the 2 rollouts of the group"),
         (1.0, "the float 1.0, not a list of 2 numbers, one for each rollout of the group"),
         ({0: 1.0, 1: 1.0}, "the dict {0: 1.0, 1: 1.0}, not a list of 2 numbers"),
         ([[1.0], [1.0]], "the list [1.0], not a number"),

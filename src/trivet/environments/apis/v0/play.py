@@ -8,7 +8,13 @@ from typing import Any, cast
 
 import verifiers as vf
 
+from trivet.environments.apis.causes import is_infrastructure
+from trivet.environments.apis.messages import describe
 from trivet.environments.apis.v0.turns import is_answer
+from trivet.errors import RolloutFailed
+
+_TOOL_ERROR = "ToolError"
+"""verifiers' type, since 0.1.8, of a call that broke a tool whose environment ends the rollout on such errors."""
 
 
 async def play(
@@ -21,18 +27,30 @@ async def play(
         client: what the installed release calls: see `model_client` and `openai_client`.
         arguments: of each request. The environment may change the dictionary.
 
+    A rollout that a call of the policy to a tool has ended is complete: it is scored like any other, as verifiers scores it.
+
     Raises:
-        Exception: what the rollout failed with.
+        RolloutFailed: verifiers ended the rollout with another error.
+        Exception: what the environment raised.
     """
     if "input" in inspect.signature(env.rollout).parameters:  # since 0.1.8
         state: Any = await env.rollout(cast("Any", dict(example)), client, model_name, arguments)
     else:
         state = await _play_with_fields(env, example, client=client, model_name=model_name, arguments=arguments)
     error = state.get("error")
-    if error is not None:
-        cause = error.__cause__ if isinstance(error, BaseException) and error.__cause__ else error
-        raise cause if isinstance(cause, BaseException) else RuntimeError(str(cause))
-    return state
+    if error is None or error_of_policy(state):
+        return state
+    error = error if isinstance(error, BaseException) else RuntimeError(str(error))
+    cause = error.__cause__ or error
+    is_retryable = is_infrastructure(error, has_sampled=bool(steps_of(state)))
+    raise RolloutFailed(describe(cause), kind=type(cause).__name__, is_infrastructure=is_retryable) from error
+
+
+def error_of_policy(state: Mapping[str, Any]) -> str:
+    """Return the type of the error by which the policy's own call to a tool has ended the rollout; empty when none has."""
+    error = state.get("error")
+    is_from_tool = any(base.__name__ == _TOOL_ERROR for base in type(error).__mro__)
+    return type(error).__name__ if is_from_tool and steps_of(state) and not is_infrastructure(error) else ""
 
 
 async def _play_with_fields(

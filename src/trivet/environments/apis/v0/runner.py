@@ -7,11 +7,11 @@ from typing import Any, Literal, Protocol
 
 import verifiers as vf
 
-from trivet.environments.apis.attempts import play_group, within
+from trivet.environments.apis.attempts import Attempted, play_group, within
 from trivet.environments.apis.messages import shorten_messages
 from trivet.environments.apis.requests import plain_arguments, request_arguments, rollout_seed
 from trivet.environments.apis.trajectories import to_samples
-from trivet.environments.apis.v0.play import play, steps_of
+from trivet.environments.apis.v0.play import error_of_policy, play, steps_of
 from trivet.environments.apis.v0.rubrics import read_scores, score_group
 from trivet.environments.apis.v0.turns import counted_tokens, is_cut, to_turn
 from trivet.environments.workers.stages import Stage, StageBoard
@@ -80,18 +80,17 @@ class GroupRunner:
             with self.stages.stage(Stage.GENERATING, num_rollouts=num_rollouts):
                 played = await play_group(play_one, num_rollouts=num_rollouts, env=self.label, group_id=group_id)
             with self.stages.stage(Stage.SCORING, num_rollouts=num_rollouts):
-                scoring_s = await score_group(
-                    self.env, [state for state, _ in played], name=self.label, drops_errors=self.on_reward_error == "drop"
-                )
+                states = [each.result[0] for each in played]
+                scoring_s = await score_group(self.env, states, name=self.label, drops_errors=self.on_reward_error == "drop")
         temperature = 1.0 if sampling.temperature is None else sampling.temperature
         return [
-            self._to_rollout(state, index, temperature=temperature, generation_s=generation_s, scoring_s=scoring_s)
-            for index, (state, generation_s) in enumerate(played)
+            self._to_rollout(each, index, temperature=temperature, scoring_s=scoring_s) for index, each in enumerate(played)
         ]
 
     def _to_rollout(
-        self, state: Mapping[str, Any], index: int, *, temperature: float, generation_s: float, scoring_s: float
+        self, played: Attempted[tuple[dict[str, Any], float]], index: int, *, temperature: float, scoring_s: float
     ) -> Rollout:
+        state, generation_s = played.result
         reward, scores = read_scores(state, name=self.label)
         steps = steps_of(state)
         trajectory = to_samples(
@@ -109,6 +108,8 @@ class GroupRunner:
             prompt=shorten_messages(state["prompt"]),
             completion=shorten_messages(state.get("completion") or []),
             num_turns=len(steps),
+            num_retries=played.num_retries,
+            ended_by=error_of_policy(state),
             ran_out_of_context=bool(state.get("prompt_too_long")),
             is_cut=self.is_plain and any(is_cut(response) for response, _ in steps),
             counted_tokens=sum(counted_tokens(response) for response, _ in steps) if self.is_plain else 0,

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from verifiers.v1 import Episode, TaskData, Trace
 from verifiers.v1.dialects.chat import message_to_wire
 
-from trivet.environments.apis.messages import shorten_messages
+from trivet.environments.apis.causes import names_infrastructure
+from trivet.environments.apis.messages import cut, shorten_messages
 from trivet.environments.apis.reward_guard import measured, require_reward
 from trivet.environments.apis.trajectories import Trajectory, Turn, to_samples
 from trivet.environments.apis.v1.client import OUT_OF_CONTEXT
@@ -90,6 +91,24 @@ class EpisodeReader:
                 turn = self.turns.find(trace.id, node.message)
                 if turn is not None:
                     yield turn
+
+
+def incomplete(episode: Episode) -> RolloutFailed:
+    """Return the failure of an episode that has no valid result: its first error of infrastructure, else its first error."""
+    errors: list[Any] = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+    has_sampled = any(trace.num_turns for trace in episode.traces)
+
+    def is_infrastructure(error: Any) -> bool:
+        """Return whether the policy is not the cause of `error`. An episode that has used up its time is its own doing."""
+        is_deadline = error in episode.errors and getattr(episode, "is_timeout", False)
+        status = getattr(error, "status_code", None)
+        return not is_deadline and names_infrastructure([error.type], status_code=status, has_sampled=has_sampled)
+
+    found = next(filter(is_infrastructure, errors), None)
+    first = found or next(iter(errors), None)
+    if first is None:
+        return RolloutFailed("the episode is not complete, and gives no reason")
+    return RolloutFailed(cut(f"{first.type}: {first.message}"), kind=first.type, is_infrastructure=found is not None)
 
 
 def read_reward(trace: Trace, *, env: str) -> float:

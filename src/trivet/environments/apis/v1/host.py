@@ -8,16 +8,15 @@ from typing import Any, Literal
 from verifiers.v1 import ClientConfig, Env, ModelContext, Sampling, Task, Trace
 
 from trivet.environments.apis.attempts import play_group, within
-from trivet.environments.apis.messages import cut, shorten_messages
+from trivet.environments.apis.messages import shorten_messages
 from trivet.environments.apis.requests import plain_arguments, request_arguments, rollout_seed
 from trivet.environments.apis.rescoring import find_example
 from trivet.environments.apis.reward_guard import collect_reward_errors, failed_reward
-from trivet.environments.apis.v1.episodes import EpisodeReader, PlayedEpisode, task_messages
+from trivet.environments.apis.v1.episodes import EpisodeReader, PlayedEpisode, incomplete, task_messages
 from trivet.environments.apis.v1.rescore import rescore
 from trivet.environments.apis.v1.served_turns import ServedTurns
 from trivet.environments.apis.v1.serving import Serving
 from trivet.environments.workers.stages import Stage, StageBoard
-from trivet.errors import RolloutFailed
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 
@@ -93,7 +92,10 @@ class V1Host:
                     played = await play_group(
                         play_one, num_rollouts=request.num_rollouts, env=self.name, group_id=request.group_id
                     )
-            return [self._reader.to_rollout(each, index) for index, each in enumerate(played)]
+            rollouts = [self._reader.to_rollout(each.result, index) for index, each in enumerate(played)]
+            for rollout, each in zip(rollouts, played, strict=True):
+                rollout.num_retries = each.num_retries
+            return rollouts
         finally:
             for trace_id in minted:
                 self._turns.forget(trace_id)
@@ -123,10 +125,7 @@ class V1Host:
         if errors and value_on_error is None:
             return PlayedEpisode(episode=episode, failure=failed_reward(errors[0], env=self.name))
         if not self._env.complete(episode):
-            first = next((error for source in (episode, *episode.traces) for error in source.errors), None)
-            kind = first.type if first else "RolloutFailed"
-            said = f"{first.type}: {first.message}" if first else "the episode is not complete, and gives no reason"
-            raise RolloutFailed(cut(said), kind=kind)
+            raise incomplete(episode)
         return PlayedEpisode(episode=episode)
 
     def _sampling(self, request: GroupRequest, index: int) -> Sampling:

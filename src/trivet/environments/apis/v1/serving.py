@@ -43,7 +43,9 @@ class Serving:
         try:
             await asyncio.shield(self._started)
         except Exception as exc:  # the environment's own servers
-            raise RolloutFailed(f"the environment's servers did not start: {describe(exc)}", kind=type(exc).__name__) from exc
+            raise RolloutFailed(
+                f"the environment's servers did not start: {describe(exc)}", kind=type(exc).__name__, is_infrastructure=True
+            ) from exc
 
     async def _serve(self, started: asyncio.Future[None]) -> None:
         try:

@@ -2,12 +2,14 @@ import asyncio
 import dataclasses
 import sys
 
+import httpx
+import openai
 import pytest
 import verifiers as vf
 from datasets import Dataset
 from openai.types.chat import ChatCompletion
 
-from support.scripted_model import ScriptedModel
+from support.scripted_model import ScriptedModel, call_of
 from trivet.config.sections.sampling import EvalSamplingConfig
 from trivet.environments.apis import attempts, messages
 from trivet.environments.apis.v0.rubrics import guard_rewards
@@ -119,6 +121,80 @@ def test_an_error_in_a_reward_function_fails_its_group_and_names_function_and_ty
 def test_an_error_in_a_reward_function_counts_zero_where_that_is_asked_for():
     rollouts = run(with_guard(raises, on_reward_error="zero"), ScriptedModel(lambda prompt: "x"))
     assert [rollout.reward for rollout in rollouts] == [0.0, 0.0]
+
+
+class BreakableEnv(vf.MultiTurnEnv):
+    """Each answer makes `env_response` raise what `errors` has next for it; without an error it says more."""
+
+    errors: dict[str, list[Exception]]
+
+    async def env_response(self, messages, state, **kwargs):
+        if left := self.errors.get(messages[-1].content):
+            raise left.pop(0)
+        return [{"role": "user", "content": "more"}]
+
+
+def breakable(**errors: list[Exception]) -> GroupRunner:
+    runner = make_runner(lambda **kwargs: 1.0, env_type=BreakableEnv, max_turns=2)
+    runner.env.errors = errors  # type: ignore[attr-defined]
+    return runner
+
+
+def test_an_answer_that_breaks_the_environment_is_not_replaced_by_one_that_does_not():
+    answers = iter(["bad", "good", "good", "good", "good"])
+    model = ScriptedModel(lambda prompt: next(answers))
+    with pytest.raises(RolloutFailed, match="KeyError: 'no such move'") as failed:
+        run(breakable(bad=[KeyError("no such move")]), model, num_rollouts=1)
+    assert (failed.value.kind, failed.value.is_infrastructure) == ("KeyError", False)
+    assert len(model.requests) == 1
+
+
+@pytest.mark.parametrize("error", [vf.SandboxError("gone"), ConnectionResetError("by peer")], ids=repr)
+def test_an_environment_whose_infrastructure_failed_is_played_again(error: Exception):
+    model = ScriptedModel(lambda prompt: "ok")
+    [rollout] = run(breakable(ok=[error]), model, num_rollouts=1)
+    assert (rollout.num_retries, rollout.num_turns, rollout.ended_by) == (1, 2, "")
+    assert len(model.requests) == 3
+
+
+def test_a_request_that_the_server_refuses_is_not_repeated():
+    response = httpx.Response(400, request=httpx.Request("POST", "http://server"))
+    error = openai.BadRequestError("arguments are no JSON", response=response, body=None)
+    model = ScriptedModel(lambda prompt: "cba", errors=[error])
+    with pytest.raises(RolloutFailed, match="BadRequestError: arguments are no JSON") as failed:
+        run(make_runner(exact), model, num_rollouts=1)
+    assert not failed.value.is_infrastructure
+    assert len(model.requests) == 1
+
+
+def divide(by: int) -> str:
+    """Divides 6.
+
+    Args:
+        by: what by.
+    """
+    if by == 9:
+        raise ConnectionError("the tool's server is down")
+    return str(6 / by)
+
+
+@pytest.mark.parametrize("call", ['{"by": 0}', "no JSON"])
+def test_a_call_that_ends_its_rollout_is_scored_as_verifiers_scores_it(call: str):
+    model = ScriptedModel(lambda prompt: call_of("divide", call))
+    runner = make_runner(lambda **kwargs: -1.0, env_type=vf.ToolEnv, tools=[divide], stop_errors=[Exception])
+    first, second = run(runner, model)
+    assert (first.reward, second.reward) == (-1.0, -1.0)
+    assert first.ended_by == ("ToolCallError" if "0" in call else "ToolParseError")
+    assert (first.num_turns, first.num_retries, len(model.requests)) == (1, 0, 2)
+    assert int(first.samples[0].loss_mask_T.sum()) == len(call_of("divide", call))
+
+
+def test_a_call_whose_tool_cannot_be_reached_is_played_again():
+    answers = iter([call_of("divide", '{"by": 9}'), "fine"])
+    model = ScriptedModel(lambda prompt: next(answers))
+    runner = make_runner(lambda **kwargs: 1.0, env_type=vf.ToolEnv, tools=[divide], stop_errors=[Exception])
+    [rollout] = run(runner, model, num_rollouts=1)
+    assert (rollout.num_retries, rollout.ended_by) == (1, "")
 
 
 class LeavingEnv(vf.SingleTurnEnv):

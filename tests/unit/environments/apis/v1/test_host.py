@@ -232,6 +232,18 @@ def test_an_error_of_a_reward_function_counts_zero_where_that_is_asked_for() -> 
     assert len(rollout.samples) == 1
 
 
+@pytest.mark.parametrize(
+    ("way", "is_infrastructure", "num_turns", "said"),
+    [("crash", False, 1, "KeyError"), ("lose", True, 3, "SandboxError"), ("unlaunchable", True, 0, "no place for the harness")],
+)
+def test_only_what_infrastructure_failed_is_played_again(way: str, is_infrastructure: bool, num_turns: int, said: str) -> None:
+    server = TemplateServer("chatml", answers=["Five" + IM_END] * 3)
+    with pytest.raises(RolloutFailed, match=said) as failed:
+        play(server, {"rows": [{"way": way}]})
+    assert failed.value.is_infrastructure is is_infrastructure
+    assert len(server.turns) == num_turns
+
+
 def test_a_harness_that_speaks_another_api_is_refused_by_name() -> None:
     with pytest.raises(RolloutFailed, match="ProviderError: the harness speaks the Anthropic API"):
         play(TemplateServer("chatml", answers=[]), {"rows": [{"way": "anthropic"}]})
