@@ -147,7 +147,7 @@ IGNORED = {
         ["reasoning_field"],
         "thinking is found in reasoning, reasoning_content or reasoning_details, and kept with the message",
     ),
-    "orchestrator.eval.retry": "a rollout that infrastructure fails is tried three times, and again on another server when its own was lost",
+    "orchestrator.eval.retry": "a rollout that a server fails is tried three times, and on another server when its own was lost",
     **_at(
         ["", "trainer."], ["ckpt.weights.save_adapter_separately"], "with LoRA the adapter's own files are what is published"
     ),

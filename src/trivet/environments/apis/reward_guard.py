@@ -195,10 +195,11 @@ def _read_all(value: Any, scores: Scores, read: Callable[[Any], float]) -> Any:
         return read(value)
     values = value.tolist() if hasattr(value, "tolist") else value
     collection = _collection.get()
-    wanted = "" if collection is None or collection.num_rollouts is None else f"{collection.num_rollouts} "
+    num_rollouts = None if collection is None else collection.num_rollouts
+    wanted = "" if num_rollouts is None else f"{num_rollouts} "
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise TypeError(f"{_shown(value)}, not a list of {wanted}numbers, one for each rollout of the group")
-    if wanted and len(values) != collection.num_rollouts:
+    if num_rollouts is not None and len(values) != num_rollouts:
         raise ValueError(f"{_shown(value)}, of length {len(values)} for the {wanted}rollouts of the group")
     return [read(inner) for inner in values]
 

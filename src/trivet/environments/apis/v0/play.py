@@ -48,7 +48,7 @@ async def play(
 
 def error_of_policy(state: Mapping[str, Any]) -> str:
     """Return the type of the error by which the policy's own call to a tool has ended the rollout; empty when none has."""
-    error = state.get("error")
+    error: Any = state.get("error")
     is_from_tool = any(base.__name__ == _TOOL_ERROR for base in type(error).__mro__)
     return type(error).__name__ if is_from_tool and steps_of(state) and not is_infrastructure(error) else ""
 
