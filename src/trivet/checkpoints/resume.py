@@ -1,11 +1,20 @@
 """Checks what must hold before a run goes back to a checkpoint, before anything is started or removed."""
 
+import logging
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from trivet.checkpoints.commit import committed_steps, read_record, resolve_resume_step, verify_checkpoint, verify_part
 from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER
-from trivet.checkpoints.settings import require_same_settings
+from trivet.checkpoints.schedules import unset_lengths
+from trivet.checkpoints.settings import (
+    CONFIG_FILE,
+    describe,
+    other_measurements,
+    read_settings,
+    require_same_settings,
+    values_of,
+)
 from trivet.config.checks.numbers import steps_problem
 from trivet.config.layout import RunLayout
 from trivet.config.sections.base import Section
@@ -14,6 +23,10 @@ from trivet.config.sections.shared import CkptConfig
 from trivet.errors import CheckpointError, ConfigError, ResumeError
 from trivet.key_names import key_name
 from trivet.wire.versions import Step
+
+logger = logging.getLogger(__name__)
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 @runtime_checkable
@@ -83,7 +96,7 @@ def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) ->
         return None
     layout = RunLayout(config.output_dir)
     step = resolve_resume_step(layout, config.ckpt.resume_step)
-    name = ORCHESTRATOR if isinstance(config, OrchestratorConfig) else TRAINER
+    name = _part_name(config)
     record = read_record(layout, step)
     if name not in record.parts:
         raise CheckpointError(f"{layout.checkpoint_step(step)} has no part of the {name}: it was written without one")
@@ -96,3 +109,48 @@ def choose_resume_step(config: Resumable, *, is_whole_verified: bool = False) ->
     if problem := steps_problem(config.max_steps, resume_step=step):
         raise ResumeError(problem)
     return step
+
+
+def settle_schedules(config: SectionT, *, step: Step) -> SectionT:
+    """Return `config` with the step at which each schedule ends, to be kept in the checkpoints of the run.
+
+    Logs a schedule that goes on as it was although max_steps is another, and evaluations that measure something else.
+
+    Args:
+        step: the step that the role starts from, checked by `choose_resume_step`; 0: every schedule begins.
+    """
+    assert isinstance(config, Resumable)
+    now = values_of(config)
+    part = RunLayout(config.output_dir).checkpoint_step(step) / _part_name(config)
+    saved = read_settings(part / CONFIG_FILE) if step else None
+    for key, length in unset_lengths(now, saved=saved).items():
+        config = _with_value(config, tuple(key.split(".")), length)
+        if saved is not None and config.max_steps not in (None, length):
+            logger.warning(
+                "%s = %s is kept from the checkpoint although max_steps is %s now: %s. To change it set it, and name it in %s",
+                key_name(key),
+                length,
+                config.max_steps,
+                "the schedule stays at its last value after that step" if length < config.max_steps else "the run ends before",
+                key_name("ckpt.allow_changes"),
+            )
+    if saved is not None:
+        for line in describe(other_measurements(saved, now, defaults=values_of(type(config)()))):
+            logger.warning("scores from step %s on are not comparable with earlier ones: %s", step + 1, line)
+    return config
+
+
+def _part_name(config: Resumable) -> str:
+    return ORCHESTRATOR if isinstance(config, OrchestratorConfig) else TRAINER
+
+
+def _with_value(value: Any, path: tuple[str, ...], new: object) -> Any:
+    """Return a copy of a section, or of a list of sections, with another value at `path`."""
+    if not path:
+        return new
+    name, *rest = path
+    if isinstance(value, list):
+        items = list(value)
+        items[int(name)] = _with_value(items[int(name)], tuple(rest), new)
+        return items
+    return value.model_copy(update={name: _with_value(getattr(value, name), tuple(rest), new)})

@@ -3,12 +3,12 @@
 A key that is not listed here may have a part in the results: the same run goes on only with the same value.
 """
 
-import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
+from trivet.checkpoints.schedules import POSITION, Values, unset_lengths
 from trivet.config.loading.dump import literal, to_toml
 from trivet.config.masking import mask_table
 from trivet.config.sections.base import Section
@@ -18,6 +18,8 @@ from trivet.key_names import key_name
 from trivet.wire.versions import Step
 
 CONFIG_FILE = "config.toml"
+Changes = Mapping[str, tuple[Any | None, Any | None]]
+"""The value before and now, by dotted key."""
 
 MAY_CHANGE = (
     "run",
@@ -48,7 +50,6 @@ MAY_CHANGE = (
     "data.micro_batch_size",
     "data.pack_function",
     "data.record",
-    "data.replay",
     "replay",
     "record_rollouts",
     "model.attn",
@@ -90,13 +91,42 @@ MAY_CHANGE = (
 """Keys of any role, with all below them: paths, ports, limits on time and memory, what is measured and logged, when to stop,
 and what says by itself that it is about a resume."""
 
+MEASURED = ("eval", "val")
+WHEN_MEASURED = (
+    "eval.interval",
+    "eval.env.*.interval",
+    "eval.max_concurrent",
+    "eval.eval_base_model",
+    "eval.skip_eval_on_resume",
+    "val.interval",
+    "val.eval_on_start",
+    *(f"eval.env.*.{name}" for name in ("venv", "env_vars", "keep_variables")),
+)
+"""Keys of MAY_CHANGE that measure, and those among them that say when and where, so that a score does not depend on them."""
+
+SERVER_MAY_CHANGE = (
+    "run",
+    "output_dir",
+    "log",
+    "faults",
+    "name",
+    "server",
+    "parallel",
+    "gpu_memory_utilization",
+    "sleep_while_training",
+    "cpu_kv_cache_gib",
+    "max_num_seqs",
+    "enable_lora",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "model.enforce_eager",
+    "model.trust_remote_code",
+)
+"""Keys of a server that have no part in what it samples. No checkpoint keeps those of servers, which stay up over a resume."""
+
 EVERY_KEY = "*"
 """Entry of ckpt.allow_changes that allows every key. The roles of a fork are started with it."""
-
-_POSITION = re.compile(r"\.\d+(?=\.)")
-"""The position of a table in a list, as `flatten` writes it."""
-Values = Mapping[str, Any]
-"""Values by dotted key."""
 
 
 def write_settings(part: Path, config: Section) -> None:
@@ -114,40 +144,67 @@ def require_same_settings(part: Path, config: Section, *, ckpt: CkptConfig, step
         ResumeError: a key that may not change did; names both values of each.
         CheckpointError: the part carries no readable configuration.
     """
-    path = part / CONFIG_FILE
-    try:
-        saved = flatten(mask_table(tomllib.loads(path.read_text())))
-    except (OSError, tomllib.TOMLDecodeError) as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    now, defaults = (flatten(tomllib.loads(to_toml(section, is_masked=True))) for section in (config, type(config)()))
-    changed = changes(saved, now, defaults=defaults, allowed=ckpt.allow_changes)
-    if changed:
-        lines = "".join(f"\n- {key} was {_show(old)} and is {_show(new)} now" for key, (old, new) in changed.items())
+    saved, now, defaults = read_settings(part / CONFIG_FILE), values_of(config), values_of(type(config)())
+    continued = unset_lengths(now, saved=saved)
+    saved = {key: value for key, value in (saved | unset_lengths(saved)).items() if key not in continued}
+    changed = changes(saved, now, defaults=defaults, allowed=(*MAY_CHANGE, *ckpt.allow_changes))
+    if changed and EVERY_KEY not in ckpt.allow_changes:
+        lines = "".join(f"\n- {line}" for line in describe(changed))
         raise ResumeError(
             f"checkpoint step_{step} was made by the {part.name} with other settings:{lines}\nSet them back, or name them in "
             f"{key_name('ckpt.allow_changes')} = {literal(list(changed))} to change them from step {step + 1} on"
         )
 
 
-def changes(saved: Values, now: Values, *, defaults: Values, allowed: list[str]) -> dict[str, tuple[Any | None, Any | None]]:
-    """Return the keys whose value differs from the saved one and must not, with both values; None is unset.
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the values, by dotted key, of a configuration that was written for a role or kept in a part, without secrets.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return flatten(mask_table(tomllib.loads(path.read_text())))
+    except (OSError, tomllib.TOMLDecodeError) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+
+
+def values_of(config: Section) -> dict[str, Any]:
+    """Return the values of `config` by dotted key, as `read_settings` does: without secrets, and without keys that are unset."""
+    return flatten(tomllib.loads(to_toml(config, is_masked=True)))
+
+
+def changes(
+    saved: Values, now: Values, *, defaults: Values, allowed: Iterable[str], among: Iterable[str] | None = None
+) -> Changes:
+    """Return the keys whose value differs from the saved one, with both values; None is unset.
 
     Args:
         defaults: the value of a key that did not exist, or was null, when it was saved.
+        allowed: keys that are left out, with all below them; `env.*.venv` is that of every environment.
+        among: the only keys that are looked at, in the same way; None: all.
     """
-    differing: dict[str, tuple[Any | None, Any | None]] = {}
-    if EVERY_KEY in allowed:
-        return differing
-    for key in sorted({*saved, *now}):
-        anywhere = _POSITION.sub(".*", key)
-        if any(
-            name == prefix or name.startswith(f"{prefix}.") for prefix in (*MAY_CHANGE, *allowed) for name in (key, anywhere)
-        ):
-            continue
-        old, new = saved.get(key, defaults.get(key)), now.get(key)
-        if old != new:
-            differing[key] = (old, new)
-    return differing
+    pairs = {key: (saved.get(key, defaults.get(key)), now.get(key)) for key in sorted({*saved, *now})}
+    return {
+        key: (old, new)
+        for key, (old, new) in pairs.items()
+        if old != new and not _is_below(key, allowed) and (among is None or _is_below(key, among))
+    }
+
+
+def other_measurements(saved: Values, now: Values, *, defaults: Values) -> Changes:
+    """Return the changes of evaluations that go on: scores before and after them differ by more than the policy."""
+    goes_on = [name for name in MEASURED if all(any(_is_below(key, (name,)) for key in values) for values in (saved, now))]
+    return changes(saved, now, defaults=defaults, allowed=WHEN_MEASURED, among=goes_on)
+
+
+def describe(changed: Changes) -> list[str]:
+    """Return a line with both values for each key."""
+    return [f"{key} was {_show(old)} and is {_show(new)} now" for key, (old, new) in changed.items()]
+
+
+def _is_below(key: str, prefixes: Iterable[str]) -> bool:
+    names = (key, POSITION.sub(".*", key))
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes for name in names)
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -243,5 +243,5 @@ def _introduce(attempts: Attempts, log: RunLog, *, machine: Machine) -> None:
     log.say(f"run {run.id} attempt {run.attempt} {origin}, output in {layout.root}, logs in {layout.logs}")
     is_on_gpu = bool(machine.gpus) and trainer.device != "cpu"
     log.say(f"computes in {describe_dtype(trainer.model.compute_dtype, machine, is_on_gpu=is_on_gpu)}")
-    for notice in attempts.planned.notices:
+    for notice in (*attempts.planned.notices, *attempts.notices):
         log.say(f"notice: {notice}")

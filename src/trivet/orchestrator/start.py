@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import resolve_resume_step
+from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
 from trivet.client.server_pool import ServerPool
 from trivet.config.layout import RunLayout
@@ -48,6 +49,7 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     if config.replay is None:
         _require_examples(config, pool)
     part = _starting_point(config, layout)
+    config = settle_schedules(config, step=Step(part.progress.step))
     telemetry = Telemetry(
         "orchestrator",
         layout=layout,

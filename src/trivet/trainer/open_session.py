@@ -13,11 +13,11 @@ import torch
 from trivet.algorithms.probe import convert_dtype
 from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
 from trivet.checkpoints.parts import TRAINER
-from trivet.checkpoints.resume import choose_start
+from trivet.checkpoints.resume import choose_start, settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
 from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
-from trivet.config.sections.trainer import TrainingConfig
+from trivet.config.sections.trainer import ConstantSchedule, TrainingConfig
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
 from trivet.trainer.background import Background
 from trivet.trainer.checkpoint.part_writer import PartWriter
@@ -92,9 +92,11 @@ def open_session(
     """
     layout = RunLayout(config.output_dir)
     from_step = choose_start(config, is_whole_verified=True)
+    config = settle_schedules(config, step=from_step)
     torch.manual_seed(config.seed)
     profiler = Profiler(config, world)
-    learner = make_learner(config, world, loss=loss, max_steps=config.max_steps)
+    end = config.max_steps if isinstance(config.scheduler, ConstantSchedule) else config.scheduler.total_steps
+    learner = make_learner(config, world, loss=loss, max_steps=end)
     progress = _restore(config, layout, learner, from_step)
     sizes = measure_sizes(learner.model, config)
     telemetry = None

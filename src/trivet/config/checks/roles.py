@@ -22,7 +22,7 @@ def training_problems(config: TrainingConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield the problems of a trainer or of supervised fine-tuning."""
     schedule = config.scheduler
     if schedule.type != "constant":
-        if config.max_steps is None and not isinstance(config, SftConfig):
+        if config.max_steps is None and schedule.total_steps is None and not isinstance(config, SftConfig):
             yield f'{at.scheduler.type} "{schedule.type}" decays until the last step: set {ROOT.max_steps}'
         if schedule.min_lr > config.optim.lr:
             yield f"{at.scheduler.min_lr} ({schedule.min_lr}) must be <= {at.optim.lr} ({config.optim.lr}); lower the first"

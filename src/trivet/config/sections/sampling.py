@@ -18,7 +18,7 @@ class TempSchedulerConfig(Section):
     end_temperature: float = Field(default=1.0, gt=0)
     """Temperature at total_steps and after it."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Steps from start to end; unset: max_steps."""
+    """Steps from start to end. Unset: max_steps of the first start; a resume with another max_steps keeps it."""
 
     def temperature_at(self, step: int, *, max_steps: int | None) -> float:
         """Return the temperature at `step`.

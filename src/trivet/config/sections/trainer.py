@@ -39,6 +39,9 @@ class LinearSchedule(Section):
     """Last steps over which the rate falls to min_lr."""
     min_lr: float = Field(default=0.0, ge=0)
     """Rate at the end."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """The step at which the rate reaches min_lr, and where it stays. Unset: max_steps of the first start; a resume with another
+    max_steps keeps it."""
 
 
 class CosineSchedule(Section):
@@ -49,6 +52,9 @@ class CosineSchedule(Section):
     """Steps from 0 to the peak."""
     min_lr: float = Field(default=0.0, ge=0)
     """Rate at the end."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """The step at which the rate reaches min_lr, and where it stays. Unset: max_steps of the first start; a resume with another
+    max_steps keeps it."""
 
 
 ScheduleConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="type")]

@@ -12,7 +12,9 @@ import msgspec
 from trivet.checkpoints.commit import committed_steps, verify_checkpoint
 from trivet.checkpoints.resume import Resumable, choose_resume_step
 from trivet.checkpoints.run_record import require_newest_attempt
+from trivet.checkpoints.settings import SERVER_MAY_CHANGE, changes, describe, read_settings, values_of
 from trivet.config.layout import VENVS, RunLayout
+from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.shared import CkptConfig, RunIdentity
 from trivet.errors import CheckpointError
@@ -53,6 +55,8 @@ class Attempts:
     """Plans an attempt that resumes from a step: `launcher.plan.plan` on one machine."""
     scratch: Scratch
     planned: RunPlan = field(init=False)
+    notices: list[str] = field(default_factory=list[str])
+    """What `begin` found that the user should know."""
 
     def __post_init__(self) -> None:
         self.planned = self._plan()
@@ -100,6 +104,8 @@ class Attempts:
                     # `begin` reads every file of both parts, before anything is removed.
                     choose_resume_step(section, is_whole_verified=True)
         versions = _needed_by_fork(self.config, self.from_step) if self.from_step and resume_from is not None else ()
+        if self.from_step is not None and resume_from is None:
+            self.notices += _other_servers(self.planned)
         self.directory.begin(self.run, resumed_from=self.from_step, resume_from=resume_from, versions=versions)
         write_configs(self.planned.configs)
         self.name_servers()
@@ -174,6 +180,18 @@ class Attempts:
                 f"Start anew with {key_name('--clean')}, or from weights with --model.name"
             )
         return None
+
+
+def _other_servers(planned: RunPlan) -> list[str]:
+    """Return a notice for each setting of a server by which it samples otherwise than when this run was last started."""
+    notices: list[str] = []
+    for path, config in planned.configs.items():
+        if isinstance(config, InferenceConfig) and path.exists():
+            saved, now, defaults = read_settings(path), values_of(config), values_of(InferenceConfig())
+            section = "teacher_inference" if config.is_teacher else "inference"
+            changed = describe(changes(saved, now, defaults=defaults, allowed=SERVER_MAY_CHANGE))
+            notices += [f"{section}.{line}: the server may answer otherwise than before the resume" for line in changed]
+    return list(dict.fromkeys(notices))
 
 
 def _needed_by_fork(config: RLConfig, step: Step) -> set[int]:

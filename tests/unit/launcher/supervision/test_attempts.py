@@ -8,6 +8,7 @@ import pytest
 from trivet.checkpoints.commit import commit
 from trivet.checkpoints.parts import ORCHESTRATOR, PARTS, begin_part, finish_part, staging_directory
 from trivet.checkpoints.run_record import read_run
+from trivet.checkpoints.settings import write_settings
 from trivet.config.layout import RunLayout
 from trivet.config.loading.load import load_config
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -139,6 +140,27 @@ def test_inference_keeps_the_configuration_that_it_runs_with(attempts: Attempts,
     write_commit(layout, 3)
     attempts.begin_next(log)
     assert (layout.configs / "inference.toml").read_text() == before
+
+
+def test_a_resume_says_by_which_settings_a_server_answers_otherwise(attempts: Attempts, layout: RunLayout) -> None:
+    for name, config in zip((ORCHESTRATOR, "trainer"), read_configs(layout), strict=True):
+        write_settings(begin_part(layout, Step(3), name), config)
+        finish_part(layout, Step(3), name)
+    commit(layout, Step(3))
+    assert attempts.config.inference is not None
+    server = attempts.config.inference.model_copy(update={"max_num_seqs": 4, "vllm_args": {"logits_processors": ["a:B"]}})
+    resumed = Attempts(
+        config=attempts.config.model_copy(update={"inference": server}),
+        directory=attempts.directory,
+        run=attempts.run.model_copy(update={"attempt": 2}),
+        from_step=Step(3),
+        make_plan=attempts.make_plan,
+        scratch=attempts.scratch,
+    )
+    resumed.begin()
+    (notice,) = resumed.notices
+    assert 'inference.vllm_args.logits_processors was unset and is ["a:B"] now' in notice
+    assert attempts.notices == []
 
 
 def test_the_last_step_is_committed_once_its_checkpoint_is_there(attempts: Attempts, layout: RunLayout) -> None:

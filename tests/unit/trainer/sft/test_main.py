@@ -60,6 +60,18 @@ def test_a_resumed_run_ends_with_the_same_weights(tiny_model: Path, data: Path, 
     assert published_versions(broken) == [4, 7]
 
 
+def test_a_run_that_is_resumed_with_more_steps_does_not_stretch_its_schedule(
+    tiny_model: Path, data: Path, world, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path / "out")
+    cosine = {"scheduler": {"type": "cosine", "warmup_steps": 1, "min_lr": 1e-4}, "ckpt": {"resume_step": -1, "interval": 1}}
+    run(make_config(tiny_model, data, layout.root, max_steps=3, **cosine | {"ckpt": {"interval": 1}}), world)
+    run(make_config(tiny_model, data, layout.root, max_steps=5, **cosine), world)
+    run(make_config(tiny_model, data, layout.root, max_steps=6, **cosine), world)
+    rates = [line["optim/lr"] for line in metrics_of(layout)]
+    assert rates == pytest.approx([3e-3, 1.55e-3, 1e-4, 1e-4, 1e-4, 1e-4])
+
+
 def test_a_step_that_diverges_names_the_last_good_weights(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "out")
     with pytest.raises(Diverged, match=r"of step 2 is nan .* Lower optim\.lr, .*the last good weights are .*step_1$"):
