@@ -14,7 +14,10 @@ _FIXED = {
     "logprobs_mode": "log-probabilities must be those of the distribution sampled from",
     "worker_extension_cls": "it is how weights are loaded",
     "enable_scale_out": "/inference/v1/generate, which it enables, is how the server is asked for tokens",
-    "generation_config": "sampling that a request does not ask for would bias the importance ratio",
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"),
+        "sampling that a request does not ask for would bias the importance ratio",
+    ),
     **dict.fromkeys(
         ("nnodes", "node_rank", "master_addr", "master_port", "headless"),
         "deployment.num_infer_nodes has a run start a server over several nodes",

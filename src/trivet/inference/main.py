@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOGITS_PROCESSORS = "vllm.logits_processors"
+"""The group of entry points from which vLLM loads logits processors unasked."""
 _CLOSE_TIMEOUT_S = 5
 """How long requests have to be answered at the end. The engine has failed them before."""
 _KEEP_ALIVE_S = 75
@@ -82,6 +84,7 @@ def serve(config: InferenceConfig) -> int:
     process_report.begin("loading the model")
     arm(config.faults.schedule)
     is_cpu = not _has_cuda_build()
+    warn_of_logits_processors()
     secret = find_secret(RunLayout(config.output_dir), environ=os.environ)
     arguments = vllm_arguments(config, is_cpu=is_cpu, token=secret.token, shard=shard)
     is_one_process = is_cpu and config.parallel.tp == config.parallel.dp == 1
@@ -108,6 +111,15 @@ def serve(config: InferenceConfig) -> int:
         return _run_shard(args)
     roots = [RunLayout(config.output_dir).weights, *config.server.weight_dirs]
     return uvloop.run(_run(args, secret=secret, roots=roots, is_one_process=is_one_process, shard=shard))
+
+
+def warn_of_logits_processors() -> None:
+    """Name each logits processor that vLLM finds in an installed package and applies to every request."""
+    for found in importlib.metadata.entry_points(group=LOGITS_PROCESSORS):
+        logger.warning(
+            "vLLM applies the logits processor %s of an installed package; the trainer cannot reproduce what it changes",
+            found.value,
+        )
 
 
 def is_foreign_run_active(output_dir: Path, *, run: RunIdentity) -> bool:

@@ -94,6 +94,10 @@ def test_blocks_are_small_on_a_cpu_so_that_short_prompts_are_shared() -> None:
     [
         ("max_num_seqs", r"inference\.vllm_args\.max_num_seqs = 1 .*inference\.max_num_seqs sets"),
         ("kv_cache_memory_bytes", r"inference\.cpu_kv_cache_gib sets"),
+        (
+            "override_generation_config",
+            r"override_generation_config = 1 is not allowed: sampling that a request does not ask for",
+        ),
         ("enable_scale_out", r"inference\.vllm_args\.enable_scale_out = 1 is not allowed: /inference/v1/generate"),
         ("logprobs_mode", r"inference\.vllm_args\.logprobs_mode = 1 is not allowed: .*remove it"),
         ("nnodes", r"inference\.vllm_args\.nnodes = 1 is not allowed: deployment\.num_infer_nodes has a run start"),

@@ -1,3 +1,4 @@
+import importlib.metadata
 from argparse import Namespace
 from enum import Enum
 from pathlib import Path
@@ -9,7 +10,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.sections.shared import RunIdentity
 from trivet.errors import ConfigError
 from trivet.inference import vllm_names
-from trivet.inference.main import is_foreign_run_active, make_engine_config
+from trivet.inference.main import LOGITS_PROCESSORS, is_foreign_run_active, make_engine_config, warn_of_logits_processors
 from trivet.process.lock import FileLock
 
 
@@ -66,3 +67,10 @@ def test_the_ranks_of_a_shard_are_configured_without_a_server() -> None:
 def test_a_model_that_vllm_cannot_serve_is_refused_with_its_reason() -> None:
     with pytest.raises(ConfigError, match=r"cannot serve inference\.model\.name 'unknown' as configured: no such architecture"):
         make_engine_config(Namespace(model="unknown"))
+
+
+def test_processors_of_installed_packages_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    found = [importlib.metadata.EntryPoint(name="p", value="package.module:Processor", group=LOGITS_PROCESSORS)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == LOGITS_PROCESSORS else [])
+    warn_of_logits_processors()
+    assert "vLLM applies the logits processor package.module:Processor of an installed package" in caplog.text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trivet.config.checks.numbers import replicas_problem, tensor_parallel_problem
 from trivet.config.checks.roles import inference_problems, orchestrator_problems, training_problems
-from trivet.config.checks.sampling import sampling_notices
+from trivet.config.checks.sampling import engine_notices, sampling_notices
 from trivet.config.loading.dump import literal
 from trivet.config.loading.findings import ROOT
 from trivet.config.sections.deployment import DeploymentConfig
@@ -277,6 +277,8 @@ def run_notices(config: RLConfig) -> Iterator[str]:
     if config.max_steps is None and config.orchestrator.replay is None:
         yield f"{ROOT.max_steps} is not set: the run goes on until it is stopped"
     yield from sampling_notices(config.orchestrator, ORCHESTRATOR)
+    if config.inference is not None:
+        yield from engine_notices(config.inference, INFERENCE)
     yield from _teacher_notices(config)
     tokenizer = config.trainer.tokenizer.name
     if tokenizer is not None and tokenizer != config.trainer.model.name:

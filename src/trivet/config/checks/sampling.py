@@ -4,11 +4,67 @@ from collections.abc import Iterator, Sequence
 
 from trivet.config.loading.findings import ROOT, Key
 from trivet.config.sections.environment import EnvConfig
+from trivet.config.sections.inference import InferenceConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.sampling import EvalSamplingConfig, RequestSamplingConfig, SamplingConfig
+from trivet.wire.sampling_fields import biasing_fields
 
-BIASING_KEYS = ("min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Sampling keys that change the distribution in a way that the trainer's log-probabilities do not follow."""
+_MAX_SHOWN_CHARS = 60
+"""A longer value, such as a list of token ids, is cut in a notice."""
+REPRODUCIBLE_ENGINE = (
+    "aggregate_engine_logging",
+    "all2all_backend",
+    "async_scheduling",
+    "block_size",
+    "chat_template_content_format",
+    "compilation_config",
+    "cpu_offload",
+    "cudagraph",
+    "data_parallel",
+    "disable_cascade_attn",
+    "disable_custom_all_reduce",
+    "disable_fastapi_docs",
+    "disable_log",
+    "disable_uvicorn",
+    "distributed_",
+    "download_dir",
+    "enable_auto_tool_choice",
+    "enable_chunked_prefill",
+    "enable_dbo",
+    "enable_expert_parallel",
+    "enable_eplb",
+    "enable_log",
+    "enable_prefix_caching",
+    "enable_sleep_mode",
+    "eplb_config",
+    "exclude_tools_when_tool_choice_none",
+    "kv_cache_memory_bytes",
+    "kv_cache_metrics",
+    "kv_events_config",
+    "kv_offloading",
+    "limit_mm_per_prompt",
+    "log_",
+    "max_",
+    "num_gpu_blocks_override",
+    "numa_bind",
+    "optimization_level",
+    "otlp_traces_endpoint",
+    "performance_mode",
+    "pipeline_parallel_size",
+    "prefix_caching_hash_algo",
+    "reasoning_parser_plugin",
+    "root_path",
+    "safetensors_",
+    "scheduling_policy",
+    "ssl_",
+    "stream_interval",
+    "swap_space",
+    "tool_parser_plugin",
+    "trust_request_chat_template",
+    "use_tqdm_on_load",
+    "uvicorn_",
+)
+"""Beginnings of the vLLM arguments that say where, when and how fast tokens are sampled, and not which."""
 
 
 def run_sampling_problems(config: OrchestratorConfig, at: Key) -> Iterator[str]:
@@ -57,13 +113,30 @@ def sampling_problems(sampling: SamplingConfig | EvalSamplingConfig, at: Key) ->
 
 def sampling_notices(config: OrchestratorConfig, at: Key = ROOT) -> Iterator[str]:
     """Yield a notice that names every key whose effect the trainer's log-probabilities do not follow."""
-    default = SamplingConfig()
     of_envs = ((at.env[index].sampling, env.sampling) for index, env in enumerate(config.env))
-    biasing = [
-        f"{place[key]} ({value})"
-        for place, section in ((at.sampling, config.sampling), *of_envs)
-        for key in BIASING_KEYS
-        if (value := getattr(section, key)) not in (None, getattr(default, key)) and (key, value) != ("top_k", 0)
-    ]
+    biasing: list[str] = []
+    for place, section in ((at.sampling, config.sampling), *of_envs):
+        keys = biasing_fields({key: getattr(section, key) for key in RequestSamplingConfig.model_fields if key != "extra_body"})
+        biasing += [f"{place[key]} ({value})" for key, value in keys.items()]
+        biasing += [f"{place.extra_body[key]} ({_shown(value)})" for key, value in biasing_fields(section.extra_body).items()]
     if biasing:
         yield f"the trainer cannot reproduce {', '.join(biasing)}: the importance ratio is biased"
+
+
+def engine_notices(config: InferenceConfig, at: Key) -> Iterator[str]:
+    """Yield a notice that names every argument of vLLM that is not known to leave its tokens those of the policy."""
+    unknown = [
+        f"{at.vllm_args[name]} ({_shown(value)})"
+        for name, value in config.vllm_args.items()
+        if not name.replace("-", "_").startswith(REPRODUCIBLE_ENGINE)
+    ]
+    if unknown:
+        yield (
+            f"the trainer computes without {', '.join(unknown)}: if tokens are sampled otherwise for it, the importance ratio is"
+            " biased; watch mismatch_kl/mean"
+        )
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

@@ -12,9 +12,11 @@ from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.inference import InferenceConfig, InferenceModelConfig
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.rl import RLConfig
+from trivet.config.sections.sampling import RequestSamplingConfig
 from trivet.config.sections.sft import SftConfig, SftDataConfig
 from trivet.config.sections.trainer import TokenizerConfig, TrainerConfig, TrainerModelConfig
 from trivet.errors import ConfigError
+from trivet.wire.sampling_fields import biasing_fields
 
 GROUPED = ("--orchestrator.rollouts-per-example", "2", "--max-steps", "10", "--max-model-len", "2048")
 
@@ -119,6 +121,73 @@ def test_sampling_that_the_trainer_cannot_reproduce_is_said_once_with_its_keys()
     assert "orchestrator.sampling.top_p (0.9), orchestrator.sampling.min_p (0.1)" in notice
     assert "importance ratio is biased" in notice
     assert notices("--orchestrator.sampling.temperature", "0.7", "--orchestrator.sampling.top-k", "0") == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", '{"5": 3}'),
+        ("bad_words", '["no"]'),
+        ("allowed_token_ids", "[1, 2]"),
+        ("structured_outputs", '{"choice": ["a", "b"]}'),
+        ("response_format", '{"type": "json_object"}'),
+        ("tool_choice", "required"),
+        ("thinking_token_budget", "9"),
+        ("n", "2"),
+        ("a_field_of_the_next_release", "1"),
+    ],
+)
+@pytest.mark.parametrize("where", ["orchestrator.sampling", "orchestrator.env.0.sampling"])
+def test_a_field_that_is_not_known_to_be_reproducible_is_said(where: str, field: str, value: str) -> None:
+    (notice,) = notices(f"--{where}.extra-body.{field}", value)
+    assert f"cannot reproduce {where}.extra_body.{field} (" in notice
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", "{}"),
+        ("bad_words", "[]"),
+        ("stop", '["x"]'),
+        ("ignore_eos", "true"),
+        ("tool_choice", "auto"),
+        ("response_format", '{"type": "text"}'),
+        ("chat_template_kwargs", '{"enable_thinking": false}'),
+        ("n", "1"),
+    ],
+)
+def test_a_field_that_is_off_or_changes_no_probability_is_not_said(field: str, value: str) -> None:
+    assert notices(f"--orchestrator.sampling.extra-body.{field}", value) == []
+
+
+def test_a_value_that_is_long_is_cut_in_a_notice() -> None:
+    (notice,) = notices("--orchestrator.sampling.extra-body.allowed_token_ids", str(list(range(1000))))
+    assert "(" + str(list(range(1000)))[:60] + "...)" in notice
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logits_processors", '["my.module:Processor"]'),
+        ("quantization", "fp8"),
+        ("hf_overrides", '{"rope_theta": 5}'),
+        ("kv_cache_dtype", "fp8"),
+        ("speculative_config", '{"method": "ngram"}'),
+    ],
+)
+def test_an_argument_of_the_engine_that_may_change_tokens_is_said(name: str, value: str) -> None:
+    (notice,) = notices(f"--inference.vllm-args.{name}", value)
+    assert f"inference.vllm_args.{name} (" in notice
+    assert "the importance ratio is biased" in notice
+
+
+def test_an_argument_of_the_engine_for_memory_and_speed_is_not_said() -> None:
+    assert notices("--inference.vllm-args.max_num_batched_tokens", "64", "--inference.vllm-args.block_size", "16") == []
+
+
+def test_every_key_of_the_sampling_section_is_reproducible_or_off_by_default() -> None:
+    section = RequestSamplingConfig()
+    assert biasing_fields({name: getattr(section, name) for name in RequestSamplingConfig.model_fields}) == {}
 
 
 def test_a_knob_in_extra_body_too_is_refused_with_both_places() -> None:
