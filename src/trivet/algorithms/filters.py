@@ -23,7 +23,9 @@ class FilterReason(StrEnum):
     ZERO_SIGNAL = "zero_signal"
     """Every rollout has the same reward, so every advantage is zero."""
     NO_LOSS_TOKENS = "no_loss_tokens"
-    """Nothing in the group was sampled by the policy, or all of it was cut at seq_len."""
+    """Nothing in the group was sampled by the policy."""
+    OVERLONG_PROMPT = "overlong_prompt"
+    """The prompt leaves no room for a completion: in the server's context, or within seq_len, of which the trainer sees no more."""
     ALL_MASKED = "all_masked"
     """A filter that is enforced found something in every rollout."""
 
@@ -71,21 +73,34 @@ class RolloutFilters:
     enforced: frozenset[RolloutFilter] = frozenset()
 
 
-def filter_reason(group: Group, *, num_sampled: int, online_difficulty_filtering: bool) -> FilterReason | None:
+def filter_reason(
+    group: Group, *, num_sampled: int, online_difficulty_filtering: bool, seq_len: int | None = None
+) -> FilterReason | None:
     """Return why a group is not trained on, or None when it is.
 
     Args:
         group: after `mask_rollouts`.
         num_sampled: loss tokens over all rollouts before it.
+        seq_len: tokens of a sample that the trainer sees; None: all.
     """
+    samples = [sample for rollout in group.rollouts for sample in rollout.samples]
     if num_sampled == 0:
-        return FilterReason.NO_LOSS_TOKENS
+        was_refused = not samples and all(rollout.ran_out_of_context for rollout in group.rollouts)
+        return FilterReason.OVERLONG_PROMPT if was_refused else FilterReason.NO_LOSS_TOKENS
+    if not any(_starts_within(sample, seq_len) for sample in samples):
+        return FilterReason.OVERLONG_PROMPT
     rewards = group.rewards
     if online_difficulty_filtering and len(rewards) > 1 and are_equal(rewards):
         return FilterReason.ZERO_SIGNAL
-    if not any(sample.num_loss_tokens for rollout in group.rollouts for sample in rollout.samples):
+    if not any(sample.num_loss_tokens for sample in samples):
         return FilterReason.ALL_MASKED
     return None
+
+
+def _starts_within(sample: Sample, seq_len: int | None) -> bool:
+    """Return whether a token of `sample` that the policy sampled is among the first `seq_len`."""
+    mask_T = sample.loss_mask_T if sample.masked is None else sample.masked.loss_mask_T
+    return bool(mask_T[:seq_len].any())
 
 
 def mask_rollouts(group: Group, filters: RolloutFilters) -> list[RolloutFilter]:

@@ -67,6 +67,7 @@ MAY_CHANGE = (
     "eval",
     "val",
     "shown_samples",
+    "strict_data",
     "tasks_per_minute",
     "workers_per_env",
     "env_start_timeout_s",

@@ -83,6 +83,7 @@ class _Scores(msgspec.Struct):
 
 class _Tokens(msgspec.Struct):
     tokens: list[int]
+    max_model_len: int | None = None
 
 
 class _Text(msgspec.Struct):
@@ -278,6 +279,12 @@ class InferenceClient:
                 "`prompt_logprobs` of /v1/completions"
             )
         return values
+
+    async def count_tokens(self, messages: Sequence[Mapping[str, Any]], *, model: str) -> tuple[int, int | None]:
+        """Return the tokens of messages under the server's chat template, and the tokens of its context if it says them."""
+        asked = {"model": model, "messages": list(messages)}
+        answer = await self._ask("POST", "/tokenize", _Tokens, body=asked)
+        return len(answer.tokens), answer.max_model_len
 
     async def tokenize(self, text: str | Sequence[Mapping[str, Any]], *, model: str) -> list[int]:
         """Return the token ids of a plain text, or of messages under the server's chat template."""

@@ -3,9 +3,11 @@
 Called by `sft` and its command. What a step takes is a function of seed and step, so a resume needs no saved state.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from trivet.config.sections.sft import ConversationsConfig
@@ -15,6 +17,9 @@ from trivet.errors import ConfigError
 
 NUM_CHECKED_COLUMNAR = 100
 """Records checked before the start in a table, whose columns give all records one form. Lines of JSON are all checked."""
+
+MAX_DIGESTED = 20_000
+"""Records that a digest covers: a second of reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,14 @@ class Mixture:
 
     def __len__(self) -> int:
         return len(self.record_N)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the records of an epoch in their order; of a long epoch, of as many as MAX_DIGESTED, spread."""
+        digest, encoder = hashlib.sha256(), msgspec.json.Encoder(enc_hook=lambda value: type(value).__name__, order="sorted")
+        for index in np.linspace(0, len(self) - 1, num=min(len(self), MAX_DIGESTED), dtype=np.int64):
+            record = self.sources[int(self.source_N[index])][int(self.record_N[index])]
+            digest.update(encoder.encode(record) + b"\n")
+        return digest.hexdigest()
 
     def conversation(self, index: int) -> Conversation:
         """Return the conversation of record `index` of the epoch, from 0.

@@ -1,12 +1,15 @@
 """Checks and fingerprints the examples of an environment's data sets."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from trivet.wire.groups import EnvironmentInfo
+
+ROLLOUT_COLUMNS = ("prompt", "answer", "info", "task")
+"""Columns that a rollout and its rewards see."""
 
 
 def training_problem(name: str, info: EnvironmentInfo, *, hash_keys: Sequence[str]) -> str | None:
@@ -31,6 +34,39 @@ def example_hashes(dataset: Any, keys: Sequence[str]) -> list[str]:
     if not names:
         return []
     return hash_fields([dataset[name] for name in names])
+
+
+def data_digest(dataset: Any) -> str:
+    """Return the SHA-256 of everything that verifiers gives a rollout of each example, in their order.
+
+    Args:
+        dataset: a data set of the `datasets` library, or None.
+    """
+    if dataset is None:
+        return ""
+    names = [name for name in ROLLOUT_COLUMNS if name in dataset.column_names]
+    return digest_rows(zip(*(dataset[name] for name in names), strict=True)) if names else ""
+
+
+def digest_rows(rows: Iterable[Any]) -> str:
+    """Return the SHA-256 of `rows`. An object without a JSON form counts by its type: its text may hold its address."""
+    digest, encoder = hashlib.sha256(), msgspec.json.Encoder(enc_hook=lambda value: type(value).__name__, order="sorted")
+    for row in rows:
+        digest.update(encoder.encode(row) + b"\n")
+    return digest.hexdigest()
+
+
+def other_data(known: EnvironmentInfo, found: EnvironmentInfo) -> str | None:
+    """Say how the data of an environment differ from those known; None when they do not."""
+    for what, before, now in (
+        ("examples to train on", (known.num_examples, known.train_digest), (found.num_examples, found.train_digest)),
+        ("examples to evaluate on", (known.num_eval_examples, known.eval_digest), (found.num_eval_examples, found.eval_digest)),
+    ):
+        if before[0] != now[0]:
+            return f"{now[0]} {what} instead of {before[0]}"
+        if before[1] and now[1] and before[1] != now[1]:
+            return f"other {what}, {now[0]} as well"
+    return None
 
 
 def hash_fields(columns: Sequence[Sequence[Any]]) -> list[str]:

@@ -128,6 +128,7 @@ def _limits(config: EvalConfig) -> PoolLimits:
         blocked_timeout_s=config.env_worker_timeout_s,
         start_timeout_s=config.env_start_timeout_s,
         max_memory_bytes=memory_limit(config.max_worker_memory),
+        strict_data=config.strict_data,
     )
 
 

@@ -13,7 +13,7 @@ from trivet.environments.port import EnvironmentPool
 from trivet.orchestrator.advantage import make_advantage
 from trivet.orchestrator.buffer import BufferState, GroupBuffer
 from trivet.orchestrator.change_event import ChangeEvent
-from trivet.orchestrator.checkpoint import OrchestratorPart
+from trivet.orchestrator.checkpoint import OrchestratorPart, data_of
 from trivet.orchestrator.dispatch_limits import Limits
 from trivet.orchestrator.dispatcher import Dispatcher
 from trivet.orchestrator.group_runner import group_runner
@@ -22,6 +22,7 @@ from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import DEFAULT_MAX_CONCURRENT, OnlineEval, make_series
 from trivet.orchestrator.plans import rollout_filters, sampling_plan
 from trivet.orchestrator.policy import PolicyWatcher
+from trivet.orchestrator.prompt_lengths import limits_of
 from trivet.orchestrator.replay import UNLIMITED_STEPS, ReplaySource, UnservedPolicy
 from trivet.orchestrator.sampler import ExampleSampler
 from trivet.orchestrator.teacher import Teacher, is_taught, taught
@@ -88,6 +89,7 @@ def make_loop(context: RunContext) -> Loop:
             "loop-lag": lag.run,
         },
         gauges=lambda: _gauges(context, load_watcher, lag),
+        data=data_of(context.environments.infos),
         before_send=context.servers.sleep if context.config.sleep_servers else None,
     )
 
@@ -160,6 +162,7 @@ def _make_buffer(config: OrchestratorConfig, telemetry: Telemetry, waiting: Buff
         online_difficulty_filtering=config.buffer.online_difficulty_filtering,
         max_off_policy_steps=config.max_off_policy_steps if config.replay is None else UNLIMITED_STEPS,
         filters=rollout_filters(config),
+        prompt_limits=limits_of(config),
         ready=waiting.ready,
     )
 

@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from trivet.algorithms.filters import RolloutFilters, filter_reason, mask_rollouts
+from trivet.algorithms.filters import FilterReason, RolloutFilters, filter_reason, mask_rollouts
 from trivet.algorithms.staleness import is_stale
 from trivet.orchestrator.counters import FinishedGroup, GroupCounters
+from trivet.orchestrator.prompt_lengths import PromptLimits
 from trivet.orchestrator.sampler import Draw
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, GroupId
@@ -60,12 +61,15 @@ class GroupBuffer:
         online_difficulty_filtering: bool,
         max_off_policy_steps: int,
         filters: RolloutFilters | None = None,
+        prompt_limits: PromptLimits | None = None,
         ready: Sequence[Group] = (),
     ) -> None:
         self._write_event = write_event
         self._is_filtering = online_difficulty_filtering
         self._max_off_policy_steps = max_off_policy_steps
         self._filters = filters or RolloutFilters()
+        self.prompt_limits = prompt_limits
+        """The room for prompts; the server's part of it is known once it was asked."""
         self._ready = list(ready)
         self._in_flight: dict[GroupId, tuple[Draw, PolicyVersion]] = {}
         self.counters = GroupCounters()
@@ -110,15 +114,23 @@ class GroupBuffer:
             )
         )
         found = mask_rollouts(group, self._filters)
-        reason = filter_reason(group, num_sampled=num_sampled, online_difficulty_filtering=self._is_filtering)
+        limits = self.prompt_limits
+        reason = filter_reason(
+            group,
+            num_sampled=num_sampled,
+            online_difficulty_filtering=self._is_filtering,
+            seq_len=None if limits is None else limits.seq_len,
+        )
         self.counters.finished.append(FinishedGroup.of(group, found=found, filtered=reason))
         if reason is None:
             self._ready.append(group)
             self.fruitless_in_a_row = 0
             self._first_failure = self._first_filtered = ""
             return
-        said = _range(rewards.min(), rewards.max())
-        what = f"group {group.group_id} of {group.env} was filtered ({reason}): its rewards are {said}"
+        said = f"its rewards are {_range(rewards.min(), rewards.max())}"
+        if reason is FilterReason.OVERLONG_PROMPT and limits is not None:
+            said = f"the prompt of example {group.example_id} does not fit, and {limits.explain(group.env)}"
+        what = f"group {group.group_id} of {group.env} was filtered ({reason}): {said}"
         self._first_filtered = self._first_filtered or what
         self._fruitless(what)
         self._write_event(Filter(group_id=group.group_id, reason=reason))

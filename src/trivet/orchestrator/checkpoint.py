@@ -4,8 +4,11 @@ It is written before batch N is sent, as of the moment batch N was formed, so th
 part is on disk.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
+from trivet.checkpoints.data_record import DataRecord, write_data_record
 from trivet.checkpoints.orchestrator_part import SCHEMA, STATE_FILE, read_state
 from trivet.checkpoints.parts import ORCHESTRATOR, begin_part, finish_part
 from trivet.checkpoints.settings import write_settings
@@ -17,6 +20,7 @@ from trivet.key_names import key_name
 from trivet.orchestrator.buffer import BufferState
 from trivet.orchestrator.sampler import SamplerState
 from trivet.wire.codec import encode
+from trivet.wire.groups import EnvironmentInfo
 from trivet.wire.versions import Step
 
 
@@ -40,16 +44,28 @@ class OrchestratorPart(msgspec.Struct, kw_only=True):
     rollouts_per_example: int
 
 
-def write_part(layout: RunLayout, part: OrchestratorPart, *, config: OrchestratorConfig) -> None:
-    """Returns once the part is on disk, with the configuration that made it."""
+def write_part(
+    layout: RunLayout, part: OrchestratorPart, *, config: OrchestratorConfig, data: Mapping[str, DataRecord] | None = None
+) -> None:
+    """Returns once the part is on disk, with the configuration that made it and the record of its `data`."""
     step = part.progress.step
     reach("orchestrator_half.before", step=step)
     directory = begin_part(layout, step, ORCHESTRATOR)
     write_settings(directory, config)
+    write_data_record(directory, data or {})
     (directory / STATE_FILE).write_bytes(encode(part))
     reach("orchestrator_half.during", step=step, path=directory)
     finish_part(layout, step, ORCHESTRATOR)
     reach("orchestrator_half.after", step=step)
+
+
+def data_of(infos: Mapping[str, EnvironmentInfo]) -> dict[str, DataRecord]:
+    """Return the record of the data of every environment, by its name."""
+    records: dict[str, DataRecord] = {}
+    for name, info in infos.items():
+        records[f"environment {name!r}"] = DataRecord(num_records=info.num_examples, digest=info.train_digest)
+        records[f"environment {name!r}, evaluation"] = DataRecord(num_records=info.num_eval_examples, digest=info.eval_digest)
+    return records
 
 
 def read_part(layout: RunLayout, step: Step, *, rollouts_per_example: int) -> OrchestratorPart:

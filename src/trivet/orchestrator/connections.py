@@ -70,6 +70,7 @@ async def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "")
         blocked_timeout_s=config.env_worker_timeout_s,
         start_timeout_s=config.env_start_timeout_s,
         max_memory_bytes=memory_limit(config.max_worker_memory),
+        strict_data=config.strict_data,
     )
     layout = RunLayout(config.output_dir)
     async with open_worker_pool(

@@ -14,6 +14,7 @@ class FinishedGroup:
     """The properties of a group that metrics need, without its tokens."""
 
     env: str
+    example_id: int
     num_rollouts: int
     num_passed: int
     """Rollouts that succeeded: see `has_passed`."""
@@ -32,6 +33,7 @@ class FinishedGroup:
         rewards = group.rewards
         return cls(
             env=group.env,
+            example_id=group.example_id,
             num_rollouts=len(rewards),
             num_passed=sum(has_passed(reward) for reward in rewards.tolist()),
             is_flat=are_equal(rewards),

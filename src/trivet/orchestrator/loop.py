@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trivet.algorithms.packing import PackItem, pack
+from trivet.checkpoints.data_record import DataRecord
 from trivet.checkpoints.run_record import require_newest_attempt
 from trivet.config.layout import RunLayout
 from trivet.config.sections.orchestrator import OrchestratorConfig
@@ -37,6 +38,7 @@ from trivet.orchestrator.garbage import collect_by_the_clock, rare_collections
 from trivet.orchestrator.metrics import batch_metrics, flow_metrics, progress_metrics
 from trivet.orchestrator.online_eval import OnlineEval
 from trivet.orchestrator.policy import PolicyWatcher
+from trivet.orchestrator.prompt_lengths import report_overlong
 from trivet.orchestrator.replay import ReplaySource, UnservedPolicy
 from trivet.orchestrator.rollout_log import write_rollouts
 from trivet.orchestrator.sampler import ExampleSampler
@@ -81,6 +83,8 @@ class Loop:
     """Evaluations during the run."""
     gauges: Callable[[], Mapping[str, float]] = dict
     """Further metrics, read at the end of each step."""
+    data: Mapping[str, DataRecord] = field(default_factory=dict[str, DataRecord])
+    """What the environments' data sets are, kept in every checkpoint."""
     before_send: Callable[[], Awaitable[None]] | None = None
     """Called when a batch is ready to be sent. The trainer begins its step as soon as it has the batch."""
     preempt_requested: bool = False
@@ -160,6 +164,7 @@ class Loop:
                 num_in_flight=self.buffer.num_in_flight,
                 num_ready=self.buffer.num_ready,
             )
+            report_overlong(counters, step=step)
             values |= self.sampler.metrics()
             if step == self.config.max_steps:
                 dispatching.cancel()
@@ -193,7 +198,7 @@ class Loop:
         part.progress = self.progress
         if is_due:
             with timed(times, "save_ckpt"):
-                await asyncio.to_thread(write_part, self.layout, part, config=self.config)
+                await asyncio.to_thread(write_part, self.layout, part, config=self.config, data=self.data)
         if self.before_send is not None:
             with timed(times, "sleep_servers"), process_report.waiting("the servers to free their GPU memory", on="inference"):
                 await self.before_send()

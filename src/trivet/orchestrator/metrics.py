@@ -85,6 +85,7 @@ def flow_metrics(
         "batch/inflight_rollouts": float(num_in_flight * group_size),
         "batch/cancelled_rollouts": float(sum(group.reason == "stale" for group in counters.dropped) * group_size),
         "batch/ready_groups": float(num_ready),
+        "batch/overlong_prompts": float(sum(group.filtered is FilterReason.OVERLONG_PROMPT for group in filtered)),
     }
 
 

@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 
 from trivet.algorithms.staleness import required_version
 from trivet.checkpoints.commit import resolve_resume_step
+from trivet.checkpoints.data_record import compare_data
+from trivet.checkpoints.parts import ORCHESTRATOR
 from trivet.checkpoints.resume import settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
 from trivet.client.server_pool import ServerPool
@@ -17,12 +19,13 @@ from trivet.environments.port import EnvironmentPool
 from trivet.errors import CheckpointError, EnvironmentLoadError
 from trivet.orchestrator.assembly import RunContext, make_loop, make_replay_loop
 from trivet.orchestrator.buffer import BufferState
-from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, read_part
+from trivet.orchestrator.checkpoint import OrchestratorPart, RunTotals, data_of, read_part
 from trivet.orchestrator.connections import inference_client, open_sender, open_servers, open_teacher
 from trivet.orchestrator.loop import Loop
 from trivet.orchestrator.online_eval import discard_evals_after
 from trivet.orchestrator.policy import PolicyWatcher
 from trivet.orchestrator.probe import NUM_PROMPTS, make_probe
+from trivet.orchestrator.prompt_lengths import NUM_CHECKED, check_prompts
 from trivet.orchestrator.rollout_log import discard_rollouts_after
 from trivet.orchestrator.sampler import ExampleSampler, SamplerState
 from trivet.orchestrator.teacher import Teacher
@@ -49,7 +52,11 @@ async def run(config: OrchestratorConfig, pool: EnvironmentPool, *, on_loop: Cal
     if config.replay is None:
         _require_examples(config, pool)
     part = _starting_point(config, layout)
-    config = settle_schedules(config, step=Step(part.progress.step))
+    step = Step(part.progress.step)
+    config = settle_schedules(config, step=step)
+    if step:
+        strict_key = "orchestrator.strict_data" if config.strict_data else None
+        compare_data(layout.checkpoint_step(step) / ORCHESTRATOR, data_of(pool.infos), step=step, strict_key=strict_key)
     telemetry = Telemetry(
         "orchestrator",
         layout=layout,
@@ -111,6 +118,8 @@ async def _begin_sampling(
     await _ensure_first_policy(loop, config)
     if teacher is not None:
         await _check_teacher(teacher, loop, config, pool, servers)
+    process_report.begin("measuring prompts")
+    await _check_prompts(loop, config, pool, servers)
     process_report.begin_waiting("the probe to be compared", on="trainer")
     await _send_probe(loop, config, pool, servers)
     return loop
@@ -202,6 +211,23 @@ async def _ensure_first_policy(loop: Loop, config: OrchestratorConfig) -> None:
         await loop.watcher.await_policy(version)
     else:
         await loop.watcher.start_from_base(reload=config.reload_weights_on_start or loop.progress.step > 0)
+
+
+async def _check_prompts(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool) -> None:
+    """Name prompts that do not fit among the first of the run, and tell the buffer how long they may be."""
+    assert isinstance(loop.sampler, ExampleSampler)
+    assert loop.buffer.prompt_limits is not None
+    client = inference_client(config.client, servers.roots[0], timeout_s=config.client.timeout)
+    try:
+        loop.buffer.prompt_limits = await check_prompts(
+            loop.sampler.preview(NUM_CHECKED),
+            limits=loop.buffer.prompt_limits,
+            pool=pool,
+            client=client,
+            model=config.model.name,
+        )
+    finally:
+        await client.aclose()
 
 
 async def _send_probe(loop: Loop, config: OrchestratorConfig, pool: EnvironmentPool, servers: ServerPool) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,10 +12,12 @@ import torch
 
 from trivet.algorithms.probe import convert_dtype
 from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
+from trivet.checkpoints.data_record import DataRecord, compare_data
 from trivet.checkpoints.parts import TRAINER
 from trivet.checkpoints.resume import choose_start, settle_schedules
 from trivet.checkpoints.run_record import AttemptGuard
 from trivet.config.layout import RunLayout
+from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.shared import RunIdentity
 from trivet.config.sections.trainer import ConstantSchedule, TrainingConfig
 from trivet.telemetry.telemetry import Telemetry, TelemetryOutputs
@@ -76,6 +78,7 @@ def open_session(
     role: Literal["trainer", "sft"],
     keep_recent: int,
     reference_interval: int | None = None,
+    data: Mapping[str, DataRecord] | None = None,
 ) -> Iterator[Session]:
     """Load the model, go back to the checkpoint if one is asked for, and clear away what came after it. Collective.
 
@@ -84,8 +87,10 @@ def open_session(
     Args:
         keep_recent: policies that stay besides the newest.
         reference_interval: steps after which the loss takes the published policy as its reference.
+        data: what is trained on, compared with the checkpoint that is resumed and kept in later ones.
 
     Raises:
+        ResumeError: the data differ from those of the checkpoint, and `strict_data` refuses that.
         ConfigError: no such model; or a fresh start over committed checkpoints.
         CheckpointError: the step to resume from is not there, or damaged; or a checkpoint could not be written.
         DiskFull: the disk is too full for what the run must write.
@@ -93,6 +98,9 @@ def open_session(
     layout = RunLayout(config.output_dir)
     from_step = choose_start(config, is_whole_verified=True)
     config = settle_schedules(config, step=from_step)
+    if from_step and data:
+        strict_key = "strict_data" if isinstance(config, SftConfig) and config.strict_data else None
+        compare_data(layout.checkpoint_step(from_step) / TRAINER, data, step=from_step, strict_key=strict_key)
     torch.manual_seed(config.seed)
     profiler = Profiler(config, world)
     end = config.max_steps if isinstance(config.scheduler, ConstantSchedule) else config.scheduler.total_steps
@@ -107,6 +115,7 @@ def open_session(
     barrier(world)
     publisher = _make_publisher(config, layout, learner, telemetry, sizes)
     saver = _make_saver(config, layout, world, telemetry, sizes)
+    saver.data = data or {}
     session = Session(
         layout=layout,
         world=world,

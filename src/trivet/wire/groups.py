@@ -61,6 +61,10 @@ class EnvironmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Number of examples in the data set that is trained on."""
     num_eval_examples: int = 0
     """Number of examples in the environment's evaluation data set; 0 when it has none."""
+    train_digest: str = ""
+    """SHA-256 of what rollouts get of the training examples, in their order. Two processes with equal ones have the same data."""
+    eval_digest: str = ""
+    """The same of the evaluation data."""
     example_hashes: list[str] = []
     """SHA-256 of the fields `buffer.hash_keys` of each training example, by index. With it a resume finds an example again in a
     data set that has changed."""

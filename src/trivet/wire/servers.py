@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+OVERLONG_REFUSALS = ("maximum context length", "max_tokens must be at least 1")
+"""What vLLM says of a prompt that is longer than the context, and of one that fills it."""
+
 
 class ServerAccess(msgspec.Struct, frozen=True, kw_only=True):
     """The inference servers, as an environment worker asks them."""

@@ -3,6 +3,7 @@ import pytest
 from support.groups import make_draw, make_group, make_sample
 from trivet.algorithms.filters import FilterReason, RolloutFilter, RolloutFilters
 from trivet.orchestrator.buffer import GroupBuffer
+from trivet.orchestrator.prompt_lengths import PromptLimits
 from trivet.wire.events import BatchFormed, Dispatch, Drop, Event, Filter, Finish
 from trivet.wire.rollouts import Group, GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
@@ -54,6 +55,34 @@ def test_a_group_without_loss_tokens_is_filtered_with_its_reason(events):
     group = Group(group_id=GroupId(3), env="toy", example_id=0, rollouts=[Rollout(index=0, reward=1.0)])
     play(buffer, group)
     assert events[-1] == Filter(group_id=GroupId(3), reason="no_loss_tokens")
+
+
+def overlong_group(kind: str) -> Group:
+    """Return a group whose prompt the server refused, or of which the trainer sees the prompt alone."""
+    if kind == "refused":
+        rollouts = [Rollout(index=index, reward=0.0, ran_out_of_context=True, num_turns=0) for index in range(2)]
+    else:
+        rollouts = [Rollout(index=index, reward=float(index), samples=[make_sample(prompt=20)]) for index in range(2)]
+    return Group(group_id=GroupId(3), env="toy", example_id=7, rollouts=rollouts)
+
+
+@pytest.mark.parametrize("kind", ["refused", "cut"])
+def test_a_group_whose_prompt_does_not_fit_is_filtered_with_the_arithmetic(events, kind):
+    limits = PromptLimits(seq_len=20, max_tokens={"toy": 16}, context=64)
+    buffer = make_buffer(events, prompt_limits=limits)
+    play(buffer, overlong_group(kind))
+    assert events[-1] == Filter(group_id=GroupId(3), reason="overlong_prompt")
+    assert buffer.first_failure == (
+        "group 3 of toy was filtered (overlong_prompt): the prompt of example 7 does not fit, and " + limits.explain("toy")
+    )
+    (finished,) = buffer.counters.finished
+    assert (finished.example_id, finished.filtered) == (7, "overlong_prompt")
+
+
+def test_a_completion_that_seq_len_cuts_in_part_is_kept(events):
+    buffer = make_buffer(events, prompt_limits=PromptLimits(seq_len=21, max_tokens={"toy": 1}))
+    play(buffer, overlong_group("cut"))
+    assert buffer.num_ready == 1
 
 
 @pytest.mark.parametrize(("oldest", "is_kept"), [(3, True), (2, False)])

@@ -85,6 +85,14 @@ def test_groups_that_tell_nothing_apart_count_as_solved_or_not():
     assert values["filtered_rollouts/truncated"] == 0.125
     assert values["filtered_rollouts/repetition"] == 0.0
     assert values["batch/filtered_groups"] == 3.0
+    assert values["batch/overlong_prompts"] == 0.0
+
+
+def test_groups_whose_prompts_do_not_fit_are_counted():
+    counters = GroupCounters()
+    for reason in (FilterReason.OVERLONG_PROMPT, FilterReason.OVERLONG_PROMPT, FilterReason.NO_LOSS_TOKENS):
+        counters.finished.append(FinishedGroup.of(group_of("math", (0.0, 0.0)), filtered=reason))
+    assert flow(counters, [group_of("math", (0.0, 1.0))])["batch/overlong_prompts"] == 2.0
 
 
 def test_failures_are_told_by_error_and_environment():

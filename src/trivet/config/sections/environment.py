@@ -49,6 +49,9 @@ class EnvWorkersConfig(Section):
     max_worker_memory: float | None = Field(default=None, gt=0)
     """Most memory of one worker with all that it started, GiB. One that takes more is ended, named and started again. Unset: half
     of the machine's memory, or of its container's."""
+    strict_data: bool = False
+    """Refuse an environment whose data differ from those of the checkpoint resumed from, or from one worker to another, as data do
+    that are drawn without a seed. False: a warning says it."""
     env_start_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """Longest time for load_environment, downloads of data included, seconds."""
     env_worker_timeout_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)

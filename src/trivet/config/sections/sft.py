@@ -104,6 +104,8 @@ class SftConfig(TrainingConfig):
     data: DataConfig = SftDataConfig()
     val: SftValConfig | None = None
     """Unset: nothing is held out."""
+    strict_data: bool = False
+    """Refuse to resume with other records in `data` or `val.data` than those of the checkpoint. False: a warning says it."""
     num_ranks: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Processes; unset: one per visible GPU, one on the CPU."""
     kubernetes: KubernetesConfig | None = None

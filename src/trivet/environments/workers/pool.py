@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from trivet.environments.examples import other_data
 from trivet.environments.workers.answers import VersionLimit, find_fault
 from trivet.environments.workers.client import WorkerClient
 from trivet.environments.workers.memory import MEASURE_INTERVAL_S, describe_excess, measure_sessions
@@ -59,6 +60,8 @@ class PoolLimits:
     start_timeout_s: float = 1800.0
     max_memory_bytes: int | None = None
     """Most memory of one worker with all that it started; None: no limit."""
+    strict_data: bool = False
+    """Refuse a worker whose data are not those of the first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class _Environment:
     info: EnvironmentInfo
     slots: list[_Slot]
     log: WorkerLog
+    is_loaded: bool = False
+    """`info` is that of the first worker, with which later ones are compared."""
     suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the one group that was lost twice and may run now."""
 
@@ -239,9 +244,11 @@ class WorkerPool:
         except ExceptionGroup as failed:  # the first failure has ended the others
             raise first_error(failed) from None
         for environment in self._environments.values():
-            first = environment.slots[0].worker
-            assert first is not None
-            environment.info = await first.loaded(timeout_s=0.0)
+            infos = [await slot.worker.loaded(timeout_s=0.0) for slot in environment.slots if slot.worker is not None]
+            environment.info = infos[0]
+            for slot, info in zip(environment.slots, infos, strict=True):
+                self._compare(slot, info)
+            environment.is_loaded = True
 
     async def run(self) -> None:
         """Restart workers that end or hang, until cancelled.
@@ -259,7 +266,7 @@ class WorkerPool:
         slots = [
             _Slot(
                 name=f"{settings.name}-{index}{self._name_suffix}",
-                # The hashes of examples are the same in every worker.
+                # The first worker's hashes name the examples; `_compare` says when another has other data.
                 settings=settings if index == 0 else msgspec.structs.replace(settings, hash_keys=[]),
                 budget=RestartBudget(limit=self._limits.max_restarts),
             )
@@ -284,10 +291,29 @@ class WorkerPool:
         log = self._environments[slot.settings.name].log
         worker = await WorkerClient.start(slot.settings, log=log, clock=self._clock)
         slot.starting = worker
-        await worker.loaded(timeout_s=self._limits.start_timeout_s)
+        info = await worker.loaded(timeout_s=self._limits.start_timeout_s)
+        if self._environments[slot.settings.name].is_loaded:
+            self._compare(slot, info)
         slot.worker, slot.starting, slot.is_warned = worker, None, False
         async with self._changed:
             self._changed.notify_all()
+
+    def _compare(self, slot: _Slot, info: EnvironmentInfo) -> None:
+        """Say when a worker has other data than those that the run knows the environment by.
+
+        Raises:
+            EnvironmentLoadError: it has, and the run refuses that.
+        """
+        said = other_data(self._environments[slot.settings.name].info, info)
+        if said is None:
+            return
+        what = (
+            f"environment worker {slot.name} has {said}: the same example is another one there. Data that are drawn at every "
+            "start need a seed, for example in args of the environment"
+        )
+        if self._limits.strict_data:
+            raise EnvironmentLoadError(f"{what}; strict_data = true refuses that")
+        logger.warning("%s", what)
 
     async def _keep_alive(self, slot: _Slot) -> None:
         while True:

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trivet.checkpoints.commit import commit, committed_steps
+from trivet.checkpoints.data_record import DataRecord, write_data_record
 from trivet.checkpoints.parts import TRAINER, begin_part, finish_part, staging_directory
 from trivet.checkpoints.retention import removable_steps, remove_checkpoint
 from trivet.checkpoints.run_record import require_newest_attempt
@@ -48,6 +49,8 @@ class CheckpointSaver:
     """Size of one trainer part on disk, over all ranks."""
     telemetry: Telemetry | None
     """Set on rank 0 only."""
+    data: Mapping[str, DataRecord] = field(default_factory=dict[str, DataRecord])
+    """The data that are trained on, where they are files; kept in every checkpoint."""
     newest_begun: Step | None = None
     """The newest step whose checkpoint was begun."""
 
@@ -74,7 +77,9 @@ class CheckpointSaver:
         reach("trainer_half.before", step=step)
         if self.world.is_main:
             require_free_space(self.layout.checkpoints, self.num_bytes, what=f"the trainer's part of checkpoint {step}")
-            write_settings(begin_part(self.layout, step, TRAINER), self.config)
+            part = begin_part(self.layout, step, TRAINER)
+            write_settings(part, self.config)
+            write_data_record(part, self.data)
         barrier(self.world)
         self.newest_begun = step
         with self._explaining_full_disk(f"checkpoint {step}"):

@@ -10,6 +10,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from trivet.algorithms.packing import PackItem, pack, stack
+from trivet.checkpoints.data_record import DataRecord
 from trivet.config.sections.sft import ConversationsConfig, FakeDataConfig, LossMaskConfig, SftConfig, SftDataConfig
 from trivet.conversations.mixture import Mixture, open_data, step_indices
 from trivet.errors import BatchError
@@ -46,6 +47,10 @@ class Batches(Protocol):
         """Return the epoch, from 0, of the last sequence of step `step`."""
         ...
 
+    def record(self) -> DataRecord:
+        """Return what the data are, to find on a resume that they are others."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationBatches:
@@ -75,6 +80,10 @@ class ConversationBatches:
     def epoch(self, step: int) -> int:
         """Return the epoch, from 0, of the last conversation of step `step`."""
         return (step * self.config.batch_size - 1) // len(self.data)
+
+    def record(self) -> DataRecord:
+        """Return the number of conversations and their digest."""
+        return DataRecord(num_records=len(self.data), digest=self.data.digest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +118,10 @@ class FakeBatches:
     def epoch(self, step: int) -> int:
         """Return 0: there is no second epoch."""
         return 0
+
+    def record(self) -> DataRecord:
+        """Return nothing that could differ: seed and configuration say all."""
+        return DataRecord(num_records=0, digest="")
 
 
 def open_batches(config: SftConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> Batches:

@@ -62,7 +62,8 @@ def run(config: SftConfig, world: World) -> None:
     if config.max_steps is None:
         config = config.model_copy(update={"max_steps": batches.num_steps})
     assert config.max_steps is not None
-    with open_session(config, world, loss=cross_entropy, role="sft", keep_recent=0) as session:
+    data = {"data": batches.record()} | ({"val.data": validation.record()} if validation is not None else {})
+    with open_session(config, world, loss=cross_entropy, role="sft", keep_recent=0, data=data) as session:
         logger.info(
             "data loaded steps=%s steps_per_epoch=%s batch_size=%s", config.max_steps, batches.num_steps, config.data.batch_size
         )

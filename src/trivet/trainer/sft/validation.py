@@ -1,5 +1,6 @@
 """Measures the loss on held-out conversations for `trainer.sft.main`, without changing the model or training's random state."""
 
+import hashlib
 import logging
 import math
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trivet.algorithms.packing import pack
+from trivet.checkpoints.data_record import DataRecord
 from trivet.config.sections.sft import SftConfig
 from trivet.errors import ConfigError, Diverged
 from trivet.trainer.model.policy_model import PolicyModel, free_gathered, without_dropout
@@ -16,6 +18,7 @@ from trivet.trainer.ranks.world import World, sum_over_ranks
 from trivet.trainer.rows import plan_rows
 from trivet.trainer.sft.batches import held_out_items
 from trivet.wire.batches import MicroBatch
+from trivet.wire.codec import encode
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,10 @@ class Validation:
     rows: Sequence[MicroBatch]
     interval: int
     does_start: bool
+
+    def record(self) -> DataRecord:
+        """Return what is measured, to find on a resume that it is something else."""
+        return DataRecord(num_records=len(self.rows), digest=hashlib.sha256(encode(list(self.rows))).hexdigest())
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Tell whether to measure after `step`; 0 means the start model."""

@@ -72,6 +72,25 @@ def test_a_run_that_is_resumed_with_more_steps_does_not_stretch_its_schedule(
     assert rates == pytest.approx([3e-3, 1.55e-3, 1e-4, 1e-4, 1e-4, 1e-4])
 
 
+@pytest.mark.parametrize("name", ["data", "val.data"])
+def test_a_run_that_is_resumed_on_other_data_says_so_or_refuses(
+    tiny_model: Path, data: Path, world, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    layout, held_out = RunLayout(tmp_path / "out"), tmp_path / "val.jsonl"
+    held_out.write_text(data.read_text())
+    val = {"val": {"data": {"name": str(held_out)}}}
+    run(make_config(tiny_model, data, layout.root, max_steps=1, **val), world)
+    run(make_config(tiny_model, data, layout.root, max_steps=2, ckpt={"resume_step": -1}, **val), world)
+    assert "the data are not those" not in caplog.text
+    changed = data if name == "data" else held_out
+    changed.write_text(changed.read_text().replace("hello", "hallo"))
+    resumed = {"max_steps": 3, "ckpt": {"resume_step": 2}, **val}
+    with pytest.raises(ResumeError, match=f"^{name}: the data are not those of checkpoint step_2"):
+        run(make_config(tiny_model, data, layout.root, strict_data=True, **resumed), world)
+    run(make_config(tiny_model, data, layout.root, **resumed), world)
+    assert f"{name}: the data are not those of checkpoint step_2" in caplog.text
+
+
 def test_a_step_that_diverges_names_the_last_good_weights(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "out")
     with pytest.raises(Diverged, match=r"of step 2 is nan .* Lower optim\.lr, .*the last good weights are .*step_1$"):

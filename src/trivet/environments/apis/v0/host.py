@@ -7,7 +7,7 @@ from trivet.environments.apis.messages import to_messages
 from trivet.environments.apis.rescoring import find_example
 from trivet.environments.apis.v0.rescore import rescore
 from trivet.environments.apis.v0.runner import GroupRunner, ServerClient
-from trivet.environments.examples import example_hashes
+from trivet.environments.examples import data_digest, example_hashes
 from trivet.wire.groups import EnvironmentInfo, GroupRequest, Split
 from trivet.wire.rollouts import Rollout
 
@@ -35,6 +35,8 @@ class V0Host:
         self.info = EnvironmentInfo(
             num_examples=0 if train is None else len(train),
             num_eval_examples=0 if held_out is None else len(held_out),
+            train_digest=data_digest(train),
+            eval_digest=data_digest(held_out),
             example_hashes=[] if train is None else example_hashes(train, hash_keys),
         )
 

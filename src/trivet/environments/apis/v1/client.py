@@ -21,12 +21,11 @@ from trivet.environments.apis.answers import read_turn
 from trivet.environments.apis.requests import trace_seed, turn_seed
 from trivet.environments.apis.v1.served_turns import ServedTurns
 from trivet.errors import RolloutFailed
+from trivet.wire.servers import OVERLONG_REFUSALS
 
 OUT_OF_CONTEXT = "context_length"
 """The stop condition of a trace whose next prompt is longer than the model's context."""
 
-_OVERLONG = ("maximum context length", "max_tokens must be at least 1")
-"""What vLLM says of a prompt that is longer than the context, and of one that fills it."""
 _STREAMED = ("stream", "stream_options")
 _TOKEN_FIELDS = ("token_ids", "logprobs", "policy_versions")
 
@@ -93,7 +92,7 @@ class TrivetClient(EvalClient):
         try:
             response = await super().get_response(dialect, self._asked(body, turn), sampling, session_id, turn, headers)
         except ProviderError as exc:
-            if exc.status_code == 400 and any(said in str(exc) for said in _OVERLONG) and not _compacts(turn):
+            if exc.status_code == 400 and any(said in str(exc) for said in OVERLONG_REFUSALS) and not _compacts(turn):
                 turn.trace.stop(OUT_OF_CONTEXT)
             raise
         if body["model"] == self._model_name and turn.trace.agent.trainable:

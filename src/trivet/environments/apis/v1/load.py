@@ -14,7 +14,7 @@ from trivet.environments.apis.v1.configuration import make_config, read_argument
 from trivet.environments.apis.v1.host import V1Host, V1Rules
 from trivet.environments.apis.v1.programs import tie_programs
 from trivet.environments.apis.v1.served_turns import ServedTurns
-from trivet.environments.examples import hash_fields
+from trivet.environments.examples import digest_rows, hash_fields
 from trivet.environments.packages.installed import require_installed
 from trivet.environments.workers.stages import StageBoard
 from trivet.errors import EnvironmentLoadError
@@ -50,11 +50,16 @@ def load(settings: HostSettings, *, environ: Mapping[str, str], stages: StageBoa
         raise load_failure(settings, exc, called="loading the taskset") from exc
     guard_rewards(type(env.taskset).task_type())
     turns = ServedTurns()
+    digest = digest_rows(task.data.model_dump(mode="json") for task in tasks)
     return V1Host(
         env,
         tasks,
         info=EnvironmentInfo(
-            num_examples=len(tasks), num_eval_examples=len(tasks), example_hashes=task_hashes(tasks, settings.hash_keys)
+            num_examples=len(tasks),
+            num_eval_examples=len(tasks),
+            train_digest=digest,
+            eval_digest=digest,
+            example_hashes=task_hashes(tasks, settings.hash_keys),
         ),
         name=settings.name,
         rules=V1Rules(
