@@ -58,6 +58,7 @@ def make_task(
         num_examples=left if num_examples < 0 else min(num_examples, left),
         rollouts_per_example=rollouts_per_example,
         sampling=sampling,
+        data_digest=info.eval_digest if split is Split.EVAL else info.train_digest,
     )
 
 

@@ -36,6 +36,8 @@ class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_examples: int
     rollouts_per_example: int
     sampling: SamplingArguments
+    data_digest: str = ""
+    """Of the examples; empty in records of earlier versions, which are not compared by it."""
 
     def __post_init__(self) -> None:
         """Hide secrets in the arguments, those of records that earlier versions wrote too."""
@@ -158,7 +160,7 @@ def _require_same(path: Path, task: TaskRecord, *, unknown: Collection[str] = ()
         raise ConfigError(f"{path} cannot be read: {exc}; move the directory away to evaluate anew") from exc
     for name in (name for name in task.__struct_fields__ if name not in unknown):
         before, now = getattr(earlier, name), getattr(task, name)
-        if before != now:
+        if before != now and not (name == "data_digest" and not (before and now)):
             raise ConfigError(
                 f"{path.parent} holds results of another evaluation: {name} was {_short(before)} and is {_short(now)} now; "
                 "set it back to continue them, or choose another output_dir"

@@ -65,6 +65,7 @@ async def check_prompts(
         BatchError: none fits.
     """
     found: list[tuple[Draw, int]] = []
+    draws = list({(draw.env, draw.example_id): draw for draw in draws}.values())
     for draw in draws:
         messages = await pool.prompt(draw.env, split=Split.TRAIN, example_id=draw.example_id)
         try:

@@ -9,7 +9,7 @@ import pytest
 from trivet.config.sections.environment import EnvConfig
 from trivet.errors import ConfigError, RolloutFailed
 from trivet.evaluation.evaluate import evaluate, make_task
-from trivet.evaluation.results import read_summary
+from trivet.evaluation.results import ResultsFile, read_summary
 from trivet.wire.groups import EnvironmentInfo, SamplingArguments, Split
 from trivet.wire.rollouts import Rollout
 
@@ -130,3 +130,11 @@ def test_a_summary_that_cannot_be_read_is_refused(content, tmp_path):
     (tmp_path / "summary.json").write_bytes(content)
     with pytest.raises(ConfigError, match="move the directory away to evaluate anew"):
         read_summary(tmp_path)
+
+
+def test_results_of_other_examples_are_not_continued(tmp_path):
+    first, other = (msgspec.structs.replace(INFO, eval_digest=digest) for digest in ("one", "two"))
+    ResultsFile(tmp_path, task(info=first), does_continue=False).close()
+    with pytest.raises(ConfigError, match="holds results of another evaluation: data_digest was one and is two now"):
+        ResultsFile(tmp_path, task(info=other), does_continue=True)
+    ResultsFile(tmp_path, task(info=INFO), does_continue=True).close()

@@ -33,7 +33,7 @@ def check(lengths: Sequence[int], **changes: Any) -> PromptLimits:
 
 def test_prompts_that_do_not_fit_are_counted_and_named_with_the_arithmetic(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        limits = check([48, 49, 404])
+        limits = check([48, 49, 404, 49])  # an example that comes again counts once
     assert "2 of 3 prompts looked at do not fit (example 49 of toy: 49 tokens, example 404 of toy: 404 tokens)" in caplog.text
     assert "48 tokens at most" in caplog.text
     assert "max_model_len 64 - sampling.max_tokens 16" in caplog.text
