@@ -218,7 +218,7 @@ class Loop:
             part: orchestrator part of the checkpoint of the step before; None when its checkpoint was due anyway.
         """
         if part is not None:
-            await asyncio.to_thread(write_part, self.layout, part, config=self.config)
+            await asyncio.to_thread(write_part, self.layout, part, config=self.config, data=self.data)
         if self.is_exhausted:
             logger.warning("the run ends after step %s: %s", step - 1, self.sampler.explain_drained())
         else:

@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.fake_servers import FakeServers
 from support.groups import make_sample
 from trivet.algorithms.advantages import mean_baseline
 from trivet.checkpoints.commit import commit
+from trivet.checkpoints.data_record import DATA_FILE, DataRecord
 from trivet.checkpoints.parts import TRAINER, begin_part, finish_part
 from trivet.config.layout import RunLayout
 from trivet.config.sections.curriculum import BufferConfig
@@ -33,6 +35,7 @@ from trivet.wire.events import BatchFormed, Dispatch, Finish
 from trivet.wire.rollouts import GroupId, Rollout
 from trivet.wire.versions import PolicyVersion, Step
 
+DATA = {"toy": DataRecord(num_records=11, digest="d")}
 EXAMPLES = {"toy": [f"hash-{index}" for index in range(11)]}
 FRESH = OrchestratorPart(progress=RunTotals(), sampler=SamplerState(), buffer=BufferState(), rollouts_per_example=2)
 
@@ -122,6 +125,7 @@ def run_loop(
         telemetry=telemetry,
         fill_changed=fill_changed,
         before_send=partial(before_send, sender) if before_send is not None else None,
+        data=DATA,
     )
     sender.on_batch = lambda batch: loop.preempt() if batch.step == preempt_after else None
     try:
@@ -184,6 +188,13 @@ def test_a_preempted_run_writes_the_part_of_the_last_batch_and_says_stop(tmp_pat
     trained = {group_id for batch in batches for group_id in batch.group_ids}
     owed = {group.group_id for group in part.buffer.ready} | {one.group_id for one in part.buffer.in_flight}
     assert not trained & owed
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_the_part_of_a_checkpoint_and_that_of_a_preemption_record_the_data(tmp_path, step):
+    run_loop(tmp_path, FRESH, max_steps=9, run_group=answer_at_once, preempt_after=3)
+    (record,) = tmp_path.glob(f"checkpoints/*step_{step}*/orchestrator/{DATA_FILE}")
+    assert msgspec.json.decode(record.read_bytes(), type=dict[str, DataRecord]) == DATA
 
 
 def test_a_run_preempted_after_a_checkpoint_writes_no_other(tmp_path):

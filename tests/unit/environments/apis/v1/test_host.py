@@ -269,6 +269,7 @@ def test_a_server_that_answers_text_alone_gives_scored_rollouts_without_samples(
 def test_tasks_are_numbered_and_named_by_what_they_ask() -> None:
     rows = [{"prompt": text, "system_prompt": "Be short."} for text in ("a", "b", "a")]
     host = host_of("http://127.0.0.1:9", "talks", {"rows": rows})
+    assert host.info.train_digest == host.info.eval_digest != ""
     first, second, third = host.info.example_hashes
     assert first == third != second
     assert (host.api, host.info.num_examples, host.info.num_eval_examples) == ("v1", 3, 3)
