@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from trivet.checkpoints.commit import committed_steps, read_record, resolve_resume_step, verify_checkpoint, verify_part
 from trivet.checkpoints.parts import ORCHESTRATOR, TRAINER
@@ -120,18 +120,18 @@ def settle_schedules(config: SectionT, *, step: Step) -> SectionT:
         step: the step that the role starts from, checked by `choose_resume_step`; 0: every schedule begins.
     """
     assert isinstance(config, Resumable)
-    now = values_of(config)
+    now, max_steps = values_of(config), config.max_steps
     part = RunLayout(config.output_dir).checkpoint_step(step) / _part_name(config)
     saved = read_settings(part / CONFIG_FILE) if step else None
     for key, length in unset_lengths(now, saved=saved).items():
         config = _with_value(config, tuple(key.split(".")), length)
-        if saved is not None and config.max_steps not in (None, length):
+        if saved is not None and max_steps is not None and max_steps != length:
             logger.warning(
                 "%s = %s is kept from the checkpoint although max_steps is %s now: %s. To change it set it, and name it in %s",
                 key_name(key),
                 length,
-                config.max_steps,
-                "the schedule stays at its last value after that step" if length < config.max_steps else "the run ends before",
+                max_steps,
+                "the schedule stays at its last value after that step" if length < max_steps else "the run ends before",
                 key_name("ckpt.allow_changes"),
             )
     if saved is not None:
@@ -150,7 +150,7 @@ def _with_value(value: Any, path: tuple[str, ...], new: object) -> Any:
         return new
     name, *rest = path
     if isinstance(value, list):
-        items = list(value)
+        items = cast("list[Any]", value).copy()
         items[int(name)] = _with_value(items[int(name)], tuple(rest), new)
         return items
     return value.model_copy(update={name: _with_value(getattr(value, name), tuple(rest), new)})

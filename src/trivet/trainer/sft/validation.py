@@ -42,7 +42,10 @@ class Validation:
 
     def record(self) -> DataRecord:
         """Return what is measured, to find on a resume that it is something else."""
-        return DataRecord(num_records=len(self.rows), digest=hashlib.sha256(encode(list(self.rows))).hexdigest())
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(encode(row))
+        return DataRecord(num_records=len(self.rows), digest=digest.hexdigest())
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Tell whether to measure after `step`; 0 means the start model."""
