@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, cast
 
 from trivet.checkpoints.schedules import POSITION, Values, unset_lengths
 from trivet.config.loading.dump import literal, to_toml
+from trivet.config.loading.keys import find_key
 from trivet.config.masking import mask_table
 from trivet.config.sections.base import Section
 from trivet.config.sections.shared import CkptConfig
@@ -45,7 +46,6 @@ MAY_CHANGE = (
     "sleep_servers",
     "num_ranks",
     "weights",
-    "max_mismatch_kl",
     "micro_batch_tokens",
     "data.micro_batch_size",
     "data.pack_function",
@@ -86,7 +86,6 @@ MAY_CHANGE = (
     "concurrency",
     "max_concurrent",
     "max_fruitless_batches",
-    "self_check_rollouts",
     "reload_weights_on_start",
 )
 """Keys of any role, with all below them: paths, ports, limits on time and memory, what is measured and logged, when to stop,
@@ -147,7 +146,11 @@ def require_same_settings(part: Path, config: Section, *, ckpt: CkptConfig, step
     """
     saved, now, defaults = read_settings(part / CONFIG_FILE), values_of(config), values_of(type(config)())
     continued = unset_lengths(now, saved=saved)
-    saved = {key: value for key, value in (saved | unset_lengths(saved)).items() if key not in continued}
+    saved = {
+        key: value
+        for key, value in (saved | unset_lengths(saved)).items()
+        if key not in continued and find_key(type(config), tuple(key.split("."))) is not None  # else of an earlier version
+    }
     changed = changes(saved, now, defaults=defaults, allowed=(*MAY_CHANGE, *ckpt.allow_changes))
     if changed and EVERY_KEY not in ckpt.allow_changes:
         lines = "".join(f"\n- {line}" for line in describe(changed))

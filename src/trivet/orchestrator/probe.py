@@ -17,6 +17,7 @@ from trivet.config.sections.sampling import SamplingConfig
 from trivet.environments.sampling import sampling_arguments
 from trivet.errors import InferenceError
 from trivet.wire.batches import Batch, BatchPurpose, MicroBatch
+from trivet.wire.servers import OVERLONG_REFUSALS
 from trivet.wire.versions import Step
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ async def make_probe(
         A row a server: the same samples with that server's log-probabilities. No rows when there was nothing to sample.
 
     Raises:
-        InferenceError: a server could not score the samples.
+        InferenceError: a server failed, or could not score the samples.
     """
     max_tokens = min(sampling.max_tokens or _MAX_TOKENS, _MAX_TOKENS)
     short = sampling.model_copy(update={"max_tokens": max_tokens, "min_tokens": min(sampling.min_tokens, max_tokens)})
@@ -56,13 +57,15 @@ async def make_probe(
     asked = [clients[0].complete_chat(messages, model=model_name, fields=fields) for messages in prompts]
     conversations: list[list[int]] = []
     for answer in await asyncio.gather(*asked, return_exceptions=True):
-        if isinstance(answer, InferenceError):
-            logger.warning("a prompt of the probe was left out: %s", answer)
-        elif isinstance(answer, BaseException):
+        if isinstance(answer, InferenceError) and any(said in str(answer) for said in OVERLONG_REFUSALS):
+            continue
+        if isinstance(answer, BaseException):
             raise answer
-        else:  # without the last token: a server that scores tokens must have room for one more
-            conversations.append([*answer.prompt_ids, *answer.token_ids][:-1])
+        # Without the last token: a server that scores tokens must have room for one more.
+        conversations.append([*answer.prompt_ids, *answer.token_ids][:-1])
     samples = cut_samples(conversations, num_tokens=num_tokens)
+    if not samples:
+        logger.warning("the start policy is not compared: none of %s prompts fits the server's context", len(prompts))
     rows = await asyncio.gather(*(_score(samples, client, model_name=model_name) for client in clients if samples))
     dtype = (await clients[0].served_policy()).dtype if rows else ""
     return Batch(

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trivet.checkpoints.settings import MAY_CHANGE, changes, flatten, require_same_settings, write_settings
+from trivet.checkpoints.settings import CONFIG_FILE, MAY_CHANGE, changes, flatten, require_same_settings, write_settings
 from trivet.config.loading.keys import find_key
 from trivet.config.sections.orchestrator import OrchestratorConfig
 from trivet.config.sections.sft import SftConfig
@@ -70,3 +70,9 @@ def test_tables_in_a_list_are_told_apart_by_their_place() -> None:
 def test_a_part_without_its_settings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.toml cannot be read"):
         require_same_settings(tmp_path, trainer(), ckpt=CkptConfig(), step=Step(6))
+
+
+def test_a_key_that_this_version_does_not_have_refuses_no_resume(tmp_path: Path) -> None:
+    write_settings(tmp_path, trainer())
+    (tmp_path / CONFIG_FILE).write_text(f"max_mismatch_kl = 0.2\n{(tmp_path / CONFIG_FILE).read_text()}")
+    require_same_settings(tmp_path, trainer(), ckpt=trainer().ckpt, step=Step(6))

@@ -46,15 +46,11 @@ def test_the_defaults_are_those_of_the_dialect() -> None:
 
 def test_sections_lie_over_the_dialect(functions: ModuleType) -> None:
     args = RLArguments(
-        max_steps=7, loss="grpo", advantage={"type": "rloo"}, ckpt={"keep_last": 2}, trainer={"max_mismatch_kl": 0.2}
+        max_steps=7, loss="grpo", advantage={"type": "rloo"}, ckpt={"keep_last": 2}, trainer={"num_iterations": 2}
     )
     config = plan_run("models/x", "reverse-text", args, env_args={}).config
     assert isinstance(config.trainer.loss, GrpoLossConfig)
-    assert (config.orchestrator.advantage.type, config.trainer.ckpt.keep_last, config.trainer.max_mismatch_kl) == (
-        "rloo",
-        2,
-        0.2,
-    )
+    assert (config.orchestrator.advantage.type, config.trainer.ckpt.keep_last, config.trainer.num_iterations) == ("rloo", 2, 2)
 
 
 @pytest.mark.parametrize(
