@@ -55,7 +55,7 @@ def make_learner(config: TrainingConfig, world: World, *, loss: Loss, max_steps:
     Args:
         max_steps: the step at which the learning-rate schedule ends.
     """
-    model = load_policy(config.model, world)
+    model = load_policy(config.model, world, keeps_dropout=isinstance(config, SftConfig))
     return Learner(
         model=model,
         optimizer=make_optimizer(model.trained_parameters, config.optim, matrices=model.hidden_matrices),

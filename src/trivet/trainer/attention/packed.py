@@ -10,7 +10,7 @@ D head dimension.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -168,8 +168,17 @@ def register_attention(
         "flash_attention_3": ("varlen", flash_varlen_packed),
         "flash_attention_4": ("varlen", flash_varlen_packed),
     }[resolved]
-    AttentionInterface.register(_PREFIX + name, function)
+    AttentionInterface.register(_PREFIX + name, partial(_attend_or_drop, function))
     return _PREFIX + name
+
+
+def _attend_or_drop(
+    function: Callable[..., tuple[torch.Tensor, None]], *tensors: Any, dropout: float = 0.0, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Compute attention by `function`; with dropout by `sdpa_packed`, because no other attention here draws any."""
+    if dropout:
+        return _drop_packed(*tensors, dropout=dropout, **options)
+    return function(*tensors, **options)
 
 
 def _is_installed(module: str) -> bool:
@@ -201,7 +210,7 @@ def require_full_attention(config: PreTrainedConfig, *, seq_len: int) -> None:
         )
 
 
-def sdpa_packed(
+def sdpa_packed(  # noqa: PLR0913  # those that transformers gives to an attention
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -211,6 +220,7 @@ def sdpa_packed(
     segments: Segments,
     scaling: float | None = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention segment by segment.
@@ -218,6 +228,7 @@ def sdpa_packed(
     Args:
         query: [1, H, T, D]; key and value [1, K, T, D].
         softcap: scores become softcap * tanh(score / softcap).
+        dropout: share of the attention weights that are zeroed.
 
     Returns:
         [1, T, H, D], and no attention weights.
@@ -240,10 +251,14 @@ def sdpa_packed(
         strict=True,
     )
     if softcap is not None:
-        outputs = [_capped_attention(q, k, v, scaling=scaling, softcap=softcap) for q, k, v in parts]
+        outputs = [_capped_attention(q, k, v, scaling=scaling, softcap=softcap, dropout=dropout) for q, k, v in parts]
     else:
-        outputs = [_causal_attention(q, k, v, scaling=scaling) for q, k, v in parts]
+        outputs = [_causal_attention(q, k, v, scaling=scaling, dropout=dropout) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
+
+
+_drop_packed = torch.compiler.disable(sdpa_packed)
+"""`sdpa_packed` for graphs of any row: traced, its loop over segments would be compiled anew for each row."""
 
 
 def _repeat_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,14 +269,14 @@ def _repeat_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     return key.repeat_interleave(num_groups, dim=1), value.repeat_interleave(num_groups, dim=1)
 
 
-def _causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None) -> torch.Tensor:
+def _causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, dropout: float
+) -> torch.Tensor:
     """Compute attention of one segment; its queries are the last of its keys' tokens."""
-    enable_gqa = query.shape[1] != key.shape[1]
+    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.shape[1] != key.shape[1]}
     if query.shape[2] == key.shape[2]:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=enable_gqa)
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=~_is_later(query, key), scale=scaling, enable_gqa=enable_gqa
-    )
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    return scaled_dot_product_attention(query, key, value, attn_mask=~_is_later(query, key), **options)
 
 
 def _is_later(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -271,7 +286,7 @@ def _is_later(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _capped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, softcap: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float | None, softcap: float, dropout: float
 ) -> torch.Tensor:
     """Compute causal attention of one segment with all scores in memory, because no kernel of torch caps them."""
     is_later = _is_later(query, key)
@@ -281,7 +296,7 @@ def _capped_attention(
     weights = scores.masked_fill(is_later, float("-inf")).softmax(
         dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)
     )
-    return weights.to(value.dtype) @ value
+    return torch.nn.functional.dropout(weights, dropout).to(value.dtype) @ value
 
 
 def grouped_packed(

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -21,6 +22,7 @@ from trivet.trainer.model.blocks import blocks_of, prepare_blocks
 from trivet.trainer.model.initial_weights import build, fill, read_config
 from trivet.trainer.model.logit_arithmetic import LogitArithmetic
 from trivet.trainer.model.logprobs import TokenScores, score_tokens
+from trivet.trainer.model.random_rates import find_random_rates, report_random_rates
 from trivet.trainer.model.supported import LogitRule, find_logit_rule, require_packable, require_text_decoder
 from trivet.trainer.optim.master_weights import MasterWeights
 from trivet.trainer.ranks.world import World
@@ -66,6 +68,15 @@ class PolicyModel(torch.nn.Module):
         self._logit_rule = logit_rule
         self._masters = masters
         self._arithmetic = LogitArithmetic(softcap=logit_rule.softcap)
+        self.keeps_dropout = False
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch on what draws random numbers: dropout of the adapter, and of the model where it keeps its own."""
+        super().train(mode and self.keeps_dropout)
+        for name, module in self.named_modules():
+            if name.endswith(".lora_dropout"):
+                module.train(mode)
+        return self
 
     def forward(self, row: RowTensors) -> TokenScores:
         """Score the loss tokens of `row`."""
@@ -130,10 +141,14 @@ def torch_dtype(name: ComputeDtype) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
+def load_policy(config: TrainerModelConfig, world: World, *, keeps_dropout: bool = False) -> PolicyModel:
     """Load the start model, sharded, in training mode. Collective.
 
     A single rank on a CPU is not sharded: where its kernels cast master weights themselves, FSDP would only copy.
+
+    Args:
+        keeps_dropout: the model draws dropout, router noise and the like as its own configuration says. Servers never do, so
+            the log-probabilities of a policy that is sampled from must not; an adapter's dropout is drawn in any case.
 
     Raises:
         ConfigError: there is no such model, or it is one that packed rows cannot be trained on.
@@ -153,6 +168,7 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
     )
     dtype = torch_dtype(config.compute_dtype if config.lora else config.optimization_dtype)
     causal_lm = build(hf_config, config, attention=attention, dtype=dtype)
+    random_rates = find_random_rates(hf_config)
     require_packable(causal_lm, name=config.name)
     logit_rule = find_logit_rule(causal_lm, name=config.name)
     if config.lora is not None:
@@ -165,15 +181,18 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
     prepare_blocks(causal_lm, config, attention=attention, device=world.device)
     is_whole = world.size == 1 and config.lora is None and masters is not None
     model = PolicyModel(
-        causal_lm.train(),
+        causal_lm,
         chunk_size=config.fused_lm_head_chunk_size,
         logit_rule=logit_rule,
         masters=masters if is_whole else None,
-        lanes=Lanes.of(seq_len=config.seq_len) if is_whole else None,
+        # The masks that a checkpoint draws again would be other ones if lanes shared the random state.
+        lanes=Lanes.of(seq_len=config.seq_len) if is_whole and not (keeps_dropout and random_rates) else None,
         shares_prefixes=config.share_prefixes,
         seq_len=config.seq_len,
         reduces_each_row=config.reduce_each_row and world.size > 1,
     )
+    model.keeps_dropout = keeps_dropout
+    model.train()
     if config.compile is not None:
         model.compile_head()
     if masters is not None:
@@ -187,6 +206,7 @@ def load_policy(config: TrainerModelConfig, world: World) -> PolicyModel:
     if config.lora is not None:
         num_trained = sum(parameter.numel() for parameter in model.trained_parameters)
         logger.info("adapter added rank=%s trained_parameters=%s", config.lora.rank, num_trained)
+    report_random_rates(random_rates, config.lora, keeps_dropout=keeps_dropout)
     return model
 
 
