@@ -11,7 +11,13 @@ from typing import Any
 from trivet.config.loading.user_paths import usable_path
 from trivet.errors import ConfigError
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FORMATS = (
+    ("*.safetensors", "model.safetensors", "model.safetensors.index.json"),
+    ("*.bin", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""Pattern, single file and index of each format that holds weights. Everyone takes the first of them that there are files of."""
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin")
+"""Files of other trainers that are not read as weights."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -37,8 +43,8 @@ def find_linear_modules(name: str) -> LinearModules | None:
     if files is None:
         return None
     try:
-        headers = [_read_header(file) for file in files]
-    except (OSError, ValueError, struct.error):
+        headers = [read_header(file) for file in files]
+    except (OSError, ValueError):
         return None  # whoever loads it says what is wrong with it
     matrices = [
         tensor.removesuffix(".weight")
@@ -91,23 +97,60 @@ def last_parts(names: Sequence[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
+def find_weight_files(directory: Path, *, key: str = "model.name") -> list[Path]:
+    """Return the files that hold a model's weights, all of one format; nothing if there are none.
+
+    transformers, which the trainer reads as, takes the single file, then what the index names. vLLM takes what an index of
+    safetensors names, and without one every file of the format. Where these differ, a run would have two models.
+
+    Args:
+        key: the key that names the directory, for the error.
+
+    Raises:
+        ConfigError: the index cannot be read, a file that it names is missing, or trainer and server would read different files.
+    """
+    for pattern, single, index in _FORMATS:
+        here = {path.name for path in directory.glob(pattern) if path.name not in _NO_WEIGHTS}
+        if not here:
+            continue
+        indexed = _indexed(directory / index, key=key)
+        if missing := sorted((indexed or set()) - here):
+            raise ConfigError(f"{key} ({directory}): {index} names {missing[0]}, which is not there; download or copy it again")
+        trained = {single} if single in here else indexed or set()
+        served = here if indexed is None or index != _FORMATS[0][2] else indexed
+        if trained != served:
+            raise ConfigError(
+                f"{key} ({directory}) holds weights twice: the trainer would read {_list(trained)}, and the server "
+                f"{_list(served)}; move what is not of this model into another directory, a stale {index} too"
+            )
+        return [directory / name for name in sorted(trained)]
+    return []
+
+
+def _indexed(index: Path, *, key: str) -> set[str] | None:
+    """Return the names of the files that an index names; None if there is no index."""
+    try:
+        return set(json.loads(index.read_bytes())["weight_map"].values())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
+        raise ConfigError(f"{key} ({index.parent}): {index.name} cannot be read as an index of weights: {exc!r}") from exc
+
+
+def _list(names: set[str]) -> str:
+    shown = sorted(names)
+    return "nothing" if not shown else ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
+
+
 def _find_files(name: str) -> list[Path] | None:
     try:
         directory = usable_path(name, key="model.name")
+        if not directory.is_dir():
+            directory = _find_downloaded(name)
+        files = find_weight_files(directory) if directory is not None else []
     except ConfigError:
-        return None
-    if not directory.is_dir():
-        downloaded = _find_downloaded(name)
-        if downloaded is None:
-            return None
-        directory = downloaded
-    if (single := directory / _SINGLE).is_file():
-        return [single]
-    try:
-        placed: dict[str, str] = json.loads((directory / _INDEX).read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return [directory / file for file in sorted(set(placed.values()))]
+        return None  # `checks.files` says what is wrong
+    return [file for file in files if file.suffix == ".safetensors"] or None
 
 
 def _find_downloaded(name: str) -> Path | None:
@@ -115,19 +158,29 @@ def _find_downloaded(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = [try_to_load_from_cache(name, file) for file in (_SINGLE, _INDEX)]
+        found = [try_to_load_from_cache(name, file) for file in _FORMATS[0][1:]]
     except HFValidationError:
         return None
     return next((Path(path).parent for path in found if isinstance(path, str)), None)
 
 
-def _read_header(file: Path) -> dict[str, Any]:
-    """Return the names of a file's tensors with their shapes.
+def read_header(file: Path) -> dict[str, Any]:
+    """Return the names of a file's tensors with their dtypes and shapes.
+
+    Raises:
+        ValueError: the file is no safetensors file, or is cut short.
 
     Source: https://github.com/huggingface/safetensors, "Format": the header's length as 8 bytes, then JSON.
     """
     with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
+        start = opened.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        num_bytes = file.stat().st_size
+        if not 0 < length <= num_bytes - 8:
+            raise ValueError(f"{file.name} is no safetensors file, or is cut short")
         header: dict[str, Any] = json.loads(opened.read(length))
     header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != num_bytes:
+        raise ValueError(f"{file.name} has {num_bytes} bytes and should have {end}: it is cut short or damaged; copy it again")
     return header

@@ -80,6 +80,9 @@ def vllm_arguments(config: InferenceConfig, *, is_cpu: bool, token: str, shard: 
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_scale_out": True,
         "generation_config": "vllm",
+        # Mistral's own files beside those of transformers, which the trainer reads, would be taken instead of them.
+        "load_format": "hf",
+        "config_format": "hf",
     }
     optional = {
         "max_model_len": model.max_model_len,

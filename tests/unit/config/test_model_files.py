@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from safetensors.torch import save_file
 from trivet.config.checks.files import file_problems
 from trivet.config.loading.findings import ConfigFinding
 from trivet.config.loading.load import load_config
-from trivet.config.model_files import LinearModules, find_linear_modules
+from trivet.config.model_files import LinearModules, find_linear_modules, find_weight_files
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.trainer import TrainerConfig
 from trivet.errors import ConfigError
@@ -80,3 +81,85 @@ def test_levers_that_contradict_each_other_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             load_config(TrainerConfig, argv, environ={})
+
+
+SHARDS = ("model-1-of-2.safetensors", "model-2-of-2.safetensors")
+
+
+def write_directory(
+    directory: Path, files: tuple[str, ...], index: tuple[str, ...] | None, *, of: str = "model.safetensors"
+) -> None:
+    (directory / "config.json").write_text("{}")
+    for name in files:
+        (directory / name).touch()
+    if index is not None:
+        (directory / f"{of}.index.json").write_text(json.dumps({"weight_map": {f"of.{name}": name for name in index}}))
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "expected"),
+    [
+        ((), None, ()),
+        (("model.safetensors",), None, ("model.safetensors",)),
+        (SHARDS, SHARDS, SHARDS),
+        (("model.safetensors", "pytorch_model.bin", "other.bin"), None, ("model.safetensors",)),
+        ((*SHARDS, "model-3-of-3.safetensors"), SHARDS, SHARDS),
+        ((*SHARDS, "consolidated.safetensors"), SHARDS, SHARDS),
+        (("pytorch_model.bin", "training_args.bin"), None, ("pytorch_model.bin",)),
+        (("model.safetensors",), ("model.safetensors",), ("model.safetensors",)),
+    ],
+)
+def test_weight_files_are_those_that_trainer_and_server_read(
+    tmp_path: Path, files: tuple[str, ...], index: tuple[str, ...] | None, expected: tuple[str, ...]
+) -> None:
+    write_directory(tmp_path, files, index)
+    assert find_weight_files(tmp_path) == [tmp_path / name for name in expected]
+    assert list(file_problems(load_config(TrainerConfig, ["--model.name", str(tmp_path)], environ={}).config)) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "said"),
+    [
+        (
+            ("model.safetensors", SHARDS[0]),
+            None,
+            "read model.safetensors, and the server model-1-of-2.safetensors, model.safetensors",
+        ),
+        (
+            ("model.safetensors", *SHARDS),
+            SHARDS,
+            "read model.safetensors, and the server model-1-of-2.safetensors, model-2-of-2",
+        ),
+        (("model.safetensors", "consolidated.safetensors"), None, "and the server consolidated.safetensors, model.safetensors"),
+        (("consolidated.safetensors",), None, "would read nothing, and the server consolidated.safetensors"),
+        (("head.safetensors", "pytorch_model.bin"), None, "would read nothing, and the server head.safetensors"),
+        (("pytorch_model.bin", "a.bin", "b.bin"), None, "read pytorch_model.bin, and the server a.bin, b.bin and 1 more"),
+        ((SHARDS[0],), SHARDS, "index.json names model-2-of-2.safetensors, which is not there"),
+    ],
+)
+def test_files_of_two_models_are_refused_before_anything_starts(
+    tmp_path: Path, files: tuple[str, ...], index: tuple[str, ...] | None, said: str
+) -> None:
+    write_directory(tmp_path, files, index)
+    (problem,) = [
+        ConfigFinding(text).show()
+        for text in file_problems(load_config(TrainerConfig, ["--model.name", str(tmp_path)], environ={}).config)
+    ]
+    assert problem.startswith(f"model.name ({tmp_path})")
+    assert said in problem
+
+
+def test_an_index_of_pytorch_files_is_not_read_by_the_server(tmp_path: Path) -> None:
+    shards = ("pytorch_model-1.bin", "pytorch_model-2.bin")
+    write_directory(tmp_path, shards, shards, of="pytorch_model.bin")
+    assert find_weight_files(tmp_path) == [tmp_path / name for name in shards]
+    (tmp_path / "pytorch_model-3.bin").touch()
+    with pytest.raises(ConfigError, match=r"the server pytorch_model-1\.bin, pytorch_model-2\.bin and 1 more"):
+        find_weight_files(tmp_path)
+
+
+def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
+    write_directory(tmp_path, SHARDS, None)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json cannot be read as an index of weights"):
+        find_weight_files(tmp_path)

@@ -12,7 +12,7 @@ from trivet.config.layout import RunLayout
 from trivet.config.loading.findings import ROOT, Key
 from trivet.config.loading.keys import Shape, all_keys, value_at
 from trivet.config.loading.user_paths import usable_path
-from trivet.config.model_files import choose_targets, find_linear_modules
+from trivet.config.model_files import choose_targets, find_linear_modules, find_weight_files
 from trivet.config.sections.base import Section
 from trivet.config.sections.evaluation import EvalConfig
 from trivet.config.sections.model import TrainerModelConfig
@@ -105,3 +105,8 @@ def _model_problems(name: str, key: Key, *, is_model: bool) -> Iterator[str]:
         yield f"{key} ({name}) is not a directory; {remedy}"
     elif is_model and not (path / "config.json").is_file():
         yield f"{key} ({name}) has no config.json: it is not a model directory; give another"
+    elif is_model:
+        try:
+            find_weight_files(path, key=str(key))
+        except ConfigError as exc:
+            yield str(exc)

@@ -4,6 +4,8 @@ Called by `trainer.model.policy_model`: `build` before sharding, `fill` after it
 """
 
 import logging
+import re
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -27,6 +29,11 @@ from trivet.trainer.model.weight_files import (
 from trivet.trainer.ranks.world import World
 
 logger = logging.getLogger(__name__)
+
+_COMPUTED = (r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)$", r"(^|\.)position_ids$")
+"""Tensors that old versions of transformers saved, and that everyone computes from config.json."""
+_COMPARED_ROWS = 8192
+"""Rows of a tied head that are compared at once: all of them would take twice the embedding's memory on every rank."""
 
 
 def read_config(config: TrainerModelConfig) -> PreTrainedConfig:
@@ -125,15 +132,80 @@ def _open(config: TrainerModelConfig, causal_lm: PreTrainedModel, parameter_name
     try:
         files = SafetensorsWeights.find(config.name)
         if files is not None and parameter_names <= set(files.names):
+            # Tied names count, and so do buffers that are saved; others are computed from config.json.
+            taken = {original_name(name) for name in causal_lm.state_dict()}
+            _require_no_surplus(set(files.names) - taken, causal_lm, config)
+            _require_no_untied(_find_untied(files, causal_lm), config)
             return files
         logger.warning(
             "names in the files of %s are not those of its parameters: rank 0 loads all of it into main memory", config.name
         )
-        return BroadcastWeights(config, world)
-    except (OSError, ValueError) as exc:
+        loaded = BroadcastWeights(config, world)
+        _require_no_surplus(loaded.surplus, causal_lm, config)
+        _require_no_untied(loaded.untied, config)
+        return loaded
+    except (OSError, ValueError, RuntimeError) as exc:
         if isinstance(exc, ConfigError):
             raise
         raise _not_loadable(config, exc) from exc
+
+
+def _require_no_surplus(names: Collection[str], causal_lm: PreTrainedModel, config: TrainerModelConfig) -> None:
+    """Refuse tensors that the model has no place for, and announce those that its architecture leaves out.
+
+    Args:
+        names: tensors in the files that were not taken.
+
+    Raises:
+        ConfigError: a server may load what the trainer would drop, or the files are not those of config.json.
+    """
+    if config.debug.num_layers is not None:
+        return  # layers that are left out on purpose
+    text_config = causal_lm.config.get_text_config()
+    first, num_extra = text_config.num_hidden_layers, getattr(text_config, "num_nextn_predict_layers", None) or 0
+    patterns = [
+        *(causal_lm._keys_to_ignore_on_load_unexpected or ()),
+        *_COMPUTED,
+        *(rf"\.layers\.{first + index}\." for index in range(num_extra)),
+    ]
+    left_out = sorted(name for name in names if any(re.search(pattern, name) for pattern in patterns))
+    if left_out:
+        logger.info(
+            "tensors in the files that %s leaves out (such as layers that predict several tokens, or what is computed): they are "
+            "neither trained nor published count=%s first=%s",
+            type(causal_lm).__name__,
+            len(left_out),
+            left_out[0],
+        )
+    if surplus := sorted(set(names).difference(left_out)):
+        raise ConfigError(
+            f"model.name = {config.name!r}: its files hold {len(surplus)} tensors that {type(causal_lm).__name__} has no place for "
+            f"by config.json, e.g. {', '.join(surplus[:2])}: a server may load what the trainer would drop; correct config.json "
+            "(number of layers, biases, architecture), or remove them from the files"
+        )
+
+
+def _find_untied(files: SafetensorsWeights, causal_lm: PreTrainedModel) -> list[str]:
+    """Return the tensors that config.json ties to others, and that differ from these in the files."""
+
+    def differ(name: str, other: str) -> bool:
+        shape = causal_lm.get_parameter(other).shape
+        return any(
+            not torch.equal(*(files.read(each, shape=shape, first_row=row, num_rows=_COMPARED_ROWS) for each in (name, other)))
+            for row in range(0, shape[0], _COMPARED_ROWS)
+        )
+
+    tied = causal_lm.get_expanded_tied_weights_keys(all_submodels=True).items()
+    return [name for name, other in tied if {name, other} <= set(files.names) and differ(name, other)]
+
+
+def _require_no_untied(names: Collection[str], config: TrainerModelConfig) -> None:
+    if names:
+        raise ConfigError(
+            f"model.name = {config.name!r}: config.json ties {min(names)} to the embedding (tie_word_embeddings), and the files "
+            "hold other values for it, so programs load different models; set tie_word_embeddings = false in config.json, or "
+            "remove the tensor from the files"
+        )
 
 
 def _fill(parameter: torch.Tensor, original: str | None, name: str, source: WeightSource, *, is_dithered: bool) -> None:
@@ -160,10 +232,11 @@ def _fill_buffers(causal_lm: PreTrainedModel, source: WeightSource) -> None:
     """
     if isinstance(source, RandomWeights):
         return
-    names = source.names if isinstance(source, SafetensorsWeights) else causal_lm.state_dict().keys()
+    saved = causal_lm.state_dict().keys()
+    names = source.names if isinstance(source, SafetensorsWeights) else saved
     for name, buffer in causal_lm.named_buffers():
         original = original_name(name)
-        if original is not None and (original in names or name in names):
+        if name in saved and original is not None and (original in names or name in names):
             buffer.copy_(
                 source.read(original, shape=buffer.shape, first_row=0, num_rows=buffer.shape[0] if buffer.shape else 1)
             )

@@ -4,7 +4,6 @@ Called by `trainer.model.initial_weights`. Weights have three origins: safetenso
 model that only transformers can load, which rank 0 loads and broadcasts; and random numbers.
 """
 
-import json
 import math
 import zlib
 from collections.abc import Collection
@@ -17,12 +16,10 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from trivet.config.model_files import find_weight_files, read_header
 from trivet.config.sections.model import TrainerModelConfig
 from trivet.errors import ConfigError
 from trivet.trainer.ranks.world import World, broadcast_bytes
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 
 class WeightSource(Protocol):
@@ -54,17 +51,28 @@ class SafetensorsWeights:
 
     @classmethod
     def find(cls, name: str) -> "SafetensorsWeights | None":
-        """Open a directory, or a Hugging Face name, which is downloaded if needed; return None if it has no safetensors."""
+        """Open a directory, or a Hugging Face name, which is downloaded if needed; return None if it has no safetensors.
+
+        Raises:
+            ConfigError: the files are those of two models, or hold a tensor twice.
+            ValueError: a file cannot be read.
+        """
         directory = Path(name)
         if not directory.is_dir():
-            directory = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
-        if (index := directory / _INDEX).is_file():
-            placed: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-            return cls({tensor: directory / file for tensor, file in placed.items()})
-        if not (single := directory / _SINGLE).is_file():
-            return None
-        with safe_open(single, framework="pt") as file:
-            return cls(dict.fromkeys(file.keys(), single))
+            patterns = ["*.safetensors", "*.json"]
+            directory = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
+        places: dict[str, Path] = {}
+        for file in find_weight_files(directory):
+            if file.suffix != ".safetensors":
+                return None
+            header = read_header(file)
+            if twice := sorted(header.keys() & places.keys()):
+                raise ConfigError(
+                    f"model.name = {name!r}: the tensor {twice[0]} is in both {places[twice[0]].name} and {file.name}; remove the "
+                    "file that is not of this model"
+                )
+            places |= dict.fromkeys(header, file)
+        return cls(places) if places else None
 
     def read(self, name: str, *, shape: torch.Size, first_row: int, num_rows: int) -> torch.Tensor:
         """Read the rows from their file; see `WeightSource`."""
@@ -85,11 +93,20 @@ class BroadcastWeights:
         """
         self._world = world
         self._weights: dict[str, torch.Tensor] = {}
+        self.surplus: set[str] = set()
+        """Names of tensors in the files that transformers did not take; known on rank 0."""
+        self.untied: set[str] = set()
+        """Names of tensors that config.json ties to others, and that differ from these in the files; known on rank 0."""
         if world.is_main:
+            # By "auto" weights are rounded to the dtype that config.json names, even if the files hold wider ones.
+            dtype: Any = torch.float32 if config.compute_dtype == "float32" else "auto"
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                config.name, dtype="auto", trust_remote_code=config.trust_remote_code, output_loading_info=True
+                config.name, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
             )
             model, report = loaded
+            self.surplus = set(report["unexpected_keys"])
+            # transformers takes a tensor that differs out of those that are tied.
+            self.untied = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
             if missing := sorted(report["missing_keys"]):
                 raise ConfigError(
                     f"model.name = {config.name!r} has no weights for {len(missing)} parameters, e.g. {missing[0]}: it is another "
