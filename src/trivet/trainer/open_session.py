@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from trivet.algorithms.probe import convert_dtype
 from trivet.checkpoints.commit import discard_checkpoints_after, discard_staging, verify_checkpoint
@@ -28,7 +29,7 @@ from trivet.trainer.checkpoint.state import TrainerProgress, load_part, progress
 from trivet.trainer.disk_budget import Sizes, measure_sizes, require_budget
 from trivet.trainer.losses.terms import Loss
 from trivet.trainer.measurement.profiling import Profiler
-from trivet.trainer.model.export import Exporter, load_tokenizer
+from trivet.trainer.model.export import Exporter, load_tokenizer, require_known_tokens
 from trivet.trainer.model.policy_model import load_policy, torch_dtype
 from trivet.trainer.optim.host_state import keep_state_on_host
 from trivet.trainer.optim.optimizer import LearningRate, make_optimizer
@@ -105,6 +106,8 @@ def open_session(
     profiler = Profiler(config, world)
     end = config.max_steps if isinstance(config.scheduler, ConstantSchedule) else config.scheduler.total_steps
     learner = make_learner(config, world, loss=loss, max_steps=end)
+    tokenizer = load_tokenizer(config)
+    require_known_tokens(tokenizer, learner.model, config)
     progress = _restore(config, layout, learner, from_step)
     sizes = measure_sizes(learner.model, config)
     telemetry = None
@@ -113,7 +116,7 @@ def open_session(
         require_budget(config, layout, sizes, from_step=from_step, keep_recent=keep_recent)
         telemetry = _open_telemetry(config, layout, role=role, from_step=from_step)
     barrier(world)
-    publisher = _make_publisher(config, layout, learner, telemetry, sizes)
+    publisher = _make_publisher(config, layout, learner, tokenizer, telemetry, sizes)
     saver = _make_saver(config, layout, world, telemetry, sizes)
     saver.data = data or {}
     session = Session(
@@ -196,14 +199,19 @@ def _open_telemetry(
 
 
 def _make_publisher(
-    config: TrainingConfig, layout: RunLayout, learner: Learner, telemetry: Telemetry | None, sizes: Sizes
+    config: TrainingConfig,
+    layout: RunLayout,
+    learner: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    telemetry: Telemetry | None,
+    sizes: Sizes,
 ) -> PolicyPublisher:
     return PolicyPublisher(
         layout=layout,
         world=learner.world,
         exporter=Exporter(
             model=learner.model,
-            tokenizer=load_tokenizer(config),
+            tokenizer=tokenizer,
             dtype=torch_dtype(config.model.compute_dtype),
             is_sharded=config.ckpt.weights.save_sharded,
         ),

@@ -3,6 +3,7 @@
 They are apart from the other checks, because a configuration can be read where the model is not.
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from trivet.config.sections.model import TrainerModelConfig
 from trivet.config.sections.rl import RLConfig
 from trivet.config.sections.sft import SftConfig
 from trivet.config.sections.trainer import TrainerConfig, TrainingConfig
+from trivet.config.vocabulary import read_num_rows, read_tokens, require_rows
 from trivet.errors import ConfigError
 
 LOCAL_ROOTS = ("models", "outputs")
@@ -47,7 +49,9 @@ def file_problems(config: Section) -> Iterator[str]:
         yield from data_problems(config)
     trainer = config.trainer if isinstance(config, RLConfig) else config
     if isinstance(trainer, TrainingConfig):
-        yield from _target_problems(trainer.model, ROOT if trainer is config else ROOT.trainer)
+        at = ROOT if trainer is config else ROOT.trainer
+        yield from _target_problems(trainer.model, at)
+        yield from _vocabulary_problems(trainer, at, is_served=trainer is not config)
     yield from _template_problems(config)
     seen: set[str] = set()
     for path, key in all_keys(type(config)):
@@ -73,6 +77,24 @@ def _target_problems(model: TrainerModelConfig, at: Key) -> Iterator[str]:
     if modules is not None and modules.names:
         try:
             choose_targets(model.lora.target_modules, modules=modules, key=str(at.model.lora.target_modules))
+        except ConfigError as exc:
+            yield str(exc)
+
+
+def _vocabulary_problems(trainer: TrainingConfig, at: Key, *, is_served: bool) -> Iterator[str]:
+    """Check that every token has a row, for models and tokenizers that are directories here; else the trainer does.
+
+    Args:
+        is_served: a server reads texts with the model's own tokenizer, whatever tokenizer is published.
+    """
+    name = trainer.model.name
+    num_rows = read_num_rows(Path(name))
+    published = trainer.tokenizer.name or name
+    for tokenizer in sorted({name, published} if is_served else {published}):
+        try:
+            require_rows(
+                read_tokens(Path(tokenizer)), num_rows or sys.maxsize, model=name, tokenizer=tokenizer, key=str(at.model.name)
+            )
         except ConfigError as exc:
             yield str(exc)
 

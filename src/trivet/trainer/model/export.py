@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trivet.config.chat_template import read_chat_template
 from trivet.config.sections.trainer import TrainingConfig
+from trivet.config.vocabulary import OTHER_MEDIA, require_rows
 from trivet.errors import ConfigError
 from trivet.trainer.model.host_copies import HostCopies
 from trivet.trainer.model.policy_model import PolicyModel, has_adapter
@@ -36,6 +37,18 @@ def load_tokenizer(config: TrainingConfig) -> PreTrainedTokenizerBase:
     if config.tokenizer.chat_template is not None:
         tokenizer.chat_template = read_chat_template(config.tokenizer.chat_template)
     return tokenizer
+
+
+def require_known_tokens(tokenizer: PreTrainedTokenizerBase, model: PolicyModel, config: TrainingConfig) -> None:
+    """Refuse a tokenizer with tokens that `model` has no row for.
+
+    Raises:
+        ConfigError: there are such tokens; gives both numbers.
+    """
+    other_media = {getattr(tokenizer, key, None) for key in OTHER_MEDIA}
+    tokens = {token: number for token, number in tokenizer.get_vocab().items() if token not in other_media}
+    name = config.model.name
+    require_rows(tokens, model.embedding.num_embeddings, model=name, tokenizer=config.tokenizer.name or name)
 
 
 def gather_weights(

@@ -6,10 +6,12 @@ ranks.
 
 import logging
 import sys
+from collections.abc import Sequence
 
 from trivet.checkpoints.parts import TRAINER
 from trivet.config.command import run_command
 from trivet.config.sections.sft import SftConfig
+from trivet.errors import BatchError
 from trivet.faults import arm, reach
 from trivet.process.lifetime import die_with_parent
 from trivet.telemetry import process_report
@@ -24,6 +26,7 @@ from trivet.trainer.session import Session
 from trivet.trainer.sft.batches import Batches, make_batch, open_batches
 from trivet.trainer.sft.validation import Validation, open_validation
 from trivet.trainer.step import train_step
+from trivet.wire.batches import MicroBatch
 from trivet.wire.events import Train
 from trivet.wire.versions import Step
 
@@ -67,6 +70,8 @@ def run(config: SftConfig, world: World) -> None:
         logger.info(
             "data loaded steps=%s steps_per_epoch=%s batch_size=%s", config.max_steps, batches.num_steps, config.data.batch_size
         )
+        if validation is not None:
+            _require_known_tokens(validation.rows, session, "val.data")
         if session.from_step == 0 and validation is not None and validation.is_due(0, is_last=False):
             process_report.begin("measuring the held-out loss")
             values = validation.measure(session.learner.model, world, step=Step(0))
@@ -82,6 +87,7 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
     with session.timed("step"):
         with session.timed("load_data"):
             batch = make_batch(batches.items(data_step), config)
+            _require_known_tokens(batch.rows, session, f"data, at step {step},")
         process_report.begin(f"training step {step}")
         reach("optimizer_step.before", step=step)
         with naming_last_weights(session.layout, await_policy=session.await_policy):
@@ -109,6 +115,16 @@ def _take_step(session: Session, config: SftConfig, batches: Batches, validation
         with session.timed("val"):
             extra |= validation.measure(session.learner.model, session.world, step=step)
     session.report(step, result, batch.rows, extra=extra)
+
+
+def _require_known_tokens(rows: Sequence[MicroBatch], session: Session, data: str) -> None:
+    """Refuse conversations with a token that the tokenizer has for pictures or sounds, and a model of text has no row for."""
+    num_rows = session.learner.model.embedding.num_embeddings
+    if (highest := max(int(row.token_ids_T.max()) for row in rows)) >= num_rows:
+        raise BatchError(
+            f"a conversation of {data} holds token {highest}, and the embedding of model.name has {num_rows} tokens; remove the "
+            "text that makes this token"
+        )
 
 
 if __name__ == "__main__":

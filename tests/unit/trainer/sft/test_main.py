@@ -1,14 +1,16 @@
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from trivet.checkpoints.commit import committed_steps
 from trivet.checkpoints.fork import adopt
 from trivet.config.layout import RunLayout
 from trivet.config.sections.sft import SftConfig
-from trivet.errors import BatchError, Diverged, ResumeError
+from trivet.errors import BatchError, ConfigError, Diverged, ResumeError
 from trivet.trainer.sft.main import run
 from trivet.weights.catalog import published_versions
 from trivet.weights.manifest import verify
@@ -43,6 +45,45 @@ def test_loss_falls_and_the_last_weights_are_published(tiny_model: Path, data: P
     losses = [line["loss/mean"] for line in metrics_of(layout)]
     assert losses[-1] < 0.6 * losses[0]
     assert published_versions(layout) == committed_steps(layout) == [20]
+
+
+@pytest.fixture
+def picture_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A model of 128 tokens whose tokenizer has a stand-in for pictures behind them."""
+    directory = tmp_path / "picture"
+    shutil.copytree(tiny_model, directory)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens([f"<extra_{number}>" for number in range(129 - len(tokenizer))])
+    tokenizer.save_pretrained(directory)
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"image_token": tokenizer.convert_ids_to_tokens(128)}))
+    return directory
+
+
+def test_only_a_conversation_with_a_picture_is_refused_by_a_model_without_its_row(
+    picture_model: Path, data: Path, world, tmp_path: Path
+) -> None:
+    run(make_config(picture_model, data, tmp_path / "without", max_steps=1), world)
+    with_picture = tmp_path / "picture.jsonl"
+    (token,) = AutoTokenizer.from_pretrained(picture_model).convert_ids_to_tokens([128])
+    with_picture.write_text(json.dumps({"prompt": f"a{token}", "completion": "b"}) + "\n")
+    with pytest.raises(
+        BatchError, match=r"of data, at step 1, holds token 128, and the embedding of model\.name has 128 tokens"
+    ):
+        run(make_config(picture_model, with_picture, tmp_path / "with", max_steps=1), world)
+    val = {"data": {"name": str(with_picture)}}
+    with pytest.raises(BatchError, match=r"of val\.data holds token 128"):
+        run(make_config(picture_model, data, tmp_path / "val", max_steps=1, val=val), world)
+
+
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused(picture_model: Path, data: Path, world, tmp_path: Path) -> None:
+    """Where nothing was checked before, as for a name of the hub."""
+    config = picture_model / "tokenizer_config.json"
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "image_token"}))
+    with pytest.raises(
+        ConfigError, match=r"has an embedding of 128 tokens, and the tokenizer \(.*\) has 129: 1 tokens have no row"
+    ):
+        run(make_config(picture_model, data, tmp_path / "out", max_steps=1), world)
 
 
 def test_without_max_steps_the_data_is_seen_once(tiny_model: Path, data: Path, world, tmp_path: Path) -> None:
