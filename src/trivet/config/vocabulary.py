@@ -6,7 +6,7 @@ A token beyond the last row cannot be computed. If a tokenizer has such tokens, 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trivet.errors import ConfigError
 
@@ -25,13 +25,16 @@ def read_num_rows(directory: Path) -> int | None:
 def read_tokens(directory: Path) -> dict[str, int]:
     """Return the number of each token of the tokenizer in `directory`; nothing if it is of a kind that only its code can read."""
     tokenizer = _read(directory / "tokenizer.json")
-    known = tokenizer.get("model", {}).get("vocab", {})
-    tokens = dict(known) if isinstance(known, dict) else {token: number for number, (token, _) in enumerate(known)}
+    known: Any = tokenizer.get("model", {}).get("vocab", {})
+    if not isinstance(known, dict):  # a list of tokens with their scores
+        known = {token: number for number, (token, _) in enumerate(known)}
+    tokens = cast("dict[str, int]", known)
     if not tokens:
         return {}
     config = _read(directory / "tokenizer_config.json")
+    decoder: dict[str, Any] = config.get("added_tokens_decoder") or {}
     tokens |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens", ())}
-    tokens |= {added["content"]: int(number) for number, added in (config.get("added_tokens_decoder") or {}).items()}
+    tokens |= {added["content"]: int(number) for number, added in decoder.items()}
     for key in OTHER_MEDIA:
         tokens.pop(str(config.get(key)), None)
     return tokens
@@ -60,7 +63,7 @@ def require_rows(tokens: Mapping[str, int], num_rows: int, *, model: str, tokeni
 def _read(file: Path) -> dict[str, Any]:
     """Return a file's JSON; nothing when it is not there or cannot be read, which whoever loads it says."""
     try:
-        content = json.loads(file.read_bytes())
+        content: Any = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}

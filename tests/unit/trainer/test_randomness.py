@@ -116,7 +116,7 @@ def test_of_an_adapted_policy_only_the_adapters_dropout_is_drawn_and_that_is_sai
 def test_a_checkpoint_draws_the_same_numbers_again(
     random_models: dict[str, Path], world: World, score: Any, lora: LoRAConfig | None
 ) -> None:
-    def gradients(**options: Any) -> list[torch.Tensor]:
+    def gradients(**options: Any) -> list[Any]:
         model = load(random_models["dropout of attention"], world, keeps_dropout=True, lora=lora, **options)
         torch.manual_seed(1)
         score(model).sum().backward()

@@ -257,7 +257,7 @@ def sdpa_packed(  # noqa: PLR0913  # those that transformers gives to an attenti
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
 
 
-_drop_packed = torch.compiler.disable(sdpa_packed)
+_drop_packed: Any = torch.compiler.disable(sdpa_packed)
 """`sdpa_packed` for graphs of any row: traced, its loop over segments would be compiled anew for each row."""
 
 
