@@ -14,7 +14,8 @@ import httpx
 import msgspec
 
 from trivet.client.load import ServerLoad, read_load
-from trivet.errors import InferenceError, InferenceTimeout, PolicyRefused, ServerGone
+from trivet.errors import ConfigError, InferenceError, InferenceTimeout, PolicyRefused, ServerGone
+from trivet.process.proxies import PROXY_ERRORS
 from trivet.storage.durable import DECODE_ERRORS
 from trivet.wire.servers import server_root
 from trivet.wire.versions import PolicyVersion, VersionRun
@@ -116,9 +117,9 @@ class InferenceClient:
         base_url: str,
         *,
         timeout_s: float,
-        api_key: str | None = None,
         find_token: Callable[[], str | None] = lambda: None,
         headers: Mapping[str, str] | None = None,
+        is_direct: bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -130,15 +131,23 @@ class InferenceClient:
             timeout_s: longest time for one request.
             find_token: the token of the run's secret, asked for when the server is to change; no other request carries it.
             headers: sent with every request.
+            is_direct: ask without the proxies that this process's variables name; False for a service of others.
             transport: for tests; unset: TCP.
+
+        Raises:
+            ConfigError: the variables name a proxy that cannot be used.
         """
         self.base_url = server_root(base_url)
         self._timeout_s = timeout_s
         self._find_token = find_token
         self._clock = clock
         self._sleep = sleep
-        sent = {**(headers or {}), **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
-        self._http = httpx.AsyncClient(base_url=self.base_url, timeout=timeout_s, headers=sent, transport=transport)
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=self.base_url, timeout=timeout_s, headers=headers, transport=transport, trust_env=not is_direct
+            )
+        except PROXY_ERRORS as exc:
+            raise ConfigError(f"{self.base_url} cannot be asked through the proxy of this machine's variables: {exc}") from exc
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns once the server's engine answers.

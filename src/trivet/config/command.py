@@ -16,6 +16,7 @@ from trivet.errors import ConfigError, DiskFull, TrivetError
 from trivet.key_names import from_variable, key_name, use_names
 from trivet.machine import inspect_machine
 from trivet.process.closed_output import run_until_output_closes
+from trivet.process.proxies import OWN_DIRECT, find_unusable
 from trivet.shown_text import print_error, printable
 from trivet.storage.disk import describe_full_disk, is_full_disk
 
@@ -93,7 +94,8 @@ def run_translated(
             if submit is not None and (exit_code := submit(loaded, is_dry_run=arguments.is_dry_run)) is not None:
                 return exit_code
             loaded = _check_here(loaded, check=check, does_record=not arguments.is_dry_run)
-            for notice in loaded.notices:
+            unusable = find_unusable(os.environ)
+            for notice in (*loaded.notices, *([f"{unusable}; {OWN_DIRECT}"] if unusable else [])):
                 print(f"notice: {printable(notice)}", file=sys.stderr)
             if arguments.is_dry_run:
                 if dry_run is not None:

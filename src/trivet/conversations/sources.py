@@ -16,6 +16,7 @@ from trivet.config.loading.user_values import parse_json
 from trivet.config.tables import as_list, as_table
 from trivet.conversations.records import DatasetRecord
 from trivet.errors import ConfigError
+from trivet.process.proxies import PROXY_ERRORS
 
 DEFAULT_SPLIT = "train"
 
@@ -194,7 +195,7 @@ def _load(name: str, subset: str | None, split: str, key: str, *, file: Path | N
             f"with network, download it (`hf download --repo-type dataset {name} --local-dir DIR`) and set {key}.name to the "
             f"directory; for a file of your own give its path"
         ) from exc
-    except (OSError, ValueError, DatasetsError) as exc:
+    except (OSError, *PROXY_ERRORS, DatasetsError) as exc:
         reason = " ".join(str(exc).split()).rstrip(".")
         raise ConfigError(
             f"{key}.name = {str(file or name)!r}, subset {subset or 'not set'}, split {split!r}, cannot be loaded: {reason}. "

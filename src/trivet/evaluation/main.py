@@ -23,6 +23,7 @@ from trivet.evaluation.scores import Summary
 from trivet.evaluation.servers import EvalServers, connect
 from trivet.evaluation.targets import follow_targets
 from trivet.evaluation.weights_reader import WeightsReader
+from trivet.process.proxies import direct_variables, is_direct
 from trivet.process.signals import run_until_signalled
 from trivet.schedulers.submit import submit
 from trivet.telemetry.logs import setup_logging
@@ -62,6 +63,7 @@ async def _run_or_interrupt(plan: EvalPlan, console: Console) -> int:
 async def run(plan: EvalPlan, console: Console) -> int:
     """Evaluate what is planned; returns the exit code."""
     export_key(plan.endpoint)
+    os.environ.update(direct_variables(os.environ, [url for url in plan.client.base_url if is_direct(url, os.environ)]))
     servers = await connect(plan.client, environ=os.environ, weights_dir=plan.config.weights_dir)
     try:
         model_name = await check_servers(plan, servers)

@@ -21,6 +21,7 @@ from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR
 from trivet.errors import ConfigError, InferenceError, WeightsError
 from trivet.evaluation.placement import PlacementServers
 from trivet.evaluation.targets import Target, complete_steps
+from trivet.process.proxies import is_direct
 from trivet.secret import find_secret
 from trivet.weights.manifest import read_manifest
 from trivet.wire.versions import START_VERSION, PolicyVersion
@@ -96,8 +97,13 @@ async def connect(
         return find_secret(layout, environ=environ).token if is_there else None
 
     def make_client(url: str) -> InferenceClient:
-        key = config.api_key(url, environ)
-        return InferenceClient(url, timeout_s=config.admin_timeout, api_key=key, find_token=find_token, headers=config.headers)
+        return InferenceClient(
+            url,
+            timeout_s=config.admin_timeout,
+            find_token=find_token,
+            headers=config.request_headers(url, environ),
+            is_direct=is_direct(url, environ),
+        )
 
     if config.elastic is not None:
         return await TrivetServers.open(config, make_client=make_client, clients=[], weights_dir=weights_dir)

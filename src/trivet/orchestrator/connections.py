@@ -20,6 +20,7 @@ from trivet.environments.settings import run_settings
 from trivet.environments.workers.memory import memory_limit
 from trivet.environments.workers.pool import PoolLimits, WorkerPool, open_worker_pool
 from trivet.orchestrator.teacher import Teacher
+from trivet.process.proxies import direct_variables
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry.telemetry import Telemetry
 from trivet.transport.port import BatchSender
@@ -63,6 +64,9 @@ async def open_own_workers(config: OrchestratorConfig, *, name_suffix: str = "")
     Args:
         name_suffix: of the names of workers and of their logs, where a run has workers on several nodes.
     """
+    teacher = config.teacher_model.client.base_url if config.teacher_model is not None else []
+    # Judges and tools in the workers have clients of their own, which read these variables.
+    os.environ.update(direct_variables(os.environ, [*config.client.base_url, *teacher]))
     settings = list(run_settings(config).values())
     limits = PoolLimits(
         workers_per_env=config.workers_per_env,
@@ -123,9 +127,8 @@ def inference_client(
     return InferenceClient(
         url,
         timeout_s=timeout_s or config.timeout,
-        api_key=config.api_key(url, os.environ),
         find_token=lambda: secret.token if secret else None,
-        headers=config.headers,
+        headers=config.request_headers(url, os.environ),
     )
 
 

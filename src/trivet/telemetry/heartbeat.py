@@ -5,6 +5,8 @@ import threading
 
 import httpx
 
+from trivet.process.proxies import PROXY_ERRORS
+
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
@@ -26,7 +28,7 @@ class Heartbeat:
             transport: for tests; unset: TCP.
         """
         self._url = url
-        self._client = httpx.Client(timeout=_TIMEOUT_S, transport=transport)
+        self._transport = transport
         self._call: threading.Thread | None = None
         self._has_failed = False
 
@@ -41,12 +43,12 @@ class Heartbeat:
         """Wait for a call under way, for as long as its time-out."""
         if self._call is not None:
             self._call.join(_TIMEOUT_S)
-        self._client.close()
 
     def _get(self) -> None:
         try:
-            self._client.get(self._url).raise_for_status()
-        except httpx.HTTPError as exc:
+            with httpx.Client(timeout=_TIMEOUT_S, transport=self._transport) as client:
+                client.get(self._url).raise_for_status()
+        except (httpx.HTTPError, *PROXY_ERRORS) as exc:
             if not self._has_failed:
                 logger.warning("heartbeat.url was not reached: %s; said once, the run goes on", _describe(exc))
             self._has_failed = True
@@ -54,7 +56,7 @@ class Heartbeat:
             self._has_failed = False
 
 
-def _describe(error: httpx.HTTPError) -> str:
+def _describe(error: Exception) -> str:
     """Return what went wrong. The text of httpx about an answer names the whole address, with which anyone could send beats."""
     if isinstance(error, httpx.HTTPStatusError):
         return f"the service answered {error.response.status_code}"

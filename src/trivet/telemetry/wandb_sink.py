@@ -44,7 +44,7 @@ class WandbSink:
                 mode="offline" if config.offline else "shared",
                 settings=settings,
             )
-        except wandb.Error as exc:
+        except (wandb.Error, OSError) as exc:  # the latter of requests, for a proxy that it cannot use
             raise ConfigError(
                 f"[wandb] cannot start project {config.project!r}: {exc}; log in with `uv run wandb login`, set "
                 "wandb.offline = true, or leave [wandb] out"

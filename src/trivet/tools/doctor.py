@@ -26,6 +26,7 @@ from trivet.config.sections.shared import DEFAULT_OUTPUT_DIR, TransportConfig
 from trivet.dependencies import RESTORE, Violation, find_violations
 from trivet.environments.packages.venvs import VenvStore, find_home
 from trivet.machine import Machine, ask_nvidia_smi, inspect_machine
+from trivet.process.proxies import OWN_DIRECT, find_proxies, find_unusable
 from trivet.storage.disk import format_bytes, free_bytes
 from trivet.tools.torch_builds import COMPANIONS, mismatched_companions, removal_command
 
@@ -84,6 +85,10 @@ class Facts:
     programs: frozenset[str]
     """Which of uv and tmux are on PATH."""
     has_wandb_login: bool
+    proxies: Mapping[str, str]
+    """The proxies that environment variables name."""
+    proxy_problem: str | None
+    """Which of them cannot be used."""
     venvs: Sequence[str]
     """A line for each virtual environment of environments."""
 
@@ -128,6 +133,8 @@ def machine_facts(output_dir: Path, *, environ: Mapping[str, str] = os.environ) 
         max_open_files=_max_open_files(),
         programs=frozenset(name for name in ("uv", "tmux") if shutil.which(name)),
         has_wandb_login=_has_wandb_login(environ),
+        proxies=find_proxies(environ),
+        proxy_problem=find_unusable(environ),
         venvs=[record.describe() for record in VenvStore(find_home(environ)).records().values()],
     )
 
@@ -149,6 +156,7 @@ def diagnose(facts: Facts) -> list[Diagnosis]:
         _uv,
         _tmux,
         _wandb,
+        _proxies,
         _environments,
     ]
     return [judge(facts) for judge in judges]
@@ -303,6 +311,15 @@ def _wandb(facts: Facts) -> Diagnosis:
         return Diagnosis(subject="W&B", health=Health.OK, found="logged in")
     remedy = "for [wandb]: `uv run wandb login`, or wandb.offline = true; metrics/*.jsonl are written either way"
     return Diagnosis(subject="W&B", health=Health.NOTE, found="not logged in", remedy=remedy)
+
+
+def _proxies(facts: Facts) -> Diagnosis:
+    if not facts.proxies:
+        return Diagnosis(subject="proxies", health=Health.OK, found="none named by variables")
+    found = ", ".join(f"{name} = {proxy}" for name, proxy in facts.proxies.items())
+    if facts.proxy_problem is not None:
+        return Diagnosis(subject="proxies", health=Health.NOTE, found=found, remedy=f"{facts.proxy_problem}; {OWN_DIRECT}")
+    return Diagnosis(subject="proxies", health=Health.OK, found=f"{found}: {OWN_DIRECT}")
 
 
 def _environments(facts: Facts) -> Diagnosis:

@@ -19,6 +19,7 @@ from packaging.version import Version
 from trivet.dependencies import InstalledPackage, InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
 from trivet.errors import ConfigError
+from trivet.process.proxies import PROXY_ERRORS
 from trivet.tools.installer import Installer
 
 HUB = "https://hub.primeintellect.ai"
@@ -103,7 +104,7 @@ def require_on_hub(source: PackageSource) -> None:
     name = canonicalize_name(Requirement(source.words[0]).name)
     try:
         answer = httpx.get(f"{source.index}{name}/", timeout=_HUB_TIMEOUT_S, follow_redirects=True)
-    except (httpx.HTTPError, ImportError) as exc:  # the latter for a SOCKS proxy, which httpx needs another package for
+    except (httpx.HTTPError, *PROXY_ERRORS) as exc:
         raise ConfigError(
             f"the environments hub cannot be reached at {source.index} ({exc or type(exc).__name__}), and nothing was changed; "
             "check the network and the proxy (HTTPS_PROXY), or install from a directory or a wheel: uv run trivet env install PATH"

@@ -35,7 +35,12 @@ def ask(server: FakeInference, question: Callable[[InferenceClient], Awaitable[T
     async def scenario() -> T:
         clock = Clock()
         client = InferenceClient(
-            base_url, timeout_s=5, api_key="key", transport=server.transport, clock=clock, sleep=clock.sleep
+            base_url,
+            timeout_s=5,
+            headers={"Authorization": "Bearer key"},
+            transport=server.transport,
+            clock=clock,
+            sleep=clock.sleep,
         )
         async with aclosing(client):
             return await question(client)
@@ -81,7 +86,11 @@ def test_only_what_changes_the_server_carries_the_token_of_the_run(tmp_path: Pat
 
     async def scenario() -> None:
         client = InferenceClient(
-            "http://fake", timeout_s=5, api_key="key", find_token=lambda: "token", transport=httpx.MockTransport(answer)
+            "http://fake",
+            timeout_s=5,
+            headers={"Authorization": "Bearer key"},
+            find_token=lambda: "token",
+            transport=httpx.MockTransport(answer),
         )
         await client.update_weights(directory)
         await client.reload_weights()

@@ -23,6 +23,8 @@ GOOD = Facts(
     max_open_files=1 << 20,
     programs=frozenset({"uv", "tmux"}),
     has_wandb_login=True,
+    proxies={},
+    proxy_problem=None,
     venvs=["v0 (Python 3.12.1, verifiers 0.3.1): my-env 0.1.0"],
 )
 
@@ -87,6 +89,7 @@ def test_virtual_environments_of_environments_are_shown_with_their_versions():
         ("uv", Health.NOTE, {"programs": frozenset({"tmux"})}),
         ("tmux", Health.NOTE, {"programs": frozenset({"uv"})}),
         ("W&B", Health.NOTE, {"has_wandb_login": False}),
+        ("proxies", Health.NOTE, {"proxies": {"ALL_PROXY": "socks5://proxy:1"}, "proxy_problem": "needs a package"}),
     ],
 )
 def test_what_is_wrong_is_named_with_a_remedy(subject, expected, changes):
@@ -115,3 +118,10 @@ def test_the_command_prints_json(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert {"subject", "health", "found", "remedy"} == set(found[0])
     assert code == int(any(item["health"] == "missing" for item in found))
+
+
+def test_the_proxies_of_the_shell_are_shown_with_what_goes_through_them(tmp_path):
+    facts = machine_facts(tmp_path, environ={"HTTPS_PROXY": "http://me:planted@proxy:3128"})
+    [item] = [item for item in diagnose(facts) if item.subject == "proxies"]
+    assert item.found.startswith("HTTPS_PROXY = http://proxy:3128: the servers of a run are asked without a proxy")
+    assert item.health is Health.OK

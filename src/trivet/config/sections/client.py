@@ -69,6 +69,11 @@ class ClientConfig(Section):
         """Return the key for the server at `base_url`, None when its variable is not set."""
         return self.access.api_key(base_url, environ)
 
+    def request_headers(self, base_url: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the headers of every request to the server at `base_url`, with its key where the variable is set."""
+        key = self.api_key(base_url, environ)
+        return {**self.headers, **({"Authorization": f"Bearer {key}"} if key else {})}
+
     @property
     def access(self) -> ServerAccess:
         """How an environment worker reaches the servers."""

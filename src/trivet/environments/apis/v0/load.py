@@ -13,6 +13,7 @@ from trivet.environments.packages.installed import require_installed
 from trivet.environments.workers.stages import StageBoard
 from trivet.errors import EnvironmentLoadError
 from trivet.process.imports import import_by_path, is_in_a_file
+from trivet.process.proxies import is_direct
 from trivet.wire.servers import server_root
 from trivet.wire.workers import HostSettings
 
@@ -76,21 +77,23 @@ def _client_maker(settings: HostSettings, environ: Mapping[str, str]) -> Callabl
     assert release is not None
 
     def make_client(base_url: str) -> ServerClient:
+        timeout_s, trust_env = settings.servers.timeout_s, not is_direct(base_url, environ)
         options = {
             "base_url": f"{server_root(base_url)}/v1",
             "api_key": settings.servers.api_key(base_url, environ) or "EMPTY",
-            "timeout": settings.servers.timeout_s,
+            "timeout": timeout_s,
             "default_headers": settings.servers.headers,
             "max_retries": 0,
         }
         if release < _FIRST_WITH_CLIENTS:
             from trivet.environments.apis.v0.openai_client import OpenAIServer
 
-            return OpenAIServer(keeps_tokens=keeps_tokens, **options)
-        from openai import AsyncOpenAI
+            return OpenAIServer(keeps_tokens=keeps_tokens, trust_env=trust_env, **options)
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         from trivet.environments.apis.v0.model_client import ModelClient
 
-        return ModelClient(AsyncOpenAI(**options), keeps_tokens=keeps_tokens)
+        http = DefaultAsyncHttpxClient(timeout=timeout_s, trust_env=trust_env)
+        return ModelClient(AsyncOpenAI(http_client=http, **options), keeps_tokens=keeps_tokens)
 
     return make_client

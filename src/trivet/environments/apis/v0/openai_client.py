@@ -65,14 +65,15 @@ def _comparable(message: Any) -> tuple[Any, ...]:
 class OpenAIServer:
     """The clients of one server, one for each rollout, on shared connections."""
 
-    def __init__(self, *, keeps_tokens: bool, **options: Any) -> None:
+    def __init__(self, *, keeps_tokens: bool, trust_env: bool, **options: Any) -> None:
         """Make the connections.
 
         Args:
             keeps_tokens: see `RolloutOpenAI`. Only a trivet server accepts the token ids.
+            trust_env: ask through the proxies that the variables name.
             options: of every client, as `AsyncOpenAI` takes them.
         """
-        self._http = DefaultAsyncHttpxClient(timeout=options["timeout"])
+        self._http = DefaultAsyncHttpxClient(timeout=options["timeout"], trust_env=trust_env)
         self._keeps_tokens = keeps_tokens
         self._options = options
 

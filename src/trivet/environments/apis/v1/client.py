@@ -6,11 +6,15 @@ tokenizer, the chat template and the tool parser, so a worker needs none of them
 verifiers' own train client would tokenize the conversation itself, with a template of its own.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import httpx
 from pydantic import PrivateAttr
 from verifiers.v1.clients import Client, EvalClient, TrainClientConfig
+from verifiers.v1.clients import eval as eval_client
+from verifiers.v1.clients.base import DEFAULT_LIMITS
 from verifiers.v1.dialects import ChatDialect, Dialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
@@ -21,6 +25,7 @@ from trivet.environments.apis.answers import read_turn
 from trivet.environments.apis.requests import trace_seed, turn_seed
 from trivet.environments.apis.v1.served_turns import ServedTurns
 from trivet.errors import RolloutFailed
+from trivet.process.proxies import is_direct
 from trivet.wire.servers import OVERLONG_REFUSALS
 
 OUT_OF_CONTEXT = "context_length"
@@ -145,7 +150,9 @@ def _without_tokens(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def use_trivet_clients() -> None:
-    """Have verifiers' interception endpoints make a `TrivetClient` for a `TrivetClientConfig`. May be called again."""
+    """Have verifiers' interception endpoints make a `TrivetClient` for a `TrivetClientConfig`, on connections that use a proxy only
+    where `is_direct` says no. May be called again.
+    """
     theirs: Callable[[Any], Client] = interception_server.resolve_client
     if getattr(theirs, "makes_trivet_clients", False):
         return
@@ -153,5 +160,10 @@ def use_trivet_clients() -> None:
     def resolve_client(config: Any) -> Client:
         return config.make_client() if isinstance(config, TrivetClientConfig) else theirs(config)
 
+    def build_async_httpx(config: Any) -> httpx.AsyncClient:
+        timeout = httpx.Timeout(**config.timeout.model_dump())
+        return httpx.AsyncClient(timeout=timeout, limits=DEFAULT_LIMITS, trust_env=not is_direct(config.base_url, os.environ))
+
     resolve_client.makes_trivet_clients = True  # type: ignore[attr-defined]  marks the function for a second call
     interception_server.resolve_client = resolve_client
+    eval_client.build_async_httpx = build_async_httpx
