@@ -173,14 +173,16 @@ def test_the_status_tells_of_running_roles_and_of_the_end(run: StandInRun) -> No
     assert {role.state for role in ended.roles} == {RoleState.ENDED}
 
 
-def test_sigterm_lets_the_roles_commit_and_end_by_themselves(run: StandInRun) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_the_roles_commit_and_end_by_themselves(run: StandInRun, number: signal.Signals) -> None:
     run.start()
     wait_for_progress(run)
     roles = [run.process_of("orchestrator"), run.process_of("trainer")]
-    run.launcher.send_signal(signal.SIGTERM)
-    assert run.wait() == 143
+    run.launcher.send_signal(number)
+    assert run.wait() == 128 + number
     run.assert_nothing_left()
-    assert "interrupted by SIGTERM; stopping" in run.output
+    assert f"interrupted by {number.name}: 60 s to finish the step and commit it" in run.output
+    assert f"interrupted by {number.name}; stopping" in run.output
     assert not still_alive(roles)
 
 

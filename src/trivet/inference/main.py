@@ -45,6 +45,7 @@ from trivet.process.lifetime import die_with_parent
 from trivet.process.listening import is_held
 from trivet.process.lock import holder_of
 from trivet.process.server_shard import ServerShard, read_shard, shard_name
+from trivet.process.signals import ending_signals
 from trivet.process.stacks import show_tasks_on_signal
 from trivet.secret import RunSecret, find_secret
 from trivet.telemetry import process_report
@@ -327,7 +328,7 @@ async def _serve_http(
     )
     # serve_http sets signal handlers in its first step. These replace them, to know which signal it was.
     await asyncio.sleep(0)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, end, 128 + number)
     show_tasks_on_signal()
     process_report.begin("serving")

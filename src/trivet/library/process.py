@@ -23,6 +23,7 @@ from trivet.config.loading.dump import to_toml
 from trivet.config.sections.base import Section
 from trivet.launcher.logs import last_lines
 from trivet.process.lifetime import module_command, tied_command
+from trivet.process.signals import ending_signals
 from trivet.storage.durable import write_private
 
 _POLL_INTERVAL_S = 0.05
@@ -141,14 +142,12 @@ class RunProcess:
             self._process.send_signal(number)
 
     def _pass_signals_on(self) -> None:
-        """Pass SIGINT and SIGTERM on, in addition to what they did before. Only the main thread may set handlers."""
+        """Pass what asks this process to end on, in addition to what they did before. Only the main thread may set handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.getsignal(number)
-            if before is not signal.SIG_IGN:
-                self._handlers[number] = before
-                signal.signal(number, self._handler(before))
+        for number in ending_signals():
+            self._handlers[number] = signal.getsignal(number)
+            signal.signal(number, self._handler(self._handlers[number]))
 
     def _handler(self, before: Any) -> Callable[[int, FrameType | None], None]:
         def handle(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,15 @@ from typing import Any
 
 from trivet.errors import first_error
 
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that ask this process to end: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal.
+
+    One that its starter has it ignore, as nohup does with SIGHUP, is not among them.
+    """
+    return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 async def run_until_signalled(
@@ -20,7 +28,7 @@ async def run_until_signalled(
     handlers: Mapping[signal.Signals, Callable[[], bool]] = MappingProxyType({}),
     is_cleanup_protected: bool = False,
 ) -> int:
-    """Await `work` in this task and cancel it when SIGINT or SIGTERM comes.
+    """Await `work` in this task and cancel it when one of the `ending_signals` comes.
 
     Args:
         handlers: further signals, each with a function that returns whether it dealt with the signal; if not, `work` is cancelled.
@@ -45,7 +53,7 @@ async def run_until_signalled(
         if not handlers[number]():
             stop(number)
 
-    for number in _ENDING:
+    for number in ending_signals():
         loop.add_signal_handler(number, stop, number)
     for number in handlers:
         loop.add_signal_handler(number, handle, number)

@@ -34,7 +34,7 @@ def test_without_a_signal_the_exit_code_is_that_of_the_work() -> None:
     assert asyncio.run(run_until_signalled(work())) == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_cancels_the_work_and_names_itself_in_the_exit_code(number: signal.Signals, code: int) -> None:
     work = Work(number)
     assert asyncio.run(run_until_signalled(work.run())) == code
@@ -74,3 +74,18 @@ def test_of_a_group_of_errors_the_first_leaves() -> None:
 
     with pytest.raises(KeyError, match="first"):
         asyncio.run(run_until_signalled(work()))
+
+
+def test_a_signal_that_the_starter_has_this_process_ignore_stays_ignored() -> None:
+    """`nohup` starts a program so, which must outlive its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+
+        async def work() -> int:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.01)
+            return 0
+
+        assert asyncio.run(run_until_signalled(work())) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -18,7 +18,7 @@ class RecoveryConfig(Section):
     backoff_s: float = Field(default=1.0, ge=0, le=MAX_WAIT_S)
     """Wait before the first restart within the window, seconds; it doubles with each further one, up to a minute."""
     preemption_grace_s: float = Field(default=60.0, ge=0, le=MAX_WAIT_S)
-    """After SIGTERM the roles have this many seconds to finish the step and commit a checkpoint. 0: stop at once."""
+    """After SIGTERM or SIGHUP the roles have this many seconds to finish the step and commit a checkpoint. 0: stop at once."""
     watchdog_timeout_s: float = Field(default=120.0, gt=2, le=MAX_WAIT_S)
     """A process that has not reported for this many seconds is named as stuck. Each reports every second, whatever it does."""
     stall_warn_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)

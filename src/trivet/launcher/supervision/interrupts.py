@@ -4,6 +4,8 @@ import signal
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+from trivet.process.signals import ending_signals
+
 _REPEATED_S = 1.0
 """One Ctrl-C may arrive twice, from the terminal and from `uv run`; a signal after this long is a second one."""
 
@@ -35,9 +37,7 @@ class Interrupts:
         return any(time > moment for _, time in self._received)
 
     def __enter__(self) -> "Interrupts":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._note)
+        self._previous = {number: signal.signal(number, self._note) for number in ending_signals()}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -6,8 +6,8 @@ A unit is what is restarted together: a server alone; orchestrator and trainer. 
        |                           (killed at the deadline)
        +--the failure is final--> the run is over
 
-SIGTERM asks for a commit first: the roles finish their step, commit and end, within `preemption_grace_s`. Before the servers
-have answered for the first time there is no step, and nothing is waited for.
+SIGTERM, and SIGHUP of a closed terminal, ask for a commit first: the roles finish their step, commit and end, within
+`preemption_grace_s`. Before the servers have answered for the first time there is no step, and nothing is waited for.
 """
 
 import signal
@@ -40,6 +40,7 @@ _FINAL = frozenset({2, 3})
 """Exit codes of a role that the run ends with: bad configuration, diverged. A restart would meet the same."""
 _RETRIED = NodesMissing.exit_code
 """Exit code of a role that may succeed later: it waited in vain for a lock that a file system keeps for a machine that died."""
+_COMMITTING = frozenset({signal.SIGTERM, signal.SIGHUP})
 _REPORTS_LATE_S = 3.0
 """A finished step is known this much later at most: its process reports once a second, and reports are read once a second."""
 _ONE_NODE = DeploymentConfig()
@@ -284,9 +285,8 @@ class Recovery:
         if self._interrupted_at is None:
             self._interrupted_at = run.now
         if self._commit_deadline is None:
-            is_report_due = (
-                number == signal.SIGTERM and not run.is_repeated and run.now < self._interrupted_at + _REPORTS_LATE_S
-            )
+            is_in_time = run.now < self._interrupted_at + _REPORTS_LATE_S
+            is_report_due = number in _COMMITTING and not run.is_repeated and is_in_time
             if is_report_due and _is_starting(run):
                 return  # a step may be finished that nobody has reported yet
             end = self._why_no_commit(run, training, number)
@@ -303,7 +303,7 @@ class Recovery:
         if _is_starting(run):
             return " during the start, with no step to commit"
         can_commit = (
-            number == signal.SIGTERM
+            number in _COMMITTING
             and self._config.preemption_grace_s > 0
             and self.is_running(TRAINING)
             and all((role.exit_code is None or self._is_done(role, run)) and not role.stuck for role in training)

@@ -1,5 +1,7 @@
 """Give recovery histories of exits, signals and reports, and check its decisions."""
 
+import signal
+
 import pytest
 
 from support.recovery_history import INFERENCE, PATIENCE_S, SIGINT, SIGTERM, STOP_S, TEACHER, History
@@ -289,6 +291,14 @@ def test_sigterm_asks_once_for_a_commit_and_ends_when_both_have_ended() -> None:
     assert history.ends("orchestrator", 0, at=12).at(12) == []
     verdict = history.ends("trainer", 0, at=15).verdict(at=15)
     assert (verdict.outcome, verdict.exit_code, verdict.reason) == (Outcome.INTERRUPTED, 143, "interrupted by SIGTERM")
+
+
+def test_a_closed_terminal_asks_for_a_commit_as_sigterm_does() -> None:
+    history = History(preemption_grace_s=60)
+    assert interrupted(history, signal.SIGHUP, at=10) == [PreemptRun(reason="interrupted by SIGHUP", grace_s=60)]
+    history.ends("orchestrator", 0, at=12).at(12)
+    verdict = history.ends("trainer", 0, at=15).verdict(at=15)
+    assert (verdict.outcome, verdict.exit_code, verdict.reason) == (Outcome.INTERRUPTED, 129, "interrupted by SIGHUP")
 
 
 def test_sigterm_leaves_a_trainer_the_time_for_its_last_step_after_the_orchestrator_is_done() -> None:
