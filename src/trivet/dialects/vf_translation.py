@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from trivet.config.environment_ids import parse_environment_id
 from trivet.config.loading.findings import ROOT, Findings
 from trivet.config.loading.keys import find_key
 from trivet.config.loading.load import LoadedConfig, environment_entries, load_sources
@@ -209,7 +210,7 @@ def _environment(config: VfRLConfig) -> dict[str, object]:
 
 def environment_name(config: VfRLConfig) -> str:
     """Return the name of the environment's package, without its owner."""
-    return config.env.id.rpartition("/")[2]
+    return parse_environment_id(config.env.id).name
 
 
 def run_name(config: VfRLConfig) -> str:

@@ -37,7 +37,7 @@ def host_settings(
         EnvironmentLoadError: `env.venv` names a virtual environment that is not there.
     """
     return HostSettings(
-        env_id=env.id,
+        env_id=env.package,
         name=env.label,
         args=env.args,
         model_name=model_name,

@@ -49,7 +49,7 @@ def make_task(
         )
     return TaskRecord(
         env=env.label,
-        env_id=env.id,
+        env_id=env.package,
         env_args=env.args,
         split=split,
         step=step,

@@ -134,4 +134,4 @@ def settings_for(config: OrchestratorConfig | None, files: Sequence[SavedFile]) 
 def _find_env(config: OrchestratorConfig, task: TaskRecord) -> EnvConfig | None:
     """Return the run's environment that the task evaluated; the task has its arguments without their secrets."""
     wanted = (task.env_id, task.env_args)
-    return next((env for env in config.environments.values() if (env.id, mask_table(env.args)) == wanted), None)
+    return next((env for env in config.environments.values() if (env.package, mask_table(env.args)) == wanted), None)

@@ -64,8 +64,8 @@ def plan_run(model: str | Path, env: Environment, args: RLArguments, *, env_args
     run = load_run(loaded, environ=os.environ, run_entries=run_entries, name_of=name_in_python)
     show_notices(run.notices)
     for each in run.config.orchestrator.environments.values():
-        if file_of(each.id) is None:  # the file of a function is written when the run is started
-            require_installed(each.id)
+        if file_of(each.package) is None:  # the file of a function is written when the run is started
+            require_installed(each.package)
     return PlannedRun(config=run.config, functions=functions)
 
 

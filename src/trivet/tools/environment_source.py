@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from trivet.config.environment_ids import EnvironmentId, parse_environment_id
 from trivet.dependencies import InstalledPackage, InstalledPackages
 from trivet.environments.packages.discovery import EnvironmentPackage, find_environments
 from trivet.errors import ConfigError
@@ -27,7 +28,7 @@ HUB = "https://hub.primeintellect.ai"
 
 _HUB_TIMEOUT_S = 10.0
 """For each of connecting and answering. The page of a package is small."""
-_HUB_NAME = re.compile(r"(?P<owner>[A-Za-z0-9][\w.-]*)/(?P<package>[A-Za-z0-9][\w.-]*(?:==[\w.]+)?)")
+_HUB_NAME = re.compile(r"(?P<owner>[A-Za-z0-9][\w.-]*)/(?P<package>[A-Za-z0-9][\w.-]*)")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9,._-]+\])?(?:[=<>!~]=?[A-Za-z0-9.*,=<>!~]+)?")
 _FIRST_OF_V1 = Version("0.4.dev0")
 _V1_IMPORT = re.compile(r"^\s*(?:(?:import|from)\s+verifiers\.v1\b|from\s+verifiers\s+import\s+.*\bv1\b)", re.MULTILINE)
@@ -41,6 +42,8 @@ class PackageSource:
     """A requirement, a wheel, or `-e` and a directory."""
     index: str = ""
     """An index to look in as well, where the package has an owner on the hub."""
+    version: Version | None = None
+    """The version that is asked for of a directory, which has only one; None for any."""
 
     @property
     def index_words(self) -> tuple[str, ...]:
@@ -70,24 +73,30 @@ def choose_source(what: str, *, folder: Path, is_index_allowed: bool) -> Package
     Raises:
         ConfigError: it is a path without a package, a name of nothing that is here, or nothing that could be one.
     """
-    for directory in (Path(what), folder / what, folder / what.rpartition("/")[2].replace("-", "_")):
+    try:
+        named = parse_environment_id(what)
+    except ValueError:  # a path, a wheel, or another requirement
+        named = EnvironmentId(package=what)
+    for directory in (Path(what), folder / named.package, folder / named.name.replace("-", "_")):
         if (directory / "pyproject.toml").is_file():
-            return PackageSource(words=("-e", str(directory.absolute())))
+            return PackageSource(words=("-e", str(directory.absolute())), version=named.version)
     if what.endswith(".whl") and Path(what).is_file():
         return PackageSource(words=(str(Path(what).absolute()),))
     if what.startswith((".", "/", "~")) or Path(what).is_dir():
         raise ConfigError(f"{what} has no pyproject.toml: it is no package; `trivet env init NAME` writes one")
-    if hub := _HUB_NAME.fullmatch(what):
-        return PackageSource(words=(hub["package"],), index=f"{HUB}/{hub['owner']}/simple/")
+    requirement = what if named.package == what else f"{named.name}=={named.version}" if named.version else named.name
+    if hub := _HUB_NAME.fullmatch(named.package):
+        word = requirement if named.version else hub["package"]
+        return PackageSource(words=(word,), index=f"{HUB}/{hub['owner']}/simple/")
     there = ", ".join(sorted(path.parent.name for path in folder.glob("*/pyproject.toml"))) or "which has none"
-    if _REQUIREMENT.fullmatch(what) is None:
+    if _REQUIREMENT.fullmatch(requirement) is None:
         raise ConfigError(f"{what!r} is neither a directory, nor one of {folder}/ ({there}), nor a package's name")
     if not is_index_allowed:
         raise ConfigError(
             f"{what!r} is none of {folder}/ ({there}). To download the package of that name from the package index, whoever "
             f"published it there, add --from-index; OWNER/NAME takes one from the hub"
         )
-    return PackageSource(words=(what,))
+    return PackageSource(words=(requirement,))
 
 
 def require_on_hub(source: PackageSource) -> None:
@@ -133,6 +142,11 @@ def inspect(source: PackageSource, *, installer: Installer) -> InspectedPackage:
                 f"{source.describe()} is no environment: no module of it has load_environment, and it does not require verifiers"
             )
         [package] = packages.values()
+        if source.version is not None and Version(package.version) != source.version:
+            raise ConfigError(
+                f"{source.describe()} is version {package.version} and not {source.version}, and nothing was changed; ask for the "
+                "version that is there, or for a package that is elsewhere"
+            )
         sources = [path.read_text(errors="replace") for path in Path(directory).rglob("*.py")]
         return InspectedPackage(environment=environments[0], api=api_of(package, sources))
 

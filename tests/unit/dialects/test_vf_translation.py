@@ -314,3 +314,12 @@ def test_wandb_gets_samples_at_every_logged_step(tmp_path: Path) -> None:
 
     assert extras('report_to = "wandb"\n') == (1, True)
     assert extras('report_to = "wandb"\nlogging_steps = 5\nlog_completions = false\n') == (5, False)
+
+
+@pytest.mark.parametrize("env_id", ["kalomaze/alphabet-sort@0.1.2", "alphabet_sort==0.1.2"])
+def test_an_id_with_a_version_names_the_environment_without_it(tmp_path: Path, env_id: str) -> None:
+    file = tmp_path / "vf.toml"
+    file.write_text(BASE.replace("kalomaze/alphabet-sort", env_id))
+    config = load_run(load_config(VfRLConfig, ["@", str(file)], environ={}), environ={}).config
+    [env] = config.orchestrator.env
+    assert (env.id, env.label.replace("_", "-")) == (env_id, "alphabet-sort")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from support.http_fake import serve
 from support.packages import write_installed, write_source
@@ -11,7 +12,8 @@ from trivet.dependencies import InstalledPackages
 from trivet.errors import ConfigError
 from trivet.tools import environment_source
 from trivet.tools.cli import main
-from trivet.tools.environment_source import PackageSource, api_of, choose_source, require_on_hub
+from trivet.tools.environment_source import PackageSource, api_of, choose_source, inspect, require_on_hub
+from trivet.tools.installer import choose_installer
 
 
 def test_a_name_means_the_folder_first(tmp_path: Path) -> None:
@@ -25,6 +27,32 @@ def test_the_owner_of_a_package_of_the_hub_is_kept_and_what_would_be_fetched_is_
     source = choose_source("some-owner/chess==0.2", folder=tmp_path, is_index_allowed=False)
     assert source.describe() == "chess==0.2 from https://hub.primeintellect.ai/some-owner/simple/"
     assert source.index_words == ("--extra-index-url", "https://hub.primeintellect.ai/some-owner/simple/")
+
+
+@pytest.mark.parametrize("word", ["my-env@0.1.0", "my_env==0.1.0", "owner/my-env@0.1.0"])
+def test_a_name_with_a_version_means_the_same_folder(tmp_path: Path, word: str) -> None:
+    directory = write_source(tmp_path, "my-env")
+    source = choose_source(word, folder=tmp_path, is_index_allowed=False)
+    assert source == PackageSource(words=("-e", str(directory)), version=Version("0.1.0"))
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("owner/chess@0.2", "chess==0.2 from https://hub.primeintellect.ai/owner/simple/"),
+        ("owner/chess@latest", "chess from https://hub.primeintellect.ai/owner/simple/"),
+        ("chess@0.2", "chess==0.2"),
+    ],
+)
+def test_a_version_is_asked_for_in_the_words_of_an_installer(tmp_path: Path, word: str, expected: str) -> None:
+    assert choose_source(word, folder=tmp_path, is_index_allowed=True).describe() == expected
+
+
+def test_a_folder_of_another_version_is_not_installed(tmp_path: Path) -> None:
+    write_source(tmp_path, "my-env", version="0.1.0")
+    source = choose_source("my-env@0.2.0", folder=tmp_path, is_index_allowed=False)
+    with pytest.raises(ConfigError, match=r"is version 0\.1\.0 and not 0\.2\.0"):
+        inspect(source, installer=choose_installer())
 
 
 def test_an_unknown_name_is_downloaded_only_when_that_is_asked_for(tmp_path: Path) -> None:

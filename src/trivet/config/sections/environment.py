@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from packaging.version import Version
 from pydantic import AfterValidator, Field
 
+from trivet.config.environment_ids import parse_environment_id
 from trivet.config.layout import SECRET_FILE
 from trivet.config.sections.addresses import Host
 from trivet.config.sections.base import MAX_PROCESSES, MAX_WAIT_S, Section
@@ -25,7 +27,10 @@ def _require_name(name: str) -> str:
 
 
 def _require_id(id_or_function: str) -> str:
-    return id_or_function if is_in_a_file(id_or_function) and id_or_function.isprintable() else _require_name(id_or_function)
+    if is_in_a_file(id_or_function) and id_or_function.isprintable():
+        return id_or_function
+    parse_environment_id(_require_name(id_or_function))
+    return id_or_function
 
 
 def _require_variable(name: str) -> str:
@@ -78,9 +83,10 @@ class EnvConfig(Section):
     """An environment: its package, its arguments, and how the policy is sampled in it."""
 
     id: EnvId = "reverse-text"
-    """Package name of the environment, or `path/to/file.py:load_environment`: a function that returns one."""
+    """Package name of the environment, or `path/to/file.py:load_environment`: a function that returns one. `my-env@0.1.2` and
+    `my-env==0.1.2` ask for a version, which must be the installed one."""
     name: EnvName | None = None
-    """Name in logs and metrics; defaults to the id, and for a function to the name of its file. Unique."""
+    """Name in logs and metrics; defaults to the id without its version, and for a function to the name of its file. Unique."""
     args: dict[str, Any] = {}
     """Passed to load_environment."""
     on_reward_error: Literal["drop", "zero"] = "drop"
@@ -99,9 +105,19 @@ class EnvConfig(Section):
     @property
     def program(self) -> tuple[str, dict[str, Any], str, list[str], str]:
         """All that a worker is started with. Workers of one environment can run any other with an equal program."""
-        return self.id, self.args, self.on_reward_error, sorted({*self.env_vars, *self.keep_variables}), self.venv
+        return self.package, self.args, self.on_reward_error, sorted({*self.env_vars, *self.keep_variables}), self.venv
 
     @property
     def label(self) -> str:
         """The environment's name in logs, metrics and file names."""
-        return self.name or (Path(self.id).stem if is_in_a_file(self.id) else self.id)
+        return self.name or (Path(self.id).stem if is_in_a_file(self.id) else self.package)
+
+    @property
+    def package(self) -> str:
+        """The id without its version, by which a worker loads the environment."""
+        return self.id if is_in_a_file(self.id) else parse_environment_id(self.id).package
+
+    @property
+    def version(self) -> Version | None:
+        """The version that must be installed; None for any."""
+        return None if is_in_a_file(self.id) else parse_environment_id(self.id).version

@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from packaging.version import Version
+
 from trivet.config.sections.environment import EnvConfig
 from trivet.dependencies import InstalledPackages
 from trivet.environments.packages.installed import require_installed
@@ -22,9 +24,16 @@ def find_interpreter(env: EnvConfig, *, store: VenvStore | None = None) -> str:
     """Return the path of the interpreter for `env`; empty for trivet's own.
 
     Raises:
-        EnvironmentLoadError: `env.venv` names no virtual environment, several have the environment, or its worker is too old.
+        EnvironmentLoadError: `env.venv` names no virtual environment, several have the environment, its worker is too old, or
+            the environment has another version than `env.id` asks for.
     """
-    store = store or VenvStore(find_home(os.environ))
+    python = _find(env, store or VenvStore(find_home(os.environ)))
+    if env.version is not None:
+        _require_version(env, python)
+    return python
+
+
+def _find(env: EnvConfig, store: VenvStore) -> str:
     if env.venv == OWN:
         return ""
     if os.sep in env.venv:
@@ -37,7 +46,7 @@ def find_interpreter(env: EnvConfig, *, store: VenvStore | None = None) -> str:
                 f"{', '.join(records) or 'none'}. Make it with: uv run trivet env install {env.id} --venv {env.venv}"
             )
         return _python_of_record(env, records[env.venv], store)
-    found = [record for record in records.values() if record.find(env.id) is not None]
+    found = [record for record in records.values() if record.find(env.package) is not None]
     if len(found) > 1:
         names = " and ".join(record.name for record in found)
         raise EnvironmentLoadError(
@@ -53,7 +62,7 @@ def require_environment(env: EnvConfig) -> None:
         EnvironmentLoadError: its virtual environment or its package is not there; the message says how to get it.
     """
     if not find_interpreter(env):
-        require_installed(env.id)
+        require_installed(env.package)
 
 
 def describe_interpreter(env: EnvConfig, *, store: VenvStore | None = None) -> str:
@@ -65,6 +74,21 @@ def describe_interpreter(env: EnvConfig, *, store: VenvStore | None = None) -> s
             return f"virtual environment {record.describe()}"
     package = InstalledPackages(_site_of(python)).find("verifiers")
     return f"{python or 'the Python of trivet'}, verifiers {package.version if package else 'not installed'}"
+
+
+def _require_version(env: EnvConfig, python: str) -> None:
+    if not python:
+        require_installed(env.package)
+    package = InstalledPackages(_site_of(python)).find(env.package.rpartition("/")[2])
+    if package is None or Version(package.version) != env.version:
+        found = (
+            f"{package.version} is installed" if package else "no package of that name, which would tell its own, is installed"
+        )
+        where = python or "the Python of trivet"
+        raise EnvironmentLoadError(
+            f"env.id = {env.id!r} asks for version {env.version}, and {found} ({where}); install it with: uv run trivet env install "
+            f"{env.id}, or write env.id = {env.package!r}"
+        )
 
 
 def _python_of_record(env: EnvConfig, record: VenvRecord, store: VenvStore) -> str:
